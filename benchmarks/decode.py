@@ -60,11 +60,11 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
     import jax
 
+    from podrl.engine.engine import Engine
+    from podrl.engine.sizes import engine_shape
     from podrl.mesh.build import make_mesh
     from podrl.models import decoder, sizes
     from podrl.plan import chips
-    from podrl.rollout.engine import Engine
-    from podrl.rollout.sizes import engine_shape
 
     topology = chips.parse_topology(args.topology, key="--topology")
     mesh = make_mesh(args.mesh, topology.devices(), key="--mesh")
@@ -100,7 +100,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(args: argparse.Namespace) -> Any:
-    from podrl.rollout.config import RolloutConfig
+    from podrl.engine.config import RolloutConfig
 
     given = {} if args.page_tokens is None else {"page_tokens": args.page_tokens}
     return RolloutConfig(
@@ -117,8 +117,8 @@ def _count(
     engine: Any, text: str, weights: float, token_bytes: float, sampled: int, args: argparse.Namespace, chip: Any
 ) -> dict[str, Any]:
     """Counts one step's work at a given filling of the lanes."""
+    from podrl.engine import attention
     from podrl.plan.hlo import cost_of
-    from podrl.rollout import attention
 
     reads, tokens = _filled(engine, args.prompt_len, sampled, args.group)
     N = engine.shape.steps
@@ -139,7 +139,7 @@ def _count(
 
 def _filled(engine: Any, prompt: int, sampled: int, group: int) -> tuple[Any, int]:
     """Builds the reads of a shard whose lanes all hold a prompt and `sampled` tokens: (reads, tokens read)."""
-    from podrl.rollout.reads import LaneReads, Page
+    from podrl.engine.reads import LaneReads, Page
 
     C, free = engine.shape.page_tokens, iter(range(engine.shape.pages))
 

@@ -105,8 +105,8 @@ def _decoding(args: argparse.Namespace) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
+    from podrl.engine import attention
     from podrl.models.config import GLOBAL_WINDOW
-    from podrl.rollout import attention
 
     R, K, N, H, C = args.lanes, args.kv_heads, args.heads, args.head_dim, 64
     reads, pages, position = _reads(R, args.pages, C)
@@ -144,7 +144,7 @@ def _reads(R: int, own_pages: int, C: int) -> tuple[Any, int, Any]:
     """Makes lanes in groups of four with their group's prompt and pages of their own: (reads, pages, position_R)."""
     import jax.numpy as jnp
 
-    from podrl.rollout.reads import LaneReads, Page, ReadShape
+    from podrl.engine.reads import LaneReads, Page, ReadShape
 
     free = itertools.count()
     groups = -(-R // _MEMBERS)

@@ -96,7 +96,7 @@ class Bench:
 
         from podrl.mesh.build import make_mesh, parse_mesh
         from podrl.models import decoder
-        from podrl.rollout.rollout import RolloutWorker
+        from podrl.rollout.worker import RolloutWorker
         from podrl.types import Policy
 
         self.args = args
@@ -176,7 +176,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(args: argparse.Namespace, response: int) -> Any:
-    from podrl.rollout.config import RolloutConfig
+    from podrl.engine.config import RolloutConfig
 
     names = (
         "lanes",
@@ -201,7 +201,7 @@ def _config(args: argparse.Namespace, response: int) -> Any:
 
 
 def _sampling(args: argparse.Namespace) -> Any:
-    from podrl.rollout.config import Sampling
+    from podrl.engine.config import Sampling
 
     limit = min(args.max_new, args.forced_len or args.max_new)
     return Sampling(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_new=limit)

@@ -139,7 +139,7 @@ def in_windows(
 
 def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray], staleness: int) -> dict[str, Any]:
     """Means over the last windows of what the engine counted."""
-    from podrl.rollout.config import Sampling
+    from podrl.engine.config import Sampling
     from podrl.rollout.players import Unanswered
     from podrl.types import Policy
 

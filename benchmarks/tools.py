@@ -142,7 +142,7 @@ def _steps(
     bench: rollout.Bench, args: Any, fields: Mapping[str, Any], staleness: int
 ) -> tuple[list[float], list[float]]:
     """Seconds and busy lanes of the windows in which as many batches are in flight as there may be."""
-    from podrl.rollout.config import Sampling
+    from podrl.engine.config import Sampling
     from podrl.types import Policy
 
     def begin(step: int) -> Any:
@@ -205,7 +205,7 @@ def _playing(args: Any) -> Any:
     """Processes in which `Calls` runs, until the end of the context."""
     from podrl.environments.config import EnvironmentConfig
     from podrl.environments.workers import Episodes
-    from podrl.runtime.user_code import Limits
+    from podrl.workers.user_code import Limits
 
     return Episodes(EnvironmentConfig(environment=f"{__name__}:Calls"), Limits(), journal=None)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from podrl.rundir import spans, trace
-from podrl.runtime.metrics import LogConfig, read_metrics
+from podrl.rundir.metrics import LogConfig, read_metrics
 
 _WARM = 3  # steps that compile, and the one after
 

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from podrl.engine.config import RolloutConfig
+from podrl.engine.sizes import engine_shape
 from podrl.mesh.build import parse_mesh
 from podrl.plan.simulate import Load, Speeds, read_lengths, simulate
-from podrl.rollout.config import RolloutConfig
-from podrl.rollout.sizes import engine_shape
 from podrl.rundir import identity
+from podrl.rundir.metrics import read_metrics
 from podrl.rundir.trace import read_step, traced_steps
-from podrl.runtime.metrics import read_metrics
 
 _WARM = 8  # steps that compile and fill the windows
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from podrl.cluster.config import ClusterConfig, Mode, Role
     from podrl.cluster.rl_cluster import RLCluster
+    from podrl.engine.config import RolloutConfig, Sampling
     from podrl.environments.config import EnvironmentConfig, MCPServer
     from podrl.environments.protocol import Ended, Environment, Model, OutsideError, Result, Task, Turn
     from podrl.environments.stepped import SteppedEnvironment
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
     from podrl.models.config import LoraConfig
     from podrl.models.pretrained import from_pretrained
     from podrl.rewards.compose import RewardConfig
-    from podrl.rollout.config import RolloutConfig, Sampling
-    from podrl.runtime.checkpoint import CheckpointConfig
+    from podrl.storage.checkpoint import CheckpointConfig
     from podrl.trainer.config import RLTrainingConfig
 
 _HOME = {
-    "CheckpointConfig": "podrl.runtime.checkpoint",
+    "CheckpointConfig": "podrl.storage.checkpoint",
     "ClusterConfig": "podrl.cluster.config",
     "Ended": "podrl.environments.protocol",
     "Environment": "podrl.environments.protocol",
@@ -45,8 +45,8 @@ _HOME = {
     "Result": "podrl.environments.protocol",
     "RewardConfig": "podrl.rewards.compose",
     "Role": "podrl.cluster.config",
-    "RolloutConfig": "podrl.rollout.config",
-    "Sampling": "podrl.rollout.config",
+    "RolloutConfig": "podrl.engine.config",
+    "Sampling": "podrl.engine.config",
     "SteppedEnvironment": "podrl.environments.stepped",
     "TINY": "podrl.job.config",
     "Task": "podrl.environments.protocol",

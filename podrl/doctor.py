@@ -17,10 +17,10 @@ from typing import Any
 from podrl.rundir.checks import CHECKS
 from podrl.rundir.console import make_console
 from podrl.rundir.findings import Finding, examine
+from podrl.rundir.metrics import read_records
 from podrl.runtime.arguments import Parser
-from podrl.runtime.metrics import read_records
-from podrl.runtime.storage import StorageError, check, locate
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
+from podrl.storage.storage import StorageError, check, locate
 
 
 def watch(run: str, wait: Callable[[], Any]) -> Iterator[Finding]:

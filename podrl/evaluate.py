@@ -31,7 +31,7 @@ from podrl.rundir import intervals
 from podrl.rundir.console import make_console, print_table
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser
-from podrl.runtime.storage import StorageError, locate
+from podrl.storage.storage import StorageError, locate
 
 _SETTING = "--config.reward."
 # Scores by name, a row per record and a column per sample; 'right' is 0 or 1.

@@ -34,10 +34,10 @@ from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import config_to_hf, read_config
 from podrl.rundir import identity
 from podrl.rundir.card import card
-from podrl.runtime import hub
 from podrl.runtime.arguments import Parser
-from podrl.runtime.record import Record
-from podrl.runtime.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
+from podrl.storage import hub
+from podrl.storage.record import Record
+from podrl.storage.storage import Place, StorageError, absolute, check, complete_steps, is_remote, locate
 from podrl.types import PyTree
 
 _log = logging.getLogger("podrl.export")

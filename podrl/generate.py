@@ -25,11 +25,12 @@ import numpy as np
 
 from podrl.data import shape, sources
 from podrl.environments import config as env
-from podrl.runtime import environment, hub, signals, storage
+from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser, add_device_options, check_numbers
-from podrl.runtime.regular import load_object
-from podrl.runtime.storage import StorageError, is_remote
-from podrl.runtime.user_code import Limits
+from podrl.storage import hub, storage
+from podrl.storage.regular import load_object
+from podrl.storage.storage import StorageError, is_remote
+from podrl.workers.user_code import Limits
 
 STOP_NAMES = ("eos", "length", "stop_string", "failed", "environment", "deadline", "calls")
 # Arguments that change no completion, so that they may differ where a command goes on.
@@ -96,12 +97,12 @@ def _generate(args: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
     from podrl.data.tokenizer import Tokenizer
+    from podrl.engine.config import RolloutConfig
     from podrl.learner.playing import offered
     from podrl.mesh.build import make_decoding_mesh
     from podrl.models import hf_load
     from podrl.models.pretrained import check_positions, check_vocab
-    from podrl.rollout.config import RolloutConfig
-    from podrl.rollout.rollout import RolloutWorker
+    from podrl.rollout.worker import RolloutWorker
     from podrl.types import Policy
 
     sampling = _sampling(args)
@@ -317,7 +318,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _sampling(args: argparse.Namespace) -> Any:
-    from podrl.rollout.config import Sampling, preset
+    from podrl.engine.config import Sampling, preset
 
     names = ("temperature", "top_p", "top_k", "min_p")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

@@ -37,8 +37,8 @@ from podrl.runtime import detect, environment, joining, local_pod, roles
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
 from podrl.runtime.service import ServiceError
-from podrl.runtime.storage import StorageError, disk_trouble, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER, stacks_on_signal
+from podrl.storage.storage import StorageError, disk_trouble, is_remote
 
 _PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, its connection is given up seconds later
 # Prefixes of XLA runtime errors that another process may cause; jax raises them as RuntimeError or ValueError.

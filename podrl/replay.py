@@ -30,10 +30,10 @@ from podrl.rollout.journal import NAME as BATCHES
 from podrl.rundir import identity, trace, weights
 from podrl.rundir.console import make_console, print_table
 from podrl.rundir.history import kind_of
+from podrl.rundir.metrics import read_metrics
 from podrl.runtime.arguments import Parser
-from podrl.runtime.metrics import read_metrics
-from podrl.runtime.storage import complete_steps, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
+from podrl.storage.storage import complete_steps, is_remote
 
 _CLOCKS = re.compile(
     r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds|data/skipped_prompts|step$"
@@ -183,7 +183,7 @@ def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], 
 
 def _sums(workdir: pathlib.Path, step: int) -> dict[str, Any]:
     """The checksums of weights and optimizer in a checkpoint."""
-    from podrl.runtime.record import Record  # imports jax
+    from podrl.storage.record import Record  # imports jax
 
     state = Record.read(workdir / "checkpoints" / str(step)).state or {}
     return {f"checkpoint/{name}": total for name, total in state.items()}

@@ -24,12 +24,13 @@ from typing import Any, get_args
 from podrl.environments.config import Parser as CallParser
 from podrl.environments.front import Front, FrontSettings
 from podrl.environments.wire.asks import Answer, Part, Refused, Wanted
-from podrl.runtime import environment, hub, signals
+from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser, add_device_options, check_numbers
 from podrl.runtime.service import ServiceError
-from podrl.runtime.storage import StorageError, locate
-from podrl.runtime.user_code import Limits
-from podrl.runtime.workers import Loop, Process
+from podrl.storage import hub
+from podrl.storage.storage import StorageError, locate
+from podrl.workers.process import Loop, Process
+from podrl.workers.user_code import Limits
 
 _EPISODE = "serve"
 _IDLE_S = 1.0  # longest wait for a request while none is open
@@ -264,7 +265,7 @@ def _sampling(args: argparse.Namespace) -> Any:
     Raises:
       ValueError: a setting is out of its range.
     """
-    from podrl.rollout.config import Sampling
+    from podrl.engine.config import Sampling
 
     names = ("temperature", "top_p", "top_k", "min_p")
     try:
@@ -290,11 +291,11 @@ def _loaded(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> t
     import jax.numpy as jnp
 
     from podrl.data.tokenizer import Tokenizer
+    from podrl.engine.config import RolloutConfig
     from podrl.mesh.build import make_decoding_mesh
     from podrl.models.pretrained import check_positions, check_vocab
-    from podrl.rollout.config import RolloutConfig
-    from podrl.rollout.rollout import RolloutWorker
     from podrl.rollout.serving import Serving
+    from podrl.rollout.worker import RolloutWorker
     from podrl.types import Policy
 
     mesh = make_decoding_mesh(args.mesh, devices or jax.local_devices(), key="--mesh")

@@ -99,7 +99,7 @@ class Rollouts:
 
     A field whose type has a `Column` is a row of the tables TOKENS and DRAWN below. Sessions, checkpoints of partial
     samples, messages between hosts and the trace go by these tables, so a new number per token is one field here, a
-    value of `podrl.rollout.sampling.Draw` of the same name, and whoever reads it.
+    value of `podrl.engine.sampling.Draw` of the same name, and whoever reads it.
 
     Attributes:
       prompts: what was asked.

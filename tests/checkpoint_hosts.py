@@ -50,8 +50,8 @@ def _host(rank: int, hosts: int, port: int, directory: str, mesh: str, what: str
     from jax.sharding import PartitionSpec as Spec
 
     from podrl.mesh.build import make_mesh
-    from podrl.runtime.bits import tree_sums
-    from podrl.runtime.checkpoint import Checkpoints
+    from podrl.storage.bits import tree_sums
+    from podrl.storage.checkpoint import Checkpoints
 
     place = NamedSharding(make_mesh(mesh, jax.devices()), Spec("fsdp", "tensor"))
     make = jax.jit(lambda i: jax.random.normal(jax.random.key(i), (rows, COLUMNS)), out_shardings=place)

@@ -9,7 +9,7 @@ from podrl.rewards.reference import accuracies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Packages whose code makes metrics: dictionary keys with a slash in them are their names there.
-MAKERS = ("algorithms", "cluster", "job", "learner", "rollout", "rundir", "trainer")
+MAKERS = ("algorithms", "cluster", "engine", "job", "learner", "rollout", "rundir", "trainer")
 _NAME = re.compile(r"[a-z_*]+/[a-z_0-9*/]+")
 # Made on the way, and replaced before a record is written.
 REPLACED = {"rollout/age", "rollout/kept_tokens", "sampler/moment_*", "sampler/moment_weight"}

@@ -18,8 +18,8 @@ from metric_names import unlisted
 from quick_runs import process_environment
 from waits import PATIENCE_S, is_running, until
 
-from podrl.runtime.checkpoint import read_state
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
+from podrl.storage.checkpoint import read_state
 
 DEADLINE_S = 420.0
 # A curriculum that has something to say within three steps: few records, some of them solved at once.

@@ -11,8 +11,8 @@ import pytest
 
 import podrl
 from podrl.config import Count, Finite, NonNegative, Range, build, group_of, numbers, section
+from podrl.engine.config import Sampling
 from podrl.job.config import KINDS, Job
-from podrl.rollout.config import Sampling
 
 
 @section("outer.inner")

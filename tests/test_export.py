@@ -14,7 +14,7 @@ from podrl.data.shape import PROMPTS_FILE
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import TINY, ModelSource
 from podrl.models import LoraConfig, decoder, from_pretrained
-from podrl.runtime.checkpoint import Checkpoints
+from podrl.storage.checkpoint import Checkpoints
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import TrainState
 

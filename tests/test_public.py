@@ -14,7 +14,7 @@ import podrl
 from podrl.algorithms.kl import canonical_mode
 from podrl.config import as_settings
 from podrl.job.config import unset
-from podrl.runtime.metrics import UserMetrics
+from podrl.rundir.metrics import UserMetrics
 
 FIELDS = pathlib.Path(__file__).resolve().parents[2] / "shared" / "vectors" / "config_fields.json"
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"

@@ -8,10 +8,10 @@ from jax.sharding import Mesh
 
 from podrl.cluster.engines import ENGINES
 from podrl.config import section
+from podrl.engine.config import RolloutConfig
 from podrl.mesh.build import AXES, with_own_axes
-from podrl.rollout.config import RolloutConfig
-from podrl.runtime.child import refuse_inside
 from podrl.trainer.config import RLTrainingConfig
+from podrl.workers.child import refuse_inside
 
 
 class Role(enum.Enum):

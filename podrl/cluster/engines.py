@@ -4,10 +4,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.rollout.config import Ability
+from podrl.engine.config import Ability
 
 # The engines that ClusterConfig.rollout_engine can name: 'module:class' of each.
-ENGINES: Mapping[str, str] = dict.fromkeys(("vanilla", "podrl"), "podrl.rollout.rollout:RolloutWorker")
+ENGINES: Mapping[str, str] = dict.fromkeys(("vanilla", "podrl"), "podrl.rollout.worker:RolloutWorker")
 
 
 def engine_class(engine: str | type) -> Any:
@@ -19,5 +19,5 @@ def engine_class(engine: str | type) -> Any:
 
 
 def able(engine: str | type, ability: Ability) -> bool:
-    """Returns whether an engine has an ability (podrl.rollout.config.Ability)."""
+    """Returns whether an engine has an ability (podrl.engine.config.Ability)."""
     return ability in getattr(engine_class(engine), "abilities", ())

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from podrl.rollout.device import CALLS, Device
+from podrl.engine.device import CALLS, Device
 from podrl.rundir.run import Run
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod

@@ -15,7 +15,7 @@ from podrl.mesh import rules
 from podrl.mesh.build import check_one_host
 from podrl.models import decoder, scalar
 from podrl.models.pretrained import check_vocab
-from podrl.runtime.storage import locate
+from podrl.storage.storage import locate
 from podrl.types import PyTree, Rollouts
 
 _PROBE = "The answer is 42.\n<answer>4 + 2 = 6</answer>"

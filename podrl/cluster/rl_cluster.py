@@ -22,13 +22,13 @@ from podrl.config import Elsewhere, as_settings, known_arguments, refused_argume
 from podrl.data.chat import Message
 from podrl.data.conversation import prompts_of
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import RolloutConfig, Sampling
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig
 from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
-from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.interface import RolloutEngine
-from podrl.runtime.metrics import MetricsLogger, UserMetrics
+from podrl.rundir.metrics import MetricsLogger, UserMetrics
 from podrl.types import Batch, Policy, Prompts, Rollouts, TrainState
 
 
@@ -252,7 +252,7 @@ class RLCluster:
           group_size: samples per prompt.
           step: part of every sample's random key.
           sampling: overrides the configuration's sampling.
-          ended: told of each sample when it ends, by an engine that tells (podrl.rollout.config.Ability).
+          ended: told of each sample when it ends, by an engine that tells (podrl.engine.config.Ability).
         """
         if not isinstance(prompts, Prompts):
             limit = self.config.rollout().max_prompt_length

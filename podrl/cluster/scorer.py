@@ -9,7 +9,7 @@ from podrl.cluster.critic import Critic
 from podrl.data.tokenizer import Tokenizer
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.pretrained import check_vocab
-from podrl.runtime.metrics import UserMetrics
+from podrl.rundir.metrics import UserMetrics
 from podrl.types import Batch, TrainState
 
 

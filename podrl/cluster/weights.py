@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from podrl.cluster.actor import Actor
 from podrl.cluster.pull_link import PullLink, WeightPublisher
+from podrl.engine.config import RolloutConfig
 from podrl.models import decoder, lora
 from podrl.models.config import LoraConfig
-from podrl.rollout.config import RolloutConfig
 from podrl.transfer.publish import Publisher
 from podrl.types import Policy, PyTree
 

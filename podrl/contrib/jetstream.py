@@ -14,15 +14,15 @@ from jaxtyping import Array, Int
 
 from podrl.contrib.jetstream_types import Prefix, ResultTokens
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import RolloutConfig, Sampling
+from podrl.engine.device import Device
+from podrl.engine.engine import Engine
+from podrl.engine.keys import sample_keys
+from podrl.engine.prefill import cut_chunks, run_chunks
+from podrl.engine.reads import LaneReads, Page
+from podrl.engine.sizes import engine_shape
+from podrl.engine.state import FREE, SEAT, STOP_IDS, DecodeState, Emitted, EngineShape, LaneUpdates
 from podrl.models.config import ModelConfig
-from podrl.rollout.config import RolloutConfig, Sampling
-from podrl.rollout.device import Device
-from podrl.rollout.engine import Engine
-from podrl.rollout.keys import sample_keys
-from podrl.rollout.prefill import cut_chunks, run_chunks
-from podrl.rollout.reads import LaneReads, Page
-from podrl.rollout.sizes import engine_shape
-from podrl.rollout.state import FREE, SEAT, STOP_IDS, DecodeState, Emitted, EngineShape, LaneUpdates
 from podrl.types import PyTree
 
 PREFILL_LANES = 8  # first tokens drawn at once
@@ -204,7 +204,7 @@ class JetStreamEngine:
         """
         del request_id
         if sampler is not None:
-            raise ValueError("sampler is not supported: pass sampling=podrl.rollout.config.Sampling(...) instead.")
+            raise ValueError("sampler is not supported: pass sampling=podrl.engine.config.Sampling(...) instead.")
         sampling = self._complete(sampling)
         tokens_T = np.asarray(padded_tokens)[:true_length].astype(np.int32)
         before: Prefix | None = getattr(existing_prefix, "cache", existing_prefix)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from podrl.rollout.config import Sampling
+from podrl.engine.config import Sampling
 
 
 @flax.struct.dataclass

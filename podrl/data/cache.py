@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from podrl.runtime.storage import Place, is_remote, locate
+from podrl.storage.storage import Place, is_remote, locate
 
 AUTO = "auto"
 _SETTLED_S = 2.0  # a file changed within its clock's grain of now may change again and keep its time

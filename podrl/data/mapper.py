@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from podrl.runtime import child, frames
-from podrl.runtime.user_objects import explain, short
+from podrl.workers import child, frames
+from podrl.workers.user_objects import explain, short
 
 
 def main() -> None:
-    """Serves requests until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     child.serve(lambda function, spec: {}, mapped)
 
 

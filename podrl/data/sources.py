@@ -23,9 +23,10 @@ import numpy as np
 from etils import epath
 
 from podrl.data import shape
-from podrl.runtime import hub, plain
-from podrl.runtime.regular import regular
-from podrl.runtime.storage import is_remote, locate
+from podrl.runtime import plain
+from podrl.storage import hub
+from podrl.storage.regular import regular
+from podrl.storage.storage import is_remote, locate
 
 Record = Mapping[str, Any]
 Check = Callable[[Record, str], None]  # of a record and its place; raises ValueError

@@ -15,8 +15,8 @@ from etils import epath
 from jaxtyping import Int
 
 from podrl.data.chat import ChatTemplate, Message, Tools
-from podrl.runtime.regular import load_object, regular
-from podrl.runtime.storage import locate
+from podrl.storage.regular import load_object, regular
+from podrl.storage.storage import locate
 
 # Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
 FILES = (

@@ -17,10 +17,10 @@ from podrl.config import Natural, Positive, section
 from podrl.data.cache import Cache, key
 from podrl.data.sources import Record, Records, check_json
 from podrl.runtime import plain
-from podrl.runtime.storage import Place
-from podrl.runtime.user_code import Limits
-from podrl.runtime.user_objects import spec_at
-from podrl.runtime.workers import DiedError, Functions, LateError
+from podrl.storage.storage import Place
+from podrl.workers.process import DiedError, Functions, LateError
+from podrl.workers.user_code import Limits
+from podrl.workers.user_objects import spec_at
 
 _AT_ONCE = 256  # records that a function's process is given in one request
 

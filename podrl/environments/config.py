@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from podrl.config import Count, Finite, Natural, Positive, Share, Workers, section
-from podrl.runtime.regular import regular
-from podrl.runtime.user_code import Limits
+from podrl.storage.regular import regular
+from podrl.workers.user_code import Limits
 
 TOOLS, NONE, PROGRAM = "tools", "none", "program"  # environments by name
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]

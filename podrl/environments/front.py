@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from podrl.environments import front_worker
 from podrl.environments.wire.asks import Answer, Part, Refused, Wanted
 from podrl.runtime.service import ServiceError
-from podrl.runtime.user_code import Limits
-from podrl.runtime.workers import LOAD_S, Process
+from podrl.workers.process import LOAD_S, Process
+from podrl.workers.user_code import Limits
 
 
 @dataclasses.dataclass(frozen=True)

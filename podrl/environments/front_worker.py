@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 from podrl.environments.wire import chat, completions, generate
 from podrl.environments.wire.asks import ASIDE, Answer, Choice, Part, Refused, Wanted
 from podrl.environments.wire.fields import parse
-from podrl.runtime import child
-from podrl.runtime.frames import pack
 from podrl.runtime.sockets import raise_descriptor_limit
+from podrl.workers import child
+from podrl.workers.frames import pack
 
 _BEAT_S = 3.0  # a stream without news sends a comment this often, so that no proxy closes it
 _SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
@@ -459,7 +459,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serves requests until the owner closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    """Serves requests until the owner closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
     asyncio.run(_serve(requests, replies))
 

@@ -15,10 +15,10 @@ from podrl.environments.journal import Journal
 from podrl.environments.protocol import Task
 from podrl.environments.toolbox import Toolbox
 from podrl.environments.worker import BEAT_S
-from podrl.runtime.user_code import Limits
-from podrl.runtime.user_objects import spec_at
-from podrl.runtime.workers import LOAD_S, Process
 from podrl.types import BatchError
+from podrl.workers.process import LOAD_S, Process
+from podrl.workers.user_code import Limits
+from podrl.workers.user_objects import spec_at
 
 # (task, name, started, ended, failed) of a call outside, by time.monotonic(); failed is '' or the kind of failure.
 Called = Callable[[Task, str, float, float, str], None]

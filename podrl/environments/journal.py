@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from typing import Any, BinaryIO, Protocol
 
 from podrl.environments.protocol import Task
-from podrl.runtime import sealed_lines
 from podrl.runtime.channel import Channel
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
-from podrl.runtime.storage import sync_directory
+from podrl.storage import sealed_lines
+from podrl.storage.storage import sync_directory
 
 _log = logging.getLogger("podrl.environments")
 _READ, _ADD = "outside/read", "outside/add"

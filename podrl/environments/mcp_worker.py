@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, TextIO
 
 from podrl.environments.config import MCPServer
 from podrl.environments.tool_worker import plain
-from podrl.runtime import child
-from podrl.runtime.frames import pack
+from podrl.workers import child
+from podrl.workers.frames import pack
 
 _CONNECT_S = 30.0
 _PING_S = 5.0
@@ -321,7 +321,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    """Serves until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
     logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what goes wrong is told to the host
     asyncio.run(_serve(requests, replies))

@@ -19,7 +19,7 @@ from podrl.environments.config import EnvironmentConfig
 from podrl.environments.front import Front, FrontSettings
 from podrl.environments.protocol import Ended, Result, Task
 from podrl.environments.wire.asks import Answer, Refused, Wanted
-from podrl.runtime.user_code import Limits
+from podrl.workers.user_code import Limits
 
 Kind = Literal["agent", "infrastructure"]
 _KINDS: tuple[Kind, ...] = ("agent", "infrastructure")

@@ -14,8 +14,8 @@ from typing import Any
 from podrl.environments import mcp_worker
 from podrl.environments.config import MCPServer
 from podrl.runtime.service import ServiceError
-from podrl.runtime.user_code import Limits, is_of_the_job
-from podrl.runtime.workers import LOAD_S, Process
+from podrl.workers.process import LOAD_S, Process
+from podrl.workers.user_code import Limits, is_of_the_job
 
 _log = logging.getLogger("podrl.environments")
 _LIVES = 3  # of the process without an answer between them

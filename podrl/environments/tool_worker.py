@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from podrl.environments.protocol import Task
-from podrl.runtime import child
+from podrl.workers import child
 
 MOST_CHARACTERS = 1 << 20
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null", dict: "object"}
@@ -197,7 +197,7 @@ def _described(doc: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Serves requests until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     child.serve(
         lambda fn, spec: declaration(fn, spec["name"].rpartition(".")[2]),
         lambda fn, given: call(fn, given["arguments"], given["task"]),

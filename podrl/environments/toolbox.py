@@ -12,9 +12,9 @@ from podrl.environments import dr_tulu, tool_worker
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Task
 from podrl.environments.servers import Servers
-from podrl.runtime.user_code import Limits
-from podrl.runtime.user_objects import spec_at
-from podrl.runtime.workers import DiedError, LateError, Pool, Process
+from podrl.workers.process import DiedError, LateError, Pool, Process
+from podrl.workers.user_code import Limits
+from podrl.workers.user_objects import spec_at
 
 BUILT_IN = {"calculator": "podrl.environments.calculator"}
 

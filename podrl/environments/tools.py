@@ -10,7 +10,7 @@ from podrl.config import nearest
 from podrl.environments import calls, dr_tulu
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Environment, Result, Role, Task, Turn
-from podrl.runtime.user_objects import name_of
+from podrl.workers.user_objects import name_of
 
 Tool = Callable[..., Any] | str | MCPServer
 EXCEEDED = "Max tool calls exceeded."

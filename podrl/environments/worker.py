@@ -19,9 +19,9 @@ from podrl.environments.protocol import FULL, REFUSED, Ended, Model, OutsideErro
 from podrl.environments.tools import ToolEnvironment
 from podrl.environments.wire import chat as wire_chat
 from podrl.environments.wire.asks import ASIDE, Answer, Choice, Refused, Wanted
-from podrl.runtime import child
-from podrl.runtime.frames import pack
-from podrl.runtime.user_objects import explain, extend_path, load, short
+from podrl.workers import child
+from podrl.workers.frames import pack
+from podrl.workers.user_objects import explain, extend_path, load, short
 
 BEAT_S = 0.2
 _OF_EPISODES = ("start", "turn", "answer", "cancel")
@@ -312,7 +312,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serves until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    """Serves until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
     asyncio.run(_serve(requests, replies))
 

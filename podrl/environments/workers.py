@@ -14,9 +14,9 @@ from podrl.environments.host import Called, Host
 from podrl.environments.host import EnvironmentFailure as EnvironmentFailure
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Role, Task, Turn
-from podrl.runtime.child import refuse_inside
-from podrl.runtime.user_code import Limits
-from podrl.runtime.workers import Loop
+from podrl.workers.child import refuse_inside
+from podrl.workers.process import Loop
+from podrl.workers.user_code import Limits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,10 +23,10 @@ from podrl.data.tokenizer import FILES
 from podrl.job.config import EMBEDDED as MODELS
 from podrl.job.config import SCRATCH, Job
 from podrl.rundir import identity
-from podrl.runtime import hub
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
-from podrl.runtime.storage import is_remote, locate
+from podrl.storage import hub
+from podrl.storage.storage import is_remote, locate
 
 # Settings that may differ: files and processes of one host, and what the leader alone writes. Everything else may not:
 # a rollout host needs checkpoint.every to know what a checkpoint asks it for.

@@ -24,6 +24,7 @@ from podrl.data.pipeline import AUTO, DataConfig, PromptStream, longest_prompt
 from podrl.data.pipeline import EMBEDDED as EMBEDDED_TASKS
 from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import RolloutConfig
 from podrl.environments.config import EnvironmentConfig
 from podrl.job.eval_checks import check_evaluation
 from podrl.job.placement import RolesConfig
@@ -38,12 +39,11 @@ from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import config_from_hf
 from podrl.rewards.compose import RewardConfig
-from podrl.rollout.config import RolloutConfig
-from podrl.runtime import hub
-from podrl.runtime.checkpoint import CheckpointConfig
-from podrl.runtime.metrics import LogConfig
+from podrl.rundir.metrics import LogConfig
 from podrl.runtime.roles import ROLLOUT, TRAINER
-from podrl.runtime.storage import Place, locate
+from podrl.storage import hub
+from podrl.storage.checkpoint import CheckpointConfig
+from podrl.storage.storage import Place, locate
 from podrl.trainer import custom
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import PackShape, pack_shape

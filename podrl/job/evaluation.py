@@ -12,10 +12,10 @@ from podrl.data.pairs import held_out_pairs
 from podrl.data.pipeline import has_format, held_out_prompts, set_prompts
 from podrl.data.template import ANSWER_END, ANSWER_START
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import Sampling
 from podrl.job.config import Job, pair_settings
 from podrl.learner.evaluate import Evaluator, HeldOut, Scorer, SetConfig, stop_texts
 from podrl.rewards.reference import accuracies
-from podrl.rollout.config import Sampling
 
 _log = logging.getLogger(__name__)
 

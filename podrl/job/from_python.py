@@ -12,8 +12,9 @@ from ml_collections import ConfigDict
 
 from podrl.config import Devices, check, elsewhere, known_arguments, merge
 from podrl.job.config_file import default_workdir, find_config, load_config
-from podrl.runtime import child, detect, user_objects
+from podrl.runtime import detect
 from podrl.runtime import environment as process_environment
+from podrl.workers import child, user_objects
 
 
 @known_arguments

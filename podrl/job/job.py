@@ -39,16 +39,16 @@ from podrl.rewards.reference import accuracies
 from podrl.rundir import identity, summary
 from podrl.rundir.about import write_about
 from podrl.rundir.console import make_console
+from podrl.rundir.metrics import LogConfig
 from podrl.rundir.profiler import Profiler, parse_steps
 from podrl.rundir.run import Run
-from podrl.runtime import hub, storage
 from podrl.runtime.message import Message
-from podrl.runtime.metrics import LogConfig
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.service import ServiceError
-from podrl.runtime.storage import StorageError, is_remote
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED, told_if_long
+from podrl.storage import hub, storage
+from podrl.storage.storage import StorageError, is_remote
 from podrl.view.report import write_ending
 
 _log = logging.getLogger("podrl.job")

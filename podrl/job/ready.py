@@ -20,8 +20,8 @@ from podrl.models.hf_config import read_config
 from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import Rewards
 from podrl.rundir.gauges import read_plan
-from podrl.runtime import hub, storage
 from podrl.runtime.service import ServiceError
+from podrl.storage import hub, storage
 
 _LOOK = 256  # records of a source whose fields are looked at
 # Records of a source that are made into what is trained on: by a start, and by a dry run. A conversation of six turns

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.engine import unrolls
 from podrl.job.config import SCRATCH, Job
 from podrl.models import decoder
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.sizes import config_of
-from podrl.rollout.engine import unrolls
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,11 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.config import Count, Natural, NonNegative, section
 from podrl.data.config import AUTO, DataConfig, SourceConfig
 from podrl.data.dialogue import Dialogue
+from podrl.engine.config import Sampling
 from podrl.learner.experience import places, share_of, take_prompts
 from podrl.learner.words import scored_text
 from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
-from podrl.rollout.config import Sampling
 from podrl.types import Policy, Prompts, Rollouts
 
 # Evaluation draws from keys no training step uses.

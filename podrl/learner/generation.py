@@ -11,19 +11,19 @@ import numpy as np
 from podrl import groups
 from podrl.cluster.engines import able
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.learner.experience import join, select, take_prompts
 from podrl.learner.settings import AlgorithmConfig
 from podrl.learner.words import scored_text
 from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
-from podrl.rollout.config import Sampling
 from podrl.rollout.integrity import ages, beyond, faults
 from podrl.rollout.partial import Partial, join_prompts, of_tracks
 from podrl.rollout.players import Player
 from podrl.rollout.points import Points
-from podrl.rollout.rollout import Finished
 from podrl.rollout.windows import noted
+from podrl.rollout.worker import Finished
 from podrl.rundir.spans import Spans
 from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, LeftOut, Policy, Prompts, Rollouts
 

@@ -30,9 +30,9 @@ from podrl.learner.traced import Traced
 from podrl.learner.unmoved import unmoved, unmoved_by_samples
 from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
 from podrl.rundir.run import Run
-from podrl.runtime.checkpoint import CheckpointConfig
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import EVAL
+from podrl.storage.checkpoint import CheckpointConfig
 from podrl.trainer.pack_shape import PackShape
 from podrl.types import BatchError, Experience, Rollouts
 from podrl.view.report import write_ending

@@ -16,7 +16,7 @@ from podrl.environments.workers import Episodes
 from podrl.rollout.episodes import Partner
 from podrl.rundir.run import OUTSIDE, Run
 from podrl.runtime.pod import Pod
-from podrl.runtime.user_code import Limits
+from podrl.workers.user_code import Limits
 
 REWARD_NAME = "environment"  # of what environments give, among the rewards
 

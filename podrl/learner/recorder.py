@@ -20,9 +20,9 @@ from podrl.rundir.console import Progress
 from podrl.rundir.findings import Examination
 from podrl.rundir.gauges import Gauges, Work, first_start
 from podrl.rundir.history import Past, Record
+from podrl.rundir.metrics import read_metrics
 from podrl.rundir.run import Run
 from podrl.rundir.summary import eval_means, eval_records
-from podrl.runtime.metrics import read_metrics
 from podrl.types import Policy
 
 _CURRICULUM = "curriculum."  # what names of its arrays begin with in a checkpoint

@@ -15,7 +15,7 @@ from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GA
 from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
 from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, section
-from podrl.rollout.config import RolloutConfig
+from podrl.engine.config import RolloutConfig
 from podrl.trainer import custom
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut, Rollouts
 

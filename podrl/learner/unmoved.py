@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from podrl.engine.config import RolloutConfig
 from podrl.environments.config import EnvironmentConfig
 from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.rewards.compose import RewardConfig
-from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
 
 _ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_plus_baseline")  # 0 for equal samples

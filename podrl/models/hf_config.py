@@ -9,8 +9,8 @@ from typing import Any
 from podrl.models.config import GLOBAL_WINDOW, Experts, Kind, ModelConfig, RopeScaling
 from podrl.models.hf_fields import COMPUTED, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
-from podrl.runtime.regular import load_object
-from podrl.runtime.storage import locate
+from podrl.storage.regular import load_object
+from podrl.storage.storage import locate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from podrl.models.hf_config import read_config
 from podrl.models.hf_names import Entry, entries
 from podrl.models.quantize import quantized_leaves
 from podrl.models.tensor_files import StoredTensor, scan_directory
-from podrl.runtime.storage import locate
+from podrl.storage.storage import locate
 from podrl.types import PyTree
 
 # Tensors that carry nothing podrl needs: rotary frequencies, and what a text decoder leaves of an image model.

@@ -21,7 +21,7 @@ from podrl.models.decoder import Param, is_param, param_specs
 from podrl.models.finite import refuse_nonfinite
 from podrl.models.hf_config import config_to_hf
 from podrl.models.quantize import quantized_leaves
-from podrl.runtime.storage import Place, absolute, first_line
+from podrl.storage.storage import Place, absolute, first_line
 from podrl.types import PyTree
 
 CHUNK_BYTES = 1 << 26  # a reader takes whole chunks: those of a shard then hold little else

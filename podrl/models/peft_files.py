@@ -17,7 +17,7 @@ from podrl.models.hf_load import load_entries, single_device_mesh
 from podrl.models.hf_names import entries, module_of
 from podrl.models.hf_save import finished_directory, is_writer, write_entries
 from podrl.models.tensor_files import scan_file
-from podrl.runtime.regular import load_object
+from podrl.storage.regular import load_object
 from podrl.types import PyTree
 
 CONFIG_NAME = "adapter_config.json"

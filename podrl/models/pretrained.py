@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from podrl.models import decoder, hf_load, hf_save, lora, peft_files
 from podrl.models.config import LoraConfig, ModelConfig
-from podrl.runtime import hub, storage
+from podrl.storage import hub, storage
 from podrl.types import PyTree
 
 _log = logging.getLogger("podrl.models")

@@ -17,7 +17,7 @@ from podrl.models.hf_config import read_config
 from podrl.models.hf_load import load_entries
 from podrl.models.hf_names import Entry, entries
 from podrl.models.tensor_files import scan_directory
-from podrl.runtime.storage import locate
+from podrl.storage.storage import locate
 from podrl.transfer.publish import Publisher
 from podrl.types import PyTree
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from podrl.runtime.regular import load_json, regular
-from podrl.runtime.storage import Place, file_size, is_remote
+from podrl.storage.regular import load_json, regular
+from podrl.storage.storage import Place, file_size, is_remote
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

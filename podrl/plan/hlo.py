@@ -135,7 +135,7 @@ def cost_of(
       text: of the compiled module (`compiled.as_text()`).
       trips: how often loops of traced length run, by nesting depth among such loops.
       named: how often loops directly in a `jax.named_scope` run, by its name, whatever the text says; and how many
-        pages each kernel of podrl.rollout.page_attention reads.
+        pages each kernel of podrl.engine.page_attention reads.
       slices: slices the devices named in the text lie in, equal parts in their order. The TPU compiler's text is that
         of one slice; what it sends to others is found by itself.
     """
@@ -202,7 +202,7 @@ class _Reader:
         return read, out
 
     def _pages(self, i: Instruction) -> float | None:
-        """Returns the pages of a pool that a kernel of podrl.rollout.page_attention reads, if the caller gave them."""
+        """Returns the pages of a pool that a kernel of podrl.engine.page_attention reads, if the caller gave them."""
         if 'custom_call_target="tpu_custom_call"' not in i.attributes:
             return None
         return next((self._named[name] for name in _PAGE_KERNELS if name in i.name and name in self._named), None)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podrl.engine.engine import Engine
+from podrl.engine.sizes import engine_shape
 from podrl.job.config import Job
 from podrl.job.weights import Copies, copies, device_bytes, model_of, rollout_dtype, rollout_model
 from podrl.mesh.build import make_mesh, spreads_copies
@@ -21,11 +23,9 @@ from podrl.models.hf_config import read_config
 from podrl.models.sizes import SIZES, config_of, expert_parameter_count, parameter_count
 from podrl.plan.chips import Topology
 from podrl.plan.hlo import Trips
-from podrl.rollout.engine import Engine
-from podrl.rollout.rollout import pieces_per_prompt
-from podrl.rollout.sizes import engine_shape
-from podrl.runtime import hub
-from podrl.runtime.storage import locate
+from podrl.rollout.worker import pieces_per_prompt
+from podrl.storage import hub
+from podrl.storage.storage import locate
 from podrl.trainer import state as state_lib
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from podrl.engine.config import RolloutConfig
+from podrl.engine.sizes import engine_shape
+from podrl.engine.state import EngineShape
 from podrl.plan.compile import Measured
 from podrl.plan.programs import ROLLOUT, TRAINER, Setting
 from podrl.rollout.clock import TokenClock
-from podrl.rollout.config import RolloutConfig
-from podrl.rollout.rollout import pieces_per_prompt
-from podrl.rollout.sizes import engine_shape
-from podrl.rollout.state import EngineShape
+from podrl.rollout.worker import pieces_per_prompt
 from podrl.rundir.trace import read_step, traced_steps
 
 _SHARES = tuple(n / 16 for n in range(1, 16))  # of the chips, tried for the trainer
@@ -151,7 +151,7 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     """Plays training steps whose samples have lengths drawn from `lengths_N`.
 
     Lanes decode in dispatches of `rollout.steps_per_dispatch`, of which one is launched before the last is read
-    (podrl.rollout.session): a lane gets its next sample at the next dispatch but one after its last ended, those of the
+    (podrl.engine.session): a lane gets its next sample at the next dispatch but one after its last ended, those of the
     batch that trains next first; at the next one where so many samples end that the engine waits for them. With a
     staleness of 0 the sides take turns; with 1 a batch is drawn while the one before trains; from 2 on in windows
     (podrl.rollout.clock): a sample draws its quantum in each, and in its last one the rest. Each window computes keys

@@ -21,11 +21,11 @@ from podrl.rewards.code import CodeConfig, CodeTests
 from podrl.rewards.judge import JudgeConfig, judge, judge_by_rubric
 from podrl.rewards.text import TextConfig
 from podrl.runtime import plain
-from podrl.runtime.child import refuse_inside
 from podrl.runtime.service import ServiceError
-from podrl.runtime.user_code import Limits
-from podrl.runtime.user_objects import spec_at, spec_of
-from podrl.runtime.workers import DiedError, Functions, LateError
+from podrl.workers.child import refuse_inside
+from podrl.workers.process import DiedError, Functions, LateError
+from podrl.workers.user_code import Limits
+from podrl.workers.user_objects import spec_at, spec_of
 
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)

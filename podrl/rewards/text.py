@@ -14,7 +14,7 @@ from typing import Any
 from podrl.config import section
 from podrl.rewards.answers import last_answer
 from podrl.runtime import plain
-from podrl.runtime.regular import regular
+from podrl.storage.regular import regular
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from podrl.runtime import child
 from podrl.runtime.service import is_away
-from podrl.runtime.user_objects import explain, one_line, short
+from podrl.workers import child
+from podrl.workers.user_objects import explain, one_line, short
 
 
 def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> dict:
@@ -44,7 +44,7 @@ def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fie
 
 
 def main() -> None:
-    """Serves requests until the parent closes the pipe; the argument is a podrl.runtime.user_code.Limits as JSON."""
+    """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     child.serve(
         lambda fn, spec: {"needs": needs(fn)},
         lambda fn, batch: call(fn, batch["prompts"], batch["completions"], batch["fields"]),

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import Sampling
+from podrl.engine.session import Opening, Session, Track
 from podrl.environments.protocol import Turn
 from podrl.environments.wire import chat
 from podrl.environments.wire.asks import Choice
-from podrl.rollout.config import Sampling
 from podrl.rollout.histories import Histories
-from podrl.rollout.session import Opening, Session, Track
 from podrl.types import DRAWN, STOP_ENV
 
 

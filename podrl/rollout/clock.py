@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from podrl.rollout.config import RolloutConfig
+from podrl.engine.config import RolloutConfig
 from podrl.rollout.journal import WallJournal
 from podrl.rollout.points import Points
 

@@ -8,16 +8,16 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from podrl.data.dialogue import Dialogue
+from podrl.engine.config import Sampling
+from podrl.engine.session import Opening, Session, Track
+from podrl.engine.state import STOP_IDS
 from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.asks import Refused
 from podrl.environments.workers import Done, Say
 from podrl.rollout.branches import Branches, Conversation
-from podrl.rollout.config import Sampling
 from podrl.rollout.partial import Partial, fill
 from podrl.rollout.points import Points
-from podrl.rollout.session import Opening, Session, Track
-from podrl.rollout.state import STOP_IDS
 from podrl.types import (
     STOP_CALLS,
     STOP_DEADLINE,

@@ -1,6 +1,6 @@
 """The interface of a decoding engine: what podrl calls, and what an engine may leave out.
 
-podrl's own engine is podrl.rollout.rollout.RolloutWorker. Another one is a class that is made with the same arguments,
+podrl's own engine is podrl.rollout.worker.RolloutWorker. Another one is a class that is made with the same arguments,
 has these attributes and methods, and is named in podrl.cluster.worker.ENGINES or given as
 `ClusterConfig(rollout_engine=...)`.
 """
@@ -8,12 +8,12 @@ has these attributes and methods, and is named in podrl.cluster.worker.ENGINES o
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
-from podrl.rollout.config import Ability, RolloutConfig, Sampling
-from podrl.rollout.device import Device, Tell
+from podrl.engine.config import Ability, RolloutConfig, Sampling
+from podrl.engine.device import Device, Tell
+from podrl.engine.stats import RolloutStats
 from podrl.rollout.episodes import Partner
 from podrl.rollout.partial import Partial
 from podrl.rollout.players import Chosen, Player
-from podrl.rollout.stats import RolloutStats
 from podrl.types import Mode, Policy, Prompts, PyTree, Rollouts
 
 
@@ -21,7 +21,7 @@ class RolloutEngine(Protocol):
     """A decoding engine of one process's rollout mesh; the methods are documented in RolloutWorker.
 
     Attributes:
-      abilities: the engine's abilities beyond whole batches (`podrl.rollout.config.Ability`). An engine without this
+      abilities: the engine's abilities beyond whole batches (`podrl.engine.config.Ability`). An engine without this
         attribute has none: it needs `generate`, `warm_up`, `sleep` and `wake` alone.
       config: settings of the engine, and of sampling.
       stats: counts of the work of the last call.

@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from podrl.runtime import sealed_lines
-from podrl.runtime.storage import sync_directory
+from podrl.storage import sealed_lines
+from podrl.storage.storage import sync_directory
 
 NAME = "batches.jsonl"
 # Lines of before they had checksums.

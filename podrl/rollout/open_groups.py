@@ -8,11 +8,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from podrl.engine.session import Track
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import agrees, runs_of
 from podrl.rollout.partial import Partial, cut, join, of_tracks, take_prompts
 from podrl.rollout.points import Points
-from podrl.rollout.session import Track
 from podrl.types import STOP_DEADLINE, Prompts
 
 

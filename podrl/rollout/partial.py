@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from podrl.rollout.session import Track
+from podrl.engine.session import Track
 from podrl.runtime.message import Message
 from podrl.types import TOKENS, Prompts
 

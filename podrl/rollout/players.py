@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+from podrl.engine.session import Session, Track
 from podrl.rollout.episodes import Episode, Partner, Request
 from podrl.rollout.partial import Partial, fill
 from podrl.rollout.points import Points, points
-from podrl.rollout.session import Session, Track
 
 _POLL_S = 1.0  # the longest silence before it is looked who is waited for
 _HALT_S = 0.02  # the same where somebody may halt all

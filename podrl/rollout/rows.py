@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from podrl.engine.session import Track
 from podrl.groups import complete
 from podrl.rollout.episodes import Episode, Request
-from podrl.rollout.session import Track
 from podrl.types import NO_EPISODE, STOP_LENGTH, Prompts, Rollouts, blank_columns
 
 _PROMPTS_KEPT = 1 << 16

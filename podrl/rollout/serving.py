@@ -10,13 +10,13 @@ import numpy as np
 
 from podrl.data.dialogue import Dialogue
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import Sampling
+from podrl.engine.keys import sample_keys
+from podrl.engine.session import Session, Track
 from podrl.environments.wire import chat
 from podrl.environments.wire.asks import Answer, Choice, Part, Refused, Wanted
-from podrl.rollout.config import Sampling
 from podrl.rollout.histories import Histories
-from podrl.rollout.keys import sample_keys
-from podrl.rollout.rollout import RolloutWorker
-from podrl.rollout.session import Session, Track
+from podrl.rollout.worker import RolloutWorker
 from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, Policy
 
 _COUNTED = 100_000  # prompts whose repetitions are counted; the least recent ones are forgotten

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import rich.console
 
 from podrl.rundir.console import make_console
-from podrl.runtime.storage import write_whole
+from podrl.storage.storage import write_whole
 
 NAME = "about.txt"
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from podrl.rundir.identity import last_step
-from podrl.runtime.storage import Place
+from podrl.storage.storage import Place
 
 
 def card(workdir: Place, config: Mapping[str, Any], step: int) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 from podrl.rundir import token_checks  # noqa: F401 - fills CHECKS
 from podrl.rundir.checks import CHECKS
 from podrl.rundir.history import KINDS, Past, Record, kind_of
+from podrl.rundir.metrics import read_records
 from podrl.rundir.trace import FOLDER, file_name, read_step, traced_steps
-from podrl.runtime.metrics import read_records
-from podrl.runtime.storage import Place, locate
+from podrl.storage.storage import Place, locate
 
 
 @dataclasses.dataclass(frozen=True)

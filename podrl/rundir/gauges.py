@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from podrl.runtime.regular import regular
+from podrl.storage.regular import regular
 
 _STARTS = "starts.jsonl"
 PLAN = "plan.json"  # in a run directory: the plan that log.plan names

@@ -6,10 +6,10 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from podrl.runtime.metrics import read_metrics
-from podrl.runtime.record import Record
-from podrl.runtime.seal import is_sealed, seal, unseal
-from podrl.runtime.storage import Place, complete_steps, first_line, write_whole
+from podrl.rundir.metrics import read_metrics
+from podrl.storage.record import Record
+from podrl.storage.seal import is_sealed, seal, unseal
+from podrl.storage.storage import Place, complete_steps, first_line, write_whole
 
 NAME = "config.json"
 DEFAULTS = "defaults.json"  # the settings of the same job with nothing set

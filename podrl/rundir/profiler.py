@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 
-from podrl.runtime.storage import StorageError, is_remote, locate
+from podrl.storage.storage import StorageError, is_remote, locate
 
 FOLDER = "profile"
 _STEPS = 3  # that a signal asks for

@@ -13,17 +13,17 @@ import rich.console
 
 from podrl.rundir import gauges, identity
 from podrl.rundir.console import make_console
+from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
 from podrl.rundir.profiler import Profiler
 from podrl.rundir.spans import Spans
 from podrl.rundir.tracing import TraceSteps, Tracing
 from podrl.runtime import signals
-from podrl.runtime.checkpoint import CheckpointConfig, Checkpoints
-from podrl.runtime.child import refuse_inside
-from podrl.runtime.lock import Lock
-from podrl.runtime.metrics import LogConfig, MetricsLog, read_metrics
-from podrl.runtime.mirror import Mirror
-from podrl.runtime.storage import StorageError, check, disk_trouble, is_remote, locate, write_whole
 from podrl.runtime.watchdog import Watchdog
+from podrl.storage.checkpoint import CheckpointConfig, Checkpoints
+from podrl.storage.lock import Lock
+from podrl.storage.mirror import Mirror
+from podrl.storage.storage import StorageError, check, disk_trouble, is_remote, locate, write_whole
+from podrl.workers.child import refuse_inside
 
 OUTSIDE = "outside"  # folder of the outside answers, which a resumed run reads
 _PATIENCE_S = 120.0  # for copying the files of a run directory, which are small
@@ -32,7 +32,7 @@ _PATIENCE_S = 120.0  # for copying the files of a run directory, which are small
 class Run:
     """Owns the run directory for the length of a `with` block, which may be nested; a signal then asks the run to stop.
 
-    A run directory in a bucket is written in a local one, whose files are copied there (podrl/runtime/mirror.py);
+    A run directory in a bucket is written in a local one, whose files are copied there (podrl/storage/mirror.py);
     checkpoints go to the bucket themselves. The block ends well only if everything has arrived.
 
     Attributes:

@@ -12,9 +12,9 @@ import rich.console
 from podrl.rundir import intervals
 from podrl.rundir.console import print_table
 from podrl.rundir.intervals import is_share
-from podrl.runtime.metrics import read_metrics
-from podrl.runtime.seal import seal, unseal
-from podrl.runtime.storage import write_whole
+from podrl.rundir.metrics import read_metrics
+from podrl.storage.seal import seal, unseal
+from podrl.storage.storage import write_whole
 
 
 def eval_records(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from podrl.runtime.storage import Place, locate
+from podrl.storage.storage import Place, locate
 from podrl.types import TOKENS, Experience, Rollouts
 
 FOLDER = "trace"

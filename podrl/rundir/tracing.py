@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.rundir import spans, trace
-from podrl.runtime.metrics import Lines, LogConfig
-from podrl.runtime.storage import write_whole
+from podrl.rundir.metrics import Lines, LogConfig
+from podrl.storage.storage import write_whole
 from podrl.types import Experience
 
 log = logging.getLogger("podrl.trace")

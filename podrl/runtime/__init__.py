@@ -1,1 +1,1 @@
-"""Services around training: environment, cluster, channels, checkpoints, metrics, deadlines."""
+"""Processes of a job: the cluster, channels between hosts, deadlines, signals and the environment."""

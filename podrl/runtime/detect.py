@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from podrl.runtime.service import ask
+from podrl.storage.storage import on_network
 
 Kind = Literal["single", "local", "tpu_vm", "gke", "multislice", "jobset_split", "pathways"]
 Topology = Literal["single", "shared", "split", "pathways"]
@@ -45,11 +46,6 @@ MEGASCALE = (
     "MEGASCALE_PORT",
 )
 _METADATA_KEYS = ("agent-worker-number", "worker-network-endpoints", "accelerator-type")
-# File systems that several hosts can see at one path; every other kind is taken for host-local.
-_SHARED_FILE_SYSTEMS = frozenset(
-    {"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "9p", "cifs", "smb3", "afs", "glusterfs", "daos"}
-    | {"fuse.gcsfuse", "gcsfuse", "fuse.gcs", "fuse.s3fs", "fuse.juicefs", "fuse.glusterfs", "fuse.sshfs", "fuse.daos"}
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,25 +408,6 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
         f"each. Use {flag}=gs://BUCKET/RUN or a directory on a mounted network file system, or say --shared_workdir if "
         "it is one."
     )
-
-
-def on_network(path: str, mounts: str) -> bool:
-    """True if a local path lies on a file system that other machines may write to; arguments as above."""
-    return _file_system(path, mounts) in _SHARED_FILE_SYSTEMS
-
-
-def _file_system(path: str, mounts: str) -> str:
-    wanted = pathlib.PurePosixPath(path)
-    best, kind = -1, ""
-    for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        point = pathlib.PurePosixPath(fields[1].replace("\\040", " "))
-        # A later line mounted over the same point hides the earlier one, hence >=.
-        if (wanted == point or point in wanted.parents) and len(point.parts) >= best:
-            best, kind = len(point.parts), fields[2]
-    return kind
 
 
 def too_few_workers(cluster: Cluster, reached: int, waited_s: float) -> str:

@@ -15,7 +15,6 @@ from podrl.runtime.detect import UNIX, Cluster, too_few_workers
 from podrl.runtime.environment import keep_what_this_process_compiles
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
-from podrl.runtime.regular import regular
 from podrl.runtime.roles import (
     ROLLOUT,
     Hosts,
@@ -26,8 +25,9 @@ from podrl.runtime.roles import (
     parse_hosts,
 )
 from podrl.runtime.sockets import interface_towards
-from podrl.runtime.storage import first_line, locate
-from podrl.runtime.user_code import forget
+from podrl.storage.regular import regular
+from podrl.storage.storage import first_line, locate
+from podrl.workers.user_code import forget
 
 JOIN_S = 300.0
 _ALONE = Cluster("single", "split")

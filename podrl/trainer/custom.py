@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.config import nearest
-from podrl.runtime.user_objects import explain_load, load_function, spec_at
+from podrl.workers.user_objects import explain_load, load_function, spec_at
 
 # What a function may ask for by keyword, beside its own numbers.
 OF_A_LOSS = ("mask_BT", "length_BT", "segment_BT")

@@ -1,6 +1,6 @@
 """Checksums of sharded leaves, the record of sent versions, and the refusal of weights that differ.
 
-The checksum of a leaf is that of podrl/runtime/bits.py. A device sums its own shard; no values cross devices. Every
+The checksum of a leaf is that of podrl/storage/bits.py. A device sums its own shard; no values cross devices. Every
 replica is summed, so that a bad copy is found.
 """
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, UInt32
 
-from podrl.runtime import bits
+from podrl.storage import bits
 from podrl.transfer.plan import Layout
 from podrl.types import Policy, PyTree
 

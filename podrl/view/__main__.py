@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from podrl.rundir.spans import chrome_trace
 from podrl.runtime.arguments import Parser
-from podrl.runtime.storage import StorageError
+from podrl.storage.storage import StorageError
 from podrl.view.listing import listing
 from podrl.view.report import report
 from podrl.view.runs import RunFiles

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from podrl.runtime.storage import Place, is_remote
+from podrl.storage.storage import Place, is_remote
 
 _AT_ONCE = 1000  # lines
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from podrl.rundir import summary
 from podrl.rundir.run import Run
-from podrl.runtime.storage import write_whole
+from podrl.storage.storage import write_whole
 from podrl.view.assets import SCRIPTS, STATIC, STYLES, finite, page
 from podrl.view.runs import RunFiles
 

@@ -18,8 +18,8 @@ from podrl.rundir import spans as spans_file
 from podrl.rundir.about import NAME as ABOUT
 from podrl.rundir.findings import examine
 from podrl.rundir.identity import DEFAULTS, last_step
-from podrl.runtime.seal import unseal
-from podrl.runtime.storage import Place, is_remote, locate
+from podrl.storage.seal import unseal
+from podrl.storage.storage import Place, is_remote, locate
 from podrl.view.lines import Lines, Series
 from podrl.view.units import unit
 

@@ -30,7 +30,7 @@ _IMPORTED = (
     "podrl.models.peft_files",
     "podrl.plan.report",
     "podrl.plan.variants",
-    "podrl.rollout.rollout",
+    "podrl.rollout.worker",
     "podrl.runtime.joining",
 )
 _MEMORY = 12 << 30  # bytes

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrl.runtime import checkpoint
+from podrl.storage import checkpoint
 
 _LEAVES = 20
 

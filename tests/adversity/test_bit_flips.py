@@ -16,11 +16,11 @@ from processes import SMALL, TWO_DEVICES, comparable, run, same_end
 
 from podrl.export import restore_params
 from podrl.rundir import identity
-from podrl.runtime.bits import tree_sums
-from podrl.runtime.checkpoint import Checkpoints, read_state
-from podrl.runtime.metrics import LogConfig, MetricsLog
-from podrl.runtime.record import Record
-from podrl.runtime.seal import array_digest
+from podrl.rundir.metrics import LogConfig, MetricsLog
+from podrl.storage.bits import tree_sums
+from podrl.storage.checkpoint import Checkpoints, read_state
+from podrl.storage.record import Record
+from podrl.storage.seal import array_digest
 
 pytestmark = [
     pytest.mark.e2e,

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from podrl.rundir.metrics import LogConfig, MetricsLog
 from podrl.rundir.run import Run
-from podrl.runtime.checkpoint import Checkpoints, read_state
-from podrl.runtime.metrics import LogConfig, MetricsLog
+from podrl.storage.checkpoint import Checkpoints, read_state
 
 # Orbax's threads leave reads and files behind when a save fails; what matters has been raised by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")

@@ -36,12 +36,12 @@ ABOUT = {
     "wall": ("podrl/rollout/wall.py", "podrl/rollout/clock.py", "podrl/rollout/journal.py"),
     "wall, split": ("podrl/learner/pods/dispatch.py", "podrl/learner/pods/player.py", "podrl/rollout/open_groups.py"),
 }
-TOOLS = pytest.mark.nightly("podrl/environments", "podrl/rollout/episodes.py")
+TOOLS = pytest.mark.nightly("podrl/environments", "podrl/workers", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as users' are
 # Steps that a process is killed after, by night all, otherwise one of them; a rollout host of a split pod takes nobody
 # along, mostly.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
-ALL_STEPS = pytest.mark.nightly("tests/adversity/kills.py", "podrl/runtime/checkpoint.py", "podrl/rundir/run.py")
+ALL_STEPS = pytest.mark.nightly("tests/adversity/kills.py", "podrl/storage/checkpoint.py", "podrl/rundir/run.py")
 
 
 def _cases(names):
@@ -146,7 +146,7 @@ def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_p
 
 
 @TOOLS
-@pytest.mark.nightly("podrl/runtime/mirror.py", "podrl/runtime/storage.py")
+@pytest.mark.nightly("podrl/storage/mirror.py", "podrl/storage/storage.py")
 def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkeypatch, tmp_path):
     """The bucket takes all but the checkpoint until the run is killed; the next start has nothing but the bucket."""
     (tmp_path / "world").write_text("first")

@@ -12,7 +12,7 @@ from waits import PATIENCE_S
 
 from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
-from podrl.runtime.user_code import Limits, forget, is_secret
+from podrl.workers.user_code import Limits, forget, is_secret
 
 # Reward functions of a user; what they see and what they are refused they write beside them.
 FUNCTIONS = """
@@ -97,7 +97,7 @@ def test_a_function_that_meets_a_limit_is_told_the_key(name, limits, said, tmp_p
 def test_a_function_cannot_fill_the_process_table(tmp_path):
     program = """
 import os, sys
-from podrl.runtime.user_code import Limits
+from podrl.workers.user_code import Limits
 Limits(processes=20).apply()
 count = 0
 try:
@@ -121,7 +121,7 @@ def test_the_jobs_secret_cannot_be_asked_for():
 def test_a_forgotten_secret_is_gone_from_what_the_kernel_shows():
     program = """
 import os, pathlib
-from podrl.runtime.user_code import forget
+from podrl.workers.user_code import forget
 here = pathlib.Path("/proc/self/environ")
 assert b"s3cret-text" in here.read_bytes()
 forget(os.environ, "PODRL_SECRET")
@@ -139,7 +139,7 @@ def test_hidden_secrets_stay_in_this_process_throughout():
     """Another thread may read a token while a worker is started."""
     program = """
 import os, pathlib
-from podrl.runtime.user_code import hide_secrets
+from podrl.workers.user_code import hide_secrets
 set_, puts = os.putenv, []
 def put(name, value):
     assert os.environ["MY_TOKEN"] == "s3cret-text"

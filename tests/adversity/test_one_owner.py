@@ -14,13 +14,13 @@ from processes import SMALL, TWO_DEVICES, job, run, trained_steps
 from waits import until
 
 from podrl.rundir.run import Run
-from podrl.runtime import lock
-from podrl.runtime.lock import Lock, Owner
-from podrl.runtime.storage import locate
+from podrl.storage import lock
+from podrl.storage.lock import Lock, Owner
+from podrl.storage.storage import locate
 
 _HOLD = """
 import pathlib, sys, time
-from podrl.runtime.lock import Lock
+from podrl.storage.lock import Lock
 Lock(pathlib.Path(sys.argv[1]), sys.argv[1])
 print("held", flush=True)
 time.sleep(600)

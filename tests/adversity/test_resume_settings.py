@@ -13,10 +13,10 @@ from processes import SMALL, TWO_DEVICES, comparable, run, trained_steps
 from podrl.algorithms.presets import PRESETS
 from podrl.job.config import complete, parse, unset
 from podrl.rundir import identity
+from podrl.rundir.metrics import LogConfig
 from podrl.rundir.run import Run
-from podrl.runtime.bits import tree_sums
-from podrl.runtime.checkpoint import read_state
-from podrl.runtime.metrics import LogConfig
+from podrl.storage.bits import tree_sums
+from podrl.storage.checkpoint import read_state
 
 _QUIET = LogConfig(to=())
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from podrl.rundir import identity
+from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
 from podrl.rundir.run import Run
-from podrl.runtime.metrics import LogConfig, MetricsLog, read_metrics
-from podrl.runtime.sinks import kept_id
+from podrl.rundir.sinks import kept_id
 
 _QUIET = LogConfig(to=())
 # Every line break of str.splitlines that JSON text may hold as it is, and characters of two to four bytes.

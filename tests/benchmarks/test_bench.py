@@ -146,11 +146,11 @@ def test_the_collectives_of_a_decode_step(tiny_engine):
 def tiny_engine():
     import jax
 
+    from podrl.engine.config import RolloutConfig
+    from podrl.engine.engine import Engine
+    from podrl.engine.sizes import engine_shape
     from podrl.mesh.build import make_mesh
     from podrl.models.config import gemma2_config
-    from podrl.rollout.config import RolloutConfig
-    from podrl.rollout.engine import Engine
-    from podrl.rollout.sizes import engine_shape
 
     model = gemma2_config(
         vocab_size=16, num_layers=1, model_dim=16, ffn_dim=16, num_heads=2, num_kv_heads=1, head_dim=8
@@ -159,7 +159,7 @@ def tiny_engine():
     return Engine(model, make_mesh("data=1", jax.devices()[:1]), engine_shape(config, 1), np.dtype("float32"))
 
 
-@pytest.mark.nightly("benchmarks", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("benchmarks", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):

@@ -87,7 +87,7 @@ def test_the_programs_of_given_answers(case: str, names: list[str]):
     assert "num_partitions = 4" in programs[-1].lower().as_text()
 
 
-@pytest.mark.nightly("benchmarks", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("benchmarks", "podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.usefixtures("compiler")

@@ -3,7 +3,7 @@
 import pytest
 
 from podrl.cluster.engines import ENGINES, able, engine_class
-from podrl.rollout.rollout import RolloutWorker
+from podrl.rollout.worker import RolloutWorker
 
 
 class Plain:

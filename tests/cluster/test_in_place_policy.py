@@ -8,10 +8,10 @@ import pytest
 
 import podrl
 from podrl.cluster.config import ClusterConfig, Role
+from podrl.engine.config import RolloutConfig
 from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
 from podrl.models import LoraConfig
-from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
 from podrl.transfer.publish import WeightMismatchError
 

@@ -9,10 +9,10 @@ import podrl
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.algorithms.policy_rows import ReferencedRows
 from podrl.cluster.config import ClusterConfig, Mode, Role
+from podrl.engine.config import RolloutConfig, Sampling
 from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
 from podrl.models import LoraConfig, decoder
-from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape

@@ -10,10 +10,10 @@ import pytest
 import podrl
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.cluster.config import ClusterConfig, Role
+from podrl.engine.config import RolloutConfig, Sampling
 from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
 from podrl.models import LoraConfig
-from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import Policy, Prompts, Rollouts
 

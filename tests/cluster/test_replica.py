@@ -13,7 +13,7 @@ from endpoints import joined
 from waits import PATIENCE_S, until
 
 from podrl.cluster.replica import Head, follow
-from podrl.rollout.device import CALLS
+from podrl.engine.device import CALLS
 from podrl.runtime import joining
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.detect import Cluster

@@ -14,13 +14,13 @@ from safetensors.numpy import load_file, save_file
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.reward_model import RewardModel
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import RolloutConfig
 from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
 from podrl.models.hf_load import load
 from podrl.models.scalar import HEAD
 from podrl.rewards.compose import RewardConfig, Rewards
-from podrl.rollout.config import RolloutConfig
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import NO_EPISODE, Prompts, Rollouts, blank_columns
 

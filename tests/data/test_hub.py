@@ -14,8 +14,8 @@ from podrl.data.pipeline import DataConfig
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import ModelSource
 from podrl.rundir.card import card
-from podrl.runtime import hub
-from podrl.runtime.storage import StorageError
+from podrl.storage import hub
+from podrl.storage.storage import StorageError
 
 TINY = pathlib.Path(podrl.TINY)
 pytest.importorskip("huggingface_hub")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from processes import SMALL, TWO_DEVICES, job, run, same_end, trained_steps
 
-from podrl.runtime.checkpoint import read_state
+from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
 VARIANTS = {

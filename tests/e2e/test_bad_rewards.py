@@ -5,7 +5,7 @@ import json
 import pytest
 from processes import TWO_DEVICES, await_end, job, run, trained_steps
 
-from podrl.runtime.checkpoint import read_state
+from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
 # Good for three steps (48 samples), then bad in the way the file beside it says.
@@ -47,7 +47,7 @@ EXPECTED = {
 
 
 # Ways that differ from an error, which every change runs, in the code that calls rewards alone.
-CALLS = pytest.mark.nightly("podrl/rewards", "podrl/runtime", "podrl/learner", "podrl/launch.py")
+CALLS = pytest.mark.nightly("podrl/rewards", "podrl/runtime", "podrl/workers", "podrl/learner", "podrl/launch.py")
 
 
 @pytest.mark.parametrize(

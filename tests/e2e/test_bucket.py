@@ -59,7 +59,7 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
     return [int(path.parent.name) for path in workdir.glob("checkpoints/*/commit_success.txt")]
 
 
-@pytest.mark.nightly("podrl/runtime/checkpoint.py", "podrl/runtime/storage.py", "podrl/runtime/mirror.py")
+@pytest.mark.nightly("podrl/storage/checkpoint.py", "podrl/storage/storage.py", "podrl/storage/mirror.py")
 def test_the_trainers_of_a_pod_save_to_it_together(bucket, tmp_path):
     pod = (
         "--local_processes=4",

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 from processes import TWO_DEVICES, job, run, same_end, trained_steps
 
-from podrl.runtime.checkpoint import read_state
+from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
-CHECKPOINT = "podrl/runtime/checkpoint.py"
+CHECKPOINT = "podrl/storage/checkpoint.py"
 PLAIN = ("--config.eval.problems=0", TWO_DEVICES)
 
 

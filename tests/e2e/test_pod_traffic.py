@@ -11,7 +11,7 @@ from processes import job, run, same_end
 from test_pods import process
 
 from podrl.launch import find_config
-from podrl.runtime.storage import complete_steps
+from podrl.storage.storage import complete_steps
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,7 @@ import pytest
 from metric_names import ROOT, unlisted
 from processes import environment
 
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
 
 
 def blocks(page: str, language: str) -> list[str]:

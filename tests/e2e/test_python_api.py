@@ -12,8 +12,8 @@ from processes import environment, run, same_end, trained_steps
 import podrl
 from podrl import export
 from podrl.rundir import identity
-from podrl.runtime.checkpoint import read_state
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
+from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ import pytest
 from processes import comparable, environment, job, run, same_end
 from test_pods import process
 
-from podrl.runtime.storage import complete_steps
+from podrl.storage.storage import complete_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
 SMALL = (

@@ -157,7 +157,7 @@ BY_HEART = {"path": "sums", "name": "by_heart", "env": "none", "system_prompt": 
 MIXED = (f"--config.data.sources={({'path': 'sums'}, BY_HEART)!r}", "--config.env.others=('none',)")
 
 
-@pytest.mark.nightly("podrl/environments", "podrl/rollout/episodes.py", "podrl/learner/ppo.py")
+@pytest.mark.nightly("podrl/environments", "podrl/workers", "podrl/rollout/episodes.py", "podrl/learner/ppo.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [("--config.model.lora.rank=4",), ("--config.algorithm=ppo", "--config.ppo.beta=0.0")], ids=["lora", "ppo"]

@@ -10,7 +10,7 @@ import podrl
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.protocol import Task, Turn
 from podrl.environments.workers import Episodes
-from podrl.runtime.user_code import Limits
+from podrl.workers.user_code import Limits
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "environments.md"
 

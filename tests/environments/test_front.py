@@ -15,8 +15,8 @@ from waits import PATIENCE_S, until
 from podrl.environments import front_worker
 from podrl.environments.front import FrontSettings
 from podrl.environments.wire.asks import Answer, Choice, Part, Refused
-from podrl.runtime.user_code import Limits
 from podrl.serve import Desk
+from podrl.workers.user_code import Limits
 
 pytest.importorskip("uvicorn", reason="needs the extra [agents]")
 

@@ -24,7 +24,7 @@ from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Task, Turn
 from podrl.environments.workers import Episodes
 from podrl.runtime.service import ServiceError
-from podrl.runtime.user_code import Limits
+from podrl.workers.user_code import Limits
 
 pytest.importorskip("mcp", reason="needs the extra [tools]")
 

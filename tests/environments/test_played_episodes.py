@@ -17,7 +17,7 @@ from podrl.environments.config import EnvironmentConfig
 from podrl.environments.journal import Files, Journal
 from podrl.environments.protocol import FULL, Task, Turn
 from podrl.environments.workers import Done, EnvironmentFailure, Episodes, Say
-from podrl.runtime.user_code import Limits
+from podrl.workers.user_code import Limits
 
 ACTS = pathlib.Path(__file__).parent / "acts.py"
 TOOLS = [

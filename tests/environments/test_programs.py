@@ -10,15 +10,15 @@ from waits import is_running, until
 from podrl import serve
 from podrl.config import merge
 from podrl.data.dialogue import Dialogue
+from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.workers import Episodes
 from podrl.job.config import parse
 from podrl.launch import find_config, load_config
-from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.integrity import faults
-from podrl.runtime.user_code import Limits
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
+from podrl.workers.user_code import Limits
 
 pytest.importorskip("uvicorn", reason="needs the extra [agents]")
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -19,6 +19,7 @@ from podrl.data.labels import LabelStream
 from podrl.data.pairs import held_out_pairs
 from podrl.data.pipeline import DataConfig
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import RolloutConfig
 from podrl.job import job
 from podrl.job.config import TINY, complete
 from podrl.launch import find_config, load_config
@@ -26,10 +27,9 @@ from podrl.learner.answers.preferences import KTO, KTOConfig
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
 from podrl.mesh.build import make_mesh
-from podrl.rollout.config import RolloutConfig
-from podrl.runtime.checkpoint import read_state
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
+from podrl.storage.checkpoint import read_state
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
 

@@ -13,6 +13,7 @@ from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.pairs import PairStream
 from podrl.data.pipeline import DataConfig
+from podrl.engine.config import RolloutConfig
 from podrl.job import job
 from podrl.job.config import TINY, complete
 from podrl.launch import find_config, load_config
@@ -21,10 +22,9 @@ from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
-from podrl.rollout.config import RolloutConfig
-from podrl.runtime.checkpoint import read_state
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
+from podrl.storage.checkpoint import read_state
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from waits import until
 
+from podrl.engine.config import RolloutConfig
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
-from podrl.rollout.config import RolloutConfig
-from podrl.rollout.rollout import Finished
+from podrl.rollout.worker import Finished
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Prompts, Rollouts, blank_columns
 
 P, G = 3, 2

@@ -18,13 +18,13 @@ from waits import PATIENCE_S
 from podrl.data.curriculum import ChosenStream
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.stream import Limit
+from podrl.engine.config import RolloutConfig
 from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.pods.dispatch import order, parts_of
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
 from podrl.rollout.clock import TokenClock
-from podrl.rollout.config import RolloutConfig
 from podrl.rollout.partial import Partial
 from podrl.rollout.points import Points
 from podrl.rundir.accord import Accord

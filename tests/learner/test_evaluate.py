@@ -11,12 +11,12 @@ import pytest
 from endpoints import joined
 
 from podrl.cluster.config import Mode
+from podrl.engine.config import RolloutConfig
 from podrl.learner.evaluate import EvalConfig, Evaluator, summarised
 from podrl.learner.evaluations.hosts import GivenEvaluations
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, Rewards
-from podrl.rollout.config import RolloutConfig
 from podrl.rundir.console import make_console
 from podrl.rundir.summary import print_before_after
 from podrl.runtime.message import Message

@@ -11,13 +11,13 @@ from ml_collections import ConfigDict
 from test_evaluate import Cluster, prompts_with, samples_of
 
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import RolloutConfig, Sampling
 from podrl.job.config import TINY, complete, parse
 from podrl.job.evaluation import make_evaluator
 from podrl.launch import find_config, load_config
 from podrl.learner.evaluate import EvalConfig, Evaluator, HeldOut, SetConfig, summarised
 from podrl.learner.report import SampleReport
 from podrl.learner.settings import GRPOConfig
-from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.types import Experience, LeftOut
 
 

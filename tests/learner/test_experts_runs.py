@@ -17,9 +17,9 @@ from podrl.mesh.build import make_mesh
 from podrl.models import decoder, hf_save
 from podrl.models.hf_config import config_from_hf, read_config
 from podrl.rundir.console import make_console
-from podrl.runtime.checkpoint import read_state
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
+from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

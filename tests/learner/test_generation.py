@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from podrl.engine.config import RolloutConfig
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.batch import OpenBatch, Scorer
-from podrl.rollout.config import RolloutConfig
-from podrl.rollout.rollout import Finished
+from podrl.rollout.worker import Finished
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Prompts, Rollouts, blank_columns
 
 LIMIT, G = 6, 2

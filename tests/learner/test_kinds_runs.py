@@ -19,6 +19,7 @@ from podrl.data.labels import LabelStream
 from podrl.data.pairs import PairStream
 from podrl.data.pipeline import DataConfig
 from podrl.data.sft import SFTConfig, SFTStream
+from podrl.engine.config import RolloutConfig
 from podrl.job import job
 from podrl.job.config import TINY, ModelSource, complete
 from podrl.launch import find_config, load_config
@@ -29,10 +30,9 @@ from podrl.learner.recorder import fetched_means
 from podrl.mesh.build import make_mesh
 from podrl.models import Decoder, decoder, from_pretrained
 from podrl.models.hf_config import config_from_hf
-from podrl.rollout.config import RolloutConfig
-from podrl.runtime.checkpoint import Checkpoints
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
+from podrl.storage.checkpoint import Checkpoints
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from podrl.engine.config import RolloutConfig
 from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
 from podrl.learner.report import SampleReport
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.learner.traced import Traced
 from podrl.rewards.batch import OpenBatch, Scorer
-from podrl.rollout.config import RolloutConfig
 from podrl.rundir.spans import Spans
 from podrl.types import (
     NO_EPISODE,

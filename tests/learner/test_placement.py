@@ -7,10 +7,10 @@ import pytest
 
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.config import build
+from podrl.engine.config import RolloutConfig
 from podrl.job import placement
 from podrl.job.placement import RoleConfig, RolesConfig, meshes
 from podrl.mesh.build import check_one_host, describe_mesh, local_mesh, make_mesh, spreads_copies
-from podrl.rollout.config import RolloutConfig
 from podrl.runtime.roles import Hosts
 from podrl.trainer.config import RLTrainingConfig
 

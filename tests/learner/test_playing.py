@@ -19,8 +19,8 @@ from podrl.job.config import EMBEDDED
 from podrl.learner.generation import of_the_others
 from podrl.learner.playing import check, environment_config, offered
 from podrl.learner.report import episode_metrics
-from podrl.runtime.user_code import Limits
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV
+from podrl.workers.user_code import Limits
 
 ENVIRONMENT = """
 from podrl.environments.protocol import Result

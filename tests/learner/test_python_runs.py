@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import podrl
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
 
 
 def length(prompts, completions, **fields):

@@ -8,9 +8,9 @@ from ml_collections import ConfigDict
 from podrl.job import job
 from podrl.job.config import complete
 from podrl.launch import find_config, load_config
-from podrl.runtime.checkpoint import read_state
-from podrl.runtime.metrics import read_metrics
+from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
+from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

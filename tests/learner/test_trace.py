@@ -11,9 +11,9 @@ import pytest
 from test_experience import _experience
 
 from podrl.rundir import spans, trace
+from podrl.rundir.metrics import LogConfig
 from podrl.rundir.spans import Spans, chrome_trace
 from podrl.rundir.tracing import Pieces, TraceSteps, Tracing
-from podrl.runtime.metrics import LogConfig
 
 
 class Words:

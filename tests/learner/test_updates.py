@@ -23,9 +23,9 @@ from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
 from podrl.models.hf_config import read_config
+from podrl.rundir.metrics import LogConfig
 from podrl.rundir.spans import Spans
 from podrl.rundir.tracing import TraceSteps
-from podrl.runtime.metrics import LogConfig
 from podrl.trainer import state as state_lib
 from podrl.trainer.optimizer import AdamSettings, make_optimizer
 from podrl.trainer.pack_shape import PackShape

@@ -14,13 +14,13 @@ import pytest
 from endpoints import joined
 from test_elastic_hosts import DEADLINE_S, HOSTS, G, P, Stream, T, Weights, experience_of, run
 
+from podrl.engine.config import RolloutConfig
 from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.place import _clock
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
 from podrl.rollout.clock import WallClock
-from podrl.rollout.config import RolloutConfig
 from podrl.rollout.journal import NAME, WallJournal
 from podrl.rollout.partial import join_prompts, of_message
 from podrl.rundir.accord import Accord

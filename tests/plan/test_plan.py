@@ -153,7 +153,7 @@ def _plan(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
 
 
-@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 @needs_libtpu
 def test_every_program_of_the_default_job_compiles_for_tpu_and_a_run_of_it_shows_the_plan(tmp_path):
@@ -192,7 +192,7 @@ def test_every_program_of_the_default_job_compiles_for_tpu_and_a_run_of_it_shows
     assert all(record["perf/plan_step"] > 1 for record in ran.records() if "time/step" in record)
 
 
-@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 @needs_libtpu
 def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
@@ -207,7 +207,7 @@ def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
     assert any(trial["fits"] and "trainer.remat=dots" in trial["keys"] for trial in plan["knobs"]["train step"])
 
 
-@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 def _setting(monkeypatch: pytest.MonkeyPatch, topology: str, **changes: dict) -> Setting:
     """The default job, with some keys of its sections changed, on two such topologies."""
@@ -342,7 +342,7 @@ def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypat
     assert "model.lora.rank=16" in keys and not any("remat" in key or "micro" in key for key in keys)
 
 
-@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 @needs_libtpu
 def test_two_slices_exchange_gradients_and_nothing_else():
@@ -357,7 +357,7 @@ def test_two_slices_exchange_gradients_and_nothing_else():
     assert not any(crossing.values())
 
 
-@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 @needs_libtpu
 def test_a_search_settles_on_keys_that_fit():

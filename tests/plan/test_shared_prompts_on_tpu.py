@@ -20,7 +20,7 @@ from podrl.trainer.step import make_train_step
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py"),
+    pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py"),
     pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]"),
 ]
 SAMPLES, PROMPT, LONGEST = 8, 512, 1024

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from podrl.engine.config import RolloutConfig
 from podrl.plan.simulate import Load, Speeds, balance, read_lengths, simulate, window_work
-from podrl.rollout.config import RolloutConfig
 
 ROLLOUT = RolloutConfig(max_tokens_to_generate=1024, steps_per_dispatch=8, kv_cache_size=2048)
 SAME = np.array([100])

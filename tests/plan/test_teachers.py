@@ -100,7 +100,7 @@ def test_a_teacher_that_cannot_be_compared_is_refused_before_anything_is_compile
         training_programs(_setting(teacher, teacher_kl="full"))
 
 
-@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/rollout/engine.py")
+@pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_every_form_compiles_for_tpus_and_its_operations_are_counted(teacher, topology):

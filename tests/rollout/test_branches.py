@@ -8,13 +8,13 @@ import pytest
 
 from podrl import serve
 from podrl.data.dialogue import Dialogue
+from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.workers import EnvironmentFailure, Episodes
-from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.integrity import faults
-from podrl.runtime.user_code import Limits
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
+from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 AGENTS = '''

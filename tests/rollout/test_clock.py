@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podrl.engine.config import RolloutConfig
 from podrl.rollout.clock import TokenClock, WallClock, choose, last_window, stop_at
-from podrl.rollout.config import RolloutConfig
 from podrl.rollout.journal import NAME, WallJournal
 
 

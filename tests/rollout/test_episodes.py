@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podrl.engine.config import Sampling
 from podrl.environments.protocol import FULL
 from podrl.environments.workers import Done, Say
-from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.players import Pace
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV, STOP_EOS, STOP_LENGTH, BatchError

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from podrl.rollout.config import Sampling
+from podrl.engine.config import Sampling
 from podrl.rollout.integrity import faults
-from podrl.rollout.rollout import FailedSamplesError
+from podrl.rollout.worker import FailedSamplesError
 from podrl.types import STOP_FAILED, Policy
 
 FIELDS = ("tokens_BT", "length_B", "mask_BT", "logprob_BT", "kept_BT", "raw_logprob_BT", "version_BT", "stop_B")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from podrl.contrib.jetstream import JetStreamEngine
-from podrl.rollout.config import Sampling
-from podrl.rollout.keys import sample_keys
+from podrl.engine.config import Sampling
+from podrl.engine.keys import sample_keys
 
 EOS = (1, 2, 3, 4, 5)
 

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+from podrl.engine import sizes
+from podrl.engine.config import RolloutConfig
 from podrl.mesh.build import make_mesh
-from podrl.rollout import sizes
-from podrl.rollout.config import RolloutConfig
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):

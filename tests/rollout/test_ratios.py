@@ -8,7 +8,7 @@ import pytest
 from podrl.algorithms.corrections import CORRECTIONS, importance_weight
 from podrl.algorithms.policy_loss import LossSettings, PolicyLoss, with_old
 from podrl.algorithms.policy_rows import PolicyRows
-from podrl.rollout.config import Sampling, preset
+from podrl.engine.config import Sampling, preset
 from podrl.trainer.objective import Forward
 from podrl.types import Layout
 

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podrl.config import build
-from podrl.rollout.config import RolloutConfig, Sampling
+from podrl.engine.config import RolloutConfig, Sampling
+from podrl.engine.session import Opening
+from podrl.engine.sizes import engine_shape
 from podrl.rollout.players import Pace
-from podrl.rollout.rollout import pieces_per_prompt
-from podrl.rollout.session import Opening
-from podrl.rollout.sizes import engine_shape
+from podrl.rollout.worker import pieces_per_prompt
 from podrl.types import STOP_LENGTH, STOP_STRING, Policy
 
 

@@ -12,19 +12,19 @@ from test_windows import G, made
 
 from podrl.data.dialogue import Dialogue
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine import engine as engine_module
+from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.workers import Episodes
 from podrl.job.config import EMBEDDED
 from podrl.models import decoder, moe
 from podrl.models.hf_config import config_from_hf
-from podrl.rollout import engine as engine_module
-from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
-from podrl.runtime.user_code import Limits
 from podrl.trainer.objective import Forward
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.packing import place_samples
 from podrl.types import Policy, Prompts
+from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -14,7 +14,7 @@ from podrl import serve
 from podrl.environments.front import FrontSettings
 from podrl.environments.wire import chat, completions, generate
 from podrl.environments.wire.asks import Answer, Part, Refused
-from podrl.runtime.user_code import Limits
+from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 MODELS = ["policy"]

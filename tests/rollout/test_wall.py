@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from test_episodes import Scripted, Words, dialogue_of
 
+from podrl.engine.config import Sampling
 from podrl.environments.workers import Done
 from podrl.learner.experience import join
 from podrl.rollout.clock import WallClock, in_sessions, sessions_of
-from podrl.rollout.config import Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.journal import NAME, WallJournal, runs_of
 from podrl.rollout.partial import join as join_parts
 from podrl.rollout.partial import join_prompts, of_message, of_tracks
 from podrl.rollout.points import Points
 from podrl.rollout.wall import Wall
-from podrl.runtime import sealed_lines
 from podrl.runtime.message import decode, encode
-from podrl.runtime.seal import unseal
 from podrl.runtime.watchdog import Watchdog
+from podrl.storage import sealed_lines
+from podrl.storage.seal import unseal
 from podrl.types import STOP_DEADLINE, BatchError, Experience, Policy
 
 G, P, LAST = 2, 3, 6  # samples of a prompt, prompts of a batch; batches 0 to LAST are made

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from test_episodes import Scripted, Words, dialogue_of
 
+from podrl.engine.config import RolloutConfig, Sampling
 from podrl.learner.experience import share_of
 from podrl.rollout.clock import TokenClock
-from podrl.rollout.config import RolloutConfig, Sampling
 from podrl.rollout.episodes import Partner
 from podrl.rollout.partial import Partial, cut, join, of_message, of_tracks
 from podrl.rollout.windows import Windows

@@ -13,8 +13,8 @@ from test_trace import Words, noted
 
 from podrl.rundir import identity
 from podrl.rundir.about import write_about
+from podrl.rundir.metrics import LogConfig, MetricsLog
 from podrl.rundir.tracing import TraceSteps, Tracing
-from podrl.runtime.metrics import LogConfig, MetricsLog
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 

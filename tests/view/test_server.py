@@ -12,7 +12,7 @@ import pytest
 from made_runs import HOSTILE, damaged, made, with_tools
 
 from podrl import doctor
-from podrl.runtime.metrics import LogConfig
+from podrl.rundir.metrics import LogConfig
 from podrl.view.__main__ import main
 from podrl.view.report import report
 from podrl.view.runs import RunFiles, critical_path, typical_step

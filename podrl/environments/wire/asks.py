@@ -46,7 +46,7 @@ class Ask:
       stop_ids: token ids that end an answer.
       max_new: most sampled tokens of an answer; None is limited by the context alone.
       seed: random seed; None lets the owner choose.
-      temperature, top_p, top_k, min_p: sampling settings, see podrl.rollout.config; None is the owner's setting.
+      temperature, top_p, top_k, min_p: sampling settings, see podrl.engine.config; None is the owner's setting.
       aside: True if the model's name ended in ':aside'.
       pieces: True if the answer needs the text of every token.
       parts: True if the answer is to be sent in parts while it is sampled.

@@ -1,0 +1,153 @@
+"""The device side of generation: pools, lanes and weights, changed by calls that carry values of the host alone."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from podrl.engine.engine import Engine
+from podrl.engine.state import DecodeState, Emitted, LaneUpdates
+from podrl.types import PyTree
+
+Tell = Callable[[str, Sequence[Any]], None]
+Call = TypeVar("Call", bound=Callable[..., Any])
+CALLS: dict[str, Callable[..., Any]] = {}  # by name, as told
+
+
+def tell_nobody(name: str, args: Sequence[Any]) -> None:
+    """Tells nobody, as the mesh lies on one host."""
+
+
+def _told(call: Call) -> Call:
+    """Makes a method tell its name and arguments before it runs."""
+
+    @functools.wraps(call)
+    def run(self: "Device", *args: Any) -> Any:
+        self._tell(call.__name__, args)
+        return call(self, *args)
+
+    CALLS[call.__name__] = call
+    return cast(Call, run)
+
+
+class Device:
+    """Holds an engine's state and prepared weights.
+
+    Where a mesh lies on several hosts, one of them decides, and tells the others each call and its arguments, which
+    are numbers, texts and numpy arrays: all run the same programs on the same values in the same order (`CALLS`).
+
+    Attributes:
+      engine: its programs.
+      state: pools and lanes.
+      spilled: caches that were moved to the host, by their store.
+    """
+
+    def __init__(self, engine: Engine, state: DecodeState, params: PyTree, tell: Tell = tell_nobody):
+        """Takes a state, parameters prepared by the engine, and what is told of every call."""
+        self.engine, self.state, self._params, self._tell = engine, state, params, tell
+        self.spilled: dict[str, tuple[np.ndarray, ...]] = {}
+
+    def use(self, params: PyTree) -> None:
+        """Takes other weights, prepared by the engine, for all calls from now on; caches are kept."""
+        self._params = params
+
+    @_told
+    def insert(self, packed_RI: np.ndarray) -> None:
+        """Frees and seats lanes; see LaneUpdates."""
+        self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(packed_RI))
+
+    @_told
+    def prefill(self, bucket: int, flat_BI: np.ndarray, wait: bool) -> None:
+        """Computes keys and values of one call's chunks; `wait` until it is done, so that calls do not pile up."""
+        self.state = self.engine.prefills[bucket](self._params, self.state, self.engine.put_rows(flat_BI))
+        if wait:  # a Backlog could not wait for states that are donated on
+            jax.block_until_ready(self.state.token_R)
+
+    @_told
+    def generate(self, flat_XI: np.ndarray) -> Emitted:
+        """Launches a dispatch; its results are on their way to the host."""
+        self.state, emitted = self.engine.generate(self._params, self.state, self.engine.put_rows(flat_XI))
+        for leaf in jax.tree.leaves(emitted):
+            leaf.copy_to_host_async()
+        return emitted
+
+    @_told
+    def spill(self, store: str, shard: int, pages: Sequence[int]) -> None:
+        """Copies at most J pages to the host."""
+        at = shard * self.engine.shape.max_pages
+        copies = jax.device_get(self.engine.read_blocks(self.state, self._page_rows(shard, pages)))
+        self.spilled[store] = tuple(copy[:, at : at + len(pages)].copy() for copy in copies)
+
+    @_told
+    def restore(self, store: str, shard: int, pages: Sequence[int]) -> None:
+        """Writes what was spilled into other pages."""
+        self._write(shard, pages, self.spilled.pop(store))
+
+    @_told
+    def forget(self, store: str) -> None:
+        """Drops what was spilled."""
+        del self.spilled[store]
+
+    @_told
+    def clear(self, shard: int, pages: Sequence[int]) -> None:
+        """Writes zeros into at most J pages."""
+        self._write(shard, pages, tuple(np.zeros(block.shape, block.dtype) for block in self.engine.blocks(len(pages))))
+
+    @_told
+    def routes(self, page_XJ: np.ndarray) -> Array:
+        """Copies the routes in J pages of each shard; the copy is on its way to the host."""
+        copy = self.engine.read_routes(self.state, page_XJ)
+        copy.copy_to_host_async()
+        return copy
+
+    def _page_rows(self, shard: int, pages: Sequence[int]) -> np.ndarray:
+        """Lists J pages of each shard, padded with the unread one."""
+        shape = self.engine.shape
+        rows_XJ = np.full((self.engine.shards, shape.max_pages), shape.pages - 1, np.int32)
+        rows_XJ[shard, : len(pages)] = pages
+        return rows_XJ
+
+    def _write(self, shard: int, pages: Sequence[int], copies: tuple[np.ndarray, ...]) -> None:
+        """Writes host copies, (L, at least len(pages), K, C, H) of each pool, into pages of a shard."""
+        engine, blocks = self.engine, []
+        at, J = shard * engine.shape.max_pages, engine.shape.max_pages
+        for copy, like in zip(copies, engine.blocks(J), strict=True):
+            block = np.zeros(like.shape, like.dtype)
+            block[:, at : at + len(pages)] = copy[:, : len(pages)]
+            blocks.append(engine.put(block, cast(NamedSharding, like.sharding)))
+        self.state = engine.write_blocks(self.state, self._page_rows(shard, pages), *blocks)
+
+
+def compile_all(
+    engine: Engine, params: PyTree, state: Callable[[], DecodeState], note: Callable[[str], None]
+) -> DecodeState:
+    """Runs every program of an engine once; returns the state, empty and on the device.
+
+    Args:
+      engine: whose.
+      params: weights as in `Policy.params`.
+      state: makes it, or hands it out.
+      note: told before each program, as '2/7 insert'.
+    """
+    programs = len(engine.prefills) + 4 + engine.routes
+    note(f"1/{programs} weights")
+    device = Device(engine, state(), engine.prepare(params))
+    note(f"2/{programs} insert")
+    device.insert(LaneUpdates.empty(engine.shards * engine.shape.lanes, engine.shape.stop_ids).packed())
+    for number, bucket in enumerate(engine.shape.buckets, 3):
+        note(f"{number}/{programs} prefill of {bucket} tokens")
+        device.prefill(bucket, engine.shape.pack_chunks(engine.shards, bucket, []), False)
+    number = len(engine.prefills) + 3
+    note(f"{number}/{programs} generate")
+    device.generate(np.zeros((engine.shards, engine.read_shape.size), np.int32))
+    note(f"{number + 1}/{programs} spill and restore")
+    device.spill("", 0, [])
+    device.restore("", 0, [])
+    if engine.routes:
+        note(f"{programs}/{programs} routes")
+        device.routes(np.zeros((engine.shards, engine.shape.max_pages), np.int32))
+    return jax.block_until_ready(device.state)

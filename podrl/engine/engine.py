@@ -1,0 +1,601 @@
+"""Device programs of the decode engine: JetStream's verbs, each compiled once, over pools on the rollout mesh."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from jaxtyping import Array, Int
+
+from podrl.engine import attention
+from podrl.engine.page_attention import chosen
+from podrl.engine.reads import ReadList
+from podrl.engine.sampling import LaneSampling, draw
+from podrl.engine.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
+from podrl.mesh import rules
+from podrl.mesh.build import check_decodes
+from podrl.models import decoder, moe
+from podrl.models.attention import on_gpu, on_tpu
+from podrl.models.config import ModelConfig
+from podrl.models.sizes import parameter_count
+from podrl.types import DRAWN, PyTree
+
+BATCH = ("data", "fsdp")
+UNROLLED_LAYERS, UNROLLED_ON_GPU = 12, 64  # see `unrolls`
+_UNROLLED_BYTES = 4 << 30
+
+
+class Program(NamedTuple):
+    """A jitted function of the engine and the shapes and shardings of its arguments."""
+
+    name: str
+    jitted: Any
+    args: tuple[PyTree, ...]
+
+
+def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
+    """Returns True if programs take the weights of each layer as arrays of their own, instead of scanning over layers.
+
+    A scan copies the weights of a layer in each decode step; without it the device holds the weights twice. On a GPU
+    the copies take a fifth of a step of 28 layers (docs/measurements/chips.md). There more layers are unrolled, if a
+    second copy of the weights is small.
+    """
+    if not on_gpu(mesh):
+        return model.num_layers <= UNROLLED_LAYERS
+    small = parameter_count(model) * jnp.dtype(dtype).itemsize <= _UNROLLED_BYTES * mesh.shape["tensor"]
+    return model.num_layers <= (UNROLLED_ON_GPU if small else UNROLLED_LAYERS)
+
+
+class Engine:
+    """Compiled programs of one model on one mesh; weights and state are arguments, the engine holds no arrays.
+
+    Attributes:
+      routes: whether it records the experts that each token takes.
+      shards: data-parallel shards of the mesh.
+      shape: sizes per shard.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        shape: EngineShape,
+        dtype: jnp.dtype,
+        *,
+        several_hosts: bool = False,
+        kernel: bool | None = None,
+        routes: bool = False,
+    ):
+        """Compiles nothing yet.
+
+        Args:
+          model: the policy's architecture.
+          mesh: with any of data, fsdp and tensor.
+          shape: sizes per shard.
+          dtype: of weights and pools.
+          several_hosts: the mesh's devices belong to several processes, which all call the same programs in the same
+            order: what is read on the host is then the same on every device.
+          kernel: decode with the kernel that such devices have; None: where it pays
+            (`podrl.engine.page_attention.chosen`).
+          routes: record the experts that each token takes, where the model has any.
+        """
+        check_decodes(mesh, key="mesh of the engine")
+        self.several_hosts = several_hosts
+        self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
+        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.read_shape = shape.reads()
+        self.kernel = all(
+            chosen(kernel, alike, mesh, shape.page_tokens, self.read_shape, dtype) for alike in model.alike()
+        )
+        self.routes = routes and model.experts is not None
+        self.unrolled = unrolls(model, mesh, dtype)
+        self._rows = NamedSharding(mesh, self._batch_spec())
+        self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())
+        self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
+        self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
+        self._write = self._program(self._write_pages, flat_args=1, blocks=True, weights=False)
+        self._read = self._reader(lambda state: state.pools, self._pool_specs())
+        self._read_routes = self._reader(lambda state: state.pools[-1:], self._pool_specs()[-1:])
+        self.prefills = {
+            bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
+        }
+        # Where nothing changes no program runs: its results would be a second copy of the weights.
+        self.prepare = jax.jit(self._prepare) if self.unrolled else self._prepare
+
+    # Shapes and shardings.
+
+    def _batch_spec(self) -> Spec:
+        return rules.spec_for(("batch",), (self.shards,), self.mesh)
+
+    def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns shape, type and sharding of each of `DecodeState.pools`."""
+        M, C = self.shards * self.shape.pages, self.shape.page_tokens
+        shapes = []
+        for m in self.model.alike():
+            shapes += [((m.num_layers, M, m.num_kv_heads, C, m.head_dim), self.dtype)] * 2
+        if self.routes:
+            assert self.model.experts is not None
+            k, dtype = self.model.experts.chosen, moe.route_dtype(self.model.experts)
+            shapes.append(((self.model.num_layers, M, 1, C, k), dtype))
+        axes = ("layers", "batch", "kv_heads", "time", "head_dim")
+        return tuple(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding_for(axes, shape, self.mesh))
+            for shape, dtype in shapes
+        )
+
+    def blocks(self, pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns shape, type and sharding of copies of so many pages of each shard."""
+        dims = [(p, (p.shape[0], self.shards * pages, *p.shape[2:])) for p in self.pools()]
+        return tuple(jax.ShapeDtypeStruct(shape, p.dtype, sharding=p.sharding) for p, shape in dims)
+
+    def _pool_specs(self) -> tuple[Spec, ...]:
+        return tuple(cast(NamedSharding, pool.sharding).spec for pool in self.pools())
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools over all devices."""
+        shards = [(cast(NamedSharding, p.sharding).shard_shape(p.shape), p.dtype) for p in self.pools()]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) * self.mesh.size
+
+    @property
+    def pool_sharding(self) -> NamedSharding:
+        """Sharding of the pools, and of blocks of pages."""
+        return NamedSharding(self.mesh, self._pool_specs()[0])
+
+    def _state_specs(self) -> DecodeState:
+        pools: Any = self._pool_specs()
+        row: Any = self._batch_spec()
+        return DecodeState(pools, row, row, row, row, LaneSampling(row, row, row, row, row), row)
+
+    def _emitted_specs(self) -> Emitted:
+        row: Any = self._batch_spec()
+        drawn: Any = dict.fromkeys(DRAWN, row)
+        return Emitted(row, drawn, row, row, row, row)
+
+    def _manual(self, spec: Spec) -> Spec:
+        """Restricts a spec to the axes this engine handles itself; XLA handles tensor."""
+        kept = [
+            tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != "tensor") or None for e in tuple(spec)
+        ]
+        return Spec(*(e[0] if e and len(e) == 1 else e for e in kept))
+
+    def _mapped(self, local: Callable, specs: tuple) -> Callable:
+        """Maps `local` over the data-parallel shards: (in specs, out specs)."""
+        is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
+        tensor = self.mesh.shape["tensor"] > 1
+        inside, outside = jax.tree.map(self._manual, specs, is_leaf=is_spec) if tensor else specs
+        names = set(BATCH) if tensor else set(self.mesh.axis_names)
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=inside, out_specs=outside, axis_names=names, check_vma=False
+        )
+
+    def _program(
+        self, local: Callable, *, flat_args: int, blocks: bool = False, weights: bool = True, out: PyTree = None
+    ) -> Callable:
+        """Jits `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated."""
+        row, state = self._batch_spec(), self._state_specs()
+        given = self._pool_specs() if blocks else ()
+        inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *given)
+        mapped = self._mapped(local, (inside, state if out is None else (state, out)))
+        shardings = jax.tree.map(self._shown, out, is_leaf=lambda x: isinstance(x, Spec))
+        return jax.jit(
+            mapped,
+            donate_argnums=(1,) if weights else (0,),
+            out_shardings=self._shardings if out is None else (self._shardings, shardings),
+        )
+
+    def _reader(self, pools: Callable[[DecodeState], tuple[Array, ...]], specs: tuple[Spec, ...]) -> Callable:
+        """Jits `read(state, page_M)`, which copies J pages of each shard of some pools."""
+
+        def _read_pages(state: DecodeState, page_M: Int[Array, " J"]) -> tuple[Array, ...]:
+            return tuple(pool[:, page_M] for pool in pools(state))
+
+        mapped = self._mapped(_read_pages, ((self._state_specs(), self._batch_spec()), specs))
+        return jax.jit(mapped, out_shardings=tuple(map(self._shown, specs)) if self.several_hosts else None)
+
+    def _param_specs(self) -> PyTree:
+        """Returns the specs of prepared parameters."""
+
+        def spec(param: decoder.Param, split: bool) -> Spec:
+            cut = 1 if split else 0
+            return rules.spec_for(param.axes[cut:], param.shape[cut:], self.mesh)
+
+        specs = decoder.param_specs(self.model)
+        stacks = [
+            {name: spec(param, self.unrolled) for name, param in stack.items()}
+            for stack in decoder.stacks_of(specs["layers"], self.model)
+        ]
+        tree = {name: spec(param, False) for name, param in specs.items() if name != "layers"}
+        if self.unrolled:
+            return {**tree, "layers": [stacks[kind] for kind, _ in self.model.places()]}
+        return {**tree, "layers": decoder.as_layers(stacks, self.model)}
+
+    def _shown(self, spec: Spec) -> NamedSharding:
+        """Returns the sharding of a result that hosts read: where a copy of the weights lies on several, all of it."""
+        if self.several_hosts:  # which have their rows of data to themselves
+            spec = Spec(*("data" if "data" in ((e,) if isinstance(e, str) else e or ()) else None for e in spec))
+        return NamedSharding(self.mesh, spec)
+
+    def put_rows(self, rows: np.ndarray) -> Array:
+        """Copies a host array onto the mesh, its first axis over the data-parallel shards."""
+        return self.put(rows, self._rows)
+
+    def put(self, array: np.ndarray, place: NamedSharding) -> Array:
+        """Copies a host array onto the mesh; of several hosts each has all of it, and copies its devices' part."""
+        if self.several_hosts:
+            return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+        return jax.device_put(array, place)
+
+    # Verbs: the parts that run on each shard.
+
+    def _prepare(self, params: PyTree) -> PyTree:
+        """Converts weights to the programs' form: one tree per layer where layers are unrolled, else unchanged."""
+        if not self.unrolled:
+            return params
+        stacks = decoder.stacks_of(params["layers"], self.model)
+        layers = [{name: x[i] for name, x in stacks[kind].items()} for kind, i in self.model.places()]
+        return {**params, "layers": layers}
+
+    def _empty_state(self) -> DecodeState:
+        s = self.shape
+        R = self.shards * s.lanes
+        pools = self._zeros(lambda pool: pool.shape)
+        whole = jnp.zeros(R, jnp.int32)
+        real = jnp.zeros(R, jnp.float32)
+        sampling = LaneSampling(real, real, real, whole, jnp.zeros((R, 2), jnp.uint32))
+        stop_RE = jnp.full((R, s.stop_ids), -1, jnp.int32)
+        return DecodeState(pools, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE)
+
+    def _zeros(self, size: Callable[[jax.ShapeDtypeStruct], tuple[int, ...]]) -> tuple[Array, ...]:
+        """Makes zeros of a size for each pool; the keys and values of a kind begin as one array."""
+        made: list[Array] = []
+        for i, pool in enumerate(self.pools()):
+            made.append(made[-1] if i % 2 else jnp.zeros(size(pool), pool.dtype))
+        return tuple(made)
+
+    def init_state(self) -> DecodeState:
+        """Makes empty pools and lanes, in place."""
+        return jax.jit(self._empty_state, out_shardings=self._shardings)()
+
+    def programs(self, params: PyTree) -> list[Program]:
+        """Lists every program of the engine with its arguments as shapes and shardings; allocates nothing.
+
+        Args:
+          params: the model's parameters, or their shapes and shardings (`decoder.abstract_params`).
+
+        Returns:
+          In the order in which a run first needs them; `program.jitted.lower(*program.args).compile()` builds one.
+        """
+        s, J = self.shape, self.shape.max_pages
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        prepared = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
+            jax.eval_shape(self._prepare, given),
+            self._param_specs(),
+        )
+        state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self._empty_state),
+            self._shardings,
+        )
+        updates = LaneUpdates.empty(self.shards * s.lanes, s.stop_ids).packed()
+
+        def rows(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
+
+        prefills = [
+            Program(
+                f"prefill_{bucket}", self.prefills[bucket], (prepared, state, rows(*s.chunk_shape(self.shards, bucket)))
+            )
+            for bucket in s.buckets
+        ]
+        return [
+            *([Program("prepare", self.prepare, (given,))] if self.unrolled else []),
+            *prefills,
+            Program("insert", self.bulk_insert, (state, rows(*updates.shape))),
+            Program("generate", self.generate, (prepared, state, rows(self.shards, self.read_shape.size))),
+            Program("spill", self._read, (state, rows(self.shards * J))),
+            Program("restore", self._write, (state, rows(self.shards * J), *self.blocks(J))),
+            *([Program("routes", self._read_routes, (state, rows(self.shards * J)))] if self.routes else []),
+        ]
+
+    def _insert(self, state: DecodeState, packed_RI: Int[Array, "R I"]) -> DecodeState:
+        new: Any = LaneUpdates.unpacked(packed_RI)
+        seat_R = new.action_R == SEAT
+        sampling = LaneSampling(new.temperature_R, new.top_p_R, new.min_p_R, new.top_k_R, new.key_R2)
+        pick = lambda x, y: jnp.where(seat_R.reshape(-1, *[1] * (x.ndim - 1)), x, y)  # noqa: E731
+        return dataclasses.replace(
+            state,
+            token_R=pick(new.token_R, state.token_R),
+            position_R=pick(new.position_R, state.position_R),
+            left_R=pick(new.left_R, state.left_R),
+            live_R=jnp.where(seat_R, new.left_R > 0, state.live_R & (new.action_R != FREE)),
+            sampling=jax.tree.map(pick, sampling, state.sampling),
+            stop_RE=pick(new.stop_RE, state.stop_RE),
+        )
+
+    def _gathered(self, tree: PyTree, specs: PyTree) -> PyTree:
+        """Gathers weights that are cut over fsdp."""
+
+        def whole(x: Array, spec: Spec) -> Array:
+            for dim, entry in enumerate(spec):
+                if entry == "fsdp" or (isinstance(entry, tuple) and "fsdp" in entry):
+                    x = jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
+            return x
+
+        return jax.tree.map(whole, tree, specs)
+
+    def _layers(self, params: PyTree, x: Array, carry: PyTree, layer_fn: Callable) -> tuple[Array, PyTree]:
+        """Runs `layer_fn(x, carry, layer, info, index, kind) -> (x, carry)` over the layers.
+
+        `index` is the layer's place among those of its kind.
+        """
+        infos, specs = decoder.layer_infos(self.model), self._param_specs()["layers"]
+        if self.unrolled:
+            for (kind, i), layer, spec in zip(self.model.places(), params["layers"], specs, strict=True):
+                info = jax.tree.map(lambda a: a[i], infos[kind])  # noqa: B023
+                x, carry = layer_fn(x, carry, self._gathered(layer, spec), info, i, kind)
+            return x, carry
+        if self.model.kinds:
+            infos = [dataclasses.replace(info, index=jnp.arange(len(info.window))) for info in infos]
+
+        steps, scanned = [], []
+        stacks = (decoder.stacks_of(tree, self.model) for tree in (params["layers"], specs))
+        for kind, (stack, cuts) in enumerate(zip(*stacks, strict=True)):
+            # Experts stay those of all layers, as a scan would copy a layer's for each step; not where they are
+            # gathered.
+            whole = {
+                name: x
+                for name, x in stack.items()
+                if name in ("expert_in", "expert_out") and self.mesh.shape["fsdp"] == 1
+            }
+            sliced = {name: Spec(*cut[1:]) for name, cut in cuts.items() if name not in whole}
+
+            def body(
+                state: tuple, xs: tuple, kind: int = kind, whole: PyTree = whole, sliced: PyTree = sliced
+            ) -> tuple:
+                layer, info = xs
+                return layer_fn(*state, self._gathered(layer, sliced) | whole, info, info.index, kind), None
+
+            steps.append(body)
+            scanned.append(({name: x for name, x in stack.items() if name not in whole}, infos[kind]))
+        return decoder.over_layers(steps, (x, carry), scanned, self.model)[0]
+
+    def _routed(self, h_BTD: Array, layer: PyTree, info: decoder.LayerInfo) -> tuple[Array, Array]:
+        mesh = jax.sharding.get_abstract_mesh() if self.mesh.shape["tensor"] > 1 else None
+        return moe.feed_forward(h_BTD, layer, info.index, self.model, mesh=mesh, inside=True, tpu=on_tpu(self.mesh))
+
+    def _ends(self, params: PyTree) -> PyTree:
+        """Gathers embedding, final norm and output matrix along fsdp."""
+        specs = self._param_specs()
+        return {name: self._gathered(params[name], specs[name]) for name in params if name != "layers"}
+
+    def _generate(self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]) -> tuple[DecodeState, Emitted]:
+        """Decodes up to `steps` tokens for every live lane; stops early when no lane of the shard is live."""
+        model, shape = self.model, self.shape
+        reads = self.read_shape.split(flat_XI[0])
+        R, N = shape.lanes, shape.steps
+        ends = self._ends(params)
+        # What the dispatch adds to each pool: (L, R, K, N, H).
+        recents = self._zeros(lambda p: (p.shape[0], R, p.shape[2], N, p.shape[4]))
+        outputs = Emitted(
+            jnp.zeros((N, R), jnp.int32),
+            {name: jnp.full((N, R), column.fill, column.dtype) for name, column in DRAWN.items()},
+            jnp.zeros(R, jnp.int32),
+            state.live_R,
+            jnp.zeros(R, bool),
+            jnp.zeros(1, jnp.int32),
+        )
+        pools = state.pools
+
+        def step(carry: tuple) -> tuple:
+            n, (token_R, position_R, left_R, live_R), memory, out, _ = carry
+            hidden_R1D, memory = self._decode_step(params, ends, pools, reads, n, (token_R, position_R), memory)
+            logits_RV = decoder.unembed(ends, hidden_R1D, model)[:, 0]
+            drawn = draw(logits_RV, state.sampling, position_R + 1, live_R)
+            failed_R = live_R & drawn.failed_R
+            drew_R = live_R & ~failed_R
+            out = dataclasses.replace(
+                out,
+                tokens_RT=out.tokens_RT.at[n].set(drawn.token_R),
+                drawn={name: x_RT.at[n].set(getattr(drawn, f"{name}_R")) for name, x_RT in out.drawn.items()},
+                count_R=out.count_R + drew_R,
+                failed_R=out.failed_R | failed_R,
+            )
+            left_R = left_R - live_R
+            ended_R = jnp.any(drawn.token_R[:, None] == state.stop_RE, axis=1) | (left_R <= 0)
+            lanes = (jnp.where(live_R, drawn.token_R, token_R), position_R + drew_R, left_R, drew_R & ~ended_R)
+            return n + 1, lanes, memory, out, self._any(lanes[3])
+
+        lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
+        scratch = tuple(
+            () if self.kernel else attention.make_scratch(reads, m.num_kv_heads, m.num_heads, m.head_dim)
+            for m in model.alike()
+        )
+        carry = (jnp.int32(0), lanes, (recents, scratch), outputs, self._any(state.live_R))
+        with jax.named_scope("decode_steps"):
+            n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
+        flushed = [self._flush(pool, new, reads, state.live_R) for pool, new in zip(pools, recents, strict=True)]
+        token_R, position_R, left_R, live_R = lanes
+        turned = {name: x_RT.T for name, x_RT in out.drawn.items()}
+        out = dataclasses.replace(out, tokens_RT=out.tokens_RT.T, drawn=turned, live_R=live_R, steps_X=n[None])
+        state = dataclasses.replace(
+            state,
+            pools=tuple(flushed),
+            token_R=token_R,
+            position_R=position_R,
+            left_R=left_R,
+            live_R=live_R,
+        )
+        return state, out
+
+    def _any(self, live_R: Array) -> Array:
+        """True while any shard's loop continues: shards that exchange weights must agree."""
+        alive = jnp.any(live_R)
+        # Shards that gather weights from each other (fsdp), or whose collectives XLA places (tensor), run equal steps.
+        axes = BATCH if self.mesh.shape["tensor"] > 1 else ("fsdp",)
+        axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return jax.lax.pmax(alive.astype(jnp.int32), axes) > 0 if axes else alive
+
+    def _decode_step(
+        self,
+        params: PyTree,
+        ends: PyTree,
+        pools: tuple[Array, ...],
+        reads: ReadList,
+        n: Array,
+        lanes: tuple[Array, Array],
+        memory: tuple,
+    ) -> tuple[Array, tuple]:
+        """Computes final hidden states of one token per lane, and `memory`: (what is to go to the pools, scratch)."""
+        model, alike = self.model, self.model.alike()
+        token_R, position_R = lanes
+
+        def layer_fn(
+            x: Array, memory: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int, kind: int
+        ) -> tuple:
+            added, scratches = memory
+            (key, value), recents, scratch = _of_kind(pools, kind), _of_kind(added, kind), scratches[kind]
+
+            def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo) -> tuple:
+                new = [
+                    jax.lax.dynamic_update_slice(r, kv[None, :, 0, :, None], (index, 0, 0, n, 0))
+                    for r, kv in zip(recents, (k_R1KH, v_R1KH), strict=True)
+                ]
+                limits = {"window": info.window, "softcap": model.attn_softcap}
+                recent = attention.recent_attention(q_R1NH[:, 0], new[0][index], new[1][index], n, **limits)
+                if self.kernel:
+                    limits |= {"tensor": self.mesh.shape["tensor"] > 1, "gpu": on_gpu(self.mesh)}
+                    out = attention.kernel_attention(
+                        q_R1NH[:, 0], index, key, value, recent, reads, position_R, **limits
+                    )
+                    return out[:, None], (tuple(new), scratch)
+                out, used = attention.decode_attention(
+                    q_R1NH[:, 0], index, key, value, recent, reads, scratch, position_R, **limits
+                )
+                return out[:, None], (tuple(new), used)
+
+            x, (new, used), route_R1k = decoder.block(
+                x, layer, info, position_R[:, None], alike[kind], attend, routed=self._routed
+            )
+            added = self._recorded(_with_kind(added, kind, new), route_R1k, index, n)
+            return x, (added, (*scratches[:kind], used, *scratches[kind + 1 :]))
+
+        x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
+        x_R1D, memory = self._layers(params, x_R1D, memory, layer_fn)
+        return decoder.rms_norm(x_R1D, ends["final_norm"], model), memory
+
+    def _recorded(
+        self, added: tuple[Array, ...], route_RTk: Array | None, index: Array | int, n: Array | int
+    ) -> tuple[Array, ...]:
+        """Adds a layer's routes of some tokens, from place `n` on, to what a dispatch or chunk adds to the pools."""
+        if not self.routes or route_RTk is None:
+            return added
+        *others, route_LR1Nk = added
+        new = route_RTk.astype(route_LR1Nk.dtype)[None, :, None]
+        return (*others, jax.lax.dynamic_update_slice(route_LR1Nk, new, (index, 0, 0, n, 0)))
+
+    def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
+        """Writes the dispatch's keys, values or routes to the lanes' pages; lanes that were not live write nowhere.
+
+        What is not finite is not kept: its lane has failed, and a later owner of the page gives unseen keys the
+        weight 0, but 0 x NaN is NaN.
+        """
+        page_R = jnp.where(live_R, reads.write_page_R, self.shape.pages - 1)
+
+        def write(r: Array, pool: Array) -> Array:
+            block = jax.lax.dynamic_slice_in_dim(recent_LRKNH, r, 1, axis=1)
+            block = jnp.nan_to_num(block) if jnp.issubdtype(block.dtype, jnp.inexact) else block
+            return jax.lax.dynamic_update_slice(pool, block, (0, page_R[r], 0, reads.write_offset_R[r], 0))
+
+        return jax.lax.fori_loop(0, self.shape.lanes, write, pool_LMKCH)
+
+    # Prefill.
+
+    def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
+        """Computes keys and values of given tokens, without their logits."""
+        model, s = self.model, self.shape
+        J, C, B = s.max_pages, s.page_tokens, s.prefill_rows(bucket)
+        tokens_BT, start_B, rest = flat_BI[:, :bucket], flat_BI[:, bucket], flat_BI[:, bucket + 1 :]
+        prior = (rest[:, :J], rest[:, J : 2 * J], rest[:, 2 * J : 3 * J])
+        targets_BJ, offset_B = rest[:, 3 * J : -1], rest[:, -1]
+        longest = jnp.max(jnp.sum(prior[2] > 0, axis=1))
+        position_BT = start_B[:, None] + jnp.arange(bucket)
+        ends = self._ends(params)
+        # A page before the chunk, and as much behind it as the last page may reach.
+        pools, places, alike = state.pools, (1 + s.chunk_pages(bucket)) * C, model.alike()
+        fresh = tuple(jnp.zeros((p.shape[0], B, p.shape[2], places, p.shape[4]), p.dtype) for p in pools)
+
+        def layer_fn(
+            x: Array, fresh: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int, kind: int
+        ) -> tuple:
+            key, value = _of_kind(pools, kind)
+
+            def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: decoder.LayerInfo) -> tuple:
+                new = tuple(
+                    jax.lax.dynamic_update_slice(f, kv.swapaxes(1, 2)[None], (index, 0, 0, C, 0))
+                    for f, kv in zip(_of_kind(fresh, kind), (k_BTKH, v_BTKH), strict=True)
+                )
+                out = attention.prefill_attention(
+                    q_BTNH, k_BTKH, v_BTKH, index, key, value, *prior, longest, position_BT,
+                    window=info.window, softcap=model.attn_softcap,
+                )  # fmt: skip
+                return out, new
+
+            x, new, route_BTk = decoder.block(x, layer, info, position_BT, alike[kind], attend, routed=self._routed)
+            return x, self._recorded(_with_kind(fresh, kind, new), route_BTk, index, C)
+
+        x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
+        _, fresh = self._layers(params, x_BTD, fresh, layer_fn)
+
+        def write(i: Array, pool: Array, new_LBKTH: Array) -> Array:
+            """Writes the chunk's part of one page: its places from the page's begin on, moved by the offset."""
+            b, j = i % B, i // B
+            at, page, size = j * C - offset_B[b], targets_BJ[b, j], (pool.shape[0], 1, *pool.shape[2:])
+            block = jax.lax.dynamic_slice(new_LBKTH, (0, b, 0, at + C, 0), size)
+            before = jax.lax.dynamic_slice(pool, (0, page, 0, 0, 0), size)
+            block = jnp.where((at + jnp.arange(C) < 0)[:, None], before, block)
+            return jax.lax.dynamic_update_slice(pool, block, (0, page, 0, 0, 0))
+
+        used = jnp.max(jnp.sum(targets_BJ < s.pages - 1, axis=1))
+        written = (
+            jax.lax.fori_loop(0, used * B, lambda i, p, new=new: write(i, p, new), pool)
+            for pool, new in zip(pools, fresh, strict=True)
+        )
+        return dataclasses.replace(state, pools=tuple(written))
+
+    # Spilling.
+
+    def read_blocks(self, state: DecodeState, page_XJ: np.ndarray) -> tuple[Array, ...]:
+        """Copies J pages of each shard, (L, X * J, K, C, H) of each pool, on the device."""
+        return self._read(state, self.put_rows(page_XJ.reshape(-1)))
+
+    def read_routes(self, state: DecodeState, page_XJ: np.ndarray) -> Array:
+        """Copies the routes alone, (L, X * J, 1, C, k)."""
+        return self._read_routes(state, self.put_rows(page_XJ.reshape(-1)))[0]
+
+    def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, *blocks: Array) -> DecodeState:
+        """Overwrites J pages of each shard with such copies; pages to leave alone are named by the unread one."""
+        return self._write(state, self.put_rows(page_XJ.reshape(-1)), *blocks)
+
+    def _write_pages(self, state: DecodeState, page_M: Int[Array, " J"], *blocks: Array) -> DecodeState:
+        """Overwrites J pages of each shard."""
+        return dataclasses.replace(
+            state, pools=tuple(pool.at[:, page_M].set(block) for pool, block in zip(state.pools, blocks, strict=True))
+        )
+
+
+def _of_kind(pools: tuple[Array, ...], kind: int) -> tuple[Array, Array]:
+    """Returns the keys and values of a kind of layers, of what is laid out like `DecodeState.pools`."""
+    return pools[2 * kind], pools[2 * kind + 1]
+
+
+def _with_kind(pools: tuple[Array, ...], kind: int, new: tuple[Array, Array]) -> tuple[Array, ...]:
+    """Replaces the keys and values of a kind of layers."""
+    return (*pools[: 2 * kind], *new, *pools[2 * kind + 2 :])

@@ -1,0 +1,63 @@
+"""Prefills given tokens: cuts them into chunks that fit the prefill programs, and packs chunks into full calls."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from podrl.engine.device import Device
+from podrl.engine.state import Chunk, EngineShape
+from podrl.mesh.backlog import UNDER_WAY
+
+
+def cut_chunks(
+    shape: EngineShape,
+    shard: int,
+    tokens: Sequence[int] | np.ndarray,
+    start: int,
+    prior: Sequence[tuple[int, int, int]],
+    pages: Sequence[int],
+    offset: int = 0,
+) -> list[Chunk]:
+    """Cuts given tokens into chunks of at most the largest bucket; each sees `prior` and the chunks before it.
+
+    Args:
+      start: position of the first token.
+      pages: what takes them, `page_tokens` each.
+      offset: tokens that the first page holds already; it is not in `prior`.
+    """
+    C, largest = shape.page_tokens, shape.buckets[-1]
+    chunks = []
+    for at in range(0, len(tokens), largest):
+        part, place = np.asarray(tokens[at : at + largest], np.int32), offset + at
+        held = [(page, start - offset + j * C, min(C, place - j * C)) for j, page in enumerate(pages[: -(-place // C)])]
+        targets = pages[place // C : -(-(place + len(part)) // C)]
+        chunks.append(Chunk(shard, part, start + at, [*prior, *held], targets, place % C))
+    return chunks
+
+
+def packed_calls(
+    shape: EngineShape, shards: int, sequences: Sequence[Sequence[Chunk]]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the prefill calls of chunks of several sequences, each sequence's in order: (bucket, packed rows)."""
+    for wave in range(max((len(chunks) for chunks in sequences), default=0)):
+        queues: dict[int, dict[int, list[Chunk]]] = {}
+        for chunks in sequences:
+            if wave < len(chunks):
+                bucket = next(b for b in shape.buckets if b >= len(chunks[wave].tokens))
+                queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
+        for bucket, by_shard in sorted(queues.items()):
+            rows = shape.prefill_rows(bucket)
+            for queue in by_shard.values():  # a call takes as long as the row that sees most pages
+                queue.sort(key=lambda chunk: len(chunk.prior))
+            for at in range(0, max(len(q) for q in by_shard.values()), rows):
+                batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
+                yield bucket, shape.pack_chunks(shards, bucket, batch)
+
+
+def run_chunks(device: Device, sequences: Sequence[Sequence[Chunk]]) -> int:
+    """Prefills chunks of several sequences, each sequence's in order, in as few calls as possible; counts the calls."""
+    number = 0
+    calls = packed_calls(device.engine.shape, device.engine.shards, sequences)
+    for number, (bucket, flat_BI) in enumerate(calls, 1):
+        device.prefill(bucket, flat_BI, number % UNDER_WAY == 0)
+    return number

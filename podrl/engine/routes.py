@@ -1,0 +1,106 @@
+"""Reads the recorded routes of samples that leave a session, from their pages to the host."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import UInt8
+
+from podrl.engine.device import Device
+from podrl.engine.reads import Page
+
+
+class Routed(Protocol):
+    """A sample whose routes are read, such as podrl.engine.session.Track."""
+
+    routes: UInt8[np.ndarray, "T X"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A page to read: routes of `count` tokens of a sample from `start` on, in a slot of a call."""
+
+    owner: Routed
+    shard: int
+    slot: int
+    start: int
+    count: int
+
+
+class RouteReader:
+    """Collects pages to read, and reads those of many samples in one call.
+
+    A call copies as many pages of each shard as a sample may hold. It is launched before the device's next work, which
+    may overwrite the pages, and its result is taken with that of the next dispatch: the device does not wait for it.
+    """
+
+    def __init__(self, device: Device):
+        """Reads nothing yet."""
+        self._device = device
+        self._wanted: list[tuple[_Piece, int]] = []  # with the page of each
+        self._used = [0] * device.engine.shards
+        self._launched: list[tuple[list[_Piece], Any]] = []
+
+    def want(self, owner: Routed, length: int, stores: Sequence[tuple[str, int, Sequence[Page]]]) -> None:
+        """Writes into `owner.routes`, by the next `settle`, what is recorded of a sample's first `length` tokens.
+
+        Tokens that are in none of the pages keep what was recorded of them before; 0 where that is nothing.
+
+        Args:
+          owner: the sample.
+          length: tokens of prompt and completion.
+          stores: (name of the copy on the host, if there is one, shard, pages) of its prompt and of itself.
+        """
+        engine = self._device.engine
+        *_, route = engine.pools()
+        old, width = owner.routes, route.shape[0] * route.shape[4] * route.dtype.itemsize
+        owner.routes = np.zeros((length, width), np.uint8)
+        if old is not None:
+            owner.routes[: min(len(old), length)] = old[:length]
+        pages = sum(len(held) for name, _, held in stores if name not in self._device.spilled)
+        if stores and self._used[stores[0][1]] + pages > engine.shape.max_pages:
+            self.launch()
+        for name, shard, held in stores:
+            for slot, page in enumerate(held):
+                # The last token was fed to no program.
+                count = min(page.count, length - 1 - page.start)
+                if count <= 0:
+                    continue
+                if name in self._device.spilled:
+                    _write(_Piece(owner, shard, slot, page.start, count), self._device.spilled[name][2], 0)
+                else:
+                    self._wanted.append((_Piece(owner, shard, self._used[shard], page.start, count), page.index))
+                    self._used[shard] += 1
+
+    def launch(self) -> None:
+        """Starts to copy what is wanted: to be called before anything else may change the pages."""
+        if not self._wanted:
+            return
+        shape = self._device.engine.shape
+        page_XJ = np.full((self._device.engine.shards, shape.max_pages), shape.pages - 1, np.int32)
+        for piece, page in self._wanted:
+            page_XJ[piece.shard, piece.slot] = page
+        self._launched.append(([piece for piece, _ in self._wanted], self._device.routes(page_XJ)))
+        self._wanted, self._used = [], [0] * len(self._used)
+
+    def settle(self) -> None:
+        """Writes what launched copies hold into the samples' records."""
+        launched, self._launched = self._launched, []
+        for pieces, copy in launched:
+            block = np.asarray(copy)
+            for piece in pieces:
+                _write(piece, block, piece.shard * self._device.engine.shape.max_pages)
+
+    def finish(self) -> None:
+        """Reads all that is wanted."""
+        self.launch()
+        self.settle()
+
+
+def _write(piece: _Piece, route_LM1Ck: np.ndarray, first: int) -> None:
+    """Writes one page's routes into the sample's record."""
+    assert piece.owner.routes is not None
+    route_TLk = np.ascontiguousarray(route_LM1Ck[:, first + piece.slot, 0, : piece.count].swapaxes(0, 1))
+    rows = route_TLk.reshape(piece.count, -1).view(np.uint8)
+    piece.owner.routes[piece.start : piece.start + piece.count] = rows

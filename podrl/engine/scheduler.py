@@ -1,0 +1,491 @@
+"""Assigns samples to lanes and pages of the pool: scheduling policy on the host, without jax.
+
+Samples of a prompt are kept on one data-parallel shard, where the prompt's pages are read by all of them. Lanes and
+pages change only between dispatches. The scheduler plans a dispatch before the results of the last one are known: it
+takes every lane to be live until told otherwise, which costs idle steps, never correctness.
+"""
+
+import bisect
+import collections
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from podrl.engine.reads import LaneReads, Page, ReadShape
+from podrl.engine.records import Feed, Plan, PoolShape, PromptRow, Sample, Status, Store
+
+_AHEAD = 2  # times a shard's lanes, or a call's rows: samples whose prompts may be prefilled before their turn
+
+
+class _Fit(NamedTuple):
+    """Places a sample's given tokens in its pages.
+
+    Attributes:
+      keep: its first pages, which stay; the last of them takes as many of the tokens as it has places for.
+      tokens: to feed, those of its other pages included.
+      new: pages that take the rest.
+      rest: places that are then left in its last page.
+    """
+
+    keep: int
+    tokens: int
+    new: int
+    rest: int
+
+
+class _Shard:
+    """Lanes, free pages, resident prompts and assigned samples of one data-parallel shard."""
+
+    def __init__(self, index: int, shape: PoolShape):
+        self.index = index
+        self.free_lanes = list(range(shape.lanes))
+        self.free_pages = list(range(shape.pages))
+        self.prompts: dict[int, PromptRow] = {}
+        self.assigned: list[Sample] = []  # to be seated here, in order
+        self.running: dict[int, Sample] = {}  # by lane
+        self.vacated: list[int] = []  # lanes the device may still take for live
+        self.reserved: int | None = None  # see Scheduler._reserve; None where it must be counted again
+
+    def take(self, count: int) -> list[int]:
+        """Takes the lowest free pages, so that pages in use stay close together."""
+        return [heapq.heappop(self.free_pages) for _ in range(count)]
+
+    def give(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            heapq.heappush(self.free_pages, page)
+
+
+class Scheduler:
+    """Assigns lanes and pages to samples; moves pages to the host and back when the pool is full.
+
+    A caller adds samples, then repeats: `plan()`, carry it out, `advance()`, and as results arrive `finish`, `pause`
+    and `resume`.
+    """
+
+    def __init__(self, shape: PoolShape):
+        self.shape = shape
+        self.samples: dict[int, Sample] = {}
+        self._shards = [_Shard(i, shape) for i in range(shape.shards)]
+        self._pieces: list[list[Sample]] = []  # not yet on a shard, the one to seat first last
+        self._sorted = True
+        self._seat_count = 0
+        self._plans = 0
+        self._lengths: dict[int, list[int]] = {}  # by prompt: lengths of finished samples
+
+    # What the caller reports.
+
+    def add(
+        self,
+        prompt: int,
+        length: int,
+        samples: Sequence[tuple[int, int, float | None]],
+        pieces: int = 1,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        """Queues the samples of one prompt.
+
+        Args:
+          prompt: handle of the prompt, new.
+          length: its tokens.
+          samples: (handle, most new tokens, expected new tokens or None) of each.
+          pieces: into how many groups, which may sit on different shards, to cut them.
+          urgent: they come before samples that are not.
+        """
+        made = [
+            Sample(handle, prompt, length, max_new, expected, max_new, length - 1, Store(("sample", handle, 0)), urgent)
+            for handle, max_new, expected in samples
+        ]
+        self.samples.update((s.id, s) for s in made)
+        size = -(-len(made) // pieces)
+        self._pieces.extend(made[i : i + size] for i in range(0, len(made), size))
+        self._sorted = False
+
+    def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[Store, int, list[int]]]:
+        """Frees a sample that ended with `grown` new tokens; `live`: the device may still decode it.
+
+        Returns:
+          (store, shard, the pages it held on the device) of what was given up.
+        """
+        sample = self.samples.pop(handle)
+        if sample.status is Status.WAITING:  # rare: only a sample that is given up ends before it was in a lane
+            piece = next((piece for piece in self._pieces if any(s is sample for s in piece)), None)
+            if piece is not None:  # it has no shard yet, so it holds no pages
+                piece[:] = [s for s in piece if s is not sample]
+                self._pieces = [piece for piece in self._pieces if piece]
+                sample.status = Status.DONE
+                return []
+        self._lengths.setdefault(sample.prompt, []).append(grown)
+        self._vacate(sample, live)
+        if sample in self._shards[sample.shard].assigned:
+            self._shards[sample.shard].assigned.remove(sample)
+        sample.status = Status.DONE
+        shard = self._shards[sample.shard]
+        dropped = [sample.store]
+        row = shard.prompts[sample.prompt]
+        row.users -= 1
+        if row.users == 0:
+            dropped.append(row.store)
+            del shard.prompts[sample.prompt]
+        given = []
+        for store in dropped:
+            held = [] if store.spilled else [s.index for s in store.pages]
+            shard.give(held)
+            store.pages = []
+            given.append((store, shard.index, held))
+        return given
+
+    def stores(self, handle: int) -> list[tuple[Store, int]]:
+        """Lists what holds a sample's tokens, with the shard: its prompt's store, which others share, and its own.
+
+        Nothing before the sample has a shard.
+        """
+        sample = self.samples[handle]
+        if sample.shard < 0:
+            return []
+        row = self._shards[sample.shard].prompts[sample.prompt]
+        return [(row.store, sample.shard), (sample.store, sample.shard)]
+
+    def stop(self) -> Plan:
+        """Gives up all samples; the plan frees the lanes in which the device would go on."""
+        plan = Plan()
+        for sample in self.samples.values():
+            self._vacate(sample, live=True)
+        for shard in self._shards:
+            plan.frees.extend((shard.index, lane) for lane in shard.vacated)
+            shard.vacated = []
+        self.samples.clear()
+        return plan
+
+    def pause(self, handle: int, *, position: int) -> None:
+        """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`."""
+        sample = self.samples[handle]
+        self._vacate(sample, live=True)
+        shard = self._shards[sample.shard]
+        if sample in shard.assigned:
+            shard.assigned.remove(sample)
+        sample.status, sample.position = Status.PAUSED, position
+        for page in sample.store.pages:
+            page.count = min(page.count, max(0, position - page.start))
+        if not sample.store.spilled:
+            shard.give([s.index for s in sample.store.pages if s.count == 0])
+        sample.store.pages = [s for s in sample.store.pages if s.count > 0]
+
+    def give(self, handle: int, tokens: int) -> None:
+        """Puts given tokens behind those of a sample that is not in a lane."""
+        sample = self.samples[handle]
+        sample.unfed += tokens
+        sample.position += tokens
+
+    def resume(self, handle: int, *, left: int) -> None:
+        """A paused sample may run again, before those never seated; it stops after at most `left` more tokens."""
+        sample = self.samples[handle]
+        assert sample.status is Status.PAUSED, sample
+        sample.status, sample.left = Status.WAITING, left
+        sample.compact = self._room(sample, compact=False) < left
+        assert self._room(sample, compact=sample.compact) >= left, "the cache's size bounds what a sample may hold"
+        assigned = self._shards[sample.shard].assigned
+        assigned.insert(sum(s.grown > 0 for s in assigned), sample)
+
+    def _fit(self, sample: Sample, *, compact: bool) -> _Fit:
+        """Appends a sample's given tokens to its last page; `compact`: to its first that is not full, all else anew."""
+        C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
+        keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
+        tokens = sum(counts[keep:]) + sample.unfed
+        end = tokens + (counts[keep - 1] if keep else C)  # counted from the begin of the last page that stays
+        return _Fit(keep, tokens, -(-end // C) - 1, -end % C)
+
+    def _room(self, sample: Sample, *, compact: bool) -> int:
+        """Tokens that a sample can still sample, after its given ones, in the pages it may hold."""
+        fit = self._fit(sample, compact=compact)
+        left = self.shape.sample_pages - self._prompt_pages(sample) - fit.keep - fit.new
+        return left * self.shape.page_tokens + fit.rest // self.shape.steps * self.shape.steps
+
+    @property
+    def busy(self) -> bool:
+        """True while any sample waits for a lane or runs."""
+        return any(s.status in (Status.WAITING, Status.RUNNING) for s in self.samples.values())
+
+    @property
+    def crowded(self) -> bool:
+        """True while any sample waits for a lane."""
+        return bool(self._pieces) or any(shard.assigned for shard in self._shards)
+
+    def free_counts(self) -> tuple[int, int]:
+        """(free lanes, free pages) over all shards."""
+        return sum(len(s.free_lanes) for s in self._shards), sum(len(s.free_pages) for s in self._shards)
+
+    # Planning.
+
+    def plan(self) -> Plan:
+        """Plans the next dispatch: pages for running samples first, then restored and new samples in the lanes left."""
+        plan = Plan()
+        self._plans += 1
+        if not self._sorted:
+            self._pieces.sort(key=lambda piece: (piece[0].urgent, max(map(self._expected, piece)), -piece[0].id))
+            self._sorted = True
+        for shard in self._shards:
+            self._grow(shard, plan)
+            shard.reserved = None
+        while self._admit_one(plan):
+            pass
+        self._fill_calls(plan)
+        for shard in self._shards:
+            taken = {sample.lane for sample in plan.seats if sample.shard == shard.index}
+            plan.frees.extend((shard.index, lane) for lane in shard.vacated if lane not in taken)
+            shard.vacated = []
+            alive = [(s, shard.index, lane) for lane, s in sorted(shard.running.items()) if s.left > 0]
+            plan.running.extend(alive)
+        return plan
+
+    def advance(self) -> None:
+        """Advances every running sample by all steps of the dispatch just launched."""
+        for shard in self._shards:
+            for sample in shard.running.values():
+                if sample.left > 0:
+                    sample.store.pages[-1].count += self.shape.steps
+                    sample.position += self.shape.steps
+                    sample.grown += self.shape.steps
+                    sample.left -= self.shape.steps
+
+    def _grow(self, shard: _Shard, plan: Plan) -> None:
+        """Gives a page to every running sample whose last one is full, oldest sample first."""
+        for sample in sorted(shard.running.values(), key=lambda s: s.seated):
+            if sample.status is Status.RUNNING and sample.left > 0 and self._full(sample):
+                while not shard.free_pages:
+                    if not self._spill_one(shard, plan):
+                        break
+                    if sample.status is not Status.RUNNING:
+                        break
+                if sample.status is Status.RUNNING:
+                    assert shard.free_pages, "a single sample must fit the pool: checked at submission"
+                    self._open_page(shard, sample)
+
+    def _full(self, sample: Sample) -> bool:
+        pages = sample.store.pages
+        return not pages or pages[-1].count + self.shape.steps > self.shape.page_tokens
+
+    def _open_page(self, shard: _Shard, sample: Sample) -> None:
+        sample.store.pages.append(Page(shard.take(1)[0], sample.position, 0))
+
+    def _spill_one(self, shard: _Shard, plan: Plan) -> bool:
+        """Moves to the host what will be needed last: paused samples, then idle prompts, then the youngest sample."""
+        idle = self._idle_stores(shard)
+        if idle:
+            self._spill(shard, idle[0], plan)
+            return True
+        if not shard.running:
+            return False
+        youngest = max(shard.running.values(), key=lambda s: s.seated)
+        self._vacate(youngest, live=True)
+        youngest.status, youngest.spilled_at = Status.WAITING, self._plans
+        shard.assigned.insert(0, youngest)
+        if youngest.store.pages:
+            self._spill(shard, youngest.store, plan)
+        return True
+
+    def _idle_stores(self, shard: _Shard) -> list[Store]:
+        """Stores on the device that no running sample reads: of paused, then of waiting samples, then of prompts."""
+        used = {s.prompt for s in shard.running.values()}
+        prompts = [row.store for prompt, row in shard.prompts.items() if prompt not in used]
+        prompts = [store for store in prompts if store.pages and not store.spilled]
+        return [*self._resting(shard, Status.PAUSED), *self._resting(shard, Status.WAITING), *prompts]
+
+    def _resting(self, shard: _Shard, status: Status) -> list[Store]:
+        stores = [s.store for s in self.samples.values() if s.shard == shard.index and s.status is status]
+        return [store for store in stores if store.pages and not store.spilled]
+
+    def _spill(self, shard: _Shard, store: Store, plan: Plan) -> None:
+        held = [s.index for s in store.pages]
+        plan.spills.append((store, shard.index, held))
+        shard.give(held)
+        store.spilled = True
+
+    def _restore(self, shard: _Shard, store: Store) -> list[int]:
+        new = shard.take(len(store.pages))
+        for page, index in zip(store.pages, new, strict=True):
+            page.index = index
+        store.spilled = False
+        return new
+
+    def _admit_one(self, plan: Plan) -> bool:
+        """Puts one waiting sample into a lane of the shard that has most free lanes and enough pages."""
+        for shard in sorted(self._shards, key=lambda s: (-len(s.free_lanes), s.index)):
+            if not shard.free_lanes:
+                continue
+            if self._pieces and self._goes_before(shard) and self._make_room(shard, self._pieces[-1][0], plan):
+                self._assign(shard, self._pieces.pop())
+            ready = bool(shard.assigned) and shard.assigned[0].spilled_at < self._plans
+            if ready and self._make_room(shard, shard.assigned[0], plan):
+                self._seat(shard, shard.assigned.pop(0), plan)
+                return True
+        return False
+
+    def _goes_before(self, shard: _Shard) -> bool:
+        """True where the next piece need not wait for the assigned: it is urgent, and their first is not, nor begun."""
+        first = shard.assigned[0] if shard.assigned else None
+        return first is None or (self._pieces[-1][0].urgent and not first.urgent and not first.grown)
+
+    def _fill_calls(self, plan: Plan) -> None:
+        """Prefills prompts that come next in rows that calls made for others would leave empty."""
+        longest = [tokens for tokens, _ in self.shape.calls]
+        used = [collections.Counter[int]() for _ in longest]  # rows by call and shard
+        for prompt, shard, _ in plan.prefills if longest else ():
+            tokens = sum(page.count for page in self._shards[shard].prompts[prompt].store.pages)
+            used[min(bisect.bisect_left(longest, tokens), len(longest) - 1)][shard] += 1
+        while self._pieces:
+            sample = self._pieces[-1][0]
+            if (call := bisect.bisect_left(longest, sample.length - 1)) == len(longest):
+                return  # of several chunks
+            rows, taken = self.shape.calls[call][1], used[call]
+            room = -(-max(taken.values(), default=0) // rows) * rows
+            fit = [s for s in self._shards if taken[s.index] < room and sample.prompt not in s.prompts]
+            most = _AHEAD * max(self.shape.lanes, rows)
+            fit = [s for s in fit if len(s.assigned) < most and self._short(s, sample) <= 0]
+            if not fit:
+                return
+            shard = min(fit, key=lambda s: (len(s.assigned), s.index))
+            self._assign(shard, self._pieces.pop())
+            self._fill(shard, sample, plan)
+            taken[shard.index] += 1
+
+    def _make_room(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
+        """True where the sample fits, if need be after spilling: paused samples, and all idle pages if nothing runs."""
+        if self._short(shard, sample) <= 0:
+            return True
+        needed = [sample.store]
+        if sample.prompt in shard.prompts:
+            needed.append(shard.prompts[sample.prompt].store)
+        idle = self._resting(shard, Status.PAUSED) if shard.running else self._idle_stores(shard)
+        idle = [store for store in idle if store not in needed]
+        if self._short(shard, sample) > sum(len(store.pages) for store in idle):
+            return False
+        while self._short(shard, sample) > 0:
+            self._spill(shard, idle.pop(0), plan)
+        return True
+
+    def _assign(self, shard: _Shard, piece: list[Sample]) -> None:
+        for sample in piece:
+            sample.shard = shard.index
+            key = ("prompt", sample.prompt, shard.index)
+            row = shard.prompts.setdefault(sample.prompt, PromptRow(Store(key)))
+            row.users += 1
+        at = sum(s.grown > 0 or s.urgent for s in shard.assigned) if piece[0].urgent else len(shard.assigned)
+        shard.assigned[at:at] = sorted(piece, key=lambda s: (-self._expected(s), s.id))
+
+    def _expected(self, sample: Sample) -> float:
+        """Estimates a sample's new tokens: by the caller, else its finished siblings, else all finished samples."""
+        if sample.expected is not None:
+            guess = sample.expected
+        elif sample.prompt in self._lengths:
+            guess = float(np.mean(self._lengths[sample.prompt]))
+        else:
+            guess = sample.max_new / 2
+        return min(max(guess, sample.grown + self.shape.steps), sample.max_new)
+
+    def _short(self, shard: _Shard, sample: Sample) -> int:
+        """Free pages that lack for seating the sample and for what its neighbours are expected to need."""
+        row = shard.prompts.get(sample.prompt)
+        need = self._missing(sample.store) + self._new_pages(sample)
+        if row is None or not row.filled:
+            need += self._prompt_pages(sample)
+        elif row.store.spilled:
+            need += len(row.store.pages)
+        return need + (self._reserve(shard) if shard.running else 0) - len(shard.free_pages)
+
+    def _new_pages(self, sample: Sample) -> int:
+        """Pages that seating takes besides those the sample has."""
+        if not sample.unfed and not sample.compact:
+            return 1 if self._full(sample) else 0
+        fit = self._fit(sample, compact=sample.compact)
+        return max(fit.keep + fit.new + (fit.rest < self.shape.steps) - len(sample.store.pages), 0)
+
+    def _reserve(self, shard: _Shard) -> int:
+        """Pages that the running samples are expected to need besides those they have."""
+        if shard.reserved is None:
+            shard.reserved = sum(self._yet_to_open(sample) for sample in shard.running.values())
+        return shard.reserved
+
+    def _yet_to_open(self, sample: Sample) -> int:
+        return max(0, -(-math.ceil(self._expected(sample)) // self.shape.page_tokens) - len(sample.store.pages))
+
+    def _missing(self, store: Store) -> int:
+        return len(store.pages) if store.spilled else 0
+
+    def _prompt_pages(self, sample: Sample) -> int:
+        return -(-(sample.length - 1) // self.shape.page_tokens)
+
+    def _seat(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
+        row = shard.prompts[sample.prompt]
+        self._fill(shard, sample, plan)
+        for store in (row.store, sample.store):
+            if store.spilled:
+                plan.restores.append((store, shard.index, self._restore(shard, store)))
+        if sample.unfed or sample.compact:
+            plan.feeds.append(self._feed(shard, sample))
+        if self._full(sample):
+            self._open_page(shard, sample)
+        sample.lane = shard.free_lanes.pop(0)
+        sample.status, sample.seated = Status.RUNNING, self._seat_count
+        self._seat_count += 1
+        shard.running[sample.lane] = sample
+        if shard.reserved is not None:
+            shard.reserved += self._yet_to_open(sample)
+        plan.seats.append(sample)
+
+    def _fill(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
+        """Gives a sample's prompt its pages, and has it prefilled, unless it was."""
+        row = shard.prompts[sample.prompt]
+        if row.filled:
+            return
+        C = self.shape.page_tokens
+        new = shard.take(self._prompt_pages(sample))
+        row.store.pages = [Page(index, j * C, min(C, sample.length - 1 - j * C)) for j, index in enumerate(new)]
+        row.filled = True
+        if new:
+            plan.prefills.append((sample.prompt, shard.index, new))
+
+    def _feed(self, shard: _Shard, sample: Sample) -> Feed:
+        """Finds places for a sample's given tokens: what its last page has left, and new pages."""
+        C, pages = self.shape.page_tokens, sample.store.pages
+        fit = self._fit(sample, compact=sample.compact)
+        shard.give([page.index for page in pages[fit.keep :]])
+        del pages[fit.keep :]
+        last = [page for page in pages[-1:] if page.count < C]
+        full = pages[: len(pages) - len(last)]
+        prior = [(page.index, page.start, page.count) for page in (*shard.prompts[sample.prompt].store.pages, *full)]
+        start, offset = sample.position - fit.tokens, sum(page.count for page in last)
+        new = [Page(index, start - offset + (len(last) + j) * C, C) for j, index in enumerate(shard.take(fit.new))]
+        pages.extend(new)
+        targets = [*last, *new]
+        for page in targets:
+            page.count = min(C, sample.position - page.start)
+        sample.unfed, sample.compact = 0, False
+        return Feed(sample, start, prior, [page.index for page in targets], offset)
+
+    def _vacate(self, sample: Sample, live: bool) -> None:
+        if sample.lane < 0:
+            return
+        shard = self._shards[sample.shard]
+        del shard.running[sample.lane]
+        heapq.heappush(shard.free_lanes, sample.lane)
+        if live:
+            shard.vacated.append(sample.lane)
+        sample.lane = -1
+
+    # The device's list.
+
+    def reads(self, shape: ReadShape, trash: int) -> np.ndarray:
+        """Builds the planned dispatch's `ReadList` of every shard, flat int32 (X, shape.size)."""
+        flat_XI = np.zeros((self.shape.shards, shape.size), np.int32)
+        for shard in self._shards:
+            seated = {
+                lane: LaneReads(s.prompt, shard.prompts[s.prompt].store.pages, s.store.pages)
+                for lane, s in sorted(shard.running.items())
+                if s.left > 0
+            }
+            shape.fill(flat_XI[shard.index], seated, trash)
+        return flat_XI

@@ -1,0 +1,520 @@
+"""Runs samples to their end: executes the scheduler's plans on the engine and turns its output into host records."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import UInt8
+
+from podrl.engine.config import Sampling
+from podrl.engine.device import Device
+from podrl.engine.prefill import cut_chunks, run_chunks
+from podrl.engine.records import Feed, Plan, PoolShape
+from podrl.engine.routes import RouteReader
+from podrl.engine.scheduler import Scheduler
+from podrl.engine.state import FREE, SEAT, Chunk, Emitted, LaneUpdates
+from podrl.engine.stats import Stats
+from podrl.engine.stops import StopFinder
+from podrl.types import DRAWN, STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """The continuation of a sample: tokens appended without sampling, and the limits of the sampling behind them.
+
+    Attributes:
+      tokens: given tokens.
+      stop_strings, stop_ids: texts and ids that pause it, besides the ids that end every sample.
+      max_new: tokens it may sample before it pauses; None for as many as it has left.
+    """
+
+    tokens: Sequence[int] = ()
+    stop_strings: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    max_new: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Track:
+    """Host record of one sample; the lists run over its completion.
+
+    Attributes:
+      handle: its number in the session that it is in, in order of submission.
+      prompt: the prompt's tokens.
+      sampling: its settings, `max_new` filled in.
+      stop_ids: every id that ends, or pauses, it.
+      key: its random key, uint32 (2,).
+      pauses: it pauses where others end; its caller extends or ends it.
+      expected: guess of the tokens it samples; None where there is none.
+      tokens: sampled and given tokens.
+      versions: version of the weights that sampled each token; -1 for a given token.
+      drawn: a list over the tokens for each name of `podrl.types.DRAWN`; a given token has the column's fill.
+      sampled, limit: tokens sampled so far, and at most before it ends or pauses.
+      hold: tokens sampled at which it leaves the session, to go on in another; None for never.
+      held: it has left, or was not in one yet.
+      recorded: `hold` repeats what once happened by the clock: pages are laid out as then, when nothing foretold it.
+      stop: why it ended; None while it has not.
+      paused: why it paused; None while it runs.
+      first: the first token sampled since it was extended.
+      text: the completion without end tokens, cut after a stop string; while it is paused, what follows `first`.
+      epoch: counts pauses, so that results of a dispatch that overran one are told apart.
+      breaks: numbers of sampled tokens at which the sample went on in another session under the same weights. Prefill
+        computed its keys and values anew there, with other last bits than decoding, so a repeat has to break there too.
+      recording: the experts that its tokens take are wanted.
+      routes: those of prompt and completion, as in `Rollouts.route_BTX`, since it last left a session: of every token
+        the newest, as the next session computes the tokens anew. None before, and where they are not recorded.
+    """
+
+    handle: int
+    prompt: np.ndarray
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    key: np.ndarray
+    pauses: bool
+    finder: StopFinder | None
+    expected: float | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    drawn: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in DRAWN})
+    sampled: int = 0
+    limit: int = 0
+    hold: int | None = None
+    held: bool = True
+    recorded: bool = False
+    stop: int | None = None
+    paused: int | None = None
+    first: int = 0
+    text: str = ""
+    epoch: int = 0
+    breaks: list[int] = dataclasses.field(default_factory=list)
+    recording: bool = False
+    routes: UInt8[np.ndarray, "T X"] | None = None
+
+    def leave_at(self, hold: int | None, *, recorded: bool) -> None:
+        """Sets where it leaves the session that it is about to enter."""
+        self.hold, self.recorded = hold, recorded
+
+    @property
+    def until(self) -> int:
+        """Tokens sampled at which it ends, pauses or is held."""
+        return self.limit if self.hold is None else min(self.limit, self.hold)
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A launched dispatch whose results have not been read, with the samples in its lanes and their epochs."""
+
+    emitted: Emitted
+    lanes: list[tuple[Track, int, int]]
+    version: int
+    launched: float
+
+
+class Session:
+    """Holds the samples in progress on one engine. Not thread-safe; one session at a time owns the state.
+
+    Attributes:
+      device: pools, lanes and weights; its state is to be handed to the next session.
+      stats: counters so far.
+      took, planned: seconds of the last dispatches, and of planning them.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        version: int,
+        *,
+        decode: Callable[[list[int]], str],
+        eos_ids: Sequence[int],
+        cache_tokens: int,
+    ):
+        """Takes the device side, its weights' version, RolloutWorker's arguments, and the most tokens of a sample."""
+        engine, s = device.engine, device.engine.shape
+        self.device, self.engine, self.stats = device, engine, Stats()
+        self._version = version
+        self._decode, self._eos_ids, self._cache_tokens = decode, tuple(eos_ids), cache_tokens
+        sample_pages = min(s.max_pages, s.pages - 1)
+        self._scheduler = Scheduler(
+            PoolShape(
+                engine.shards, s.lanes, s.pages - 1, s.page_tokens, s.steps, s.members, sample_pages, s.prefill_calls
+            )
+        )
+        self._routes = RouteReader(device) if engine.routes else None
+        self._tracks: dict[int, Track] = {}
+        self._prompts: dict[int, np.ndarray] = {}
+        self._flights: list[_Flight] = []
+        self._count = 0
+        self._idle_since = time.perf_counter()
+        self.took: deque[float] = deque(maxlen=4)
+        self.planned: deque[float] = deque(maxlen=4)
+
+    def add(
+        self,
+        prompt: np.ndarray,
+        keys_G2: np.ndarray,
+        sampling: Sampling,
+        *,
+        pieces: int = 1,
+        openings: Sequence[Opening] = (),
+    ) -> list[Track]:
+        """Submits samples of one prompt, already checked against the engine's limits.
+
+        Args:
+          prompt: tokens, at least 1.
+          keys_G2: a random key per sample.
+          sampling: `max_new` must be set; its stop strings are not those of samples with an opening.
+          pieces: see `Scheduler.add`.
+          openings: one per sample, with room for its tokens: the samples then pause where others end.
+        """
+        given = openings or [None] * len(keys_G2)
+        tracks = [self.track(prompt, key, sampling, opening) for key, opening in zip(keys_G2, given, strict=True)]
+        self.seat(tracks, pieces=pieces)
+        return tracks
+
+    def track(
+        self,
+        prompt: np.ndarray,
+        key: np.ndarray,
+        sampling: Sampling,
+        opening: Opening | None = None,
+        *,
+        recording: bool = False,
+    ) -> Track:
+        """Makes the record of a sample that is in no session yet; arguments as of `add` and `Track`."""
+        assert sampling.max_new is not None and sampling.max_new > 0, sampling
+        stop_ids = (*self._eos_ids, *sampling.stop_ids)
+        finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
+        limit = min(sampling.max_new, self._cache_tokens - len(prompt))
+        track = Track(
+            -1, prompt, sampling, stop_ids, key, opening is not None, finder, limit=limit, recording=recording
+        )
+        if opening is not None:
+            self._open(track, opening)
+        return track
+
+    def seat(self, tracks: Sequence[Track], *, pieces: int = 1, urgent: bool = False) -> None:
+        """Submits samples of one prompt: new ones, or such as another session held.
+
+        Args:
+          tracks: their records.
+          pieces: see `add`.
+          urgent: before samples that are not.
+        """
+        for track in tracks:
+            track.handle, track.held = self._count, False
+            self._count += 1
+            newest = next((version for version in reversed(track.versions) if version >= 0), None)
+            if newest == self._version and track.breaks[-1:] != [track.sampled]:
+                track.breaks.append(track.sampled)
+        self._tracks.update((t.handle, t) for t in tracks)
+        handle, prompt = tracks[0].handle, tracks[0].prompt
+        self._prompts[handle] = prompt
+        rows = [(t.handle, t.until - t.sampled, t.expected) for t in tracks]
+        self._scheduler.add(handle, len(prompt), rows, pieces, urgent=urgent)
+        for track in tracks:
+            self._scheduler.give(track.handle, len(track.tokens))
+
+    def refresh(self, params: PyTree, version: int) -> None:
+        """Uses new weights (prepared by the engine) from the next dispatch on; caches are kept."""
+        self.device.use(params)
+        self._version = version
+
+    @property
+    def open(self) -> int:
+        """Number of samples that have not ended, paused ones included."""
+        return len(self._tracks)
+
+    @property
+    def busy(self) -> bool:
+        """True while `step` has anything to do; false also when every open sample is paused."""
+        return bool(self._flights) or self._scheduler.busy
+
+    @property
+    def crowded(self) -> bool:
+        """True while samples wait for lanes."""
+        return self._scheduler.crowded
+
+    @property
+    def flying(self) -> int:
+        """Number of samples in the dispatch in flight; 0 without one."""
+        return len(self._flights[0].lanes) if self._flights else 0
+
+    @property
+    def slack_s(self) -> float:
+        """Seconds in which `step` need not be called yet: the device has work until then. 0 where it may be idle.
+
+        Samples that are extended meanwhile run in the next dispatch, not in the one behind it.
+        """
+        if not self._flights or not self.took:
+            return 0.0
+        began = max(self._flights[0].launched, self._idle_since)
+        return max(began + 0.9 * min(self.took) - 2 * max(self.planned) - time.perf_counter(), 0.0)
+
+    def step(self) -> list[Track]:
+        """Launches a dispatch if there is one, reads the one before; returns samples that ended, paused or are held."""
+        started = time.perf_counter()
+        plan = self._scheduler.plan()
+        self.planned.append(time.perf_counter() - started)
+        self.stats.plan_seconds += self.planned[-1]
+        self._carry_out(plan)
+        if plan.running:
+            self._launch(plan)
+            if len(self._flights) < 2:
+                return []
+        return self.read()
+
+    def read(self) -> list[Track]:
+        """Reads the dispatch in flight, if there is one, and launches none: as `step`, the device idle from then on."""
+        return self._read(self._flights.pop(0)) if self._flights else []
+
+    def extend(self, track: Track, opening: Opening) -> None:
+        """Appends given tokens to a paused sample and lets it go on; ends it where nothing is left to sample.
+
+        A sample that has drawn all it may in this session is held; one that was held comes back.
+
+        Raises:
+          ValueError: the sample is not paused, or the tokens are more than it has room for.
+        """
+        if track.paused is None:
+            raise ValueError(f"Sample {track.handle} is not paused: only a sample that paused can be extended.")
+        if len(opening.tokens) > (room := self.room(track)):
+            raise ValueError(f"{len(opening.tokens)} tokens do not fit sample {track.handle}: it has room for {room}.")
+        self._open(track, opening)
+        if not track.held:
+            self._scheduler.give(track.handle, len(opening.tokens))
+        if track.limit == track.sampled:
+            self.end(track, STOP_LENGTH)
+            return
+        track.paused = None
+        if track.until == track.sampled:
+            self.hold(track)
+        elif track.held:
+            self.seat([track], urgent=track.hold is None)
+        else:
+            last = track.limit if track.recorded else track.until
+            self._scheduler.resume(track.handle, left=last - track.sampled)
+
+    def hold(self, track: Track) -> None:
+        """Takes an open sample out of the session, with all that another needs to go on with it."""
+        if not track.held:
+            track.held = True
+            self._release(track, live=track.paused is None and track.sampled < track.until)
+
+    def suspend(self) -> list[Track]:
+        """Ends the session: reads what is in flight, and holds all that is open; returns what ended or paused."""
+        events = []
+        while self._flights:
+            events.extend(self._read(self._flights.pop(0)))
+        for track in self._tracks.values():
+            track.held = True
+            self._record(track)
+        self._tracks.clear()
+        self._carry_out(self._scheduler.stop())
+        return [track for track in events if track.stop is not None or track.paused is not None]
+
+    def finish_routes(self) -> None:
+        """Completes the `routes` of all samples that have left."""
+        if self._routes is not None:
+            self._routes.finish()
+
+    def spare_stop_ids(self, sampling: Sampling) -> int:
+        """Stop ids that an opening may bring."""
+        return self.engine.shape.stop_ids - len(self._eos_ids) - len(sampling.stop_ids)
+
+    def room(self, track: Track) -> int:
+        """Tokens that the cache still takes of a sample."""
+        return self._cache_tokens - len(track.prompt) - len(track.tokens)
+
+    def _open(self, track: Track, opening: Opening) -> None:
+        """Appends the given tokens; sets what the sample samples next, and until when."""
+        count = len(opening.tokens)
+        track.tokens.extend(int(token) for token in opening.tokens)
+        for name, column in DRAWN.items():
+            track.drawn[name].extend([column.fill] * count)
+        track.versions.extend([-1] * count)
+        track.first = len(track.tokens)
+        track.stop_ids = (*self._eos_ids, *track.sampling.stop_ids, *opening.stop_ids)
+        track.finder = StopFinder(opening.stop_strings, self._decode) if opening.stop_strings else None
+        if track.finder:
+            track.finder.restart(track.first)
+        assert track.sampling.max_new is not None
+        left = min(track.sampling.max_new - track.sampled, self.room(track))
+        track.limit = track.sampled + max(left if opening.max_new is None else min(left, opening.max_new), 0)
+
+    def end(self, track: Track, stop: int = STOP_STRING) -> None:
+        """Ends a sample that is open, paused or not."""
+        track.paused, track.stop = None, stop
+        if track.held:
+            track.text = self._text(track, stop)
+        else:
+            self._close(track, live=True)
+
+    # Device work of a plan.
+
+    def _carry_out(self, plan: Plan) -> None:
+        if self._routes is not None:
+            self._routes.launch()
+        for store, shard, pages in plan.spills:
+            self.device.spill(store.name, shard, pages)
+            self.stats.spills += 1
+        for store, shard, pages in plan.restores:
+            self.device.restore(store.name, shard, pages)
+        self._prefill(
+            [self._prompt_chunks(shard, self._prompts[prompt], pages) for prompt, shard, pages in plan.prefills]
+        )
+        self._prefill([self._given_chunks(feed) for feed in plan.feeds])
+        if plan.seats or plan.frees:
+            self.device.insert(self._lane_updates(plan).packed())
+
+    def _launch(self, plan: Plan) -> None:
+        engine = self.engine
+        flat_XI = self._scheduler.reads(engine.read_shape, engine.shape.pages - 1)
+        if not self._flights:
+            self.stats.host_seconds += time.perf_counter() - self._idle_since
+        if self.stats.meter.alone:
+            jax.block_until_ready(self.device.state.token_R)
+        self.stats.meter.launch()
+        emitted = self.device.generate(flat_XI)
+        lanes = [
+            (self._tracks[sample.id], shard * engine.shape.lanes + lane, self._tracks[sample.id].epoch)
+            for sample, shard, lane in plan.running
+        ]
+        self._flights.append(_Flight(emitted, lanes, self._version, time.perf_counter()))
+        self._scheduler.advance()
+        self.stats.dispatches += 1
+
+    def _lane_updates(self, plan: Plan) -> LaneUpdates:
+        R, E = self.engine.shape.lanes, self.engine.shape.stop_ids
+        updates = LaneUpdates.empty(self.engine.shards * R, E)
+        for shard, lane in plan.frees:
+            updates.action_R[shard * R + lane] = FREE
+        for sample in plan.seats:
+            track, r = self._tracks[sample.id], sample.shard * R + sample.lane
+            sampling = track.sampling
+            updates.action_R[r] = SEAT
+            updates.token_R[r] = track.tokens[-1] if track.tokens else track.prompt[-1]
+            updates.position_R[r] = len(track.prompt) + len(track.tokens) - 1
+            assert updates.position_R[r] == sample.position, (track.handle, updates.position_R[r], sample)
+            updates.left_R[r] = track.until - track.sampled
+            updates.top_k_R[r] = sampling.top_k or 0
+            updates.key_R2[r] = track.key
+            updates.stop_RE[r, : len(track.stop_ids)] = track.stop_ids
+            updates.temperature_R[r] = sampling.temperature
+            updates.top_p_R[r], updates.min_p_R[r] = sampling.nucleus, sampling.min_p
+        return updates
+
+    def _prompt_chunks(self, shard: int, prompt: np.ndarray, pages: list[int]) -> list[Chunk]:
+        """Cuts a prompt into prefill chunks, without its last token, which each sample feeds itself."""
+        return cut_chunks(self.engine.shape, shard, prompt[:-1], 0, [], pages)
+
+    def _given_chunks(self, feed: Feed) -> list[Chunk]:
+        """A sample's tokens from the feed's start on, all but its last, which is fed when it is seated."""
+        track, n = self._tracks[feed.sample.id], len(self._tracks[feed.sample.id].prompt)
+        row = [*track.prompt[feed.start :], *track.tokens[max(feed.start - n, 0) :]]
+        shape, shard = self.engine.shape, feed.sample.shard
+        return cut_chunks(shape, shard, row[:-1], feed.start, feed.prior, feed.targets, feed.offset)
+
+    def _prefill(self, sequences: list[list[Chunk]]) -> None:
+        self.stats.meter.begin()
+        self.stats.meter.prefilled(run_chunks(self.device, sequences))
+        self.stats.prefill_tokens += sum(len(chunk.tokens) for chunks in sequences for chunk in chunks)
+
+    # Results.
+
+    def _read(self, flight: _Flight) -> list[Track]:
+        out = jax.device_get(flight.emitted)
+        self.stats.meter.read()
+        if self._routes is not None:
+            self._routes.settle()
+        now = time.perf_counter()
+        self.took.append(now - max(flight.launched, self._idle_since))
+        self._idle_since = now
+        steps_X = out.steps_X
+        self.stats.decode_steps += int(steps_X.max())
+        self.stats.lane_steps += int(steps_X.sum()) * self.engine.shape.lanes
+        events = []
+        count_R, live_R, failed_R = out.count_R.tolist(), out.live_R.tolist(), out.failed_R.tolist()
+        tokens, drawn = out.tokens_RT.tolist(), {name: x_RT.tolist() for name, x_RT in out.drawn.items()}
+        for track, r, epoch in flight.lanes:
+            if track.epoch != epoch or track.stop is not None or track.paused is not None or track.held:
+                continue
+            count = count_R[r]
+            track.tokens.extend(tokens[r][:count])
+            for name, values in drawn.items():
+                track.drawn[name].extend(values[r][:count])
+            track.versions.extend([flight.version] * count)
+            track.sampled += count
+            self.stats.tokens += count
+            if failed_R[r]:
+                self._fail(track, flight.version)
+                events.append(track)
+            elif self._settle(track, live_R[r]):
+                events.append(track)
+        return events
+
+    def _settle(self, track: Track, live: bool) -> bool:
+        """Ends, pauses or holds a sample after its new tokens were read; returns True if it did."""
+        found = track.finder.find(track.tokens) if track.finder else None
+        if found is None and live:
+            return False
+        if found is not None:
+            self._cut(track, found)
+            stop = STOP_STRING
+        else:
+            stop = STOP_EOS if track.tokens and track.tokens[-1] in track.stop_ids else STOP_LENGTH
+        if stop == STOP_LENGTH and track.sampled < track.limit:
+            self.hold(track)
+            return True
+        if not track.pauses:
+            track.stop = stop
+            self._close(track, live=live)
+            return True
+        track.paused, track.epoch = stop, track.epoch + 1
+        track.text = self._text(track, stop, track.first)
+        self._scheduler.pause(track.handle, position=len(track.prompt) + len(track.tokens) - 1)
+        return True
+
+    def _fail(self, track: Track, version: int) -> None:
+        """Ends a sample as failed: its next-token logits were NaN or infinite."""
+        track.stop = STOP_FAILED
+        self.stats.failed[version] += 1
+        self._close(track, live=False)
+
+    def _cut(self, track: Track, length: int) -> None:
+        dropped = len(track.tokens) - length
+        for values in (track.tokens, track.versions, *track.drawn.values()):
+            del values[length:]
+        track.sampled -= dropped
+        self.stats.tokens -= dropped
+
+    def _close(self, track: Track, live: bool) -> None:
+        assert track.stop is not None
+        track.text = self._text(track, track.stop)
+        self._release(track, live=live)
+
+    def _record(self, track: Track) -> None:
+        """Has the experts read that the sample's tokens took; its pages may be given to others afterwards."""
+        if self._routes is None or not track.recording:
+            return
+        length = len(track.prompt) + len(track.tokens)
+        stores = self._scheduler.stores(track.handle)
+        self._routes.want(track, length, [(store.name, shard, store.pages) for store, shard in stores])
+
+    def _release(self, track: Track, live: bool) -> None:
+        self._record(track)
+        for store, shard, pages in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
+            if store.name in self.device.spilled:
+                self.device.forget(store.name)
+            # Prefills keep what is not finite, so that it is noticed; the next owner of the pages must not read it.
+            if track.stop == STOP_FAILED and pages:
+                self.device.clear(shard, pages)
+        del self._tracks[track.handle]
+
+    def _text(self, track: Track, stop: int, first: int = 0) -> str:
+        """The text of a completion from its token `first` on, as far as it counts where `stop` ended it."""
+        tokens = track.tokens[first:]
+        text = self._decode(tokens[:-1] if stop == STOP_EOS else tokens)
+        return track.finder.cut(text) if track.finder and stop == STOP_STRING else text

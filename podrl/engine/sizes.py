@@ -1,0 +1,73 @@
+"""Sizes of the engine's programs and pools, from the configuration; and whether the memory there is holds them."""
+
+from jax.sharding import Mesh
+
+from podrl.engine.config import RolloutConfig
+from podrl.engine.state import STOP_IDS, EngineShape
+from podrl.runtime.memory import free_memory
+
+
+def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineShape) -> None:
+    """Refuses a key/value pool larger than the memory there is, before any of it is allocated.
+
+    Args:
+      needed: bytes of the pool over all devices of the mesh; those of other hosts are their matter.
+      mesh, config, shape: where it lies, and what makes it so large.
+
+    Raises:
+      ValueError: the pool does not fit.
+    """
+    needed = needed * len(mesh.local_devices) // mesh.size  # of this host's
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    if mesh.devices.flat[0].platform == "cpu":
+        room, what = free_memory(), "this machine has free"
+    else:
+        rooms = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if "bytes_limit" in s and "bytes_in_use" in s]
+        room, what = sum(rooms) if len(rooms) == len(stats) else None, f"its {len(stats)} devices have left"
+    if room is None or needed <= room:
+        return
+    raise ValueError(
+        f"The key/value pool of rollout.lanes={config.lanes} would take {needed / 2**30:,.1f} GiB, and {what} "
+        f"{room / 2**30:,.1f} GiB: {shape.pages} pages of {shape.page_tokens} tokens per shard. Lower "
+        f"rollout.lanes, rollout.max_tokens_to_generate={config.max_tokens_to_generate} or rollout.max_prompt_length="
+        f"{config.max_prompt_length}, or set rollout.pool_tokens."
+    )
+
+
+def engine_shape(config: RolloutConfig, shards: int) -> EngineShape:
+    """Sizes of each shard's programs.
+
+    Raises:
+      ValueError: a pool too small for the longest request.
+    """
+    C = config.page_tokens
+    lanes = -(-config.lanes // shards)
+    prompt = -(-max(config.max_prompt_length - 1, 1) // C)
+    # The prompt's pages, the sample's, and one more for each end that is not filled.
+    longest = prompt + -(-config.kv_cache_size // C) + 1
+    pages = lanes * (prompt + -(-config.response_tokens // C))
+    if config.pool_tokens is not None:
+        pages = config.pool_tokens // C
+        if pages < longest:
+            raise ValueError(
+                f"rollout.pool_tokens={config.pool_tokens} is {pages} pages of {C} tokens, fewer than the "
+                f"{longest} the longest request may need: raise it to {longest * C}, or lower rollout.kv_cache_size="
+                f"{config.kv_cache_size}."
+            )
+    largest = max(C, min(prompt * C, config.prefill_tokens // C * C))
+    # Tools and environments mostly give less than a page.
+    buckets = [C // 2, C] if config.response_tokens > config.max_tokens_to_generate and C > 1 else [C]
+    while buckets[-1] < largest:
+        buckets.append(min(2 * buckets[-1], largest))
+    return EngineShape(
+        lanes=lanes,
+        pages=max(pages, longest) + 1,
+        page_tokens=C,
+        steps=config.steps_per_dispatch,
+        prompt_pages=prompt,
+        max_pages=2 * longest,
+        members=config.members_per_read,
+        stop_ids=STOP_IDS,
+        buckets=tuple(buckets),
+        prefill_tokens=config.prefill_tokens,
+    )

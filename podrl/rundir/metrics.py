@@ -1,0 +1,253 @@
+"""Records of a run: metrics.jsonl, samples.jsonl, and the trackers that `log.to` names."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import pathlib
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+from podrl.config import Count, Natural, Positive, section
+from podrl.rundir.sinks import End, SinkName, open_sink
+from podrl.storage.storage import locate, write_whole
+
+log = logging.getLogger("podrl.metrics")
+
+
+@section(
+    "log",
+    former={
+        "tensorboard": "it is the name 'tensorboard' in log.to now, () for no tracker.",
+        "wandb": "it is the name 'wandb' in log.to now; the mode is the variable WANDB_MODE, online or offline.",
+        "wandb_project": "it is log.project now.",
+    },
+)
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """Settings of logging: outputs besides metrics.jsonl.
+
+    Attributes:
+      to: trackers that get metrics and samples too: 'tensorboard', 'wandb', 'mlflow' (the last two are extras).
+      project: the project in W&B, the experiment in MLflow.
+      samples_every: steps between samples written to samples.jsonl; 0 is never.
+      trace: whose samples are recorded token by token in the folder trace: no step's ('off'), those of every
+        `samples_every`-th step and of the first ('sampled'), or of 'all'; 'updates' is 'all', and computes weight and
+        clip of every token before each update, which costs a forward pass. Spans are recorded unless it is 'off'.
+      trace_mb: megabytes (2^20 bytes) of the folder trace; the oldest steps make room for new ones.
+      samples: completions written each time.
+      plan: file that `podrl.plan --json` wrote of this job, for perf/plan_*; '' for none.
+      console_every: steps between printed lines when the output is not a terminal.
+      stall_s: seconds a stage may take before all stacks are printed; after four times as long the process exits 42.
+    """
+
+    to: tuple[SinkName, ...] = ("tensorboard",)
+    project: str = "podrl"
+    samples_every: Natural = 10
+    samples: Natural = 4
+    trace: Literal["off", "sampled", "all", "updates"] = "sampled"
+    trace_mb: Count = 512
+    plan: str = ""
+    console_every: Count = 10
+    stall_s: Positive = 900.0
+
+    def __post_init__(self) -> None:
+        if len(set(self.to)) < len(self.to):
+            raise ValueError(f"log.to={self.to} names a tracker twice: name each once.")
+
+
+MetricsLogger = Callable[[int, Mapping[str, float]], None]
+
+
+class MetricsLog:
+    """Appends one object per step to metrics.jsonl, and writes to every other sink.
+
+    A resumed run passes `start`: lines of steps at or after it are dropped first, so each step is written once.
+    A disk that is full stops nothing: lines wait in memory until there is space.
+
+    Attributes:
+      lost: sentences on what a resumed run did not find as it had left it.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        config: LogConfig,
+        *,
+        start: int,
+        run_config: Mapping[str, Any],
+        marks: Mapping[str, Any] | None = None,
+    ):
+        """Opens the files.
+
+        Args:
+          workdir: a local directory.
+          config: which sinks.
+          start: the first step that will be written.
+          run_config: for W&B and MLflow.
+          marks: what `marks` returned after step `start` - 1; what is there is compared with it.
+        """
+        self.workdir = pathlib.Path(workdir)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self._sinks = [
+            open_sink(name, self.workdir, start=start, project=config.project, run_config=run_config)
+            for name in config.to
+        ]
+        marks = marks or {}
+        self._metrics, self._samples = (
+            Lines(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
+        )
+        self.lost = [
+            f"{file.path.name} {file.differs}: it is not complete for the steps up to {start - 1}. The run goes on."
+            for file in (self._metrics, self._samples)
+            if file.differs
+        ]
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one record; not-a-number values are written as null, so every line is valid JSON."""
+        values = {name: float(value) for name, value in metrics.items()}
+        clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._metrics.write({"step": step, **clean})
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Appends prompts, completions and rewards to samples.jsonl."""
+        samples = list(samples)
+        for sample in samples:
+            self._samples.write({"step": step, **sample})
+        for sink in self._sinks if samples else ():
+            sink.write_samples(step, samples)
+
+    def marks(self) -> dict[str, Any]:
+        """Returns size and checksum of the files' content, for the checkpoint of the last step written."""
+        return {file.path.name: file.mark() for file in (self._metrics, self._samples)}
+
+    def close(self, end: End = "finished") -> None:
+        """Closes the files, and tells the other sinks how the run ended."""
+        self._metrics.close()
+        self._samples.close()
+        for sink in self._sinks:
+            sink.close(end)
+
+
+def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads all records of metrics.jsonl, oldest first; [] when there is none."""
+    return read_records(workdir, "metrics.jsonl")
+
+
+def read_records(workdir: str | os.PathLike, name: str) -> list[dict[str, Any]]:
+    """Reads the valid lines of a file of a run directory, here or in a bucket; [] when there is none."""
+    path = locate(workdir) / name
+    return [record for _, record in _records(path.read_bytes() if path.exists() else b"")]
+
+
+def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields (line, record) of every valid line. A line ends at a newline only: JSON text may hold all other breaks."""
+    for line in content.split(b"\n"):
+        try:
+            record = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            yield line, record
+
+
+class Lines:
+    """A file to append lines to; lines that cannot be written wait for the next try.
+
+    Attributes:
+      path: the file that is appended to.
+      size: bytes of all lines so far, waiting ones included.
+      differs: how the lines found are not those of the mark: 'is gone' for instance; '' where they are.
+    """
+
+    def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None = None):
+        """Opens the file after dropping records at or after step `start`, and invalid lines."""
+        self.path, self._waiting, self._failing = path, b"", False
+        there = path.exists()
+        found = path.read_bytes() if there else b""
+        kept = b"".join(line + b"\n" for line, record in _records(found) if record["step"] < start)
+        self.differs = ""
+        if not there and (start if mark is None else mark["size"]):
+            self.differs = "is gone"
+        elif mark is not None and hashlib.sha256(kept[: mark["size"]]).hexdigest() != mark["sha256"]:
+            self.differs = "is not what this run wrote"
+        if not found.startswith(kept):
+            write_whole(path, kept)
+        elif len(found) > len(kept):
+            os.truncate(path, len(kept))  # takes no room on a full disk
+        self.size, self._sha256 = len(kept), hashlib.sha256(kept)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends a record as one line."""
+        self._append(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def halve(self) -> None:
+        """Drops the older half of the file, and what waits for the disk."""
+        lines = self.path.read_bytes().split(b"\n")[:-1]
+        kept = b"".join(line + b"\n" for line in lines[len(lines) // 2 :])
+        write_whole(self.path, kept)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._waiting, self.size, self._sha256 = b"", len(kept), hashlib.sha256(kept)
+
+    def _append(self, text: str) -> None:
+        content = text.encode(errors="backslashreplace")  # a lone surrogate has no bytes
+        self._waiting += content
+        self.size += len(content)
+        self._sha256.update(content)
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                log.error("%s cannot be written (%s): its lines wait in memory.", self.path, error.strerror)
+            self._failing = True
+
+    def mark(self) -> dict[str, Any]:
+        """Returns size and checksum of all lines so far, waiting ones included."""
+        return {"size": self.size, "sha256": self._sha256.hexdigest()}
+
+    def close(self) -> None:
+        self._append("")
+        if self._waiting:
+            log.error("%s lacks its last %d bytes.", self.path, len(self._waiting))
+        os.close(self._file)
+
+
+class UserMetrics:
+    """Collects values that user code adds to a run's records, and passes every record to the user's loggers.
+
+    Attributes:
+      loggers: called as logger(step, metrics).
+    """
+
+    def __init__(self):
+        self.loggers: list[MetricsLogger] = []
+        self._added: dict[str, tuple[list[Any], Callable[..., Any]]] = {}
+
+    def add(self, metrics: Mapping[str, Any], *, prefix: str = "") -> None:
+        """Adds values to the next record, with `prefix` before their names.
+
+        Args:
+          metrics: numbers, of which several of one name are averaged; or pairs (value, function of a list of values).
+        """
+        for name, given in metrics.items():
+            value, reduce = given if isinstance(given, tuple) else (float(given), None)
+            self._added.setdefault(prefix + name, ([], reduce or statistics.fmean))[0].append(value)
+
+    def take(self) -> dict[str, float]:
+        """Returns what is made of the values added since the last call."""
+        taken, self._added = self._added, {}
+        return {name: float(reduce(values)) for name, (values, reduce) in taken.items()}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Passes a record to the loggers."""
+        for logger in self.loggers:
+            logger(step, metrics)

@@ -1,0 +1,308 @@
+"""Trackers that get a run's metrics and samples besides its files: TensorBoard, W&B and MLflow, by name in `log.to`.
+
+A tracker that fails stops nothing: it warns once, and what it misses is in metrics.jsonl and samples.jsonl.
+"""
+
+import functools
+import importlib
+import json
+import logging
+import os
+import pathlib
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from podrl.storage.storage import write_whole
+
+log = logging.getLogger("podrl.metrics")
+
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
+End = Literal["finished", "stopped", "failed"]
+Sample = Mapping[str, Any]
+_WAITING = 1000  # records that wait for a slow tracker at most
+_CLOSE_S = 30.0
+_SECRET = re.compile(r"(?i)(^|_)(key|token|secret|password|passwd|credentials?|authorization|headers)$")
+_URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+class Sink(Protocol):
+    """A tracker of experiments."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the metrics of a step."""
+        ...
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Adds a table of samples."""
+        ...
+
+    def close(self, end: End) -> None:
+        """Ends it; a run that was stopped or failed may go on later."""
+        ...
+
+
+def open_sink(
+    name: SinkName, workdir: pathlib.Path, *, start: int, project: str, run_config: Mapping[str, Any]
+) -> Sink:
+    """Opens a tracker; one that cannot be opened is warned about.
+
+    Args:
+      name: of the tracker.
+      workdir: the local run directory.
+      start: the first step that will be written.
+      project: the W&B project, or MLflow's experiment.
+      run_config: the run's settings, recorded without secrets.
+
+    Raises:
+      ValueError: its package is missing.
+    """
+    if name == "tensorboard":
+        return Remote(name, functools.partial(TensorBoard, workdir / name, start))
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read by its import
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        raise ValueError(
+            f"log.to names {name!r}, which needs its package: pip install 'podrl[{name}]', or leave it out of log.to."
+        ) from None
+    make = functools.partial(_MAKERS[name], workdir, project, without_secrets(run_config))
+    return Remote(name, make)
+
+
+class Remote:
+    """A tracker behind a queue and a thread, so that a slow or lost server delays no step."""
+
+    def __init__(self, name: str, make: Callable[[], Sink]):
+        """Starts to open it with `make`, in the thread."""
+        self._name, self._make, self._failed = name, make, False
+        self._end: End = "failed"
+        self._queue: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._work, name=f"log.to {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = dict(metrics)
+        self._put(lambda sink: sink.write(step, values))
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self._put(lambda sink: sink.write_samples(step, samples))
+
+    def close(self, end: End) -> None:
+        """Waits a bounded time for what is in the queue."""
+        self._end = end
+        self._put(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._warn(f"did not take the last records in {_CLOSE_S:.0f} s")
+
+    def _put(self, what: Callable[[Sink], None] | None) -> None:
+        try:
+            self._queue.put_nowait(what)
+        except queue.Full:
+            self._warn(f"is {_WAITING} records behind")
+
+    def _work(self) -> None:
+        sink: Sink | None = None
+        try:
+            sink = self._make()
+        except Exception as error:  # noqa: BLE001 - a client raises anything
+            self._warn(f"cannot be opened: {type(error).__name__}: {error}")
+        while (what := self._queue.get()) is not None:
+            if sink is not None:
+                self._try(what, sink)
+        if sink is not None:
+            self._try(lambda sink: sink.close(self._end), sink)
+
+    def _try(self, what: Callable[[Sink], None], sink: Sink) -> None:
+        try:
+            what(sink)
+        except Exception as error:  # noqa: BLE001 - a client raises anything
+            self._warn(f"failed: {type(error).__name__}: {error}")
+
+    def _warn(self, problem: str) -> None:
+        if not self._failed:
+            log.warning(
+                "%s of log.to %s. The run goes on; all records are in metrics.jsonl.",
+                self._name,
+                _URL_USER.sub("", problem),
+            )
+        self._failed = True
+
+
+class TensorBoard:
+    """Event files: scalars, and samples as a table of text. Each event is on disk before the next one is written."""
+
+    def __init__(self, directory: pathlib.Path, start: int):
+        """Creates an event file.
+
+        Args:
+          directory: TensorBoard reads all event files in it, in the order of their names.
+          start: TensorBoard hides events from this step on which stand in files of earlier lives.
+        """
+        # tensorboardX takes half a CPU second to import, two where torch is installed, which it then imports too.
+        from tensorboardX import RecordWriter, summary
+        from tensorboardX.proto import event_pb2
+
+        self._protobuf: Any = event_pb2  # generated code without types
+        self._text = summary.text
+        directory.mkdir(parents=True, exist_ok=True)
+        earlier = len(list(directory.glob("events*")))  # in the name, because a life may take less than a second
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{earlier}"
+        self._file = RecordWriter(str(directory / name))
+        self._append(0, file_version="brain.Event:2")
+        if start or earlier:
+            self._append(start, session_log=self._protobuf.SessionLog(status="START"))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        scalars = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
+        self._append(step, summary={"value": scalars})
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        made = self._text("samples", markdown(*table(samples)))
+        made.value[0].tag = "samples"
+        self._append(step, summary=made)
+
+    def close(self, end: End) -> None:
+        self._file.close()
+
+    def _append(self, step: int, **content: Any) -> None:
+        event = self._protobuf.Event(wall_time=time.time(), step=step, **content)
+        self._file.write(event.SerializeToString())
+        self._file.flush()
+
+
+class WandB:
+    """A run of W&B; WANDB_MODE, WANDB_API_KEY and the others of its variables hold."""
+
+    def __init__(self, workdir: pathlib.Path, project: str, run_config: Mapping[str, Any]):
+        import wandb
+
+        self._wandb = wandb
+        name = kept_id(workdir / "wandb_id") or os.urandom(6).hex()
+        self._run = wandb.init(project=project, dir=str(workdir), config=dict(run_config), id=name, resume="allow")
+        write_whole(workdir / "wandb_id", name)
+        self._step = 0  # W&B drops what comes for an earlier one, as evaluations beside training do
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = max(self._step, step)
+        self._run.log(dict(metrics), step=self._step)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        columns, rows = table(samples)
+        name = "samples/eval" if "evaluation" in columns else "samples/train"  # both may have the same step
+        self._step = max(self._step, step)
+        self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)
+
+    def close(self, end: End) -> None:
+        self._run.finish(exit_code={"finished": 0, "stopped": 75, "failed": 1}[end])
+
+
+class MLflow:
+    """A run of MLflow, on the server of MLFLOW_TRACKING_URI or in the database mlflow.db of the run directory."""
+
+    def __init__(self, workdir: pathlib.Path, project: str, run_config: Mapping[str, Any]):
+        from mlflow import MlflowClient, entities
+
+        self._metric, here = entities.Metric, workdir.absolute()
+        server = os.environ.get("MLFLOW_TRACKING_URI", "")
+        self._client = MlflowClient(server or f"sqlite:///{here / 'mlflow.db'}")
+        known = kept_id(workdir / "mlflow_id")
+        if known:
+            self._client.update_run(known, status="RUNNING")
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
+            found = self._client.get_experiment_by_name(name)
+            artifacts = None if server else (here / "mlflow").as_uri()
+            experiment = found.experiment_id if found else self._client.create_experiment(name, artifacts)
+            known = self._client.create_run(experiment, run_name=here.name).info.run_id
+            write_whole(workdir / "mlflow_id", known)
+            params = [entities.Param(key, str(value)[:500]) for key, value in _flat(run_config)]
+            for first in range(0, len(params), 100):  # a request holds no more
+                self._client.log_batch(known, params=params[first : first + 100])
+        self._id = known
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        values = [self._metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        columns, rows = table(samples)
+        kind = "eval" if "evaluation" in columns else "train"
+        self._client.log_dict(self._id, {"columns": columns, "data": rows}, f"samples/{kind}_{step:08d}.json")
+
+    def close(self, end: End) -> None:
+        status = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[end]
+        self._client.set_terminated(self._id, status)
+
+
+_MAKERS: dict[str, Callable[[pathlib.Path, str, Mapping[str, Any]], Sink]] = {"wandb": WandB, "mlflow": MLflow}
+
+
+def kept_id(path: pathlib.Path) -> str:
+    """Reads the id of the tracker's run that a resumed run goes on with; '' where there is none."""
+    found = path.read_bytes() if path.exists() else b""
+    if re.fullmatch(rb"[0-9a-f]{12}|[0-9a-f]{32}", found):
+        return found.decode()
+    if found:
+        log.warning("%s holds no id of a run: metrics go to a new one.", path)
+    return ""
+
+
+def table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """Arranges samples as (columns, rows); a value that is neither number nor text becomes JSON, an absent one ''."""
+    columns = list(dict.fromkeys(name for sample in samples for name in sample))
+    rows = [[_cell(sample.get(name, "")) for name in columns] for sample in samples]
+    return columns, rows
+
+
+def _cell(value: Any) -> Any:
+    return value if isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Writes a table in Markdown, whose cells are read as plain text whatever they hold."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell if i == 1 else _plain(str(cell)) for cell in line) + " |" for i, line in enumerate(lines)
+    )
+
+
+def _plain(text: str) -> str:
+    """Writes text for Markdown and HTML: punctuation as numbered entities, a line break as an arrow."""
+    shown = text.replace("\r\n", "\n").replace("\n", " ↵ ")
+    return "".join(
+        (c if c.isalnum() or c == " " or ord(c) > 127 else f"&#{ord(c)};") if c.isprintable() else "\ufffd"
+        for c in shown
+    )
+
+
+def without_secrets(values: Any) -> Any:
+    """Copies settings; values of keys that name a secret, and users in URLs, are left out."""
+    if isinstance(values, Mapping):
+        return {
+            key: "(not recorded)" if value and _SECRET.search(str(key)) else without_secrets(value)
+            for key, value in values.items()
+        }
+    if isinstance(values, list | tuple):
+        return [without_secrets(value) for value in values]
+    return _URL_USER.sub("", values) if isinstance(values, str) else values
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Lists settings by dotted path."""
+    found = []
+    for key, value in values.items():
+        nested = isinstance(value, Mapping)
+        found += _flat(value, f"{prefix}{key}.") if nested else [(_mlflow_name(f"{prefix}{key}"), value)]
+    return found
+
+
+def _mlflow_name(name: str) -> str:
+    """Replaces what MLflow refuses in a name; podrl's own names have nothing of it."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

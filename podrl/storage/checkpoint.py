@@ -1,0 +1,411 @@
+"""Checkpoints through Orbax: asynchronous, atomic, every bit checked; falls back to older ones when one is damaged."""
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from podrl.config import Count, Natural, NonNegative, section
+from podrl.storage.bits import compile_sums, tree_sums
+from podrl.storage.record import Record
+from podrl.storage.seal import array_digest
+from podrl.storage.storage import Place, absolute, complete_steps, first_line, is_remote, remove_tree, tree_size
+from podrl.types import PyTree
+
+log = logging.getLogger("podrl.checkpoint")
+_DAMAGED = "damaged_checkpoint_"
+_EMPTY = "empty."
+_UNFINISHED = ".orbax-checkpoint-tmp"  # what directories of saves that are under way end with
+_WRITERS_STOP_S, _LOOK_AGAIN_S = 10.0, 0.2  # for threads that write on when their save has failed
+
+
+@section("checkpoint")
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """Settings of checkpoints: the interval of saving, and which are kept.
+
+    Attributes:
+      every: steps between checkpoints; the last step is always saved. 0: only the last step and on preemption.
+      keep: newest checkpoints kept on disk.
+      keep_every: those of steps that are multiples of it stay, too; 0 for none.
+      keep_hours: the oldest stays, too, and the first at least so many hours after the last that did; 0 for none.
+    """
+
+    every: Natural = 50
+    keep: Count = 2
+    keep_every: Natural = 0
+    keep_hours: NonNegative = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A checkpoint read back.
+
+    Attributes:
+      step: the step it was taken after.
+      state: device arrays in the shardings asked for.
+      host: what was saved as JSON.
+      arrays: what was saved as host arrays.
+      content: what `read` of `restore_latest` made of `host` and `arrays`.
+    """
+
+    step: int
+    state: PyTree
+    host: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    content: Any = None
+
+
+class Checkpoints:
+    """The checkpoints of one directory.
+
+    Saving returns as soon as the device arrays are copied; writing goes on in the background and the directory gets its
+    final name last, so a killed process leaves either a complete checkpoint or none. A save that fails (a full disk) is
+    logged and counted in `failures`; training goes on and older checkpoints stay.
+
+    Every checkpoint holds sums of the bits of its leaves, made on the devices before anything is copied; what is read
+    back is summed on the devices again, so that neither a disk nor a copy on the way can change a bit unseen.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep: int = 2,
+        keep_every: int = 0,
+        keep_hours: float = 0.0,
+        processes: Sequence[int] = (),
+        config: Mapping[str, Any] | None = None,
+    ):
+        """Opens the directory, or makes it.
+
+        Args:
+          directory: on a file system that every process sees, or gs://.
+          keep, keep_every, keep_hours: as in CheckpointConfig.
+          processes: the processes of this jax.distributed cluster that save together (the trainers), all of which make
+            this object and call its methods in the same order; () for all.
+          config: the configuration of the run, JSON-able; saved with every checkpoint.
+        """
+        self._processes, self._config = tuple(processes), None if config is None else dict(config)
+        self.directory = absolute(directory)
+        if not is_remote(self.directory):  # in a bucket there is nothing to make, and gcsfs would make the bucket
+            self.directory.mkdir(parents=True, exist_ok=True)
+        self._keeps: Any = {"max_to_keep": keep, "keep_period": keep_every or None}
+        self._keeps["keep_time_interval"] = datetime.timedelta(hours=keep_hours) if keep_hours else None
+        self.failures = 0
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            **self._keeps,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
+            create=False,
+            multiprocessing_options=self._multiprocessing(),
+            # Made in the background, directories that cannot be made (no inode left) leave threads waiting for them for
+            # five minutes, and the process's exit waits for the threads. In the foreground they cost 7 ms on a disk.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        return ocp.CheckpointManager(self.directory, options=options)
+
+    def _multiprocessing(self) -> ocp.options.MultiprocessingOptions:
+        return ocp.options.MultiprocessingOptions(
+            primary_host=min(self._processes, default=0),
+            active_processes=set(self._processes) or None,
+            barrier_sync_key_prefix="podrl" if self._processes else None,
+        )
+
+    def steps(self) -> list[int]:
+        """Lists steps with a complete checkpoint, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: PyTree, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
+        """Starts writing a checkpoint taken after `step` steps; waits for the previous one first.
+
+        Args:
+          step: unique number of the checkpoint.
+          state: tree of jax arrays; may be donated as soon as this returns.
+          host: JSON-able values.
+          arrays: host arrays.
+
+        Returns:
+          False when this save could not start or the previous one turned out to have failed.
+        """
+        healthy = self.wait()
+        jax.block_until_ready(state)
+        sums = tree_sums(state)
+        # Looked at first: when the disk fills under Orbax its threads print a screen of tracebacks each.
+        size = _size([*jax.tree.leaves(state), *arrays.values()])
+        if not self._processes and not is_remote(self.directory):  # hosts that see different numbers must not part
+            free = self._make_room(step, size)
+            if size > free:
+                self._failed(OSError(f"it needs about {_mb(size)} and {_mb(free)} are free"))
+                return False
+        record = Record(dict(host), self._config, sums, {name: array_digest(x) for name, x in arrays.items()}, step)
+        if len(self._processes) == 1:  # Orbax takes device arrays of one process among several for a mistake
+            state = jax.tree.map(np.asarray, state)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
+            host=ocp.args.JsonSave(record.sealed()),  # pyright: ignore[reportCallIssue]
+            arrays=ocp.args.StandardSave({"count": np.int64(len(arrays)), **_stored(arrays)}),  # pyright: ignore[reportCallIssue]
+        )
+        try:
+            self._manager.save(step, args=items)
+        except Exception as error:  # noqa: BLE001 - whatever storage raises, training must outlive it
+            self._failed(error)
+            return False
+        return healthy
+
+    def wait(self) -> bool:
+        """Waits until the last save is on disk; False (and a log line) if it failed."""
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:  # noqa: BLE001 - as in save
+            self._failed(error)
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        log.error(
+            "A checkpoint could not be written to %s: %s. Training goes on; the newest complete checkpoint is step %s. "
+            "Free space there, or point --workdir at another file system.",
+            self.directory,
+            first_line(error),
+            max(complete_steps(self.directory), default="(none)"),
+        )
+        self._clear_remains()
+        self._manager = self._open()  # a failed save leaves the manager with half a step in its books
+
+    def _clear_remains(self) -> None:
+        """Removes what a failed save wrote, until its threads have stopped writing: Orbax itself would try once."""
+        if jax.process_index() != min(self._processes, default=0):  # as in Orbax, which waits for that one
+            return
+        until = time.monotonic() + _WRITERS_STOP_S
+        while time.monotonic() < until and (left := sorted(self.directory.glob(f"*{_UNFINISHED}"))):
+            for place in left:
+                with contextlib.suppress(OSError):
+                    remove_tree(place)
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _make_room(self, step: int, size: int) -> int:
+        """Frees space for a checkpoint, if needed and possible: removes damaged ones, then the oldest.
+
+        The newest complete checkpoint is never given up.
+        """
+        free = shutil.disk_usage(self.directory).free
+        spare: list[Place] = sorted(self.directory.parent.glob(f"{_DAMAGED}*"))
+        spare += [self.directory / str(old) for old in self.steps()[:-1]]
+        if size > free + sum(tree_size(place) for place in spare):
+            return free
+        for place in spare:
+            if size <= free:
+                break
+            log.warning(
+                "%s are free in %s and the checkpoint of step %d takes about %s: %s is removed first.",
+                *(_mb(free), self.directory, step, _mb(size), place),
+            )
+            if place.parent == self.directory:
+                self._manager.delete(int(place.name))
+            else:
+                remove_tree(place)
+            free = shutil.disk_usage(self.directory).free
+        return free
+
+    def restore_latest(
+        self,
+        abstract_state: PyTree,
+        read: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
+    ) -> Restored | None:
+        """Restores the newest undamaged checkpoint; damaged ones are named and set aside.
+
+        Also makes ready for saving: the program that sums the state is compiled.
+
+        Args:
+          abstract_state: tree of jax.ShapeDtypeStruct with shardings, structured as the saved state.
+          read: (host, arrays) -> what the caller needs of them (`Restored.content`); a checkpoint for which it raises
+            counts as damaged.
+
+        Returns:
+          None when there is no checkpoint.
+
+        Raises:
+          ValueError: there are checkpoints and none can be read; or there is none and the disk cannot hold one.
+        """
+        compile_sums(abstract_state)
+        steps = sorted(self.steps(), reverse=True)
+        if not steps:
+            self._check_room(_size(jax.tree.leaves(abstract_state)))
+        problems = []
+        for step in steps:
+            restored, problem = self._try(step, abstract_state, read)
+            if restored is None:
+                problems.append(f"step {step}: {problem}")
+                log.warning("Checkpoint %s/%d cannot be read (%s).", self.directory, step, problem)
+                continue
+            for damaged in (s for s in steps if s > step):
+                self._set_aside(damaged)
+            return restored
+        if problems:
+            raise ValueError(
+                f"None of the checkpoints in {self.directory} can be read: " + "; ".join(problems) + ". "
+                "If the model or mesh changed, use another --workdir; otherwise restore the directory from a backup."
+            )
+        return None
+
+    def restore(self, step: int, abstract_state: PyTree) -> Restored:
+        """Restores the checkpoint of one step.
+
+        Raises:
+          ValueError: there is none (the steps that exist are listed), or it is not as it was written.
+        """
+        if step not in self.steps():
+            raise ValueError(f"{self.directory} has no checkpoint of step {step}: it has {self.steps() or 'none'}.")
+        restored, problem = self._try(step, abstract_state, lambda host, arrays: None)
+        if restored is None:
+            raise ValueError(f"Checkpoint {self.directory}/{step} cannot be read: {problem}.")
+        return restored
+
+    def _try(self, step: int, abstract_state: PyTree, read: Callable[..., Any]) -> tuple[Restored | None, str]:
+        """Tries to restore a step: (checkpoint, '') or (None, the problem); every process returns the same."""
+        found, record, problem = None, None, ""
+        try:
+            record, found = self._read(step, abstract_state)
+            found = dataclasses.replace(found, content=read(found.host, found.arrays))
+        except Exception as error:  # noqa: BLE001 - any damage counts; the error is reported
+            problem = _said(error)
+        problem = self._agreed(problem)
+        if problem or record is None or found is None:
+            return None, problem
+        try:
+            record.check_state(found.state)  # sums of all processes together: reached by all or none
+        except ValueError as error:
+            return None, str(error)
+        if record.state is None:
+            log.warning(
+                "Checkpoint %s/%d was written without checksums: its bits are not checked.", self.directory, step
+            )
+        return found, ""
+
+    def _read(self, step: int, abstract_state: PyTree) -> tuple[Record, Restored]:
+        """Reads a checkpoint and checks its host side. No process waits for another here."""
+        folder = epath.Path(self.directory) / str(step)
+        record = Record.read(folder)
+        among = self._multiprocessing()
+        with contextlib.closing(ocp.StandardCheckpointHandler(multiprocessing_options=among)) as handler:
+            stored = handler.restore(folder / "arrays", args=ocp.args.StandardRestore())  # pyright: ignore[reportCallIssue]
+            arrays = dict(_unstored(name, np.asarray(value)) for name, value in stored.items())
+            if int(arrays.pop("count")) != len(arrays):
+                raise ValueError(f"host arrays are incomplete: {sorted(arrays)}")
+            record.check_arrays(arrays)
+            args = ocp.args.StandardRestore(abstract_state)  # pyright: ignore[reportCallIssue]
+            state = handler.restore(folder / "state", args=args)
+        return record, Restored(step, state, record.content, arrays)
+
+    def _agreed(self, problem: str) -> str:
+        """Agrees with the other saving processes on a problem: this one's, or that another has one; '' if none has."""
+        among = self._processes or tuple(range(jax.process_count()))
+        if len(among) < 2:
+            return problem
+        mesh = Mesh([next(d for d in jax.devices() if d.process_index == p) for p in among], ("process",))
+        split = NamedSharding(mesh, Spec("process"))
+        mine = jax.make_array_from_callback((len(among),), split, lambda _: np.array([bool(problem)]))
+        anyone = bool(jax.jit(jnp.any, out_shardings=NamedSharding(mesh, Spec()))(mine))
+        return problem or ("another process could not read its part" if anyone else "")
+
+    def _check_room(self, size: int) -> None:
+        """Refuses a disk that cannot hold a single checkpoint."""
+        if is_remote(self.directory):
+            return
+        free = shutil.disk_usage(self.directory).free
+        if self._agreed("too small" if size > free else ""):
+            raise ValueError(
+                f"The disk of {self.directory} has {_mb(free)} free and one checkpoint of this run takes about "
+                f"{_mb(size)}: free space there, or give a --workdir on another disk."
+            )
+
+    def _set_aside(self, step: int) -> None:
+        """Moves a damaged checkpoint out of the way (kept for inspection), so that its step can be saved again."""
+        target, problem = self.directory.parent / f"{_DAMAGED}{step}", ""
+        if jax.process_index() == min(self._processes, default=0):  # the others wait for it
+            try:
+                remove_tree(target)
+                (self.directory / str(step)).rename(target)
+                log.warning("Damaged checkpoint of step %d was moved to %s.", step, target)
+            except OSError as error:
+                problem = first_line(error)
+        if problem := self._agreed(problem):
+            raise ValueError(f"The damaged checkpoint of step {step} cannot be moved to {target}: {problem}.")
+        self._manager = self._open()
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()
+
+
+def _size(leaves: Sequence[Any]) -> int:
+    """Counts the bytes of arrays, or of shapes with dtypes."""
+    return sum(int(np.prod(leaf.shape, dtype=np.int64)) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def _stored(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Replaces arrays without elements, which Orbax refuses, by their shapes, under names that begin with _EMPTY."""
+    empty = {name: array for name, array in arrays.items() if not array.size}
+    shapes = {f"{_EMPTY}{array.dtype.name}.{name}": np.asarray(array.shape) for name, array in empty.items()}
+    return {name: array for name, array in arrays.items() if name not in empty} | shapes
+
+
+def _unstored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    if not name.startswith(_EMPTY):
+        return name, array
+    dtype, _, name = name.removeprefix(_EMPTY).partition(".")
+    return name, np.zeros(array, dtype)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def _said(error: Exception) -> str:
+    """Describes an error, with its type where the text alone does not: a KeyError's text is only a key."""
+    return first_line(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
+
+
+def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[int, PyTree]:
+    """Reads (step, saved state as nested mappings of host arrays), on any machine, whatever mesh it was saved from.
+
+    Args:
+      directory: of the checkpoints.
+      step: None for the newest.
+
+    Raises:
+      ValueError: no such checkpoint (those that exist are listed), or one that is not as it was written.
+    """
+    root = absolute(directory)
+    steps = complete_steps(root)
+    chosen = steps[-1] if steps and step is None else step
+    if chosen not in steps:
+        wanted = "" if step is None else f" of step {step}"
+        raise ValueError(f"{root} has no checkpoint{wanted}: it has {steps or 'none'}.")
+    path = root / str(chosen) / "state"
+    reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    tree = reader.metadata(path).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
+    wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=wanted))  # pyright: ignore[reportCallIssue]
+    reader.close()
+    Record.read(root / str(chosen)).check_state(state)
+    return chosen, state

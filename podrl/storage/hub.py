@@ -1,0 +1,274 @@
+"""Models and data sets of the Hugging Face hub: their names, pinned revisions, and copies on this host.
+
+A name is 'ORG/NAME' or 'ORG/NAME@REVISION', of a data set 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'. Files come into the
+hub's own cache (HF_HOME), once for all processes of a host; what is there is used when the hub cannot be reached.
+"""
+
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from podrl.storage.storage import StorageError, first_line
+
+DATA = "hf:"
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[\w.-]+))?")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SUFFIXES = (".parquet", ".jsonl", ".csv")
+# The keys of a configuration that may name repositories, beside the paths of data.sources.
+_KEYS = ("model.path", "model.reference", "model.critic", "reward.model", "tokenizer", "data.path", "data.eval_path")
+
+
+class Name(NamedTuple):
+    """A repository of the hub and its revision.
+
+    Attributes:
+      repo: 'ORG/NAME'.
+      revision: branch, tag or commit.
+      kind: 'model' or 'dataset'.
+      rest: of a data set, (configuration or '', split).
+    """
+
+    repo: str
+    revision: str
+    kind: str
+    rest: tuple[str, ...] = ()
+
+
+def named(path: str) -> Name | None:
+    """Returns what a path names in the hub; None for a path of this machine or a bucket.
+
+    Raises:
+      ValueError: a data set that is not named as it must be.
+    """
+    if path.startswith(DATA):
+        place, *rest = path.removeprefix(DATA).split(":")
+        found = _NAME.fullmatch(place)
+        if found is None or len(rest) not in (1, 2) or not rest[-1]:
+            raise ValueError(
+                f"{path!r} must be hf:ORG/NAME:SPLIT or hf:ORG/NAME:CONFIG:SPLIT, as hf:openai/gsm8k:main:train."
+            )
+        return Name(found["repo"], found["revision"] or "main", "dataset", (rest[0] if rest[1:] else "", rest[-1]))
+    found = _NAME.fullmatch(path)
+    # A first part that is a directory here makes it a path that was misspelt.
+    if found is None or pathlib.Path(path).exists() or pathlib.Path(path.partition("/")[0]).exists():
+        return None
+    return Name(found["repo"], found["revision"] or "main", "model")
+
+
+def local(path: str) -> str:
+    """Returns the directory of a model on this host, downloaded from the hub if it is named there; other paths stay.
+
+    Raises:
+      ValueError: there is no such model, or no permission.
+      StorageError: the hub cannot be reached, and the model is not here; the same command goes on with the download.
+      ImportError: huggingface_hub is not installed.
+    """
+    name = named(path)
+    return path if name is None else _snapshot(name, tuple(_MODEL_FILES))
+
+
+def data_files(path: str) -> list[str]:
+    """Returns the files of a split of a data set on this host, in the order of their names; errors as in `local`."""
+    name = named(path)
+    assert name is not None, path
+    config, split = name.rest
+    listed = sorted(_listed(name))
+    chosen = _declared(name, listed, config, split) or _conventional(listed, config, split)
+    suffixes = sorted({os.path.splitext(file)[1] for file in chosen})
+    if len(suffixes) != 1:
+        usable = [file for file in listed if file.endswith(_SUFFIXES)]
+        raise ValueError(
+            f"{path}: no files of one format ({', '.join(_SUFFIXES)}) hold the split {split!r}"
+            f"{f' of {config!r}' if config else ''}; the data set has {', '.join(usable[:8]) or 'none of these'}."
+        )
+    folder = _snapshot(name, tuple(chosen))
+    return [os.path.join(folder, file) for file in chosen]
+
+
+def names(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the names of the hub in a configuration, by their dotted keys."""
+    keys = [*_KEYS, *(f"data.sources.{k}" for k in range(len(values.get("data", {}).get("sources") or ())))]
+    found = {key: _at(values, key) for key in keys}
+    return {key: text for key, text in found.items() if text and named(text) is not None}
+
+
+def pinned(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts commits in the place of branches and tags in every name of a configuration.
+
+    Args:
+      values: the configuration.
+      recorded: what the run's config.json holds, whose commits are kept where the names are the same; {} for a new run.
+    """
+    return renamed(values, {key: _pin(text, _at(recorded, key)) for key, text in names(values).items()})
+
+
+def renamed(values: Mapping[str, Any], told: Mapping[str, str]) -> dict[str, Any]:
+    """Puts other names at dotted keys of a configuration."""
+    made: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    sources: list[Any] = list(made.get("data", {}).get("sources") or ())
+    for key, text in told.items():
+        group, _, name = key.rpartition(".")
+        if group == "data.sources":
+            sources[int(name)] = {**sources[int(name)], "path": text}
+            made["data"]["sources"] = tuple(sources)
+        else:
+            (made[group] if group else made)[name] = text
+    return made
+
+
+def _at(values: Mapping[str, Any], key: str) -> str:
+    """The text at a dotted key; '' where there is none."""
+    group, _, name = key.rpartition(".")
+    if group == "data.sources":
+        sources = values.get("data", {}).get("sources") or ()
+        found = sources[int(name)].get("path", "") if int(name) < len(sources) else ""
+    else:
+        found = (values.get(group, {}) if group else values).get(name, "")
+    return found if isinstance(found, str) else ""
+
+
+def push(folder: str | os.PathLike, repo: str) -> str:
+    """Uploads a directory as a model of the hub, which is made where there is none; returns its address.
+
+    Raises:
+      ValueError: no such name, or no permission.
+      StorageError: the hub cannot be reached.
+    """
+    if _NAME.fullmatch(repo) is None or "@" in repo:
+        raise ValueError(f"--push={repo} must be ORG/NAME.")
+    name = Name(repo, "main", "model")
+    api, given = _api(repo), {"folder_path": os.fspath(folder), "commit_message": "podrl.export"}
+    try:
+        api.create_repo(repo, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo, **given).commit_url)
+    except Exception as error:
+        raise _explained(error, name) from error
+
+
+def _pin(path: str, before: str) -> str:
+    name = named(path)
+    if name is None:
+        return path
+    if _COMMIT.fullmatch(name.revision):
+        return path
+    start = (DATA if name.kind == "dataset" else "") + name.repo
+    end = path.removeprefix(start).removeprefix(f"@{name.revision}")
+    if "@" not in path and before.startswith(f"{start}@") and before.endswith(end):
+        return before
+    return f"{start}@{_commit(name)}{end}"
+
+
+def _commit(name: Name) -> str:
+    """The commit of a branch or tag; that of the copy on this host where the hub cannot be reached."""
+    try:
+        return str(_api(name.repo).repo_info(name.repo, repo_type=name.kind, revision=name.revision).sha)
+    except Exception as error:
+        kept = pathlib.Path(_cache()) / f"{name.kind}s--{name.repo.replace('/', '--')}" / "refs" / name.revision
+        if kept.is_file() and not _refused(error):
+            return kept.read_text().strip()
+        raise _explained(error, name) from error
+
+
+@functools.cache
+def _snapshot(name: Name, patterns: tuple[str, ...]) -> str:
+    _api(name.repo)
+    import huggingface_hub
+
+    given: dict[str, Any] = {"repo_type": name.kind, "revision": name.revision, "allow_patterns": list(patterns)}
+    given |= {"endpoint": os.environ.get("HF_ENDPOINT"), "cache_dir": _cache(), "token": os.environ.get("HF_TOKEN")}
+    try:
+        return huggingface_hub.snapshot_download(name.repo, **given)
+    except Exception as error:
+        raise _explained(error, name) from error
+
+
+@functools.cache
+def _listed(name: Name) -> list[str]:
+    """The files of a repository; those of the copy on this host where the hub cannot be reached."""
+    try:
+        return list(_api(name.repo).list_repo_files(name.repo, repo_type=name.kind, revision=name.revision))
+    except Exception as error:
+        root = pathlib.Path(_cache()) / f"{name.kind}s--{name.repo.replace('/', '--')}" / "snapshots" / name.revision
+        found = [file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file()]
+        if found and not _refused(error):
+            return found
+        raise _explained(error, name) from error
+
+
+def _declared(name: Name, listed: list[str], config: str, split: str) -> list[str]:
+    """Files that the data set's card names for a split; [] where it names none."""
+    import fnmatch
+
+    import yaml
+
+    if "README.md" not in listed:
+        return []
+    text = pathlib.Path(_snapshot(name, ("README.md",)), "README.md").read_text()
+    head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    card = yaml.safe_load(head[1]) if head else None
+    for entry in (card or {}).get("configs") or []:
+        if config and entry.get("config_name") != config:
+            continue
+        files = entry.get("data_files")
+        rows = files if isinstance(files, list) else [{"split": "train", "path": files}]
+        for row in rows:
+            if isinstance(row, dict) and row.get("split") == split:
+                patterns = row["path"] if isinstance(row["path"], list) else [row["path"]]
+                return [file for file in listed if any(fnmatch.fnmatchcase(file, one) for one in patterns)]
+    return []
+
+
+def _conventional(listed: list[str], config: str, split: str) -> list[str]:
+    """Files in a folder named as the configuration (or data/, or the top) whose names begin with the split."""
+    folders = {config} if config else {"", "data"}
+    usable = [file for file in listed if file.endswith(_SUFFIXES) and os.path.dirname(file) in folders]
+    starts = re.compile(rf"{re.escape(split)}(?![A-Za-z0-9])")
+    return [file for file in usable if starts.match(os.path.basename(file))]
+
+
+def _api(repo: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError(
+            f"{repo} is not a directory here; as a repository of the hub it needs huggingface_hub: pip install "
+            "'podrl[hub]'."
+        ) from error
+    return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=os.environ.get("HF_TOKEN"))
+
+
+def _cache() -> str:
+    home = os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
+    return os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+
+
+def _refused(error: BaseException) -> bool:
+    return getattr(getattr(error, "response", None), "status_code", None) in (401, 403, 404)
+
+
+def _explained(error: BaseException, name: Name) -> Exception:
+    """Explains an error of the hub in one sentence."""
+    from huggingface_hub import errors
+
+    token = "" if os.environ.get("HF_TOKEN") else "; there is no token here"
+    if isinstance(error, errors.GatedRepoError):
+        return ValueError(
+            f"{name.repo} is gated: accept its licence at https://huggingface.co/{name.repo} and set HF_TOKEN to a "
+            f"token of that account{token}."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ValueError(f"{name.repo} has no revision {name.revision!r}: name a branch, tag or commit that it has.")
+    if _refused(error):
+        return ValueError(
+            f"{name.repo} is not a directory here, nor a {name.kind} of the hub that this account may read or write "
+            f"(set HF_TOKEN){token}."
+        )
+    return StorageError(
+        f"{name.repo} is not a directory here, and the hub did not give it whole at {name.revision} "
+        f"({type(error).__name__}: {first_line(error)}). The same command goes on with the download."
+    )

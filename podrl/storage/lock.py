@@ -1,0 +1,285 @@
+"""Locks a run directory: by a file lock that ends with its process, or by a lease where other machines write too.
+
+On a disk the kernel holds the lock (flock), so that a killed run's successor starts at once. In a bucket, and on a
+network file system whose locks may mean nothing to other machines, the owner renews a lease every `BEAT_S` seconds.
+Whoever finds the lease of an owner that is alive on this machine gives up; of one that is dead on this machine it takes
+over at once; of one elsewhere it waits for `EXPIRY_S` seconds whether the lease is renewed.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import pathlib
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+from podrl.storage.storage import Place, StorageError, first_line, is_remote, on_network
+
+BEAT_S = 10.0
+EXPIRY_S = 60.0
+NAME = "lock"
+_ANSWER_S = 10  # of one request to the bucket
+_GRACE_S = 2.0  # a process that was killed just now still looks alive; one that took the lock has not given its name
+_DYING_S = 10.0  # a killed process holds its lock until the kernel has given back its memory
+_log = logging.getLogger("podrl.lock")
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """The writer of a run directory.
+
+    Attributes:
+      token: of this owner alone.
+      shown: its process, host and start, for the user.
+      pid: its process.
+      machine: boot and process namespace in which `pid` means something; '' where the system does not tell.
+      born: when the process started, in the kernel's ticks, because numbers of processes are used again.
+      beat: grows with every renewal.
+    """
+
+    token: str
+    shown: str
+    pid: int
+    machine: str
+    born: str
+    beat: int = 0
+
+    @classmethod
+    def me(cls) -> "Owner":
+        pid = os.getpid()
+        shown = f"process {pid} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
+        return cls(uuid.uuid4().hex, shown, pid, _machine(), _born(pid))
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Owner | None":
+        """Parses `text`; None for anything else, such as the rest of an interrupted write."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+
+    def text(self) -> str:
+        """Writes the record, as long after every renewal: a reader never finds a shorter one's remains behind it."""
+        return json.dumps(dataclasses.asdict(self)).ljust(510) + "\n"
+
+    def alive(self) -> bool | None:
+        """Tells whether the owner still runs; None where it ran on another machine, or nobody knows on which."""
+        return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
+
+
+class Lock:
+    """Exclusive ownership of a run directory, from the constructor to `release`."""
+
+    def __init__(self, workdir: Place, shown: str):
+        """Takes the lock.
+
+        Args:
+          workdir: the run directory; a local one exists.
+          shown: as the user names it.
+
+        Raises:
+          ValueError: another process has it; says which.
+          StorageError: the bucket does not answer.
+          OSError: the directory cannot be written to.
+        """
+        self._shown, self._owner = shown, Owner.me()
+        self._lost: Owner | None = None
+        self._done = threading.Event()
+        self._record = _Object(workdir) if is_remote(workdir) else _File(pathlib.Path(workdir).absolute() / NAME)
+        try:
+            self._take()
+        except BaseException:
+            self._record.close()
+            raise
+        self._thread = threading.Thread(target=self._renew, name="podrl-lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises ValueError if another process has taken the directory over because this one showed no life."""
+        if self._lost is not None:
+            raise ValueError(
+                f"--workdir={self._shown} was taken over by {self._lost.shown} after this process had given no sign of "
+                f"life for {EXPIRY_S:.0f} s: this one ends without writing any more. Give another --workdir to run "
+                "both."
+            )
+
+    def release(self) -> None:
+        """Releases the directory; nothing of the lock stays in it."""
+        self._done.set()
+        self._thread.join(timeout=_ANSWER_S)
+        try:
+            found = self._record.read()
+            if found is not None and found.token == self._owner.token:
+                self._record.remove()
+        except Exception as error:  # noqa: BLE001 - it ends with this process, or expires
+            _log.warning("The lock of %s could not be removed: %s", self._shown, first_line(error))
+        self._record.close()
+
+    def _take(self) -> None:
+        started, first = time.monotonic(), None
+        while True:
+            free, other = self._record.lock(), self._record.read()
+            alive, waited = other and other.alive(), time.monotonic() - started
+            if self._record.leased and other is not None and alive is None:  # its kernel lock may outlive its machine
+                if first is None:
+                    asked = "%s was last written to by %s: waiting for up to %.0f s whether it still is."
+                    _log.warning(asked, self._shown, other.shown, EXPIRY_S)
+                first = first or other
+                if other != first:
+                    self._refuse(other)
+                if waited > EXPIRY_S:
+                    break
+            elif free and not (self._record.leased and alive):
+                break
+            elif waited > (_DYING_S if alive is False else _GRACE_S):
+                self._refuse(other)
+            time.sleep(min(1.0, BEAT_S / 4) if self._record.leased else 0.05)
+        if not self._record.write(self._owner):
+            self._refuse(self._record.read())
+
+    def _refuse(self, other: Owner | None) -> None:
+        raise ValueError(
+            f"--workdir={self._shown} is in use by {other.shown if other else 'another process'}: wait until it has "
+            "ended, stop it, or give another --workdir."
+        )
+
+    def _renew(self) -> None:
+        while self._record.leased and not self._done.wait(BEAT_S):
+            try:
+                other = self._record.read()
+                if other is not None and other.token != self._owner.token:
+                    self._lost = other
+                    return
+                renewed = dataclasses.replace(self._owner, beat=self._owner.beat + 1)
+                if self._record.write(renewed):
+                    self._owner = renewed
+            except Exception as error:  # noqa: BLE001 - storage that is away for a while ends no run
+                _log.warning("The lease of %s could not be renewed: %s", self._shown, first_line(error))
+
+
+class _File:
+    """The owner's record in a file.
+
+    Attributes:
+      leased: whether the kernel's lock may mean nothing to other writers, or may be that of a machine which is gone.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._opened = path, -1
+        self.leased = on_network(str(path), _proc("self/mounts"))
+
+    def lock(self) -> bool:
+        """Asks the kernel for the file that is at the path now; False while another process has it."""
+        self.close()
+        self._opened = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if not self.leased:
+                _log.warning("%s cannot be locked (%s): it is only marked as in use.", self._path, error.strerror)
+            self.leased = True
+        return os.path.exists(self._path) and os.path.samestat(os.fstat(self._opened), os.stat(self._path))
+
+    def read(self) -> Owner | None:
+        try:
+            return Owner.parse(self._path.read_bytes())  # opened anew, so that a network file system asks its server
+        except FileNotFoundError:
+            return None
+
+    def write(self, owner: Owner) -> bool:
+        """Writes the record; False if somebody else wrote first, which a file does not tell."""
+        content = owner.text().encode()
+        os.pwrite(self._opened, content, 0)
+        os.ftruncate(self._opened, len(content))
+        if self.leased:
+            os.fsync(self._opened)
+        return True
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._opened >= 0:
+            os.close(self._opened)
+        self._opened = -1
+
+
+class _Object:
+    """The owner's record in an object of a bucket, replaced only in the version read last."""
+
+    leased = True
+
+    def __init__(self, workdir: Place):
+        self._workdir, self._version = workdir, 0
+        bucket, _, folder = str(workdir).partition("://")[2].partition("/")
+        with self._reaching("opened"):
+            import google.cloud.storage as gcs
+
+            self._blob = gcs.Client().bucket(bucket).blob(f"{folder.strip('/')}/{NAME}".lstrip("/"))
+
+    def lock(self) -> bool:
+        return True
+
+    def read(self) -> Owner | None:
+        from google.api_core.exceptions import NotFound
+
+        with self._reaching("read"):
+            try:
+                self._blob.reload(timeout=_ANSWER_S)
+                self._version = int(self._blob.generation or 0)
+                return Owner.parse(self._blob.download_as_bytes(timeout=_ANSWER_S))
+            except NotFound:
+                self._version = 0
+                return None
+
+    def write(self, owner: Owner) -> bool:
+        from google.api_core.exceptions import PreconditionFailed
+
+        with self._reaching("written"):
+            try:
+                self._blob.upload_from_string(owner.text(), if_generation_match=self._version, timeout=_ANSWER_S)
+            except PreconditionFailed:
+                return False
+            self._version = int(self._blob.generation or 0)
+            return True
+
+    def remove(self) -> None:
+        with self._reaching("removed"):
+            self._blob.delete(if_generation_match=self._version, timeout=_ANSWER_S)
+
+    def close(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def _reaching(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise StorageError(f"{self._workdir}/{NAME} cannot be {what}: {first_line(error)}") from error
+
+
+def _machine() -> str:
+    boot = _proc("sys/kernel/random/boot_id").strip()
+    return boot and f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _born(pid: int) -> str:
+    """Returns when a process started; '' when it is gone, a zombie included."""
+    fields = _proc(f"{pid}/stat").rpartition(")")[2].split()
+    return "" if not fields or fields[0] in "ZX" else fields[19]
+
+
+def _proc(name: str) -> str:
+    """Reads a file of /proc; '' where it is not there."""
+    try:
+        return pathlib.Path("/proc", name).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,157 @@
+"""Copies a local directory to a bucket continuously, in a thread that cannot stop the run."""
+
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+
+from podrl.storage import lock
+from podrl.storage.storage import Place, StorageError, denied, first_line, is_denied, is_remote
+
+_log = logging.getLogger("podrl.mirror")
+_EVERY_S = 30.0
+_SOON_S = 1.0  # a bucket takes an object about once a second
+_RETRY_S = 5.0
+
+
+class Mirror:
+    """Mirrors `local` to a bucket within `_EVERY_S` seconds, in about one after `hurry`, or at once on `push`.
+
+    What is removed here after it was copied is removed there.
+
+    Attributes:
+      remote: the directory in the bucket.
+      local: a directory of this process's own, gone after `close` unless something in it could not be copied.
+    """
+
+    def __init__(self, remote: Place, *, folders: Sequence[str] = ()):
+        """Makes the local directory and fetches the files directly in the remote one, and those in folders of it.
+
+        Args:
+          remote: the directory in the bucket.
+          folders: names of the folders whose files are wanted, too.
+
+        Raises:
+          StorageError: they cannot be read.
+        """
+        self.remote = remote
+        self.local = pathlib.Path(tempfile.mkdtemp(prefix="podrl-run-"))
+        self._copied: dict[pathlib.Path, tuple[int, int]] = {}  # (time of change, size) when last copied
+        self._changed = threading.Condition()
+        self._asked = self._done = 0
+        self._hurried = self._closing = self._failing = False
+        self._thread: threading.Thread | None = None
+        try:
+            for folder in ("", *folders):
+                self._fetch(folder)
+        except Exception as error:
+            shutil.rmtree(self.local)
+            raise StorageError(f"{remote} cannot be read: {first_line(error)}") from error
+
+    def start(self) -> None:
+        """Copies existing files in this thread, then starts the thread that copies changes.
+
+        Raises:
+          ValueError: it is not allowed.
+          StorageError: the first copy failed otherwise.
+        """
+        try:
+            self._copy()
+        except Exception as error:
+            if is_denied(error):
+                raise ValueError(denied(str(self.remote), "--workdir")) from error
+            raise StorageError(f"{self.remote} cannot be written to: {first_line(error)}") from error
+        self._thread = threading.Thread(target=self._follow, name="podrl-mirror", daemon=True)
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """Has changes copied about a second from now, for files that change much more often."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
+
+    def push(self, wait_s: float) -> bool:
+        """Copies all changes made so far; False if that did not succeed within `wait_s` seconds."""
+        if self._thread is None:
+            return True
+        with self._changed:
+            self._asked += 1
+            mine = self._asked
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._done >= mine, wait_s)
+
+    def close(self, wait_s: float) -> bool:
+        """Copies for the last time; False if that failed: the files are then still in `local`."""
+        good = self.push(wait_s)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if good:
+            shutil.rmtree(self.local, ignore_errors=True)
+        return good
+
+    def _follow(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._hurried or self._asked > self._done or self._closing, _EVERY_S)
+                if self._hurried:
+                    self._changed.wait_for(lambda: self._asked > self._done or self._closing, _SOON_S)
+                if self._closing:
+                    return
+                asked, self._hurried = self._asked, False
+            try:
+                self._copy()
+            except Exception as error:  # noqa: BLE001 - whatever storage raises, training must outlive it
+                if not self._failing:
+                    _log.error(
+                        "%s cannot be written to (%s): tried again until it can.", self.remote, first_line(error)
+                    )
+                self._failing = True
+                time.sleep(_RETRY_S)
+                continue
+            self._failing = False
+            with self._changed:
+                self._done = asked
+                self._changed.notify_all()
+
+    def _copy(self) -> None:
+        for folder, _, names in os.walk(self.local):
+            for name in sorted(names):
+                path = pathlib.Path(folder) / name
+                if path.suffix == ".tmp" or path.is_symlink():
+                    continue
+                try:
+                    seen = _look(path)
+                    if self._copied.get(path) == seen:
+                        continue
+                    content = path.read_bytes()
+                except FileNotFoundError:  # renamed meanwhile
+                    continue
+                target = self.remote / str(path.relative_to(self.local))
+                if not is_remote(target):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+                self._copied[path] = seen
+        for path in [path for path in self._copied if not path.exists()]:
+            (self.remote / str(path.relative_to(self.local))).unlink(missing_ok=True)
+            del self._copied[path]
+
+    def _fetch(self, folder: str) -> None:
+        remote = self.remote / folder
+        if not remote.is_dir():
+            return
+        (self.local / folder).mkdir(exist_ok=True)
+        for file in remote.iterdir():
+            if file.name and file.name != lock.NAME and file.is_file():
+                path = self.local / folder / file.name
+                path.write_bytes(file.read_bytes())
+                self._copied[path] = _look(path)
+
+
+def _look(path: pathlib.Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size

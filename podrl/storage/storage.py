@@ -1,0 +1,256 @@
+"""Opens paths on local disks or in buckets (gs://), and describes the errors of unusable buckets."""
+
+import concurrent.futures
+import contextlib
+import errno
+import importlib.util
+import os
+import pathlib
+import threading
+
+from etils import epath
+
+Place = pathlib.Path | epath.Path
+
+_ROLES = "roles/storage.objectUser and roles/storage.legacyBucketReader"
+# Written last by Orbax where a directory cannot be renamed in one piece, as in a bucket.
+_COMMITTED = "commit_success.txt"
+# Within which a bucket must answer: the libraries themselves try for minutes to find credentials and to connect.
+ANSWER_S = 10.0
+_DISK = {
+    errno.ENOSPC: "is full",
+    errno.EDQUOT: "has no quota left",
+    errno.EFBIG: "takes no file that large",
+    errno.EROFS: "is read-only",
+}
+# File systems that several hosts can see at one path; every other kind is taken for host-local.
+_SHARED_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "9p", "cifs", "smb3", "afs", "glusterfs", "daos"}
+    | {"fuse.gcsfuse", "gcsfuse", "fuse.gcs", "fuse.s3fs", "fuse.juicefs", "fuse.glusterfs", "fuse.sshfs", "fuse.daos"}
+)
+
+
+class StorageError(Exception):
+    """Storage failed though the request is right: the same command may work again (exit code 42)."""
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    """True for a URL, such as gs://bucket/run."""
+    return "://" in os.fspath(path)
+
+
+def locate(path: str | os.PathLike) -> Place:
+    """Returns the path as an object that reads and writes there.
+
+    Raises:
+      ValueError: a URL of another kind than gs://BUCKET/....
+      ImportError: the libraries for gs:// are not installed; names the extra.
+    """
+    if not is_remote(path):
+        return pathlib.Path(path).expanduser()
+    url = os.fspath(path)
+    _bucket(url)
+    if importlib.util.find_spec("gcsfs") is None:
+        raise ImportError(f"{url} is in a bucket, which needs gcsfs: pip install 'podrl[gcs]'.")
+    import fsspec.config
+
+    # Listings are kept otherwise, and other processes (and tensorstore in this one) write to the same directories.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    return epath.Path(url)
+
+
+def absolute(path: str | os.PathLike) -> Place:
+    """Returns `locate`, with a local path made absolute, as Orbax needs it. Raises as `locate`."""
+    place = locate(path)
+    return place if is_remote(place) else place.absolute()
+
+
+def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
+    """Checks that a path's bucket exists and may be used; local paths pass.
+
+    Args:
+      path: what the user gave.
+      key: the flag or configuration key it came from, for the message.
+      writes: whether checkpoints go there, for which Orbax asks more than reading needs.
+
+    Raises:
+      ValueError: no credentials, no such bucket, or no permission; names the bucket and what to do.
+      StorageError: the service did not answer, within `ANSWER_S` seconds if at all.
+      ImportError: as in `locate`.
+    """
+    if not is_remote(path):
+        return
+    url = os.fspath(locate(path))
+    import google.cloud.storage  # noqa: F401 - which takes its time, and none of the answer's
+
+    # A thread that still waits then is left behind.
+    answer: concurrent.futures.Future[None] = concurrent.futures.Future()
+    threading.Thread(target=_answer, args=(answer, url, key, writes), name="podrl-bucket", daemon=True).start()
+    try:
+        answer.result(ANSWER_S)
+    except TimeoutError:
+        raise StorageError(
+            f"{key}={url}: bucket {_bucket(url)} cannot be reached: nothing answered within {ANSWER_S:g} s. Is there a "
+            "network here?"
+        ) from None
+
+
+def _answer(answer: "concurrent.futures.Future[None]", url: str, key: str, writes: bool) -> None:
+    """Puts the outcome of `_ask` into a future."""
+    try:
+        answer.set_result(_ask(url, key, writes=writes))
+    except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+        answer.set_exception(error)
+
+
+def _ask(url: str, key: str, *, writes: bool) -> None:
+    """Asks a bucket as `check` does, without a deadline."""
+    bucket = _bucket(url)
+    import google.cloud.storage as gcs
+    from google.api_core.exceptions import ClientError, NotFound
+    from google.auth.exceptions import DefaultCredentialsError
+
+    try:
+        try:
+            client = gcs.Client()
+        except (DefaultCredentialsError, OSError):  # OSError: credentials, but no project they belong to
+            if writes:
+                raise
+            client = gcs.Client.create_anonymous_client()  # enough for public data
+        if writes:
+            client.get_bucket(bucket)
+        else:
+            next(iter(client.list_blobs(bucket, max_results=1)), None)
+    except DefaultCredentialsError:
+        raise ValueError(
+            f"{key}={url}: there are no Google credentials here for bucket {bucket}. Run `gcloud auth "
+            "application-default login`, set GOOGLE_APPLICATION_CREDENTIALS to a key file, or give the machine a "
+            f"service account with {_ROLES} on it."
+        ) from None
+    except NotFound:
+        raise ValueError(
+            f"{key}={url}: there is no bucket {bucket}. Make it with `gcloud storage buckets create gs://{bucket}`, "
+            f"or correct {key}."
+        ) from None
+    except ClientError as error:
+        if error.code in (401, 403):
+            raise ValueError(denied(url, key)) from None
+        raise StorageError(f"{key}={url}: bucket {bucket} cannot be asked: {first_line(error)}") from error
+    except Exception as error:
+        if "Project was not passed" in str(error):
+            raise ValueError(
+                f"{key}={url}: the credentials for bucket {bucket} name no project: set GOOGLE_CLOUD_PROJECT."
+            ) from None
+        raise StorageError(f"{key}={url}: bucket {bucket} cannot be reached: {first_line(error)}") from error
+
+
+def denied(url: str, key: str) -> str:
+    """Writes the error for valid credentials without the needed permission."""
+    return (
+        f"{key}={url}: these credentials may not use bucket {_bucket(url)}. Grant their account {_ROLES} on it "
+        f"(gcloud storage buckets add-iam-policy-binding gs://{_bucket(url)} --role=... --member=...)."
+    )
+
+
+def is_denied(error: BaseException) -> bool:
+    """True for errors of gcsfs about insufficient permission."""
+    return getattr(error, "code", None) in (401, 403) or str(error).startswith("Forbidden")
+
+
+def complete_steps(directory: Place) -> list[int]:
+    """Lists steps with a complete checkpoint in a directory, oldest first; [] if there is no directory."""
+    if not directory.is_dir():
+        return []
+    named = sorted((int(path.name), path) for path in directory.iterdir() if path.name.isdigit())
+    return [step for step, path in named if not is_remote(path) or (path / _COMMITTED).exists()]
+
+
+def remove_tree(directory: Place) -> None:
+    """Removes a directory with all its content, if it exists."""
+    path = epath.Path(directory)
+    if path.exists():
+        path.rmtree()
+
+
+def write_whole(file: pathlib.Path, content: str | bytes) -> None:
+    """Writes a local file atomically: a reader finds the old content or all of the new, even after a power cut."""
+    temporary = file.with_suffix(".tmp")
+    with temporary.open("wb") as out:
+        out.write(content.encode() if isinstance(content, str) else content)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(file)
+    sync_directory(file.parent)
+
+
+def sync_directory(directory: pathlib.Path) -> None:
+    """Waits until the disk knows the names of a local directory's files, as a new one needs to outlive a power cut."""
+    held = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(held)
+    finally:
+        os.close(held)
+
+
+def disk_trouble(error: BaseException) -> str:
+    """Describes a full or read-only disk in one sentence; '' for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _DISK:
+        return ""
+    place = f" ({error.filename})" if error.filename else ""
+    return (
+        f"The disk of the run{place} {_DISK[error.errno]}: make it writable or free space there, or give a --workdir "
+        "on another disk; the same command then goes on from the newest checkpoint."
+    )
+
+
+def tree_size(directory: Place) -> int:
+    """Counts the bytes that a local directory's files take on disk; vanishing files count 0."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total
+
+
+def file_size(file: Place) -> int:
+    """Returns the size of a file in bytes."""
+    return epath.Path(file).stat().length if is_remote(file) else os.stat(file).st_size
+
+
+def first_line(error: BaseException) -> str:
+    """Shortens a library's error to one log line."""
+    text = str(error).strip() or type(error).__name__
+    return text.partition("\n")[0][:300]
+
+
+def _bucket(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    bucket = rest.partition("/")[0]
+    if scheme != "gs" or not bucket:
+        raise ValueError(f"{url} cannot be read or written: give a local path or gs://BUCKET/PATH.")
+    return bucket
+
+
+def on_network(path: str, mounts: str) -> bool:
+    """True if a local path lies on a file system that other machines may write to.
+
+    Args:
+      path: the local path.
+      mounts: the text of /proc/mounts.
+    """
+    return _file_system(path, mounts) in _SHARED_FILE_SYSTEMS
+
+
+def _file_system(path: str, mounts: str) -> str:
+    wanted = pathlib.PurePosixPath(path)
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = pathlib.PurePosixPath(fields[1].replace("\\040", " "))
+        # A later line mounted over the same point hides the earlier one, hence >=.
+        if (wanted == point or point in wanted.parents) and len(point.parts) >= best:
+            best, kind = len(point.parts), fields[2]
+    return kind

@@ -1,0 +1,113 @@
+"""The worker's end of podrl.workers.process: its pipes, its limits, and an end that comes with the parent's.
+
+It imports the standard library alone, never jax.
+"""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Any, BinaryIO
+
+from podrl.workers.frames import LENGTHS, pack
+from podrl.workers.user_code import Limits
+from podrl.workers.user_objects import explain_load, extend_path, load_function
+
+INSIDE = "PODRL_USER_WORKER"
+LIFE = "PODRL_LIFE_FD"
+
+
+def refuse_inside() -> None:
+    """Raises when called in a worker: a script that starts training as soon as it is imported.
+
+    Raises:
+      ValueError: this process is a worker.
+    """
+    if os.environ.get(INSIDE):
+        raise ValueError(
+            "A worker imported the file of a reward function, tool or environment, and that file started training: put "
+            "the training part of the script under `if __name__ == '__main__':`."
+        )
+
+
+def begin() -> tuple[BinaryIO, BinaryIO]:
+    """Takes the pipes, applies the limits that the command line names (a Limits as JSON), and returns the pipes."""
+    requests, replies = _take_pipes()
+    Limits(**json.loads(sys.argv[1])).apply()
+    del sys.argv[1:]
+    return requests, replies
+
+
+def serve(
+    describe: Callable[[Callable[..., Any], dict[str, Any]], dict[str, Any]],
+    call: Callable[[Callable[..., Any], Any], dict[str, Any]],
+) -> None:
+    """Loads functions of users and calls them, one request after the other, until the parent closes the pipe.
+
+    Args:
+      describe: given a function and its spec, says of it what the parent must know.
+      call: given a function and what the parent sent for it, from JSON; returns the answer.
+    """
+    requests, replies = begin()
+    functions: dict[str, Callable[..., Any]] = {}
+    while len(lengths := requests.read(LENGTHS.size)) == LENGTHS.size:
+        head, body = LENGTHS.unpack(lengths)
+        start, content = requests.read(head), requests.read(body)
+        if len(content) < body or len(start) < head:  # the parent left in the middle
+            return
+        match header := json.loads(start):
+            case {"call": key}:
+                reply = call(functions[key], json.loads(content))
+            case {"load": key, "spec": spec, "path": path}:
+                extend_path(path)
+                try:
+                    found, settings = load_function(spec), spec.get("settings")
+                    functions[key] = found if settings is None else found(**settings)
+                    reply = describe(functions[key], spec)
+                except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
+                    reply = {"raised": explain_load(error, spec.get("file", ""))}
+            case _:
+                raise AssertionError(header)
+        replies.write(pack({"number": header["number"], "reply": reply}))
+        replies.flush()
+
+
+async def frames(requests: BinaryIO) -> AsyncIterator[dict[str, Any]]:
+    """The headers of requests on the running event loop, until the parent closes the pipe."""
+    import asyncio  # most workers have no event loop
+
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+    while lengths := await reader.read(LENGTHS.size):
+        try:
+            lengths += await reader.readexactly(LENGTHS.size - len(lengths))
+            head, body = LENGTHS.unpack(lengths)
+            header = json.loads(await reader.readexactly(head))
+            await reader.readexactly(body)
+        except asyncio.IncompleteReadError:
+            return
+        yield header
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The request and reply pipes; what code of users prints goes to standard error, what it reads is empty."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    life = int(os.environ.pop(LIFE))
+    # The parent holds the other end and never writes. When it is gone the kernel sends SIGIO, which ends this process
+    # whatever it is doing: a hung function may hold the interpreter, so no thread of ours could.
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    gone = select.poll()
+    gone.register(life, select.POLLHUP)
+    if gone.poll(0):
+        sys.exit(0)
+    return requests, replies

@@ -1,0 +1,476 @@
+"""Worker processes, which can be killed with all they started: one process, and pools that hold functions of users."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+from podrl.workers import child, leftovers
+from podrl.workers.frames import pack, take
+from podrl.workers.user_code import Limits, hide_secrets
+from podrl.workers.user_objects import LoadError
+
+# Importing what code of users needs may take long (a math library, say); a call's deadline starts after it.
+LOAD_S = 120.0
+_LEAVE_S = 1.0
+_PATIENCE_S = 0.05  # of a call before another process is started for it
+_numbers = itertools.count()
+T = TypeVar("T")
+
+
+class LateError(Exception):
+    """A worker did not answer in time."""
+
+
+class DiedError(Exception):
+    """A worker's process ended in the middle of a request."""
+
+
+@functools.cache
+def _job_mark() -> str:
+    """The mark of this process's workers; starts the process that ends what carries it when this one is gone."""
+    mark, (read, _kept) = secrets.token_hex(8), os.pipe()
+    # In isolation and without site-packages it starts in milliseconds; it never holds the job's own output open.
+    command = [sys.executable, "-I", "-S", leftovers.__file__, f"{mark}."]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {}}
+    subprocess.run(command, stdin=read, check=True, start_new_session=True, **quiet)
+    os.close(read)
+    return mark
+
+
+class Process:
+    """One process of a module that calls podrl.workers.child, on the event loop that starts it."""
+
+    def __init__(
+        self, module: str, limits: Limits, on_frame: Callable[[dict[str, Any]], None], on_end: Callable[[], None]
+    ) -> None:
+        """Starts `python -m MODULE` with what `limits` let it see and take.
+
+        Args:
+          module: name of the module.
+          limits: what it may take and see.
+          on_frame: called with each frame's header.
+          on_end: called once when its pipe ends or brings something else than frames, unless `close` or `leave` was
+            called before.
+
+        Raises:
+          OSError: the system starts no more processes.
+        """
+        hide_secrets()  # a worker can read /proc/PID/environ of this process, which has the same user
+        read_life, self._life = os.pipe()
+        self._mark = f"{_job_mark()}.{next(_numbers)}."
+        own = {leftovers.MARK: self._mark, child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}
+        # A session of its own: Ctrl-C in the terminal does not reach it, and its group can be ended as one.
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=limits.seen(os.environ) | own,
+                pass_fds=(read_life,),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._life)
+            raise
+        finally:
+            os.close(read_life)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._write_fd, self._read_fd = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._write_fd, False)
+        os.set_blocking(self._read_fd, False)
+        self._loop = asyncio.get_running_loop()
+        self._on_frame, self._on_end = on_frame, on_end
+        self._received, self._waiting = bytearray(), bytearray()
+        self._open, self._closed, self._wrong = True, False, ""
+        self._loop.add_reader(self._read_fd, self._readable)
+
+    def send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
+        """Sends a frame, together with all others that are sent before the loop's next round.
+
+        Raises:
+          ValueError: the frame is too long.
+        """
+        frame = pack(header, body)
+        if self._open:
+            if not self._waiting:
+                self._loop.call_soon(self._write)
+            self._waiting += frame
+
+    def leave(self) -> "Process":
+        """Asks the process to end; whoever gets it calls `close`, or `reap`."""
+        self._write()
+        self._stop()
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # its next read finds the end of the pipe
+        return self
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Kills the process and what it started, after `wait_s` seconds if it lives as long, and frees the pipes."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._wait_unreaped(wait_s)
+        # Not reaped yet, so the group's number is still its own: this ends what it may have started, too.
+        os.killpg(self._process.pid, signal.SIGKILL)
+        leftovers.end_marked(self._mark)  # what left the group
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        os.close(self._life)
+
+    def death(self) -> DiedError:
+        """Describes how a process ended for which `on_end` was called."""
+        if self._wrong:
+            return DiedError(f"it wrote something else than its answer: {self._wrong}.")
+        ended = self._wait_unreaped(_LEAVE_S)
+        if ended is None:
+            return DiedError("it closed its pipe.")
+        if ended.si_code == os.CLD_EXITED:
+            return DiedError(f"its process ended with exit code {ended.si_status}.")
+        return DiedError(f"its process ended with {signal.Signals(ended.si_status).name}.")
+
+    def _write(self) -> None:
+        if not self._open:
+            return
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(self._write_fd, self._waiting)]
+        except BlockingIOError:
+            self._loop.add_writer(self._write_fd, self._write)
+            return
+        except BrokenPipeError:
+            self._waiting.clear()  # its end is read from the other pipe
+        self._loop.remove_writer(self._write_fd)
+
+    def _readable(self) -> None:
+        try:
+            chunk = os.read(self._read_fd, 1 << 20)
+        except BlockingIOError:
+            return
+        if not chunk:
+            self._stop()
+            self._on_end()
+            return
+        self._received += chunk
+        while self._open:
+            try:
+                frame = take(self._received)
+            except ValueError as error:
+                self._wrong = str(error)
+                self._stop()
+                self._on_end()
+                return
+            if frame is None:
+                return
+            self._on_frame(frame)
+
+    def _stop(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._read_fd)
+            self._loop.remove_writer(self._write_fd)
+
+    def _wait_unreaped(self, wait_s: float) -> os.waitid_result | None:
+        """The exit status, or None if the process runs after `wait_s`; its id stays reserved until `close`."""
+        end = time.monotonic() + wait_s
+        while (ended := os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+            if time.monotonic() >= end:
+                return None
+            time.sleep(0.002)
+        return ended
+
+
+class Loop:
+    """An event loop on a thread of its own, for the processes of callers on other threads."""
+
+    def __init__(self, name: str, failed: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        """Starts the thread.
+
+        Args:
+          name: name of the thread.
+          failed: function that is called with asyncio's context of an exception that a callback raised; None logs it.
+        """
+        self._loop = asyncio.new_event_loop()
+        if failed is not None:
+            self._loop.set_exception_handler(lambda _, context: failed(context))
+        self._ending, self._ended = threading.Lock(), False
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Waits for work on the loop.
+
+        Raises:
+          DiedError: the loop was ended, before or meanwhile.
+        """
+        with self._ending:  # so that `end` finds all work that was accepted
+            if self._ended:
+                work.close()
+                raise DiedError("it was asked to end.")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise DiedError("it was asked to end.") from None
+        finally:
+            future.cancel()  # where the wait was interrupted
+
+    def soon(self, call: Callable[..., Any], *args: Any) -> None:
+        """Makes a call on the loop, and does not wait for it."""
+        self._loop.call_soon_threadsafe(call, *args)
+
+    def end(self, leave: Callable[[], Coroutine[Any, Any, Iterable[Process]]]) -> None:
+        """Ends the loop, and the processes that `leave` has asked to end on it."""
+        if threading.current_thread() is self._thread:  # an owner became garbage here: the loop cannot wait for itself
+            threading.Thread(target=self.end, args=(leave,)).start()
+            return
+        with self._ending:
+            self._ended = True
+        processes = asyncio.run_coroutine_threadsafe(leave(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(asyncio.sleep(0))  # what threads have asked for becomes tasks
+        while tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
+        reap(processes)
+
+
+def reap(processes: Iterable[Process]) -> None:
+    """Sees to it that processes that were asked to leave do; all of them together have a second for it."""
+    end = time.monotonic() + _LEAVE_S
+    for process in processes:
+        process.close(max(0.0, end - time.monotonic()))
+
+
+class Pool:
+    """Processes that hold functions of users (`child.serve`), on one event loop; a call has a process to itself.
+
+    They are started as calls need them. One that is late or dies, or whose caller is cancelled, is killed; the next
+    call starts another one in its place.
+
+    Attributes:
+      most: processes there may be.
+    """
+
+    def __init__(self, module: str, limits: Limits, most: int = 1) -> None:
+        """Starts nothing yet; the processes run `module`, under `limits`."""
+        self._module, self._limits, self.most, self._closed = module, limits, most, False
+        self._all: set[_Holder] = set()
+        self._idle: asyncio.Queue[_Holder] = asyncio.Queue()
+
+    async def fill(self, specs: Mapping[str, Mapping[str, Any]], what: str) -> dict[str, dict[str, Any]]:
+        """Starts all processes at once and loads functions into each.
+
+        Args:
+          specs: id of a function to what podrl.workers.user_objects.load takes.
+          what: stands before the id in errors.
+
+        Returns:
+          What the module says of each function.
+
+        Raises:
+          ValueError: one cannot be loaded; says why.
+        """
+
+        async def filled(holder: _Holder) -> dict[str, dict[str, Any]]:
+            about = {}
+            for key, spec in specs.items():
+                try:
+                    about[key] = await holder.load(key, spec)
+                except (LoadError, DiedError) as error:
+                    raise ValueError(f"{what}{key} cannot be loaded: {error}") from error
+            return about
+
+        holders = [self._start() for _ in range(self.most)]
+        about = await asyncio.gather(*map(filled, holders))
+        for holder in holders:
+            self._idle.put_nowait(holder)
+        return about[0]
+
+    async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Loads a function into a process, and returns the module's description of it.
+
+        Raises:
+          LoadError: the function cannot be loaded; the message says why.
+          DiedError: the process ended.
+        """
+        return await self._with(lambda holder: holder.load(key, spec))
+
+    async def call(self, key: str, spec: Mapping[str, Any], given: bytes, deadline_s: float) -> dict[str, Any]:
+        """The module's answer for a function and what it is given, as JSON; the time to load it does not count.
+
+        Raises:
+          LateError: no answer within `deadline_s`.
+          DiedError: the process ended, or wrote something else than an answer.
+          LoadError: the function cannot be loaded (again).
+          ValueError: what it is given is too long.
+          OSError: the system starts no more processes.
+        """
+
+        async def made(holder: _Holder) -> dict[str, Any]:
+            await holder.load(key, spec)
+            return await holder.exchange({"call": key}, given, deadline_s)
+
+        return await self._with(made)
+
+    async def close(self) -> list[Process]:
+        """Asks all processes to end, and refuses further calls; whoever gets the processes reaps them."""
+        self._closed = True
+        return [holder.leave() for holder in self._all]
+
+    async def _with(self, use: "Callable[[_Holder], Awaitable[dict[str, Any]]]") -> dict[str, Any]:
+        holder = await self._take()
+        try:
+            if holder.dead:
+                holder.process.close()
+                fresh = self._start()
+                self._all.discard(holder)
+                holder = fresh
+            return await use(holder)
+        finally:
+            if holder.dead:  # or late, or its caller was cancelled in the middle
+                holder.process.close()
+            self._idle.put_nowait(holder)  # the dead one, too: it keeps the place for the next call
+
+    async def _take(self) -> "_Holder":
+        if not self._idle.empty():
+            return self._idle.get_nowait()
+        if self._all:
+            try:
+                return await asyncio.wait_for(self._idle.get(), _PATIENCE_S)
+            except TimeoutError:
+                pass
+        return self._start() if len(self._all) < self.most else await self._idle.get()
+
+    def _start(self) -> "_Holder":
+        if self._closed:
+            raise DiedError("it was asked to end.")
+        holder = _Holder(self._module, self._limits)
+        self._all.add(holder)
+        return holder
+
+
+class _Holder:
+    """One process of a pool, and what it holds; it is dead from the first request on that gets no answer."""
+
+    def __init__(self, module: str, limits: Limits) -> None:
+        self.process = Process(module, limits, self._answered, self._ended)
+        self._death: DiedError | None = None
+        self._number, self._reply = 0, asyncio.Future[dict[str, Any]]()
+        self._about: dict[str, dict[str, Any]] = {}
+
+    @property
+    def dead(self) -> bool:
+        return self._death is not None
+
+    async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Loads a function into this process, if it is not there, and returns the module's description of it."""
+        if key not in self._about:
+            try:
+                reply = await self.exchange({"load": key, "spec": spec, "path": sys.path}, b"", LOAD_S)
+            except LateError:
+                raise LoadError(f"it did not load within {LOAD_S:g} s.") from None
+            if "raised" in reply:
+                raise LoadError(reply["raised"])
+            self._about[key] = reply
+        return dict(self._about[key])
+
+    async def exchange(self, header: Mapping[str, Any], body: bytes, deadline_s: float) -> dict[str, Any]:
+        if self._death is not None:
+            raise self._death
+        self.process.send({**header, "number": self._number + 1}, body)
+        self._number, self._reply = self._number + 1, asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(self._reply, deadline_s)
+        except TimeoutError:
+            raise LateError("it did not answer in time.") from None
+        finally:
+            if self._reply.cancelled():  # its answer may still come, and must not be taken for another's
+                self._fail(DiedError("its last request was given up."))
+
+    def leave(self) -> Process:
+        self._fail(DiedError("it was asked to end."))
+        return self.process.leave()
+
+    def _answered(self, frame: dict[str, Any]) -> None:
+        match frame:
+            case {"number": self._number, "reply": dict(reply)} if not self._reply.done():
+                self._reply.set_result(reply)
+            case _:
+                self._fail(DiedError("it wrote something else than its answer: a frame that nobody asked for."))
+
+    def _ended(self) -> None:
+        self._fail(self.process.death())
+
+    def _fail(self, death: DiedError) -> None:
+        self._death = self._death or death
+        if not self._reply.done():
+            self._reply.set_exception(death)
+
+
+class Functions:
+    """A Pool for callers on threads; a fixed number of processes, each of which holds every function.
+
+    Attributes:
+      about: the module's description of each function.
+    """
+
+    def __init__(
+        self, module: str, limits: Limits, specs: Mapping[str, Mapping[str, Any]], *, size: int, what: str
+    ) -> None:
+        """Starts the processes and loads the functions.
+
+        Args:
+          module: name of the module that each process runs, see `Process`.
+          limits: limits of memory, processes, files and environment variables of each process.
+          specs: id of a function to what podrl.workers.user_objects.load takes.
+          size: number of processes.
+          what: stands before the id of a function in the errors of loading.
+
+        Raises:
+          ValueError: a function cannot be loaded; says why.
+        """
+        self._specs, self._what, self._pool = specs, what, Pool(module, limits, size)
+        self._loop = Loop("podrl-functions")
+        self._finalizer = weakref.finalize(self, self._loop.end, self._pool.close)
+        try:
+            self.about = self._loop.run(self._pool.fill(specs, what))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Functions":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def call(self, key: str, given: Any, deadline_s: float) -> dict[str, Any]:
+        """As `Pool.call`, of JSON or what is encoded as such already."""
+        body = given if isinstance(given, bytes) else json.dumps(given).encode()
+        try:
+            return self._loop.run(self._pool.call(key, self._specs[key], body, deadline_s))
+        except LoadError as error:
+            raise LoadError(f"{self._what}{key} cannot be loaded: {error}") from error
+
+    def close(self) -> None:
+        """Ends every process; returns when none is left."""
+        self._finalizer()

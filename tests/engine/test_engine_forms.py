@@ -1,0 +1,125 @@
+"""The engine with other dtypes, head sizes, depths and meshes, each against the full forward pass."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from podrl.engine.config import RolloutConfig, Sampling
+from podrl.models.config import LoraConfig, gemma2_config
+from podrl.models.hf_config import config_from_hf
+from podrl.types import Policy
+
+CONFIG = RolloutConfig(
+    max_tokens_to_generate=20,
+    max_prompt_length=20,
+    kv_cache_size=64,
+    lanes=8,
+    steps_per_dispatch=4,
+    page_tokens=8,
+    prefill_tokens=8,  # prompts of up to three chunks
+    members_per_read=2,
+)
+SMALL = {"vocab_size": 300, "num_layers": 2, "model_dim": 16, "ffn_dim": 16, "window": 6}
+
+
+FORMS = pytest.mark.nightly("podrl/engine", "podrl/rollout", "podrl/models")
+
+
+def generate(tiny, check, prompts_of, config=CONFIG, atol=1e-4):
+    sampling = Sampling(max_new=20)
+    worker = tiny.worker(config, warm=False)
+    rollouts = worker.generate(
+        Policy(tiny.params, 0), prompts_of([20, 7, 13, 1]), group_size=3, step=0, sampling=sampling
+    )
+    assert rollouts.mask_BT.sum() > 100
+    check(tiny, rollouts, sampling, atol=atol)
+    return worker, rollouts
+
+
+@FORMS
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (2, 1, 128), (1, 1, 256)])
+def test_head_sizes(tiny_on, check, prompts_of, heads, kv_heads, head_dim):
+    model = gemma2_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **SMALL)
+    generate(tiny_on("data=1", 1, model), check, prompts_of)
+
+
+def test_bfloat16(tiny_on, check, prompts_of):
+    """Compares weights, activations and caches in bfloat16 with a float32 forward pass of the same weights.
+
+    A log-probability is off by a few of bfloat16's steps (1/256) of the logits, which lie within 4 of 0.
+    """
+    model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=64, **{**SMALL, "num_layers": 1})
+    tiny = tiny_on("data=1", 1, model, "bfloat16")
+    _, rollouts = generate(tiny, check, prompts_of, atol=0.1)
+    reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
+    chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
+    error = (rollouts.raw_logprob_BT - chosen_BT)[rollouts.mask_BT > 0]
+    assert np.abs(error).mean() < 0.01 and abs(error.mean()) < 0.003
+    assert np.abs(error).max() > 1e-5  # it did run in bfloat16
+
+
+@FORMS
+@pytest.mark.slow
+def test_more_layers_than_are_unrolled(tiny_on, check, prompts_of):
+    """Deep models scan over stacked layers; adapters and both kinds of window are stacked too."""
+    model = gemma2_config(num_heads=2, num_kv_heads=1, head_dim=8, **{**SMALL, "num_layers": 14})
+    model = dataclasses.replace(model, lora=LoraConfig(rank=2, alpha=4.0, pattern="q|down"))
+    tiny = tiny_on("data=1", 1, model)
+    worker = tiny.worker(CONFIG, warm=False)
+    engine = worker._get_engine(tiny.params)
+    assert not engine.unrolled and engine.prepare(tiny.params) is tiny.params, "the weights are held once"
+    generate(tiny, check, prompts_of)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers"),
+    [
+        ("fsdp=2", 14),
+        pytest.param("tensor=2", 2, marks=[FORMS, pytest.mark.slow]),
+        pytest.param("data=2,fsdp=2,tensor=2", 14, marks=[FORMS, pytest.mark.slow]),
+    ],
+)
+def test_meshes(tiny_on, check, prompts_of, mesh, layers):
+    """Covers unrolled and scanned layers, with weights cut over tensor, fsdp and both."""
+    model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=8, **{**SMALL, "num_layers": layers})
+    devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+    generate(tiny_on(mesh, devices, model), check, prompts_of)
+
+
+# Heads of 8 in layers with a window, and of 16, whose values are keys, in those without.
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers"),
+    [
+        ("fsdp=2", 15),
+        ("data=1", 3),
+        pytest.param("tensor=2", 3, marks=[FORMS, pytest.mark.slow]),
+        pytest.param("data=2,fsdp=2,tensor=2", 15, marks=[FORMS, pytest.mark.slow]),
+    ],
+)
+def test_layers_of_two_kinds(tiny_on, check, prompts_of, mesh, layers):
+    """Each kind has pools of its own; the pool is so small that pages of both are spilled and restored."""
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    model = config_from_hf({**GEMMA4, "num_hidden_layers": layers, "layer_types": types * (layers // 3)})
+    model = dataclasses.replace(model, lora=LoraConfig(rank=2, alpha=4.0, pattern="q|v|down"))
+    devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+    tiny = tiny_on(mesh, devices, model)
+    worker, _ = generate(tiny, check, prompts_of, dataclasses.replace(CONFIG, pool_tokens=12 * 8))
+    assert (worker.stats.spills > 0) == (devices < 8)

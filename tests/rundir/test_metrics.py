@@ -1,0 +1,88 @@
+"""metrics.jsonl holds each step once, whatever happened to the process that wrote it."""
+
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+
+from podrl.config import build
+from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
+
+_QUIET = LogConfig(to=())
+
+
+def _log(path, start=0):
+    return MetricsLog(path, _QUIET, start=start, run_config={})
+
+
+def test_every_line_is_one_valid_object(tmp_path):
+    log = _log(tmp_path)
+    log.write(1, {"loss": 1.5, "kl": math.nan})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 1.5, "kl": None}
+
+
+def test_resuming_drops_later_records_and_a_torn_line(tmp_path):
+    log = _log(tmp_path)
+    for step in range(1, 5):
+        log.write(step, {"x": step})
+        log.write_samples(step, [{"text": f"é{step}"}])
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "x"')
+    log = _log(tmp_path, start=3)
+    log.write(3, {"x": 30})
+    log.close()
+    assert [(r["step"], r["x"]) for r in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert samples == [{"step": 1, "text": "é1"}, {"step": 2, "text": "é2"}]
+
+
+def test_tensorboard_reads_the_events(tmp_path):
+    """Read back by another writer's protocol buffers and checksums; a later life hides what it repeats."""
+    from tensorboardX import crc32c
+    from tensorboardX.proto import event_pb2
+
+    generated: Any = event_pb2  # code without types
+    read = []
+    for start in (0, 300):
+        log = MetricsLog(tmp_path, LogConfig(), start=start, run_config={})
+        log.write(start + 1, {"a/b": 1.5, "é": -1e300})
+        log.close()
+    for file in sorted((tmp_path / "tensorboard").glob("events.out.tfevents.*")):
+        left = file.read_bytes()
+        while left:
+            size, checksum = struct.unpack("<QI", left[:12])
+            event, (after,) = left[12 : 12 + size], struct.unpack("<I", left[12 + size : 16 + size])
+            sums = crc32c._crc32c(left[:8]), crc32c._crc32c(event)
+            assert [checksum, after] == [((c >> 15 | c << 17) + 0xA282EAD8) & 0xFFFFFFFF for c in sums]
+            read.append(generated.Event.FromString(event))
+            left = left[16 + size :]
+    assert [event.step for event in read] == [0, 1, 0, 300, 301] and all(event.wall_time > 1e9 for event in read)
+    assert read[0].file_version == read[2].file_version == "brain.Event:2"
+    assert read[3].session_log.status == generated.SessionLog.START
+    for event in (read[1], read[4]):
+        assert [(value.tag, value.simple_value) for value in event.summary.value] == [("a/b", 1.5), ("é", -math.inf)]
+
+
+@pytest.mark.parametrize("bad", [{"to": ("wandb", "neptune")}, {"to": ("wandb", "wandb")}, {"stall_s": 0.0}])
+def test_bad_settings_are_named(bad):
+    with pytest.raises(ValueError, match=f"log.{next(iter(bad))}"):
+        LogConfig(**bad)
+
+
+@pytest.mark.parametrize(
+    "former, now",
+    [
+        ({"tensorboard": False}, "log.to"),
+        ({"tensorboard": True}, "log.to"),
+        ({"wandb": "offline"}, "WANDB_MODE"),
+        ({"wandb_project": "mine"}, "log.project"),
+    ],
+)
+def test_former_keys_are_refused_with_what_took_their_place(former, now):
+    """Also one that is False, which passes where another system's key asks for nothing."""
+    with pytest.raises(ValueError, match=rf"no field config\.log\.{next(iter(former))}: .*{now}"):
+        build(LogConfig, former, prefix="config.log")
