@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import json
+import logging
 import pathlib
 import sys
 import time
@@ -11,6 +13,7 @@ from typing import Any, Literal
 from podrl.environments import worker as worker_module
 from podrl.environments.calls import in_template
 from podrl.environments.config import NONE, PROGRAM, TOOLS, EnvironmentConfig
+from podrl.environments.finished import NUMBER, Finished, digest
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Task
 from podrl.environments.toolbox import Toolbox
@@ -24,6 +27,7 @@ from podrl.workers.user_objects import spec_at
 Called = Callable[[Task, str, float, float, str], None]
 _LIVES = 3  # of an episode whose workers die or block, before the job ends
 _SILENT_S = 3 * BEAT_S
+_log = logging.getLogger("podrl.environments")
 
 
 class EnvironmentFailure(BatchError):  # noqa: N818 - the word of docs and logs
@@ -42,6 +46,7 @@ class _Episode:
       spent_s: seconds of the environment and its tools so far; since: when the present stretch began, 0 while the model
         samples.
       asks: what it waits for outside, and since when.
+      finished: the record of its end in an earlier run, which is played instead of a worker; None for a worker.
     """
 
     number: int
@@ -59,6 +64,7 @@ class _Episode:
     spent_s: float = 0.0
     since: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    finished: Finished | None = None
 
 
 class _Home:
@@ -90,7 +96,8 @@ class Host:
           config: the settings of the environments and their tools.
           limits: resources that each process with user code may take, and environment variables that it may see.
           journal: the recorded answers of tools and services; None records nothing.
-          emit: called with each event, {"say": episode, ...} or {"done": episode, ...}, and with each error.
+          emit: called with each event, {"say": episode, ...}, {"done": episode, ...} or {"anew": episode}, and with
+            each error.
           called: called with each tool call that is made, but for the calls that the journal answers; None for nobody.
           said: directory of the files with the standard error of MCP servers; None writes to this process's.
         """
@@ -104,6 +111,7 @@ class Host:
         self._episodes: dict[int, _Episode] = {}
         self._lives: dict[int, _Episode] = {}
         self._next_life = 0
+        self._warned = False
         self._watch: asyncio.Task[None] | None = None
 
     async def open(self) -> tuple[str, list[dict[str, Any]]]:
@@ -127,13 +135,22 @@ class Host:
         return own["parser"], await self._toolbox.toolset(EnvironmentConfig(**own))
 
     def start(self, number: int, task: Task) -> None:
-        self._enter(_Episode(number, task, -1, self._homes[0]))
+        episode = self._episodes[number] = _Episode(number, task, -1, self._homes[0])
+        if self._keeps(task):
+            episode.jobs[NUMBER] = asyncio.create_task(self._look_up(episode))
+        else:
+            self._enter(episode)
 
     def turn(self, number: int, turn: dict[str, Any]) -> None:
         if (episode := self._episodes.get(number)) is not None:
             assert len(episode.turns) < len(episode.said), f"episode {number} waits for no turn"
             episode.turns.append(turn)
-            self._give(episode)
+            if episode.finished is None:
+                self._give(episode)
+            elif digest(turn) == episode.finished.turns[len(episode.turns) - 1]:
+                self._say_on(episode, episode.finished)
+            else:
+                self._begin_anew(episode)
 
     def cancel(self, number: int) -> None:
         if (episode := self._episodes.get(number)) is not None:
@@ -248,7 +265,8 @@ class Host:
         episode.home.episodes.discard(episode.number)
 
     def _leave(self, episode: _Episode) -> None:
-        self._send(episode, {"cancel": episode.life})
+        if episode.life in self._lives:
+            self._send(episode, {"cancel": episode.life})
         self._drop_life(episode)
         del self._episodes[episode.number]
 
@@ -278,6 +296,72 @@ class Host:
         else:  # another one holds the process: it is not this one's fault
             episode.timer = asyncio.get_running_loop().call_later(BEAT_S, self._expired, episode)
 
+    # The records of finished episodes.
+
+    def _keeps(self, task: Task) -> bool:
+        """True if an episode is to be recorded whole: one of a program, which need not do the same again."""
+        return bool(self._journal and self._config.program and task.fields.get("env") not in self._config.others)
+
+    def _what(self, task: Task) -> str:
+        return f"program {json.dumps([self._config.program, dataclasses.asdict(task)], sort_keys=True)}"
+
+    async def _look_up(self, episode: _Episode) -> None:
+        """Begins an episode, or plays it as an earlier run recorded it."""
+        assert self._journal is not None
+        try:
+            record = await self._journal.find(episode.task, NUMBER, self._what(episode.task))
+        except Exception as error:  # noqa: BLE001 - raised where the episodes are polled
+            self._emit(error)
+            return
+        episode.jobs.pop(NUMBER)
+        if record is None:
+            self._enter(episode)
+        else:
+            episode.finished = Finished.read(record)
+            self._say_on(episode, episode.finished)
+
+    def _say_on(self, episode: _Episode, finished: Finished) -> None:
+        """Emits what a recorded episode says next."""
+        at = len(episode.said)
+        if at == len(finished.said):
+            self._end(episode, "ended", finished.result)
+            return
+        episode.said.append(dict(finished.said[at]))
+        self._emit({"say": episode.number, **finished.said[at], "records": []})
+
+    def _begin_anew(self, episode: _Episode) -> None:
+        """Begins an episode whose record does not fit: the model answers otherwise than in the earlier run."""
+        if not self._warned:
+            _log.warning(
+                "%s is recorded as finished, but the model now answers otherwise (turn %d): the program is asked "
+                "again, and the run will differ from the earlier one.",
+                *(self._name(episode), len(episode.turns) - 1),
+            )
+        self._warned, episode.finished = True, None
+        episode.said.clear()
+        episode.turns.clear()
+        self._emit({"anew": episode.number})
+        self._enter(episode)
+
+    def _returned(self, episode: _Episode, result: Mapping[str, Any]) -> None:
+        """Ends an episode whose environment has returned; that of a program is recorded first."""
+        if not self._keeps(episode.task) or result["reason"] == "failed" or len(episode.turns) < len(episode.said):
+            self._end(episode, "ended", result)
+            return
+        self._drop_life(episode)
+        episode.jobs[NUMBER] = asyncio.create_task(self._record(episode, result))
+
+    async def _record(self, episode: _Episode, result: Mapping[str, Any]) -> None:
+        assert self._journal is not None
+        finished = Finished(episode.said, [digest(turn) for turn in episode.turns], result)
+        try:
+            await self._journal.add(episode.task, NUMBER, self._what(episode.task), finished.record())
+        except Exception as error:  # noqa: BLE001 - raised where the episodes are polled
+            self._emit(error)
+            return
+        episode.jobs.pop(NUMBER)
+        self._end(episode, "ended", result)
+
     # Frames.
 
     def _send(self, episode: _Episode, frame: Mapping[str, Any]) -> None:
@@ -303,7 +387,7 @@ class Host:
                 if runs:
                     self._run_clock(self._lives[life])
             case {"done": life, **result} if life in self._lives:
-                self._end(self._lives[life], "ended", result)
+                self._returned(self._lives[life], result)
             case {"raised": life, "why": why} if life in self._lives:
                 episode = self._lives[life]
                 self._leave(episode)

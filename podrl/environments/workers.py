@@ -69,6 +69,16 @@ class Done:
     why: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Anew:
+    """An episode that begins from its first request again: what it said and was told so far is void."""
+
+    episode: int
+
+
+Message = Say | Done | Anew
+
+
 class Episodes:
     """All episodes of this process; one thread may call it.
 
@@ -100,7 +110,7 @@ class Episodes:
           ServiceError: an MCP server does not answer.
         """
         refuse_inside()
-        self._messages: queue.SimpleQueue[Say | Done | BaseException] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._host = Host(config, limits, journal, _emit_to(self._messages), called, said)
         messages = self._messages
@@ -148,14 +158,14 @@ class Episodes:
         """Forgets an episode; what it said before may still come from `poll`."""
         self._loop.soon(self._host.cancel, episode)
 
-    def poll(self, timeout_s: float) -> list[Say | Done]:
+    def poll(self, timeout_s: float) -> list[Message]:
         """All that has come, or what comes first within `timeout_s`; [] where nothing does.
 
         Raises:
           EnvironmentFailure: the environment raised, was refused on a replay, or cannot be kept alive.
           ServiceError: an MCP server was away for env.server_deadline_s.
         """
-        found: list[Say | Done] = []
+        found: list[Message] = []
         with contextlib.suppress(queue.Empty):
             message = self._messages.get(timeout=timeout_s) if timeout_s > 0 else self._messages.get_nowait()
             while True:
@@ -188,6 +198,8 @@ def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | 
                 messages.put(Say(episode, **{**said, **lists}))
             case {"done": episode, **result}:
                 messages.put(Done(episode, **result))
+            case {"anew": episode}:
+                messages.put(Anew(episode))
 
     return emit
 

@@ -14,7 +14,7 @@ from podrl.engine.state import STOP_IDS
 from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.asks import Refused
-from podrl.environments.workers import Done, Say
+from podrl.environments.workers import Anew, Done, Message, Say
 from podrl.rollout.branches import Branches, Conversation
 from podrl.rollout.partial import Partial, fill
 from podrl.rollout.points import Points
@@ -43,7 +43,7 @@ class Host(Protocol):
 
     def cancel(self, episode: int) -> None: ...
 
-    def poll(self, timeout_s: float) -> Sequence[Say | Done]: ...
+    def poll(self, timeout_s: float) -> Sequence[Message]: ...
 
     def waiting(self) -> list[str]: ...
 
@@ -68,7 +68,7 @@ class Partner:
     failed_share: float = 1.0
     waits_for: str = ""
     started: int = 0
-    inboxes: dict[int, list[Say | Done]] = dataclasses.field(default_factory=dict)
+    inboxes: dict[int, list[Message]] = dataclasses.field(default_factory=dict)
 
     def poll(self, timeout_s: float) -> int:
         """Sorts what has come, or what comes first within `timeout_s`, into the inboxes; returns how much it was."""
@@ -195,7 +195,7 @@ class Pump:
         self._unasked: dict[int, set[int]] = {}  # by prompt: samples whose environments have not begun
         self._ended: list[int] = []
         self._owed: set[int] = set()  # samples whose environments have the word
-        self._inboxes: dict[int, list[Say | Done]] = {}
+        self._inboxes: dict[int, list[Message]] = {}
         self._points = Points()
         self._calls: int | None = None
         self._failed = 0
@@ -303,6 +303,9 @@ class Pump:
         for b, inbox in list(self._inboxes.items()):
             while inbox and b in self._episodes and not self._parked(self._episodes[b]):
                 message = inbox.pop(0)
+                if isinstance(message, Anew):
+                    self._begin_anew(b)
+                    continue
                 if self._episodes[b].stop is None and not self._repeats(b, message):
                     self._owed.discard(b)
                     if isinstance(message, Say):
@@ -330,6 +333,13 @@ class Pump:
         if episode.repeated == episode.heard:
             episode.repeated = None
         return True
+
+    def _begin_anew(self, b: int) -> None:
+        """Forgets what a sample drew so far: its environment begins again."""
+        if (branches := self._episodes[b].branches) is not None:
+            branches.joined(self._session)
+        self._episodes[b] = Episode(started=self._episodes[b].started)
+        self._owed.add(b)
 
     def _on_say(self, b: int, say: Say) -> None:
         episode = self._episodes[b]

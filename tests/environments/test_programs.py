@@ -1,5 +1,6 @@
 """Tests agent programs in processes of their own: what they ask is trained, and what fails is lost and counted."""
 
+import json
 import pathlib
 
 import jax
@@ -12,6 +13,8 @@ from podrl.config import merge
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
+from podrl.environments.finished import Finished
+from podrl.environments.journal import Files, Journal
 from podrl.environments.workers import Episodes
 from podrl.job.config import parse
 from podrl.launch import find_config, load_config
@@ -56,6 +59,16 @@ def forks(task):
     n = len(first["prompt_token_ids"] + first["choices"][0]["token_ids"])
     assert last["prompt_token_ids"][:n] == first["prompt_token_ids"] + first["choices"][0]["token_ids"]
     return {"reward": 1.0, "metrics": {"pid": os.getpid() > 0}, "text": str(says(last)["content"])}
+
+
+def random(task):
+    with open("ASKED", "a") as file:
+        file.write(f"{task['sample']}\\n")
+    first = ask([USER])
+    more = {"role": "user", "content": os.urandom(4).hex()}
+    ask([USER, says(first), more])
+    drawn = os.urandom(2)
+    return {"reward": drawn[0] / 256, "metrics": {"drawn": drawn[1]}, "text": more["content"]}
 
 
 def refused(task):
@@ -130,18 +143,20 @@ def serving():
 def play(serving, tmp_path, monkeypatch):
     """Plays four samples of an agent program."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(serve.__file__).parent.parent))
-    (tmp_path / "agent.py").write_text(AGENT.replace("PIDS", f"{tmp_path}/pids"))
+    (tmp_path / "agent.py").write_text(AGENT.replace("PIDS", f"{tmp_path}/pids").replace("ASKED", f"{tmp_path}/asked"))
 
-    def run(name, failed_share=0.25, processes=2, **settings):
+    def run(name, failed_share=0.25, processes=2, journal=None, temperature=1.0, **settings):
         tokens_P = np.asarray([serving._tokenizer.encode(ASKED, start=True)], np.int32)
         prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [ASKED], {}, b"")
         worker, policy = serving._worker, serving._policy
         program = f"python {tmp_path}/agent.py {name}"
         config = EnvironmentConfig(environment="program", program=program, processes=processes, **settings)
-        with Episodes(config, Limits(), journal=None, said=tmp_path / "said") as host:
+        with Episodes(config, Limits(), journal=journal, said=tmp_path / "said") as host:
             worker.partner = Partner(host, Dialogue(serving._tokenizer), failed_share=failed_share)
             try:
-                player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=100))
+                player = worker.player(
+                    prompts, group_size=4, step=1, sampling=Sampling(max_new=100, temperature=temperature)
+                )
                 for _ in worker.advance(policy, [(player, None)]):
                     pass
                 return worker.rows(player, 0.0)
@@ -164,6 +179,55 @@ def test_what_a_program_asks_is_a_row_and_the_same_each_time(play):
         assert rollouts.turn_reward_BT[b].sum() == 1.0 and 1 < rollouts.mask_BT[b].sum() <= 15
     for name in ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT"):
         np.testing.assert_array_equal(getattr(rollouts, name), getattr(again, name))
+
+
+ROW = ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT")
+
+
+def test_a_killed_run_asks_no_program_again_for_an_episode_that_had_finished(play, tmp_path, caplog):
+    """The journal as a kill leaves it after each episode: what it holds is unchanged, and the rest is asked again."""
+
+    def run(lines, **how):
+        (tmp_path / "asked").write_text("")
+        path.write_text("".join(lines))
+        files = Files(path.parent)
+        rollouts = play("random", journal=Journal(files), **how)
+        files.close()
+        return rollouts, sorted((tmp_path / "asked").read_text().split())
+
+    path = tmp_path / "outside" / "1.jsonl"
+    path.parent.mkdir()
+    one, asked = run([])
+    assert asked == ["0", "1", "2", "3"]
+    lines = path.read_text().splitlines(keepends=True)
+    ended = [json.loads(line)["sample"] for line in lines]
+    assert sorted(ended) == [0, 1, 2, 3]
+    for kept in range(5):
+        again, asked = run(lines[:kept])
+        assert asked == sorted(map(str, ended[kept:]))
+        for b in ended[:kept]:
+            for name in ROW:
+                np.testing.assert_array_equal(getattr(one, name)[b], getattr(again, name)[b])
+            assert metrics_of(one, b) == metrics_of(again, b)
+            assert one.completions[b] == again.completions[b]
+        assert len(path.read_text().splitlines()) == 4
+    assert not caplog.messages
+    other, asked = run(lines, temperature=0.1)  # the model answers otherwise
+    assert asked and "the program is asked again" in caplog.text
+    assert not faults(other, step=1, max_staleness=1) and (other.mask_BT.sum(axis=1) > 0).all()
+
+
+def test_a_record_of_an_episode_holds_each_message_once():
+    turns = [{"role": "user", "content": f"{i} " + "x" * 100} for i in range(100)]
+    said = [
+        {"stop": [], "chat": {"messages": turns[: i + 1], "tools": [{"name": "t" * 100}], "id": str(i)}}
+        for i in range(100)
+    ]
+    said += [{"stop": ["a"], "chat": None}, said[3], {"chat": {"messages": turns[5:], "tools": [], "id": ""}}]
+    episode = Finished(said, ["0" * 32] * len(said), {"reward": None})
+    record = json.loads(json.dumps(episode.record()))
+    assert Finished.read(record) == episode
+    assert len(json.dumps(record)) < 60_000
 
 
 def test_what_training_cannot_honour_is_refused_by_name(play):

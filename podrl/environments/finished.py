@@ -1,0 +1,79 @@
+"""The record of a finished episode of a program: what it asked, hashes of the answers that it got, and its result.
+
+A run that is started again plays the record, so the program is not asked again. A program need not do the same twice,
+so this is the only way to the same sample.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NUMBER = -1  # number of the record among the outside answers of its sample, which count from 0
+Said = Mapping[str, Any]  # a request, as the fields of a podrl.environments.workers.Say
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """An episode from its first request to its result.
+
+    Attributes:
+      said: the requests in their order.
+      turns: `digest` of the model's turn after each request.
+      result: reward, metrics, text and reason, as in a podrl.environments.workers.Done.
+    """
+
+    said: Sequence[Said]
+    turns: Sequence[str]
+    result: Mapping[str, Any]
+
+    def record(self) -> dict[str, Any]:
+        """Writes the episode as JSON. A conversation that repeats an earlier one is written as what it adds."""
+        said = [_shortened(one, self.said[:i]) for i, one in enumerate(self.said)]
+        return {"said": said, "turns": list(self.turns), "result": dict(self.result)}
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> "Finished":
+        """Reads what `record` wrote."""
+        said: list[Said] = []
+        for one in record["said"]:
+            said.append(_lengthened(one, said))
+        return cls(said, record["turns"], record["result"])
+
+
+def digest(turn: Mapping[str, Any]) -> str:
+    """Hashes a turn of the model: its text, its tokens and its end."""
+    what = json.dumps([turn["text"], turn["stop"], list(turn["tokens"])])
+    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+
+
+def _shortened(one: Said, before: Sequence[Said]) -> Said:
+    """Replaces the messages that begin an earlier conversation, and its tools, by the number of that conversation."""
+    if not (chat := one.get("chat")):
+        return one
+    shared = [
+        _shared(chat["messages"], earlier["chat"]["messages"]) if earlier.get("chat") else 0 for earlier in before
+    ]
+    if not any(shared):
+        return one
+    keep = max(shared)
+    of = shared.index(keep)
+    short = {**chat, "messages": chat["messages"][keep:], "of": of, "keep": keep}
+    if chat["tools"] == before[of]["chat"]["tools"]:
+        del short["tools"]
+    return {**one, "chat": short}
+
+
+def _lengthened(one: Said, before: Sequence[Said]) -> Said:
+    if "of" not in (one.get("chat") or {}):
+        return one
+    chat = dict(one["chat"])
+    earlier = before[chat.pop("of")]["chat"]
+    messages = [*earlier["messages"][: chat.pop("keep")], *chat["messages"]]
+    return {**one, "chat": {"tools": earlier["tools"], **chat, "messages": messages}}
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Counts the messages with which two conversations begin alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
