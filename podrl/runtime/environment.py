@@ -1,4 +1,7 @@
-"""Sets environment variables that jax reads when it is imported."""
+"""Sets environment variables that jax reads when it is imported.
+
+A process of a cluster also changes here how jax compiles: what it keeps, and when a program is first run.
+"""
 
 import contextlib
 import glob
@@ -17,6 +20,7 @@ _FAKE = "--xla_force_host_platform_device_count"
 # Files of accelerators' drivers: TPU, NVIDIA, AMD, and CUDA under WSL.
 _DRIVERS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 _GOOGLE = "0x1ae0"  # PCI vendor
+_MEET_S = 600.0  # for the slowest process to compile a program; a dead one is noticed sooner, by the channel
 
 
 def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
@@ -119,6 +123,39 @@ def keep_what_this_process_compiles() -> None:
         return (own if alone else original)(backend, computation, executable_devices, *others, **named)
 
     compiler._compile_and_write_cache = compile_and_write
+
+
+def meet_before_first_runs() -> None:
+    """Has the processes of a CPU cluster wait for each other before they first run a program that they share.
+
+    Gloo, which moves what CPU devices of different processes exchange, gives a process up that comes 30 s after another
+    one, and nothing sets that bound. A process of a loaded machine reads weights and compiles for longer than that. So
+    each process compiles the program, then waits at a barrier of jax's coordinator, whose error after 10 minutes names
+    who is missing. Later runs have no barrier, and programs of other devices have none at all. Where this jax has
+    other internals, nothing changes.
+    """
+    from jax._src import compiler, distributed
+
+    original = getattr(compiler, "compile_or_get_cached", None)
+    if original is None or original.__module__ == __name__:
+        return
+    if [*inspect.signature(original).parameters][:3] != ["backend", "computation", "devices"]:
+        return
+    met: set[str] = set()
+
+    def compile_and_meet(backend: Any, computation: Any, devices: Any, *others: Any, **named: Any) -> Any:
+        compiled = original(backend, computation, devices, *others, **named)
+        processes = sorted({device.process_index for device in devices.flat})
+        client = distributed.global_state.client
+        if client is not None and len(processes) > 1 and backend.platform == "cpu":
+            # By the program and not by a count: a process may have to compile again what others still have.
+            program = hashlib.blake2b(f"{processes} {computation}".encode(), digest_size=16).hexdigest()
+            if program not in met:
+                met.add(program)
+                client.wait_at_barrier(f"podrl/{program}", int(_MEET_S * 1000), processes)
+        return compiled
+
+    compiler.compile_or_get_cached = compile_and_meet
 
 
 def _processor() -> str:

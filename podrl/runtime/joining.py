@@ -12,7 +12,7 @@ from typing import Any
 
 from podrl.runtime.channel import Channel, ChannelError
 from podrl.runtime.detect import UNIX, Cluster, too_few_workers
-from podrl.runtime.environment import keep_what_this_process_compiles
+from podrl.runtime.environment import keep_what_this_process_compiles, meet_before_first_runs
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import (
@@ -232,6 +232,7 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
                 "google.com/tpu), and is libtpu installed (requirements-tpu.lock)?"
             ) from None
         keep_what_this_process_compiles()
+        meet_before_first_runs()
     for name in ("PODRL_SECRET", "PODRL_SECRET_FILE"):  # not for reward functions and other children
         forget(os.environ, name)
     return pod

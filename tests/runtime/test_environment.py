@@ -94,11 +94,34 @@ def test_no_place_for_compiled_programs_is_no_error(tmp_path):
 
 
 _MEMBER = """
-import sys
+import functools, sys
 import jax, jax.numpy as jnp
-from podrl.runtime.environment import keep_what_this_process_compiles
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), cluster_detection_method="deactivate")
+from jax._src import compiler, distributed
+from podrl.runtime.environment import keep_what_this_process_compiles, meet_before_first_runs
+address, me = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 2, me, cluster_detection_method="deactivate")
+jax.devices()
+client, original = distributed.global_state.client, compiler.compile_or_get_cached
+
+class Tells:
+    def wait_at_barrier(self, name, *args):
+        client.key_value_set(f"{me} waits at {name}", "")
+        client.key_value_set(f"{me} waits", "", allow_overwrite=True)
+        client.wait_at_barrier(name, *args)
+
+    def __getattr__(self, name):
+        return getattr(client, name)
+
+@functools.wraps(original)
+def slowly(backend, computation, devices, *args, **kwargs):
+    compiled = original(backend, computation, devices, *args, **kwargs)
+    if me == 1 and devices.size == 2:
+        client.blocking_key_value_get("0 waits", 60_000)
+    return compiled
+
+distributed.global_state.client, compiler.compile_or_get_cached = Tells(), slowly
 keep_what_this_process_compiles()
+meet_before_first_runs()
 misses = []
 jax.monitoring.register_event_listener(lambda name, **_: misses.extend([name] * name.endswith("/cache_misses")))
 mesh = jax.sharding.Mesh(jax.devices(), "x")
@@ -111,7 +134,11 @@ print("written", len(misses))
 
 @pytest.mark.slow
 def test_every_process_of_a_cluster_finds_what_it_compiled(tmp_path):
-    """The second start compiles nothing: also not what process 1 alone runs, which jax by itself never keeps."""
+    """The second start compiles nothing: also not what process 1 alone runs, which jax by itself never keeps.
+
+    Process 1 compiles until process 0 waits for it, as it does before they first run a program together: it has not
+    entered Gloo, which would give up after 30 s.
+    """
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     written = []
