@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
-Call = TypeVar("Call", bound=Callable[..., Any])
+Call = TypeVar("Call", bound=Callable[..., object])
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -23,13 +23,13 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(known)}."
 
 
-def elsewhere(name: str, group: Mapping[str, Any], prefix: str = "") -> str:
+def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
     """Suggests the dotted paths at which nested mappings have the key `name`; '' where none has."""
     places = sorted(_places(name, group, ""))
     return f" Did you mean {' or '.join(repr(prefix + place) for place in places)}?" if places else ""
 
 
-def _places(name: str, group: Mapping[str, Any], prefix: str) -> list[str]:
+def _places(name: str, group: Mapping[str, object], prefix: str) -> list[str]:
     found = [prefix + name] if name in group else []
     for key, value in group.items():
         found += _places(name, value, f"{prefix}{key}.") if isinstance(value, Mapping) else []
@@ -41,7 +41,7 @@ def known_arguments(call: Call) -> Call:
     names = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @functools.wraps(call)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
         for name in kwargs:
             if name not in names:
                 called = call.__qualname__.removesuffix(".__init__")
@@ -60,7 +60,7 @@ def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: object, **kwargs: object) -> object:
             for name in ways.keys() & kwargs.keys():
                 if kwargs.pop(name) not in (None, False):
                     raise TypeError(f"{call.__qualname__} has no argument {name!r}: {ways[name]}")
@@ -81,11 +81,11 @@ class Elsewhere:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"{owner.__name__}.{name}"
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> object:
         raise AttributeError(f"{self._name} is not there: {self._way}")
 
 
-def as_settings(cls: type[T], value: Any, name: str) -> T:
+def as_settings(cls: type[T], value: object, name: str) -> T:
     """Returns settings given as `cls` itself, or as a dict of its fields.
 
     Raises:
@@ -163,7 +163,7 @@ def section(
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def init(self, *args: Any, **kwargs: Any) -> None:
+        def init(self, *args: object, **kwargs: object) -> None:
             hints = types_of(cls)
             kwargs = _fields_of(cls, kwargs)
             bound = signature.bind(self, *args, **kwargs)
@@ -186,9 +186,9 @@ def group_of(settings: Any) -> str:
 
 
 @functools.cache
-def types_of(cls: type) -> dict[str, Any]:
+def types_of(cls: type) -> dict[str, object]:
     """Returns the types of a dataclass's fields, their ranges included."""
-    fields: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {f.name: hints[f.name] for f in fields if f.init}
     for name, hint in found.items():
@@ -200,9 +200,9 @@ def types_of(cls: type) -> dict[str, Any]:
     return found
 
 
-def hint_at(cls: type, path: Sequence[str]) -> Any:
+def hint_at(cls: type, path: Sequence[str]) -> object:
     """Returns the type of the field at a path of names below `cls`; None where there is none."""
-    hint: Any = cls
+    hint: object = cls
     for name in path:
         if not hasattr(hint, "__section__") or name not in types_of(hint):
             return None
@@ -224,7 +224,7 @@ def refusal(cls: type, key: str, names: typing.Iterable[str], prefix: str = "") 
     return f"{cls.__name__} has no field {prefix}{key}.{nearest(key, names)}"
 
 
-def build(cls: type[T], values: Mapping[str, Any], prefix: str = "config") -> T:
+def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") -> T:
     """Makes a dataclass of settings (see `section`) from a mapping, with its nested settings.
 
     Args:
@@ -236,14 +236,14 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "config") -> T:
       ValueError: an unknown key (with the nearest known one), a missing required key, or a value that is not allowed.
     """
     values = _fields_of(cls, values, prefix=f"{prefix}.")
-    fields: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"{prefix} lacks {', '.join(missing)}: set --{prefix}.{missing[0]}=...")
     return cls(**values)
 
 
-def _fields_of(cls: type, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Returns the values of the fields of `cls`; refuses all others that ask for something."""
     hints, advice = types_of(cls), getattr(cls, "__refused__", {})
     asking = [
@@ -288,7 +288,7 @@ def defaults(cls: type) -> dict[str, Any]:
     return values
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _given(values: Mapping[str, object]) -> dict[str, object]:
     """Leaves out what is None, also in nested groups."""
     given = {key: value for key, value in values.items() if value is not None}
     return {key: _given(value) if isinstance(value, Mapping) else value for key, value in given.items()}
@@ -303,7 +303,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def check(value: Any, hint: Any, key: str) -> Any:
+def check(value: object, hint: object, key: str) -> Any:
     """Checks and converts `value` to type `hint`, such as `Count` or `Share | None`; `key` names it in messages.
 
     Raises:
@@ -317,7 +317,7 @@ def check(value: Any, hint: Any, key: str) -> Any:
     raise ValueError(f"{key}={value!r} must be {_names(options)}.")
 
 
-def check_text(text: str, hint: Any, key: str) -> bool:
+def check_text(text: str, hint: object, key: str) -> bool:
     """Refuses, with the ValueError of `check`, a command-line text that is no number where only numbers fit.
 
     Returns:
@@ -365,11 +365,11 @@ def _try(value: Any, option: Any, key: str) -> tuple[bool, Any]:
     return True, value  # an object that Python callers give
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _options(hint: object) -> tuple[object, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _leaves(hint: Any) -> list[Any]:
+def _leaves(hint: object) -> list[object]:
     """Lists the plain types in a hint, those inside unions and tuples."""
     inner = _options(hint)
     if typing.get_origin(hint) is tuple:
@@ -377,17 +377,17 @@ def _leaves(hint: Any) -> list[Any]:
     return [hint] if inner == (hint,) else [leaf for option in inner for leaf in _leaves(option)]
 
 
-def _range_of(option: Any) -> Range | None:
+def _range_of(option: object) -> Range | None:
     metadata = getattr(option, "__metadata__", ())
     return next((data for data in metadata if isinstance(data, Range)), None)
 
 
-def described(hint: Any) -> str:
+def described(hint: object) -> str:
     """Describes the values that a field of type `hint` takes, in words."""
     return _names(_options(hint))
 
 
-def _names(options: typing.Iterable[Any]) -> str:
+def _names(options: typing.Iterable[object]) -> str:
     """Describes a hint in words: 'a number in [0, 1] or None', "'a', 'b' or 'c'"."""
     said: list[str] = []
     for option in options:

@@ -14,7 +14,6 @@ Shared arguments:
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -24,9 +23,10 @@ from podrl.groups import by_size
 from podrl.types import BatchError, Mask
 
 GroupIndex = Int[np.ndarray, " B"]
+Groups = Float[Array, "P G"]  # P groups of G samples
 
 
-def by_group(estimate: Callable[..., Any], group_B: GroupIndex, *values_B: Any) -> Any:
+def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Float[Array, " B"]) -> Float[Array, " B"]:
     """Applies an estimator to the groups of each size, and puts what it makes in the place of the samples.
 
     Args:
@@ -51,7 +51,7 @@ def by_group(estimate: Callable[..., Any], group_B: GroupIndex, *values_B: Any) 
     return xp.concatenate(made)[np.argsort(order_B)]
 
 
-def _centred(reward_PG: Any, baseline_PG: Any) -> Any:
+def _centred(reward_PG: Groups, baseline_PG: Groups) -> Groups:
     """Subtracts the baseline; the result is exactly 0 in a group of equal rewards.
 
     The mean of equal numbers can be off by a rounding, and a division by a tiny standard deviation makes that a signal.
@@ -60,7 +60,7 @@ def _centred(reward_PG: Any, baseline_PG: Any) -> Any:
     return namespace(reward_PG).where(some_P1, reward_PG - baseline_PG, 0.0)
 
 
-def _singleton(reward_PG: Any, advantage_PG: Any, singleton: str) -> Any:
+def _singleton(reward_PG: Groups, advantage_PG: Groups, singleton: str) -> Groups:
     if singleton not in ("zero", "raw"):
         raise ValueError(f"grpo.singleton={singleton!r}: use 'zero' (teach nothing) or 'raw' (keep the reward).")
     if reward_PG.shape[1] > 1:
@@ -97,7 +97,7 @@ def group_relative(
     if scale != "none" and ddof not in (0, 1):
         raise ValueError(f"grpo.advantage_ddof={ddof}: use 1 (sample) or 0 (population).")
 
-    def estimate(reward_PG: Any) -> Any:
+    def estimate(reward_PG: Groups) -> Groups:
         advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
         if scale == "std" and reward_PG.shape[1] == 1:
             return _singleton(reward_PG / (1.0 + eps), advantage_PG, singleton)
@@ -126,7 +126,7 @@ def maxrl(
       BatchError: a negative reward: the mean is no success rate then, and may be 0 where rewards differ.
     """
 
-    def estimate(reward_PG: Any) -> Any:
+    def estimate(reward_PG: Groups) -> Groups:
         mean_P1 = reward_PG.mean(axis=1, keepdims=True)
         return _singleton(reward_PG, _centred(reward_PG, mean_P1) / (mean_P1 + eps), singleton)
 
@@ -155,7 +155,7 @@ def leave_one_out(
       eps: added to the standard deviation.
     """
 
-    def estimate(reward_PG: Any) -> Any:
+    def estimate(reward_PG: Groups) -> Groups:
         others = max(reward_PG.shape[1] - 1, 1)
         baseline_PG = (reward_PG.sum(axis=1, keepdims=True) - reward_PG) / others
         advantage_PG = _centred(reward_PG, baseline_PG)
@@ -166,7 +166,7 @@ def leave_one_out(
     return by_group(estimate, group_B, reward_B)
 
 
-def _spread_of_others(reward_PG: Any, mean_PG: Any, eps: float) -> Any:
+def _spread_of_others(reward_PG: Groups, mean_PG: Groups, eps: float) -> Groups:
     """Sample standard deviation + eps of the group's other rewards, whose mean is given; 1 where these are equal."""
     xp, size = namespace(reward_PG), reward_PG.shape[1]
     other_GG = ~np.eye(size, dtype=bool)
@@ -186,7 +186,7 @@ def opo(
       length_B: sampled tokens of each completion.
     """
 
-    def estimate(reward_PG: Any, length_PG: Any) -> Any:
+    def estimate(reward_PG: Groups, length_PG: Groups) -> Groups:
         length_PG = length_PG.astype(reward_PG.dtype)
         total_P1 = namespace(reward_PG).maximum(length_PG.sum(axis=1, keepdims=True), 1.0)
         baseline_P1 = (length_PG * reward_PG).sum(axis=1, keepdims=True) / total_P1
@@ -203,7 +203,7 @@ def gpg(reward_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "
     unequal_B = by_group(_unequal, group_B, reward_B)
     useful = namespace(reward_B).maximum(unequal_B.sum(), 1)
 
-    def estimate(reward_PG: Any) -> Any:
+    def estimate(reward_PG: Groups) -> Groups:
         advantage_PG = _centred(reward_PG, reward_PG.mean(axis=1, keepdims=True))
         factor = len(group_B) / useful.astype(reward_PG.dtype)
         return _singleton(reward_PG, advantage_PG * factor, singleton)
@@ -211,7 +211,7 @@ def gpg(reward_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "
     return by_group(estimate, group_B, reward_B)
 
 
-def _unequal(reward_PG: Any) -> Any:
+def _unequal(reward_PG: Groups) -> Groups:
     """1 for the samples of groups whose rewards differ."""
     some_P1 = reward_PG.max(axis=1, keepdims=True) != reward_PG.min(axis=1, keepdims=True)
     return namespace(reward_PG).zeros_like(reward_PG) + some_P1
@@ -233,7 +233,7 @@ def pass_at_k(
     if scale not in ("std", "none"):
         raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std' or 'none'.")
 
-    def estimate(reward_PG: Any) -> Any:
+    def estimate(reward_PG: Groups) -> Groups:
         xp, size = namespace(reward_PG), reward_PG.shape[1]
         if size < 2:
             raise ValueError(f"pass@k needs at least 2 samples per prompt, got grpo.num_generations={size}.")

@@ -62,19 +62,19 @@ class Trained:
 class NoTraining:
     """Implements podrl.learner.loop.Algorithm on a rollout host, which does not train."""
 
-    def score(self, step: int, experience: Any) -> None:
+    def score(self, step: int, experience: object) -> None:
         return None
 
-    def rewards(self, experience: Any, scores: Any) -> tuple[None, Mapping[str, Any]]:
+    def rewards(self, experience: object, scores: object) -> tuple[None, Mapping[str, float]]:
         return None, {}
 
-    def advantages(self, experience: Any, scores: Any, rewards: Any) -> tuple[None, Mapping[str, Any]]:
+    def advantages(self, experience: object, scores: object, rewards: object) -> tuple[None, Mapping[str, float]]:
         return None, {}
 
-    def pack(self, step: int, experience: Any, scores: Any, advantages: Any) -> Sequence[Any]:
+    def pack(self, step: int, experience: object, scores: object, advantages: object) -> Sequence[object]:
         return ()
 
-    def update(self, step: int, batches: Sequence[Any]) -> Mapping[str, Any]:
+    def update(self, step: int, batches: Sequence[object]) -> Mapping[str, float]:
         return {}
 
 

@@ -93,7 +93,7 @@ _IGNORABLE = frozenset(
     )
 )
 # Fields that change the mathematics when they have another value than the one podrl computes.
-_FIXED: Mapping[str, tuple[Any, ...]] = {
+_FIXED: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "attention_dropout": (0, 0.0, None),
     "mlp_bias": (False, None),
@@ -140,43 +140,43 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 _MOST, _LARGEST = 1 << 30, 1e30  # no model has counts or numbers above; arithmetic may overflow there
 
 
-def _count(key: str, value: Any, where: str) -> None:
+def _count(key: str, value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
         raise ValueError(f"{where} has {key}={value!r}: it must be a whole number above 0 (and at most {_MOST}).")
 
 
-def _layers(key: str, value: Any, where: str) -> None:
+def _layers(key: str, value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{where} has {key}={value!r}: it must be a number of layers.")
 
 
-def _number(key: str, value: Any, where: str) -> None:
+def _number(key: str, value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
         raise ValueError(f"{where} has {key}={value!r}: it must be a number, not negative, at most {_LARGEST:g}.")
 
 
-def _positive(key: str, value: Any, where: str) -> None:
+def _positive(key: str, value: object, where: str) -> None:
     _number(key, value, where)
     if value == 0:
         raise ValueError(f"{where} has {key}={value!r}: it must be above 0.")
 
 
-def _flag(key: str, value: Any, where: str) -> None:
+def _flag(key: str, value: object, where: str) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{where} has {key}={value!r}: it must be true or false.")
 
 
-def _text(key: str, value: Any, where: str) -> None:
+def _text(key: str, value: object, where: str) -> None:
     if not isinstance(value, str):
         raise ValueError(f"{where} has {key}={value!r}: it must be a text.")
 
 
-def _texts(key: str, value: Any, where: str) -> None:
+def _texts(key: str, value: object, where: str) -> None:
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
         raise ValueError(f"{where} has {key}={value!r}: it must be a list of texts.")
 
 
-def _rope(key: str, value: Any, where: str) -> None:
+def _rope(key: str, value: object, where: str) -> None:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} has {key}={value!r}: it must be an object with rope_type and what that type needs.")
     for name, inner in value.items():
@@ -222,7 +222,7 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
 }
 
 
-def refuse_unknown(family: str, fields: Mapping[str, Any], where: str) -> None:
+def refuse_unknown(family: str, fields: Mapping[str, object], where: str) -> None:
     """Refuses fields that podrl does not know, values it does not compute, and values of the wrong type.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from podrl.config import Count, Natural, Positive, Workers, section
 from podrl.rewards.answers import closed_answer
 from podrl.rewards.sandbox.host import Sandboxes
+from podrl.rewards.sandbox.messages import Printed, ProgramLimits, Testing, Verdict
 
 # A fence that opens a block, where no backtick follows on its line: the fence, the language, the rest of the line. A
 # fence that closes a block stands alone, or before a tag.
@@ -94,8 +95,14 @@ class CodeTests:
         """
         self._config = config = CodeConfig(**settings)
         self.reads = (config.tests,)
-        limits = {"memory_mb": config.memory_mb, "cpu_s": config.cpu_s, "wall_s": config.wall_s}
-        limits |= {"threads": config.threads, "file_mb": config.file_mb, "disk_mb": config.disk_mb}
+        limits: ProgramLimits = {
+            "memory_mb": config.memory_mb,
+            "cpu_s": config.cpu_s,
+            "wall_s": config.wall_s,
+            "threads": config.threads,
+            "file_mb": config.file_mb,
+            "disk_mb": config.disk_mb,
+        }
         self._sandboxes = Sandboxes(limits, at_once=config.at_once, packages=config.packages)
         self._told = False
 
@@ -111,20 +118,20 @@ class CodeTests:
             raise ValueError(f"the records have no field {config.tests!r} (reward.code.tests) with tests")
         tests = [tests_of(value, config.tests) for value in fields[config.tests]]
         setups = fields.get(config.setup) or [""] * len(completions)
-        jobs = [
+        jobs: list[Testing] = [
             {"program": code_of(text), "tests": own, "setup": str(setup or ""), "all": config.score == "share"}
             for text, own, setup in zip(completions, tests, setups, strict=True)
         ]
         rewards = []
         for own, verdict in zip(tests, self._sandboxes.test(jobs), strict=True):
             if "error" in verdict or "refused" in verdict:
-                raise ValueError(verdict.get("error") or f"a sandbox was refused: {verdict['refused']}")
+                raise ValueError(verdict.get("error") or f"a sandbox was refused: {verdict.get('refused')}")
             self._tell(verdict)
             share = sum(verdict["passed"]) / len(own)
             rewards.append(share if config.score == "share" else float(share == 1))
         return rewards
 
-    def _tell(self, verdict: Mapping[str, Any]) -> None:
+    def _tell(self, verdict: Verdict) -> None:
         """Warns, once in a job, that a test failed for a reason that may lie in the test and not in the program.
 
         Such a reason is a test that gives the program a value that is not plain data, such as a function. The test is
@@ -133,12 +140,12 @@ class CodeTests:
         Args:
           verdict: the sandbox's result for one sample; 'unusable' holds the reason where the sandbox could not be used.
         """
-        if verdict.get("unusable") and not self._told:
+        if (why := verdict.get("unusable")) and not self._told:
             self._told = True
             _log.warning(
                 "A sample failed a test for this reason: %s. If its tests (reward.code.tests) always do so, no program "
                 "passes them.",
-                verdict["unusable"],
+                why,
             )
 
     def close(self) -> None:
@@ -277,7 +284,7 @@ class _Block:
         return "\n".join(self.lines).rstrip("\n") + "\n"
 
 
-def tests_of(value: Any, field: str) -> list[Any]:
+def tests_of(value: object, field: str) -> list[str] | list[Printed]:
     """A record's tests: texts, or mappings of 'input' and 'output'.
 
     Raises:

@@ -6,17 +6,21 @@ sums its own shard; only sums cross devices.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as Spec
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, ArrayLike, UInt32
 
 from podrl.types import PyTree
+
+Leaf = Array | jax.ShapeDtypeStruct
+Place = Mesh | Sharding  # the sharding of an array that is on no mesh
+K = TypeVar("K", bound=Hashable)
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _RUNS = 8
@@ -24,7 +28,7 @@ _BLOCK = 1 << 12  # elements
 _SMALL = 1 << 17  # elements
 
 
-def leaf_name(path: Sequence[Any]) -> str:
+def leaf_name(path: Sequence[object]) -> str:
     """Names a leaf by its place in the tree, the same for dataclasses, sequences and the mappings of a checkpoint."""
     return "/".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
@@ -52,27 +56,29 @@ def compile_sums(tree: PyTree) -> None:
         _gathered(place, len(chosen))
 
 
-def _by_place(leaves: dict[Any, Any]) -> dict[Any, list[Any]]:
+def _by_place(leaves: Mapping[K, Leaf]) -> dict[Place, list[K]]:
     """Groups the keys of leaves by the mesh that holds them (or by their sharding, if it has none)."""
-    places: dict[Any, list[Any]] = {}
+    places: dict[Place, list[K]] = {}
     for key, leaf in leaves.items():
         held = leaf.sharding
-        places.setdefault(held.mesh if isinstance(held, NamedSharding) else held, []).append(key)
+        mesh = held.mesh if isinstance(held, NamedSharding) else None
+        places.setdefault(mesh if isinstance(mesh, Mesh) else held, []).append(key)
     return places
 
 
-def _summed(place: Any, leaf: Any) -> Callable[[Array], Array]:
-    spec = leaf.sharding.spec if isinstance(place, Mesh) else None
+def _summed(place: Place, leaf: Leaf) -> Callable[[Array], Array]:
+    held = leaf.sharding
+    spec = held.spec if isinstance(place, Mesh) and isinstance(held, NamedSharding) else None
     return _compiled(place, spec, leaf.shape, jnp.dtype(leaf.dtype))
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(place: Any, spec: Spec | None, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+def _compiled(place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Array], Array]:
     """Compiles a program from a leaf on `place` to the sum of every device's shard, which stays there.
 
     A program per leaf, not per tree: a deep model, with the moments of its optimizer, has few different leaves.
     """
-    if spec is None:
+    if spec is None or not isinstance(place, Mesh):
         abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
         return jax.jit(lambda x: shard_sum(x, [0] * x.ndim)[None]).lower(abstract).compile()
     mesh = place
@@ -81,7 +87,7 @@ def _compiled(place: Any, spec: Spec | None, shape: tuple[int, ...], dtype: np.d
         axes = [_axes(spec[d]) if d < len(spec) else () for d in range(shard.ndim)]
         starts = [_block(names, mesh) * size for names, size in zip(axes, shard.shape, strict=True)]
         used = {name for names in axes for name in names}
-        first: Any = jnp.bool_(True)  # of several copies, the one that a checkpoint is written from
+        first = jnp.bool_(True)  # of several copies, the one that a checkpoint is written from
         for name in mesh.axis_names:
             first = first if name in used else first & (jax.lax.axis_index(name) == 0)
         return jnp.where(first, shard_sum(shard, starts), jnp.uint32(0))[None]
@@ -91,7 +97,7 @@ def _compiled(place: Any, spec: Spec | None, shape: tuple[int, ...], dtype: np.d
 
 
 @functools.lru_cache(maxsize=32)
-def _gathered(place: Any, count: int) -> Any:
+def _gathered(place: Place, count: int) -> Callable[[Sequence[Array]], Array]:
     """Compiles a program from `count` leaves' sums to an array of them, whole on every device.
 
     It is the only one in which devices wait for each other: many such programs under way block a pod of CPU devices.
@@ -105,20 +111,20 @@ def _gathered(place: Any, count: int) -> Any:
     return jax.jit(mapped).lower([jax.ShapeDtypeStruct((place.size,), jnp.uint32, sharding=own)] * count).compile()
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _block(names: tuple[str, ...], mesh: Mesh) -> Any:
+def _block(names: tuple[str, ...], mesh: Mesh) -> ArrayLike:
     """Index of this device's block of a dimension that is split along these axes."""
-    block: Any = 0
+    block: ArrayLike = 0
     for name in names:
         block = block * mesh.shape[name] + jax.lax.axis_index(name)
     return block
 
 
 @jax.jit  # traced once for all leaves that are alike, whatever programs they are in
-def shard_sum(shard: Array, starts: Sequence[Any]) -> UInt32[Array, ""]:
+def shard_sum(shard: Array, starts: Sequence[ArrayLike]) -> UInt32[Array, ""]:
     """Sums a shard whose first element is at position `starts` of the whole array.
 
     The shard is seen as rows by columns: columns are its last dimension, rows all others.
@@ -166,7 +172,7 @@ def _sum_runs(words_rc: UInt32[Array, "r c"]) -> UInt32[Array, " c"]:
     return functools.reduce(jnp.add, [jnp.sum(part, axis=0, dtype=jnp.uint32) for part in left])
 
 
-def _weights(d: int, size: int, start: Any) -> UInt32[Array, " i"]:
+def _weights(d: int, size: int, start: ArrayLike) -> UInt32[Array, " i"]:
     """Computes the weight of every position of a shard along dimension d."""
     position = jnp.arange(size, dtype=jnp.uint32) + jnp.asarray(start).astype(jnp.uint32)
     return _hash(position + jnp.uint32(0x9E3779B9 * (d + 1) % 2**32)) | jnp.uint32(1)

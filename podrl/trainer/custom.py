@@ -35,13 +35,13 @@ def found(value: str | Callable[..., Any], key: str) -> Callable[..., Any]:
         raise ValueError(f"{key}={value!r}: {explain_load(error, place)}") from None
 
 
-def numbers(function: Callable[..., Any], key: str, given: tuple[str, ...]) -> dict[str, Any]:
+def numbers(function: Callable[..., object], key: str, given: tuple[str, ...]) -> dict[str, object]:
     """The function's own numbers with their defaults: keyword-only parameters that are not among `given`.
 
     Raises:
       ValueError: a keyword-only parameter that has no number as default.
     """
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY or name in given:
             continue
@@ -93,7 +93,7 @@ def bound(value: Any, arguments: Mapping[str, Any], key: str, given: tuple[str, 
     return call
 
 
-def loss(value: Any, arguments: Mapping[str, Any], key: str) -> Callable[..., Any]:
+def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[..., object]:
     """A token loss of the user, ready for a PolicyLoss, and tried once on shapes.
 
     `function(logprob_BT, old_logprob_BT, advantage_BT, *, numbers...)` returns the loss of every token, finite wherever
@@ -119,7 +119,7 @@ def loss(value: Any, arguments: Mapping[str, Any], key: str) -> Callable[..., An
     return call
 
 
-def advantage(value: Any, arguments: Mapping[str, Any], key: str) -> Callable[..., Any]:
+def advantage(value: object, arguments: Mapping[str, object], key: str) -> Callable[..., object]:
     """An advantage estimator of the user, ready for an AdvantageEstimator.
 
     `function(reward_PG, *, numbers...)` takes the rewards of P prompts with G samples each and returns the advantages
@@ -142,10 +142,10 @@ def advantage(value: Any, arguments: Mapping[str, Any], key: str) -> Callable[..
     return call
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Callable[..., object]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _where(error: BaseException, call: Callable[..., Any]) -> str:
+def _where(error: BaseException, call: Callable[..., object]) -> str:
     """Describes an error with the line of the user's file."""
     return explain_load(error, inspect.getsourcefile(inspect.unwrap(call)) or "")

@@ -14,15 +14,18 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
+from typing import TypeGuard, TypeVar
 
 from podrl.rewards.sandbox import kernel
+from podrl.rewards.sandbox.messages import Bounds, Printed, Testing, Verdict
 from podrl.rewards.sandbox.program import start_programs
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
 _SAID = 300
 _PER_BYTE = 8  # bytes of memory for a byte of the request, as JSON and as objects
+T = TypeVar("T")
 _WORD = re.compile(r"[^\W\d]\w*")
 
 
@@ -62,7 +65,7 @@ class _Program:
         return receive(self._control)
 
 
-def check(job: socket.socket, limits: Mapping[str, Any]) -> None:
+def check(job: socket.socket, limits: Bounds) -> None:
     """Answers the job on a socket: isolated already, this process and those it starts are all there is."""
     control, theirs = socket.socketpair()
     if os.fork() == 0:
@@ -81,17 +84,24 @@ def check(job: socket.socket, limits: Mapping[str, Any]) -> None:
     kernel.limit_memory((limits["memory_mb"] << 20) + _PER_BYTE * len(content))
     request = json.loads(content)
     try:
-        scripts = bool(request["tests"]) and isinstance(request["tests"][0], dict)
-        verdict = (_scripts if scripts else _functions)(control, request, limits)
+        tests = request["tests"]
+        if _are_printed(tests):
+            verdict = _scripts(control, request, tests, limits)
+        else:
+            verdict = _functions(control, request, limits)
     except TestError as error:
-        verdict = {"error": str(error)}
+        verdict = {"passed": [], "said": "", "error": str(error)}
     job.sendall(json.dumps(verdict).encode())
 
 
-def _scripts(control: socket.socket, request: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+def _are_printed(tests: list[str] | list[Printed]) -> TypeGuard[list[Printed]]:
+    return bool(tests) and isinstance(tests[0], dict)
+
+
+def _scripts(control: socket.socket, request: Testing, tests: list[Printed], limits: Bounds) -> Verdict:
     """Runs the program once for every input, and compares what it prints."""
     passed, said, end = [], "", time.monotonic() + limits["wall_s"]
-    for number, test in enumerate(request["tests"]):
+    for number, test in enumerate(tests):
         program = _Program(control, "script", request["program"], test["input"])
         printed = _read(program.output, end, limits["file_mb"] << 20)
         status = program.end(kill=printed is None)
@@ -125,7 +135,7 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-def _functions(control: socket.socket, request: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+def _functions(control: socket.socket, request: Testing, limits: Bounds) -> Verdict:
     """Runs the program once, and every test against what it defines."""
     sources = [request["setup"], *request["tests"]]
     codes = [_compiled(sources[0], "the set-up"), *(_compiled(test, test) for test in sources[1:])]
@@ -160,7 +170,7 @@ def _is_python(name: str) -> bool:
     return hasattr(builtins, name)
 
 
-def _compiled(source: str, what: str) -> Any:
+def _compiled(source: str, what: str) -> CodeType:
     try:
         return compile(source, "test", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -193,14 +203,14 @@ class _Remote:
         self._program, self._end = program, end
         self.malformed = self.unusable = ""
 
-    def names(self) -> dict[str, Any]:
+    def names(self) -> dict[str, object]:
         """The names that the program says it defines."""
-        reply = self._reply("names")
-        if type(reply["names"]) is not dict:
+        names = self._reply("names")["names"]
+        if not isinstance(names, dict):
             raise self._not_a_message("its names are no mapping")
-        return {name: self._local(value) for name, value in reply["names"].items()}
+        return {name: self._local(value) for name, value in names.items()}
 
-    def ask(self, operation: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    def ask(self, operation: str, arguments: Sequence[object], keywords: Mapping[str, object]) -> object:
         """The result of an operation, or its exception; mutable arguments take their new values."""
         refer = self._refer
         request = {"arguments": encode(list(arguments), refer), "keywords": encode(dict(keywords), refer)}
@@ -212,13 +222,13 @@ class _Remote:
             raise RuntimeError("the program has ended") from None
         reply = self._reply("value", "arguments")
         now = self._local(reply["arguments"])
-        if type(now) is not list or len(now) != len(arguments) - 1:
+        if not isinstance(now, list) or len(now) != len(arguments) - 1:
             raise self._not_a_message("it answers for other arguments")
         for given, left in zip(arguments[1:], now, strict=True):
             _update(given, left)
         return self._local(reply["value"])
 
-    def _reply(self, *keys: str) -> dict[str, Any]:
+    def _reply(self, *keys: str) -> dict[str, object]:
         """The next message, which has these keys and no other.
 
         Raises:
@@ -236,22 +246,22 @@ class _Remote:
             raise RuntimeError("the program has ended, or takes too long") from None
         except (ValueError, RecursionError, MemoryError) as error:
             raise self._not_a_message(_name(error)) from None
-        if type(reply) is dict and reply.keys() == {"raised", "text"}:
+        if isinstance(reply, dict) and reply.keys() == {"raised", "text"}:
             names, text = reply["raised"], reply["text"]
-            if type(text) is not str or type(names) is not list or not names or {*map(type, names)} != {str}:
+            if not isinstance(text, str) or not isinstance(names, list) or not names or {*map(type, names)} != {str}:
                 raise self._not_a_message("it names no exception")
             raise _exception(names, text)
-        if type(reply) is not dict or reply.keys() != {*keys}:
+        if not isinstance(reply, dict) or reply.keys() != {*keys}:
             raise self._not_a_message(f"it must hold {' and '.join(keys)}")
         return reply
 
-    def _local(self, value: Any) -> Any:
+    def _local(self, value: object) -> object:
         try:
             return decode(value, lambda reference: StandIn(self, reference))
         except Exception as error:  # noqa: BLE001 - whatever a program can write
             raise self._not_a_message(_name(error)) from None
 
-    def _refer(self, value: Any) -> Reference:
+    def _refer(self, value: object) -> Reference:
         if type(value) is StandIn:
             return object.__getattribute__(value, "_reference")
         self.unusable = f"a test gives the program a {type(value).__name__}: only plain values can be given"
@@ -262,15 +272,16 @@ class _Remote:
         return _MalformedError(self.malformed)
 
 
-def _update(given: Any, now: Any) -> None:
+def _update(given: object, now: object) -> None:
     """Gives a mutable argument the value that the program's process left in its copy."""
     if type(given) is not type(now) or given == now:
         return
-    if isinstance(given, list | bytearray):
-        given[:] = now
-    elif isinstance(given, dict | set):
-        given.clear()
-        given.update(now)
+    match given, now:
+        case (list(), list()) | (bytearray(), bytearray()):
+            given[:] = now
+        case (dict(), dict()) | (set(), set()):
+            given.clear()
+            given.update(now)
 
 
 def _exception(names: Sequence[str], text: str) -> BaseException:
@@ -291,33 +302,33 @@ class StandIn:
         object.__setattr__(self, "_remote", remote)
         object.__setattr__(self, "_reference", reference)
 
-    def _ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+    def _ask(self, operation: str, *arguments: object, **keywords: object) -> object:
         return object.__getattribute__(self, "_remote").ask(operation, [self, *arguments], keywords)
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: object, **keywords: object) -> object:
         return object.__getattribute__(self, "_remote").ask("call", [self, *arguments], keywords)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._ask("attribute", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._ask("assign", name, value)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> object:
         return self._ask("item", key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self._ask("put", key, value)
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return self._plain(self._ask("contains", value), bool)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[object]:
         return iter(self._plain(self._ask("items"), list))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return self._ask("next")
 
     def __len__(self) -> int:
@@ -332,7 +343,7 @@ class StandIn:
     def __bool__(self) -> bool:
         raise TypeError("an object of the program is neither true nor false")
 
-    def _plain(self, value: Any, kind: type) -> Any:
-        if type(value) is not kind:
+    def _plain(self, value: object, kind: type[T]) -> T:
+        if not isinstance(value, kind) or type(value) is not kind:
             raise TypeError(f"the program answered with a {type(value).__name__}, not {kind.__name__}")
         return value

@@ -10,15 +10,16 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from podrl.rewards.sandbox.messages import Bounds, ProgramLimits, Testing, Verdict
 
 _ROOT = str(pathlib.Path(__file__).resolve().parents[3])  # what podrl is imported from
 _MODULE = "podrl.rewards.sandbox.server"
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LEAVE_S = 30.0  # that an answer may take longer than programs may
-_PROBE = {"program": "def one():\n    return 1", "setup": "", "tests": ["assert one() == 1"], "all": True}
+_PROBE: Testing = {"program": "def one():\n    return 1", "setup": "", "tests": ["assert one() == 1"], "all": True}
 
 
 class RefusedError(RuntimeError):
@@ -28,7 +29,7 @@ class RefusedError(RuntimeError):
 class Sandboxes:
     """Tests programs, each in a sandbox of its own; use it from the thread that made it."""
 
-    def __init__(self, limits: Mapping[str, Any], *, at_once: int, packages: Sequence[str] = ()) -> None:
+    def __init__(self, limits: ProgramLimits, *, at_once: int, packages: Sequence[str] = ()) -> None:
         """Starts the process that starts sandboxes, and tests a first program.
 
         Args:
@@ -43,13 +44,13 @@ class Sandboxes:
         standard = [sysconfig.get_path(name, vars=own) for name in ("stdlib", "platstdlib")]
         imports = list(dict.fromkeys([*standard, f"{standard[1]}/lib-dynload", *packages]))
         paths = [path for path in dict.fromkeys((*_SYSTEM, *imports, *_DEVICES)) if os.path.exists(path)]
-        self._limits = {**limits, "imports": imports, "paths": paths}
+        self._limits: Bounds = {**limits, "imports": imports, "paths": paths}
         self._threads = concurrent.futures.ThreadPoolExecutor(at_once, thread_name_prefix="podrl-sandbox")
         self._lock = threading.Lock()
         self._control, self._bwrap = None, ""
         self._begin()
 
-    def test(self, jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def test(self, jobs: Sequence[Testing]) -> list[Verdict]:
         """Tests programs, as many at once as there may be.
 
         Args:
@@ -100,7 +101,7 @@ class Sandboxes:
                 pass_fds=[theirs.fileno()],
             )
 
-    def _test(self, job: Mapping[str, Any]) -> dict[str, Any]:
+    def _test(self, job: Testing) -> Verdict:
         ours, theirs = socket.socketpair()
         process = None
         with ours, theirs:
@@ -115,7 +116,7 @@ class Sandboxes:
         if process is not None:
             process.kill()
             said = process.communicate()[1].decode(errors="replace").strip()
-            answer = answer or (json.dumps({"refused": said}).encode() if said else b"")
+            answer = answer or (json.dumps({"passed": [], "said": "", "refused": said}).encode() if said else b"")
         if not answer:
             return {"passed": [], "said": "its sandbox was ended"}
         return json.loads(answer)
@@ -160,7 +161,7 @@ def _libraries() -> list[str]:
     return [path] if name.endswith(".so") and os.path.exists(path) and not path.startswith(_SYSTEM) else []
 
 
-def _ask(channel: socket.socket, job: Mapping[str, Any], timeout_s: float) -> bytes:
+def _ask(channel: socket.socket, job: Testing, timeout_s: float) -> bytes:
     """Sends a job and returns the answer; empty where the sandbox ended without one."""
     channel.settimeout(timeout_s)
     content = bytearray()

@@ -9,8 +9,9 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from podrl.rewards.sandbox.messages import Bounds
 
 NOBODY = 65534  # the user and group of programs
 _NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
@@ -132,7 +133,7 @@ def close_all_but(*kept: int) -> None:
     os.closerange(last + 1, min(os.sysconf("SC_OPEN_MAX"), 1 << 20))
 
 
-def limit(limits: Mapping[str, Any]) -> None:
+def limit(limits: Bounds) -> None:
     """Sets the limits of a program on this process."""
     memory, seconds, size = limits["memory_mb"] << 20, limits["cpu_s"], limits["file_mb"] << 20
     limit_memory(memory)

@@ -7,16 +7,16 @@ import random
 import socket
 import sys
 import types
-from collections.abc import Mapping
 from typing import Any
 
 from podrl.rewards.sandbox import kernel
+from podrl.rewards.sandbox.messages import Bounds
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
 _ITEMS = 1_000_000  # of an iterator that a test reads
 
 
-def start_programs(control: socket.socket, limits: Mapping[str, Any]) -> None:
+def start_programs(control: socket.socket, limits: Bounds) -> None:
     """Starts a process for every message on `control`, and answers with its number, then with how it ended.
 
     A message is 'script' or 'functions' with three descriptors: standard input, standard output, and the channel by
@@ -39,7 +39,7 @@ def start_programs(control: socket.socket, limits: Mapping[str, Any]) -> None:
         send(control, status)
 
 
-def _run(kind: str, given: list[int], limits: Mapping[str, Any]) -> None:
+def _run(kind: str, given: list[int], limits: Bounds) -> None:
     """Runs a program in this process, which then ends."""
     kernel.die_with_parent()
     nothing = os.open("/dev/null", os.O_RDWR)
@@ -68,7 +68,7 @@ def _run(kind: str, given: list[int], limits: Mapping[str, Any]) -> None:
 
 def _script(source: str) -> None:
     """Runs the program as a script; its exit status is that of `python program.py`."""
-    status: Any = 0
+    status = 0
     try:
         _execute(source, "__main__")
     except SystemExit as end:
@@ -84,13 +84,13 @@ def _script(source: str) -> None:
 
 def _functions(source: str, channel: socket.socket) -> None:
     """Runs the program, then answers requests for what it defines until the channel ends."""
-    objects: list[Any] = []
+    objects: list[object] = []
 
-    def refer(value: Any) -> Reference:
+    def refer(value: object) -> Reference:
         objects.append(value)
         return Reference(len(objects) - 1, type(value).__name__)
 
-    def resolve(reference: Reference) -> Any:
+    def resolve(reference: Reference) -> object:
         return objects[reference.number]
 
     try:
@@ -112,7 +112,7 @@ def _functions(source: str, channel: socket.socket) -> None:
         send(channel, reply)
 
 
-def _apply(operation: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+def _apply(operation: str, arguments: list[Any], keywords: dict[str, Any]) -> object:
     """Does with an object of the program (the first argument) what a test does with its stand-in."""
     this, *rest = arguments
     if operation == "call":
@@ -129,7 +129,7 @@ def _apply(operation: str, arguments: list[Any], keywords: dict[str, Any]) -> An
     return known[operation](this, *rest)
 
 
-def _raised(error: BaseException) -> dict[str, Any]:
+def _raised(error: BaseException) -> dict[str, object]:
     names = [kind.__name__ for kind in type(error).__mro__]
     try:
         text = str(error)[:500]
@@ -138,7 +138,7 @@ def _raised(error: BaseException) -> dict[str, Any]:
     return {"raised": names, "text": text}
 
 
-def _execute(source: str, name: str) -> dict[str, Any]:
+def _execute(source: str, name: str) -> dict[str, object]:
     module = types.ModuleType(name)
     sys.modules[name] = module
     exec(compile(source, "program.py", "exec"), module.__dict__)  # what this process is for

@@ -12,11 +12,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from podrl.rewards.sandbox import kernel
 from podrl.rewards.sandbox.checker import check
+from podrl.rewards.sandbox.messages import Bounds
 
 # What programs often import is there when they start.
 PRELOADED = (
@@ -68,7 +67,7 @@ def alone() -> None:
     check(job, limits)
 
 
-def _start(descriptor: int, alive: int, limits: Mapping[str, Any]) -> int | None:
+def _start(descriptor: int, alive: int, limits: Bounds) -> int | None:
     """Forks a sandbox that answers on a socket; None where there can be none, which the socket is told."""
     job = socket.socket(fileno=descriptor)
     mapped, tell = os.pipe()
@@ -80,7 +79,7 @@ def _start(descriptor: int, alive: int, limits: Mapping[str, Any]) -> int | None
         kernel.map_user(pid)
         os.write(tell, b"1")
     except kernel.IsolationError as error:
-        job.sendall(json.dumps({"refused": error.strerror}).encode())
+        job.sendall(json.dumps({"passed": [], "said": "", "refused": error.strerror}).encode())
     finally:
         job.close()
         os.close(mapped)
@@ -88,7 +87,7 @@ def _start(descriptor: int, alive: int, limits: Mapping[str, Any]) -> int | None
     return pid
 
 
-def _isolated(job: socket.socket, mapped: int, alive: int, limits: Mapping[str, Any]) -> None:
+def _isolated(job: socket.socket, mapped: int, alive: int, limits: Bounds) -> None:
     """Shuts this process in, and tests a program; it never returns."""
     try:
         kernel.close_all_but(job.fileno(), mapped, alive)
@@ -107,6 +106,6 @@ def _isolated(job: socket.socket, mapped: int, alive: int, limits: Mapping[str, 
                 return
             check(job, limits)
     except kernel.IsolationError as error:
-        job.sendall(json.dumps({"refused": error.strerror}).encode())
+        job.sendall(json.dumps({"passed": [], "said": "", "refused": error.strerror}).encode())
     finally:
         os._exit(0)

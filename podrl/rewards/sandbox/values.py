@@ -23,7 +23,7 @@ class Reference:
         self.number, self.kind = number, kind
 
 
-def encode(value: Any, refer: Callable[[Any], Reference]) -> Any:
+def encode(value: object, refer: Callable[[object], Reference]) -> Any:
     """JSON for a plain value; what is not plain becomes what `refer` makes of it.
 
     Subclasses of plain types become plain.
@@ -48,7 +48,7 @@ def encode(value: Any, refer: Callable[[Any], Reference]) -> Any:
     return {"reference": [found.number, found.kind]}
 
 
-def decode(value: Any, resolve: Callable[[Reference], Any]) -> Any:
+def decode(value: Any, resolve: Callable[[Reference], object]) -> Any:
     """The value that `encode` was given; `resolve` makes the object of a reference.
 
     Raises:
@@ -72,7 +72,7 @@ def decode(value: Any, resolve: Callable[[Reference], Any]) -> Any:
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(one, resolve) for one in content)
 
 
-def send(channel: socket.socket, message: Any) -> None:
+def send(channel: socket.socket, message: object) -> None:
     body = json.dumps(message).encode()
     channel.sendall(_LENGTH.pack(len(body)) + body)
 
