@@ -1,0 +1,231 @@
+"""Linear attention by the gated delta rule (arXiv 2412.06464): packed rows in chunks, and one token at a time.
+
+Each head keeps a matrix, its state, that maps keys to values. A token first decays the state, then replaces the value
+that the state has under the token's key by a mix of it and the token's value, and reads the state by its query:
+
+    S_t = exp(decay_t) S_(t-1),  S_t += beta_t k_t (v_t - k_t S_t),  out_t = q_t S_t
+
+Letters beside those of podrl.types: H key width, U value width, X chunks of a row, C tokens of a chunk, I channels,
+W taps of the convolution.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+CHUNK = 64
+_NONE = -1
+
+
+@flax.struct.dataclass
+class Chunks:
+    """How the tokens of packed rows depend on each other, cut into chunks.
+
+    A token's past inside its chunk is an earlier part of its own segment, and of the segment that its own goes on from.
+    Before that lies one of three states: that at the end of the chunk before, that at the end of the last segment that
+    others go on from, or none.
+
+    Attributes:
+      past_BXCC: [.., i, j] is true where token j is token i or in its past.
+      runs_BXC: true where the state at the end of the chunk before is in the token's past.
+      held_BXC: true where the held state is.
+      last_BX: place of the last token of the chunk that is no padding; -1 where there is none.
+      hold_BX: place of the last token whose segment others go on from: its state is held from here on; -1 for none.
+    """
+
+    past_BXCC: Bool[Array, "B X C C"]
+    runs_BXC: Bool[Array, "B X C"]
+    held_BXC: Bool[Array, "B X C"]
+    last_BX: Int[Array, "B X"]
+    hold_BX: Int[Array, "B X"]
+
+
+def cut(
+    segment_BT: Int[Array, "B T"],
+    prefix_BT: Int[Array, "B T"] | None = None,
+    before_B: Int[Array, " B"] | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> Chunks:
+    """Cuts rows into chunks, of which the last may be padded. Segments may begin anywhere.
+
+    Args:
+      segment_BT: number of each token's segment, at most T; tokens of a segment lie side by side; 0 is padding.
+      prefix_BT: number of the segment that each token's segment goes on from; 0 is none. That segment goes on from
+        none, and between the two lie only segments that go on from it. None where no segment goes on from another.
+      before_B: segment of the state that each row begins with; 0 is none. None where no row has such a state.
+      chunk: C.
+    """
+    segment_BXC = _chunked(segment_BT, chunk)
+    B, _, C = segment_BXC.shape
+    place_C = jnp.arange(C)
+    real_BXC = segment_BXC > 0
+    last_BX = jnp.max(jnp.where(real_BXC, place_C, _NONE), axis=2)
+    ends_BX = jnp.take_along_axis(segment_BXC, jnp.maximum(last_BX, 0)[..., None], axis=2)[..., 0]
+    if before_B is None:
+        before_B = jnp.zeros(B, segment_BT.dtype)
+    came_BX = jnp.concatenate([before_B[:, None], ends_BX[:, :-1]], axis=1)[..., None]
+    own_BXCC = segment_BXC[..., :, None] == segment_BXC[..., None, :]
+    runs_BXC = real_BXC & (segment_BXC == came_BX)
+    held_BXC, hold_BX = jnp.zeros_like(runs_BXC), jnp.full_like(last_BX, _NONE)
+    if prefix_BT is not None:
+        prefix_BXC = _chunked(prefix_BT, chunk)
+        from_BXCC = (prefix_BXC[..., :, None] == segment_BXC[..., None, :]) & (prefix_BXC > 0)[..., None]
+        runs_BXC |= (prefix_BXC > 0) & (prefix_BXC == came_BX)
+        held_BXC = (prefix_BXC > 0) & ~runs_BXC & ~jnp.any(from_BXCC, axis=3)
+        own_BXCC |= from_BXCC
+        row_B1 = jnp.arange(B)[:, None]
+        used_BS = jnp.zeros((B, segment_BT.shape[1] + 1), bool).at[row_B1, prefix_BT].set(True)
+        goes_on_BXC = real_BXC & used_BS[row_B1[..., None], segment_BXC]
+        hold_BX = jnp.max(jnp.where(goes_on_BXC, place_C, _NONE), axis=2)
+    past_BXCC = own_BXCC & (place_C[:, None] >= place_C) & real_BXC[..., None]
+    return Chunks(past_BXCC, runs_BXC, held_BXC, last_BX, hold_BX)
+
+
+def _chunked(x_BT: Array, chunk: int) -> Array:
+    """Pads time to whole chunks and cuts it into them: (B, X, C, ...)."""
+    B, T, *rest = x_BT.shape
+    padded = jnp.pad(x_BT, [(0, 0), (0, -T % chunk), *[(0, 0)] * len(rest)])
+    return padded.reshape(B, -1, chunk, *rest)
+
+
+def unit(x: Float[Array, "*X H"]) -> Float[Array, "*X H"]:
+    """Scales vectors to length 1, in float32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def step(
+    state_BNHU: Float[Array, "B N H U"],
+    q_BNH: Float[Array, "B N H"],
+    k_BNH: Float[Array, "B N H"],
+    v_BNU: Float[Array, "B N U"],
+    decay_BN: Float[Array, "B N"],
+    beta_BN: Float[Array, "B N"],
+) -> tuple[Float[Array, "B N U"], Float[Array, "B N H U"]]:
+    """Applies the rule to one token of each row, in float32: (outputs, states after it).
+
+    Args:
+      state_BNHU: states before the token.
+      q_BNH, k_BNH: queries, scaled, and keys of length 1.
+      v_BNU: values.
+      decay_BN: logarithm of what is kept of the state, at most 0.
+      beta_BN: share of the value that is replaced, in [0, 1].
+    """
+    state_BNHU = state_BNHU * jnp.exp(decay_BN)[..., None, None]
+    known_BNU = _sum("BNHU,BNH->BNU", state_BNHU, k_BNH)
+    change_BNU = (v_BNU.astype(jnp.float32) - known_BNU) * beta_BN[..., None]
+    state_BNHU = state_BNHU + k_BNH[..., None] * change_BNU[..., None, :]
+    return _sum("BNHU,BNH->BNU", state_BNHU, q_BNH), state_BNHU
+
+
+def over_rows(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTNH: Float[Array, "B T N H"],
+    v_BTNU: Float[Array, "B T N U"],
+    decay_BTN: Float[Array, "B T N"],
+    beta_BTN: Float[Array, "B T N"],
+    chunks: Chunks,
+    state_BNHU: Float[Array, "B N H U"] | None = None,
+) -> tuple[Float[Array, "B T N U"], Float[Array, "B N H U"]]:
+    """Applies the rule to packed rows, in float32: (outputs, states after the last token of each row).
+
+    Inside a chunk the changes of all tokens solve one triangular system (arXiv 2406.06484); chunks follow each other
+    in a scan that carries the state, and the held one. Arguments per token as of `step`; outputs of padding are 0.
+
+    Args:
+      chunks: see `cut`.
+      state_BNHU: states that rows begin with, where `cut` was given `before_B`.
+    """
+    B, T, N, H = k_BTNH.shape
+    U, C = v_BTNU.shape[-1], chunks.past_BXCC.shape[-1]
+    q, k, v, decay, beta = (
+        jnp.moveaxis(_chunked(x.astype(jnp.float32), C), 3, 2) for x in (q_BTNH, k_BTNH, v_BTNU, decay_BTN, beta_BTN)
+    )
+    past = chunks.past_BXCC[:, :, None]
+    # Logarithm of what is kept from the state before the token's past in this chunk until after the token itself.
+    kept_BXNC = _sum("BXNCD,BXND->BXNC", past.astype(jnp.float32), decay)
+    pair_BXNCC = jnp.exp(jnp.where(past, kept_BXNC[..., :, None] - kept_BXNC[..., None, :], -jnp.inf))
+    before = ~jnp.eye(C, dtype=bool)
+    system = _sum("BXNCH,BXNDH->BXNCD", k * beta[..., None], k) * jnp.where(before, pair_BXNCC, 0.0)
+    entering_BXNC = jnp.exp(kept_BXNC)
+    sides = jnp.concatenate([v * beta[..., None], k * (beta * entering_BXNC)[..., None]], axis=-1)
+    solved = jax.scipy.linalg.solve_triangular(system + jnp.eye(C), sides, lower=True, unit_diagonal=True)
+    inside = {
+        "change": solved[..., :U],  # of each token, as if no state entered
+        "undo": solved[..., U:],  # what of an entering state the changes take back
+        "scores": _sum("BXNCH,BXNDH->BXNCD", q, k) * pair_BXNCC,
+        "reads": q * entering_BXNC[..., None],
+        "keys": k,
+        "kept": kept_BXNC,
+    }
+
+    def body(carry: tuple[Array, Array], xs: tuple[dict[str, Array], Chunks]) -> tuple[tuple[Array, Array], Array]:
+        x, now = xs
+        sources = ((carry[0], now.runs_BXC), (carry[1], now.held_BXC))
+
+        def entering(weight_BNCH: Array) -> Array:
+            """Multiplies each token's row with the state before its past."""
+            return sum(
+                _sum("BNCH,BNHU->BNCU", weight_BNCH * from_BC[:, None, :, None], state) for state, from_BC in sources
+            )
+
+        change_BNCU = x["change"] - entering(x["undo"])
+        out_BNCU = entering(x["reads"]) + _sum("BNCD,BNDU->BNCU", x["scores"], change_BNCU)
+
+        def after(place_B: Array, otherwise: Array) -> Array:
+            """Computes the state after the token at a place of each row; `otherwise` where there is none."""
+            at_B = jnp.maximum(place_B, 0)
+            take = lambda y, axis: jnp.take_along_axis(  # noqa: E731
+                y, at_B.reshape(-1, *[1] * (y.ndim - 1)), axis=axis
+            ).squeeze(axis)
+            kept_BN, past_BC = take(x["kept"], 2), take(now.past_BXCC, 1)
+            weight_BNC = jnp.exp(jnp.where(past_BC[:, None], kept_BN[..., None] - x["kept"], -jnp.inf))
+            made = _sum("BNCH,BNCU->BNHU", x["keys"] * weight_BNC[..., None], change_BNCU)
+            for state, from_BC in sources:
+                made += state * jnp.where(take(from_BC, 1)[:, None], jnp.exp(kept_BN), 0.0)[..., None, None]
+            return jnp.where((place_B >= 0)[:, None, None, None], made, otherwise)
+
+        return (after(now.last_BX, carry[0]), after(now.hold_BX, carry[1])), out_BNCU
+
+    first = jnp.zeros((B, N, H, U), jnp.float32)
+    begin = (first if state_BNHU is None else state_BNHU, first)
+    by_chunk = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (inside, chunks))
+    (state_BNHU, _), out_XBNCU = lax.scan(body, begin, by_chunk)
+    out_BTNU = out_XBNCU.transpose(1, 0, 3, 2, 4).reshape(B, -1, N, U)[:, :T]
+    return out_BTNU, state_BNHU
+
+
+def previous(segment_BT: Int[Array, "B T"], prefix_BT: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
+    """Returns the place of the token before each one, through the segment it goes on from; -1 where there is none."""
+    B, T = segment_BT.shape
+    place_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
+    inside_BT = jnp.concatenate([jnp.zeros((B, 1), bool), segment_BT[:, 1:] == segment_BT[:, :-1]], axis=1)
+    first_BT = jnp.full((B, T), _NONE)
+    if prefix_BT is not None:
+        row_B1 = jnp.arange(B)[:, None]
+        end_BS = jnp.full((B, T + 1), _NONE).at[row_B1, segment_BT].max(place_BT)
+        first_BT = jnp.where(prefix_BT > 0, end_BS[row_B1, prefix_BT], _NONE)
+    return jnp.where(segment_BT > 0, jnp.where(inside_BT, place_BT - 1, first_BT), _NONE)
+
+
+def convolve(
+    x_BTI: Float[Array, "B T I"], weight_WI: Float[Array, "W I"], previous_BT: Int[Array, "B T"]
+) -> Float[Array, "B T I"]:
+    """Mixes each channel over a token and the W - 1 tokens before it; the last tap is the token's own.
+
+    Args:
+      previous_BT: place of the token before each one, see `previous`.
+    """
+    out_BTI, at_BT = x_BTI * weight_WI[-1], jnp.broadcast_to(jnp.arange(x_BTI.shape[1]), previous_BT.shape)
+    for tap_I in weight_WI[-2::-1]:
+        at_BT = jnp.where(at_BT >= 0, jnp.take_along_axis(previous_BT, jnp.maximum(at_BT, 0), axis=1), _NONE)
+        there_BTI = jnp.take_along_axis(x_BTI, jnp.maximum(at_BT, 0)[..., None], axis=1)
+        out_BTI = out_BTI + jnp.where((at_BT >= 0)[..., None], there_BTI, 0) * tap_I
+    return out_BTI
+
+
+def _sum(letters: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(letters, a, b, precision=lax.Precision.HIGHEST)
