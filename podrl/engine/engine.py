@@ -86,6 +86,7 @@ class Engine:
           routes: record the experts that each token takes, where the model has any.
         """
         check_decodes(mesh, key="mesh of the engine")
+        model.check_samples()
         self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]

@@ -131,6 +131,32 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Delta:
+    """Sizes of linear attention by the gated delta rule, see `podrl.models.delta`.
+
+    Attributes:
+      key_heads, value_heads: heads of queries and keys, and of values, a multiple of those.
+      key_dim, value_dim: widths of a head.
+      taps: tokens that the convolution before it mixes, the token's own included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads={self.value_heads} must be a multiple of key_heads={self.key_heads}.")
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of layers in a model whose layers are not all alike.
 
@@ -138,12 +164,14 @@ class Kind:
       name: key of these layers' parameters under 'layers'.
       num_kv_heads, head_dim: K and H.
       key_is_value: the values are the keys before norm and rotation: there is no projection v.
+      delta: linear attention in place of attention; the two numbers above then mean nothing.
     """
 
     name: str
     num_kv_heads: int
     head_dim: int
     key_is_value: bool = False
+    delta: Delta | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +200,10 @@ class ModelConfig:
       experts: routed feed-forwards in place of one of `ffn_dim`, in every layer; None where there are none.
       v_norm: values are normalised per head, without a weight (Gemma 4).
       layer_scalar: the output of every layer is multiplied by a number that does not train (Gemma 4).
+      rotary_dim: leading dimensions of a head that rotary positions turn; 0 turns all.
+      gated_attention: the projection q has a gate beside each query, whose sigmoid scales the head's output (Qwen 3.5).
       key_is_value: whether values are the keys before norm and rotation, if all layers are of one kind; see Kind.
+      delta: the gated delta rule of all layers, if they are of one kind; see Kind.
       kinds: the kinds of layers; () where all layers are alike.
       kind_L: per layer, index of its kind; () where all layers are alike.
     """
@@ -204,7 +235,10 @@ class ModelConfig:
     experts: Experts | None = None
     v_norm: bool = False
     layer_scalar: bool = False
+    rotary_dim: int = 0
+    gated_attention: bool = False
     key_is_value: bool = False
+    delta: Delta | None = None
     kinds: tuple[Kind, ...] = ()
     kind_L: tuple[int, ...] = ()
 
@@ -228,6 +262,8 @@ class ModelConfig:
     def projections(self) -> tuple[str, ...]:
         """Names of the dense projections in a layer: with experts, only those of attention."""
         names = ATTENTION_PROJECTIONS if self.experts is not None else PROJECTIONS
+        if self.delta is not None:
+            return tuple(name for name in names if name not in ATTENTION_PROJECTIONS)
         return tuple(name for name in names if name != "v" or not self.key_is_value)
 
     def alike(self) -> tuple["ModelConfig", ...]:
@@ -247,6 +283,7 @@ class ModelConfig:
             num_kv_heads=kind.num_kv_heads,
             head_dim=kind.head_dim,
             key_is_value=kind.key_is_value,
+            delta=kind.delta,
             window_L=tuple(self.window_L[i] for i in layers),
             rope_theta_L=tuple(self.rope_theta_L[i] for i in layers),
             rope_scaling_L=tuple(self.rope_scaling_L[i] for i in layers),
@@ -290,6 +327,15 @@ class ModelConfig:
         """Share of the routed experts that compute one token; 1 without experts."""
         return 1.0 if self.experts is None else self.experts.chosen / self.experts.count
 
+    def check_samples(self) -> None:
+        """Refuses a model that podrl cannot sample from. Raises ValueError."""
+        if any(kind.delta is not None for kind in self.kinds):
+            raise ValueError(
+                f"A {self.family} model has layers of linear attention, whose states the engine does not keep: podrl "
+                "cannot sample from this model yet. Train it on given answers (algorithm='sft', 'dpo', 'orpo', 'kto') "
+                "without an evaluation that samples (eval.problems=0, eval.sets=()), or score with it."
+            )
+
     def _check_kinds(self) -> None:
         names = [kind.name for kind in self.kinds]
         if len(self.kinds) < 2 or len(set(names)) != len(names):
@@ -301,10 +347,10 @@ class ModelConfig:
                 f"kind_L={self.kind_L} must name each of {names} by its index, for {self.num_layers} layers."
             )
         first = self.kinds[0]
-        own = (self.num_kv_heads, self.head_dim, self.key_is_value)
-        if own != (first.num_kv_heads, first.head_dim, first.key_is_value):
+        own = (self.num_kv_heads, self.head_dim, self.key_is_value, self.delta)
+        if own != (first.num_kv_heads, first.head_dim, first.key_is_value, first.delta):
             raise ValueError(
-                f"num_kv_heads, head_dim, key_is_value are {own}: they must be those of kinds[0], {first}."
+                f"num_kv_heads, head_dim, key_is_value, delta are {own}: they must be those of kinds[0], {first}."
             )
         if self.experts is not None:
             raise ValueError(
@@ -332,7 +378,8 @@ class ModelConfig:
         Only of a model whose layers are alike.
         """
         assert not self.kinds, "head_dim differs by kind: ask each of alike()"
-        exponent_H = np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim
+        turned = self.rotary_dim or self.head_dim
+        exponent_H = np.arange(0, turned, 2, dtype=np.float64) / turned
         rows = [
             _scale(theta**-exponent_H, scaling)
             for theta, scaling in zip(self.rope_theta_L, self.rope_scaling_L, strict=True)

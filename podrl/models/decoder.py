@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from podrl.mesh import rules
-from podrl.models import moe
+from podrl.models import delta, moe
 from podrl.models.attention import ATTENTION_NAME, attention, on_tpu
 from podrl.models.config import QUANT_GROUP, ModelConfig
 from podrl.types import PyTree
@@ -54,7 +54,8 @@ class LayerInfo:
 
 # attend(q_BTNH, k_BTKH, v_BTKH, info) -> (out_BTNH, state): queries are scaled and rotated, keys rotated; `state` is
 # whatever the caller wants back from each layer (new keys and values, an updated cache).
-Attend = Callable[[Array, Array, Array, LayerInfo], tuple[Array, Any]]
+# In layers of linear attention it is attend(h_BTD, layer) -> (out_BTD, state), of the normalised residual stream.
+Attend = Callable[..., tuple[Array, Any]]
 # routed(h_BTD, layer, info) -> (out_BTD, route_BTk): the feed-forward of a model with experts, and those it chose.
 Routed = Callable[[Array, PyTree, LayerInfo], tuple[Array, Array]]
 
@@ -123,6 +124,8 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
     for name in config.projections:
         _, letters, axes = _PROJECTIONS[name]
         shape = tuple(size[c] for c in letters)
+        if name == "q" and config.gated_attention:
+            shape = (*shape[:-1], 2 * config.head_dim)
         split = projection_inputs(name)
         fan_in = math.prod(shape[:split])
         layer(name, shape, axes, fan_in**-0.5, config.lora.base_dtype)
@@ -132,6 +135,9 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
         if config.lora.covers(name):
             layer(f"{name}_lora_a", (*shape[:split], config.lora.rank), (*axes[:split], "rank"), fan_in**-0.5)
             layer(f"{name}_lora_b", (config.lora.rank, *shape[split:]), ("rank", *axes[split:]), 0.0)
+    if config.delta is not None:
+        for name, (shape, axes, std) in delta.param_shapes(config).items():
+            layer(name, shape, axes, std)
     if config.experts is not None:
         for name, (shape, axes, std) in moe.param_shapes(config).items():
             layer(name, shape, axes, std)
@@ -142,7 +148,7 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
     norms = ["pre_attn_norm", "pre_mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else [])
     for name in norms:
         layer(name, (config.model_dim,), ("norm",), unit)
-    if config.qk_norm:
+    if config.qk_norm and config.delta is None:
         layer("q_norm", (config.head_dim,), ("norm",), unit)
         layer("k_norm", (config.head_dim,), ("norm",), unit)
     if config.layer_scalar:
@@ -232,7 +238,14 @@ def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
 
 
 def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
-    """Applies rotary position embedding in the half-split form; angles in float32 (arXiv 2104.09864)."""
+    """Applies rotary position embedding in the half-split form; angles in float32 (arXiv 2104.09864).
+
+    Dimensions behind those that have frequencies are left as they are.
+    """
+    turned = 2 * freq_H.shape[-1]
+    if turned < x_BTNH.shape[-1]:
+        turning, rest = jnp.split(x_BTNH, [turned], axis=-1)
+        return jnp.concatenate([rotate(turning, position_BT, freq_H), rest], axis=-1)
     angle_BT1H = position_BT[..., None, None].astype(jnp.float32) * freq_H
     cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -329,17 +342,26 @@ def block(
     def keep(x: Array, *axes: str) -> Array:
         return rules.constrain(x, axes, mesh)
 
+    def attention_of(h_BTD: Array) -> tuple[Array, Any]:
+        q_BTNH, gate_BTNH = proj("q", h_BTD), None
+        if config.gated_attention:
+            q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
+        q_BTNH = norm("q_norm", q_BTNH)
+        plain_BTKH = proj("k", h_BTD)
+        k_BTKH = norm("k_norm", plain_BTKH)
+        v_BTKH = plain_BTKH if config.key_is_value else proj("v", h_BTD)
+        if config.v_norm:
+            v_BTKH = rms_norm(v_BTKH, None, config)
+        q_BTNH = keep(rotate(q_BTNH, position_BT, info.freq_H), "batch", "time", "heads", "head_dim")
+        k_BTKH = keep(rotate(k_BTKH, position_BT, info.freq_H), "batch", "time", "kv_heads", "head_dim")
+        out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info)
+        if gate_BTNH is not None:
+            out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
+        return proj("o", out_BTNH), state
+
     h_BTD = norm("pre_attn_norm", x_BTD)
-    q_BTNH = norm("q_norm", proj("q", h_BTD))
-    plain_BTKH = proj("k", h_BTD)
-    k_BTKH = norm("k_norm", plain_BTKH)
-    v_BTKH = plain_BTKH if config.key_is_value else proj("v", h_BTD)
-    if config.v_norm:
-        v_BTKH = rms_norm(v_BTKH, None, config)
-    q_BTNH = keep(rotate(q_BTNH, position_BT, info.freq_H), "batch", "time", "heads", "head_dim")
-    k_BTKH = keep(rotate(k_BTKH, position_BT, info.freq_H), "batch", "time", "kv_heads", "head_dim")
-    out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info)
-    out_BTD = keep(proj("o", out_BTNH), "batch", "time", "act")
+    out_BTD, state = attention_of(h_BTD) if config.delta is None else attend(h_BTD, layer)
+    out_BTD = keep(out_BTD, "batch", "time", "act")
     x_BTD = x_BTD + norm("post_attn_norm", out_BTD)
 
     h_BTD = norm("pre_mlp_norm", x_BTD)
@@ -489,7 +511,20 @@ def replayed(
     """
     dropping = config.lora.rank > 0 and config.lora.dropout > 0
 
+    linear = None
+    if any(alike.delta is not None for alike in config.alike()):
+        if mesh is not None and rules.axes_over("time", mesh):
+            raise ValueError(
+                f"A {config.family} model has layers of linear attention, which podrl does not compute over rows cut "
+                "along time yet: leave seq out of the mesh."
+            )
+        linear = delta.cut(segment_BT, prefix_BT), delta.previous(segment_BT, prefix_BT)
+
     def step_of(alike: ModelConfig) -> Callable:
+        def mix(h_BTD: Array, layer: PyTree) -> tuple[Array, None]:
+            assert linear is not None
+            return delta.mix(h_BTD, layer, alike, *linear), None
+
         def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo) -> tuple[Array, None]:
             out = attention(
                 q_BTNH,
@@ -515,7 +550,9 @@ def replayed(
                     h_BTD, layer, info.index, config, mesh=mesh, tpu=on_tpu(mesh), route_BTk=given_BTk
                 )
 
-            x_BTD, _, own_BTk = block(x_BTD, layer, info, position_BT, alike, attend, mesh, drop, routed)
+            x_BTD, _, own_BTk = block(
+                x_BTD, layer, info, position_BT, alike, attend if alike.delta is None else mix, mesh, drop, routed
+            )
             return x_BTD, None if given_BTk is None else own_BTk
 
         return step if remat == "none" else jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)

@@ -9,14 +9,41 @@ Letters beside those of podrl.types: H key width, U value width, X chunks of a r
 W taps of the convolution.
 """
 
+from collections.abc import Mapping
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from podrl.models.config import ModelConfig
+from podrl.types import PyTree
+
 CHUNK = 64
 _NONE = -1
+
+
+def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
+    """Declares the leaves of a layer by name: (shape, logical axes, standard deviation at the start).
+
+    They are not cut over tensor.
+    """
+    sizes = config.delta
+    assert sizes is not None
+    D, values = config.model_dim, sizes.value_heads * sizes.value_dim
+    std = D**-0.5
+    return {
+        "delta_in": ((D, sizes.channels), ("embed", "norm"), std),
+        "delta_gate": ((D, values), ("embed", "norm"), std),
+        "delta_beta": ((D, sizes.value_heads), ("embed", "norm"), std),
+        "delta_decay": ((D, sizes.value_heads), ("embed", "norm"), std),
+        "delta_conv": ((sizes.channels, 1, sizes.taps), ("norm", "norm", "norm"), sizes.taps**-0.5),
+        "delta_rate": ((sizes.value_heads,), ("norm",), 1.0),
+        "delta_shift": ((sizes.value_heads,), ("norm",), -1.0),
+        "delta_norm": ((sizes.value_dim,), ("norm",), -1.0),
+        "delta_out": ((values, D), ("norm", "embed"), values**-0.5),
+    }
 
 
 @flax.struct.dataclass
@@ -168,9 +195,9 @@ def over_rows(
 
         def entering(weight_BNCH: Array) -> Array:
             """Multiplies each token's row with the state before its past."""
-            return sum(
-                _sum("BNCH,BNHU->BNCU", weight_BNCH * from_BC[:, None, :, None], state) for state, from_BC in sources
-            )
+            (run, runs_BC), (held, held_BC) = sources
+            from_run = _sum("BNCH,BNHU->BNCU", weight_BNCH * runs_BC[:, None, :, None], run)
+            return from_run + _sum("BNCH,BNHU->BNCU", weight_BNCH * held_BC[:, None, :, None], held)
 
         change_BNCU = x["change"] - entering(x["undo"])
         out_BNCU = entering(x["reads"]) + _sum("BNCD,BNDU->BNCU", x["scores"], change_BNCU)
@@ -225,6 +252,55 @@ def convolve(
         there_BTI = jnp.take_along_axis(x_BTI, jnp.maximum(at_BT, 0)[..., None], axis=1)
         out_BTI = out_BTI + jnp.where((at_BT >= 0)[..., None], there_BTI, 0) * tap_I
     return out_BTI
+
+
+def mix(
+    h_BTD: Float[Array, "B T D"],
+    layer: PyTree,
+    config: ModelConfig,
+    chunks: Chunks,
+    previous_BT: Int[Array, "B T"],
+) -> Float[Array, "B T D"]:
+    """Applies a layer's linear attention (Qwen 3.5): convolution, delta rule, gated norm and output.
+
+    Args:
+      h_BTD: the normalised residual stream.
+      layer: with the leaves of `param_shapes`.
+      config: of a model whose layers are all like this one.
+      chunks, previous_BT: see `cut` and `previous`.
+    """
+    sizes = config.delta
+    assert sizes is not None
+
+    def matrix(name: str) -> Array:
+        return layer[name].astype(h_BTD.dtype)
+
+    weight_WI = matrix("delta_conv")[:, 0].T
+    mixed_BTI = jax.nn.silu(convolve(h_BTD @ matrix("delta_in"), weight_WI, previous_BT))
+    keys = sizes.key_heads * sizes.key_dim
+    q, k, v = jnp.split(mixed_BTI, [keys, 2 * keys], axis=-1)
+    B, T, _ = h_BTD.shape
+    # Each head of keys serves as many heads of values side by side.
+    q_BTNH, k_BTNH = (
+        jnp.repeat(unit(x.reshape(B, T, -1, sizes.key_dim)), sizes.value_heads // sizes.key_heads, axis=2)
+        for x in (q, k)
+    )
+    beta_BTN = jax.nn.sigmoid((h_BTD @ matrix("delta_beta")).astype(jnp.float32))
+    speed_BTN = jax.nn.softplus((h_BTD @ matrix("delta_decay")).astype(jnp.float32) + layer["delta_shift"])
+    decay_BTN = -jnp.exp(layer["delta_rate"].astype(jnp.float32)) * speed_BTN
+    out_BTNU, _ = over_rows(
+        q_BTNH * sizes.key_dim**-0.5,
+        k_BTNH,
+        v.reshape(B, T, -1, sizes.value_dim),
+        decay_BTN,
+        beta_BTN,
+        chunks,
+    )
+    gate_BTNU = (h_BTD @ matrix("delta_gate")).reshape(out_BTNU.shape).astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(out_BTNU * out_BTNU, axis=-1, keepdims=True) + config.norm_eps)
+    out_BTNU = (out_BTNU * scale).astype(h_BTD.dtype) * layer["delta_norm"].astype(h_BTD.dtype)
+    out_BTNU = (out_BTNU * jax.nn.silu(gate_BTNU)).astype(h_BTD.dtype)
+    return out_BTNU.reshape(B, T, -1) @ matrix("delta_out")
 
 
 def _sum(letters: str, a: Array, b: Array) -> Array:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from podrl.models.config import GLOBAL_WINDOW, Experts, Kind, ModelConfig, RopeScaling
+from podrl.models.config import GLOBAL_WINDOW, Delta, Experts, Kind, ModelConfig, RopeScaling
 from podrl.models.hf_fields import COMPUTED, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
 from podrl.storage.regular import load_object
@@ -72,6 +72,17 @@ _GEMMA4 = _GEMMA | {
     },
 }
 _QWEN = _LLAMA | {"max_window_layers": 28, "use_sliding_window": False, "sliding_window": 4096}
+_QWEN3_5 = _LLAMA | {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "max_position_embeddings": 32_768,
+}
 _QWEN3_MOE = _LLAMA | {
     "num_key_value_heads": 4,
     "use_sliding_window": False,
@@ -97,6 +108,7 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": Family("mixtral", "MixtralForCausalLM", False, False, False, False, _MIXTRAL),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", False, False, False, True, _QWEN),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", False, False, True, False, _QWEN | {"head_dim": 128}),
+    "qwen3_5": Family("qwen3_5_text", "Qwen3_5ForCausalLM", False, False, True, False, _QWEN3_5),
     "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", False, False, True, False, _QWEN3_MOE),
 }
 
@@ -144,6 +156,8 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     window = _window(name, known, read)
     sliding = _sliding_layers(name, known, layers, window, where)
     kinds, kind_L = _kinds(name, known, fields, sliding, where)
+    if name == "qwen3_5":
+        kinds, kind_L = _linear_kinds(known, layers, head_dim, where)
     theta_L, scaling_L = _rope(name, known, read, sliding, where)
     given, activation = _activation(name, known, where)
     refuse_unread(name, fields, head_dim=head_dim, theta_L=theta_L, activation=given, sliding=sliding, where=where)
@@ -161,7 +175,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         head_dim=head_dim,
         activation=activation,
         norm_eps=need("rms_norm_eps"),
-        norm_plus_one=family.gemma and name != "gemma4",
+        norm_plus_one=(family.gemma and name != "gemma4") or name == "qwen3_5",
         post_norms=family.post_norms,
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
@@ -177,6 +191,9 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         experts=_experts(name, known, where),
         v_norm=name == "gemma4",
         layer_scalar=name == "gemma4",
+        rotary_dim=_rotary_dim(known, head_dim, where) if name == "qwen3_5" else 0,
+        gated_attention=name == "qwen3_5",
+        delta=kinds[0].delta if kinds else None,
         kinds=kinds,
         kind_L=kind_L,
     )
@@ -218,6 +235,45 @@ def _kinds(
     return kinds, tuple(0 if slides else 1 for slides in sliding)
 
 
+_LINEAR_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+
+
+def _rotary_dim(known: Mapping[str, Any], head_dim: int, where: str) -> int:
+    """Reads how many leading dimensions of a head turn; text has the same position on all three axes of mrope."""
+    share = _given(known.get("rope_parameters")).get("partial_rotary_factor", 0.25)
+    turned = int(head_dim * share)
+    if turned % 2 or not 0 < turned <= head_dim:
+        raise ValueError(
+            f"{where} has partial_rotary_factor={share!r} and head_dim={head_dim}: their product must be even."
+        )
+    return turned
+
+
+def _linear_kinds(
+    known: Mapping[str, Any], layers: int, head_dim: int, where: str
+) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """Reads the two kinds of layers of a Qwen 3.5: with attention, and with linear attention."""
+    every = known["full_attention_interval"]
+    types = known.get("layer_types") or [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+    ]
+    if set(types) != {"linear_attention", "full_attention"} or len(types) != layers:
+        raise ValueError(
+            f"{where} has layer_types={types!r}: it must name linear_attention or full_attention for each of {layers} "
+            "layers, and each of them once at least."
+        )
+    sizes = Delta(
+        known["linear_num_key_heads"],
+        known["linear_num_value_heads"],
+        known["linear_key_head_dim"],
+        known["linear_value_head_dim"],
+        known["linear_conv_kernel_dim"],
+    )
+    heads = known["num_key_value_heads"]
+    kinds = (Kind("full", heads, head_dim), Kind("linear", heads, head_dim, delta=sizes))
+    return kinds, tuple(1 if kind == "linear_attention" else 0 for kind in types)
+
+
 def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
     """Reads the experts of a family that has them."""
     if not reads(name, "num_experts_per_tok"):
@@ -240,7 +296,7 @@ def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
 
 def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
     model_type = raw.get("model_type")
-    if model_type in ("gemma3", "gemma4") and isinstance(raw.get("text_config"), Mapping):
+    if model_type in ("gemma3", "gemma4", "qwen3_5") and isinstance(raw.get("text_config"), Mapping):
         # The image-and-text checkpoint: podrl computes its text decoder.
         inner = raw["text_config"]
         outer = {k: v for k, v in raw.items() if v is not None and (k in COMPUTED or k == "quantization_config")}
@@ -285,6 +341,8 @@ def _sliding_layers(
     name: str, known: Mapping[str, Any], layers: int, window: int | None, where: str
 ) -> tuple[bool, ...]:
     """Lists the layers that use a sliding window."""
+    if name == "qwen3_5":
+        return (False,) * layers
     if "layer_types" in known:
         kinds = known["layer_types"]
         strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
@@ -315,6 +373,8 @@ def _rope(
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
     """Reads every layer's rotary base and scaling, from rope_theta and rope_scaling, or from rope_parameters."""
     shared = _given(known.get("rope_parameters"))
+    if name == "qwen3_5":
+        shared = {key: value for key, value in shared.items() if key not in _LINEAR_ROPE}
     theta = float(known.get("rope_theta", 10_000.0))
     local = known.get("rope_local_base_freq")
     full = {"rope_theta": theta, **_given(fields.get("rope_scaling"))}
@@ -414,6 +474,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["final_logit_softcapping"] = config.logit_softcap or None
     if config.family == "gemma4":
         raw |= _gemma4_fields(config)
+    if config.family == "qwen3_5":
+        raw |= _linear_fields(config)
     raw |= _window_fields(config) | _rope_fields(config) | _expert_fields(config)
     back = dataclasses.replace(config_from_hf(raw), lora=config.lora)
     same_scale = math.isclose(back.query_scale, config.query_scale, rel_tol=1e-6)
@@ -431,6 +493,18 @@ def _gemma4_fields(config: ModelConfig) -> dict[str, Any]:
         "attention_k_eq_v": full.key_is_value,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
+    }
+
+
+def _linear_fields(config: ModelConfig) -> dict[str, Any]:
+    sizes = config.kinds[1].delta
+    assert sizes is not None
+    return {
+        "linear_num_key_heads": sizes.key_heads,
+        "linear_num_value_heads": sizes.value_heads,
+        "linear_key_head_dim": sizes.key_dim,
+        "linear_value_head_dim": sizes.value_dim,
+        "linear_conv_kernel_dim": sizes.taps,
     }
 
 
@@ -457,9 +531,11 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if reads(config.family, "layer_types"):
         fields["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
+    if config.family == "qwen3_5":
+        fields["layer_types"] = [f"{config.kinds[kind].name}_attention" for kind in config.kind_L]
     if reads(config.family, "use_sliding_window"):
         fields["use_sliding_window"] = any(sliding)
-    if config.family not in ("gemma", "llama"):
+    if reads(config.family, "sliding_window"):
         fields["sliding_window"] = window if any(sliding) else (4096 if config.post_norms else None)
     return fields
 
@@ -475,6 +551,9 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": theta}
     if old:
         fields["rope_scaling"] = old
+    if config.family == "qwen3_5":
+        share = config.rotary_dim / config.head_dim
+        return {"rope_parameters": {"rope_theta": theta, "rope_type": "default", **old, "partial_rotary_factor": share}}
     if config.family in ("gemma3", "gemma4"):
         local_theta, local_scaling = scaling_of.get(True, (10_000.0, RopeScaling()))
         if config.family == "gemma3":

@@ -14,11 +14,16 @@ EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "norm_topk_prob": ("qwen3_moe",),
 }
 _GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config")
+_LINEAR = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "full_attention_interval"),
+)
 # Fields podrl computes with.
 COMPUTED = frozenset(
     (
         *EXPERT_FIELDS,
         *_GEMMA4,
+        *_LINEAR,
         "vocab_size",
         "hidden_size",
         "intermediate_size",
@@ -89,6 +94,9 @@ _IGNORABLE = frozenset(
         "vocab_size_per_layer_input",  # without hidden_size_per_layer_input
         "use_double_wide_mlp",  # without num_kv_shared_layers
         "top_k_experts",  # without enable_moe_block
+        "mamba_ssm_dtype",  # of the states, which are float32
+        "mtp_num_hidden_layers",  # their tensors are left out
+        "mtp_use_dedicated_embeddings",
         "router_aux_loss_coef",  # of a loss beside the model's, which podrl does not add
     )
 )
@@ -103,6 +111,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "enable_moe_block": (False, None),
     "partial_rotary_factor": (1, 1.0, None),
     "quantization_config": (None,),
+    "attn_output_gate": (True, None),  # of Qwen 3.5
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "rope_interleaved": (False, None),
@@ -125,14 +134,15 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "query_pre_attn_scalar": _GEMMA23,
     "rope_local_base_freq": ("gemma3",),
     "hidden_activation": _GEMMA234,
-    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", *_QWEN),
-    "layer_types": (*_GEMMA234, *_QWEN),
+    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", "qwen3_5", *_QWEN),
+    "layer_types": (*_GEMMA234, *_QWEN, "qwen3_5"),
     "sliding_window": (*_GEMMA234, *_QWEN, "mistral", "mixtral", "qwen3_moe"),
     "sliding_window_pattern": ("gemma3",),
     "_sliding_window_pattern": (),
     "use_sliding_window": (*_QWEN, "qwen3_moe"),
     "max_window_layers": _QWEN,
     **dict.fromkeys(_GEMMA4, ("gemma4",)),
+    **dict.fromkeys(_LINEAR, ("qwen3_5",)),
     **EXPERT_FIELDS,
 }
 
@@ -207,6 +217,7 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
             *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
             *("sliding_window_pattern", "_sliding_window_pattern"),
             *("global_head_dim", "num_global_key_value_heads"),
+            *_LINEAR,
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         ),
         _count,
@@ -268,7 +279,7 @@ def refuse_unread(
     """
 
     def agrees(key: str, value: Any) -> bool:
-        if key in EXPERT_FIELDS or key in _GEMMA4:
+        if key in EXPERT_FIELDS or key in _GEMMA4 or key in _LINEAR:
             return False
         if key in ("attn_logit_softcapping", "final_logit_softcapping"):
             return value == 0

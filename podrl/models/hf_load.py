@@ -28,7 +28,7 @@ from podrl.types import PyTree
 
 # Tensors that carry nothing podrl needs: rotary frequencies, and what a text decoder leaves of an image model.
 _NOT_WEIGHTS = re.compile(
-    r".*rotary_emb\.inv_freq|(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
+    r".*rotary_emb\.inv_freq|mtp\..*|(model\.)?(visual|vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
 )
 # Names of the text decoder in checkpoints with several towers.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))

@@ -31,6 +31,18 @@ _POST_NORM_FAMILY = _NORMS | {
     "post_mlp_norm": "post_feedforward_layernorm",
 }
 
+# Of linear attention: leaf -> (tensor name after the layer's prefix, leading input dimensions).
+_LINEAR = {
+    "delta_in": ("linear_attn.in_proj_qkv.weight", 1),
+    "delta_gate": ("linear_attn.in_proj_z.weight", 1),
+    "delta_beta": ("linear_attn.in_proj_b.weight", 1),
+    "delta_decay": ("linear_attn.in_proj_a.weight", 1),
+    "delta_conv": ("linear_attn.conv1d.weight", 0),
+    "delta_rate": ("linear_attn.A_log", 0),
+    "delta_shift": ("linear_attn.dt_bias", 0),
+    "delta_norm": ("linear_attn.norm.weight", 0),
+    "delta_out": ("linear_attn.out_proj.weight", 1),
+}
 
 # Of each family with experts: leaf -> tensor name after the layer's prefix; '{}' stands for the expert. Two names are
 # those of gate and up.
@@ -160,6 +172,9 @@ def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:
     norms = _POST_NORM_FAMILY if config.post_norms else _NORMS
     if key in norms:
         return f"{prefix}{norms[key]}.weight", 0
+    if key in _LINEAR:
+        name, inputs = _LINEAR[key]
+        return f"{prefix}{name}", inputs
     if key == "layer_scalar":
         return f"{prefix}layer_scalar", 0
     if key.endswith("_bias"):

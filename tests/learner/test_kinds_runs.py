@@ -1,4 +1,4 @@
-"""A Gemma 4, whose layers are of two kinds, trained by every method: its reference, its samples, and its export."""
+"""Models whose layers are of two kinds, trained by every method: reference, samples, and export."""
 
 import dataclasses
 import json
@@ -58,12 +58,30 @@ GEMMA4 = {
 }
 
 
-def saved(tmp_path, mesh):
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 512,
+}
+
+
+def saved(tmp_path, mesh, raw=GEMMA4):
     """A random model in a directory with the tokenizer that comes with podrl."""
-    config = config_from_hf(GEMMA4)
+    config = config_from_hf(raw)
     params = decoder.init_params(config, jax.random.key(0))
     for stack in params["layers"].values():
-        stack["layer_scalar"] = stack["layer_scalar"] * 0.8
+        if config.layer_scalar:
+            stack["layer_scalar"] = stack["layer_scalar"] * 0.8
     Decoder(config, params, mesh).save(tmp_path / "base")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pathlib.Path(TINY) / name, tmp_path / "base" / name)
@@ -107,11 +125,17 @@ def labelled(cluster, shape):
 
 
 @pytest.mark.parametrize(
-    "name, made, mesh", [("sft", supervised, "data=2"), ("orpo", odds, "fsdp=2,seq=2"), ("kto", labelled, "tensor=2")]
+    "name, made, mesh, raw",
+    [
+        ("sft", supervised, "data=2", GEMMA4),
+        ("orpo", odds, "fsdp=2,seq=2", GEMMA4),
+        ("kto", labelled, "tensor=2", GEMMA4),
+        ("orpo", odds, "fsdp=2", QWEN3_5),
+    ],
 )
-def test_a_method_goes_down_its_loss(tmp_path, name, made, mesh):
+def test_a_method_goes_down_its_loss(tmp_path, name, made, mesh, raw):
     mesh = make_mesh(mesh, jax.devices()[: 4 if "," in mesh else 2])
-    saved(tmp_path, mesh)
+    saved(tmp_path, mesh, raw)
     cluster, shape = cluster_of(tmp_path, mesh)
     algorithm, stream = made(cluster, shape)
     batch, before = next(stream), jax.device_get(cluster.actor.params())

@@ -77,6 +77,7 @@ def test_there_is_a_fixture_of_every_family():
         "mixtral",
         "qwen2",
         "qwen3",
+        "qwen3_5",
         "qwen3_moe",
     ]
 

@@ -1,11 +1,21 @@
-"""The gated delta rule in chunks equals the rule token by token, for packed rows with shared beginnings."""
+"""Linear attention: chunks of packed rows equal tokens one by one; the model of which it is part; what is refused."""
+
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.models import delta
+from podrl.mesh import build
+from podrl.models import decoder, delta, from_pretrained
+from podrl.models.hf_config import config_from_hf
+from podrl.rollout.engine import Engine
+from podrl.rollout.state import EngineShape
+
+QWEN3_5 = pathlib.Path(__file__).parent / "fixtures" / "qwen3_5"
+RAW = json.loads((QWEN3_5 / "config.json").read_text())
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -100,3 +110,72 @@ def test_the_convolution_reads_through_shared_beginnings():
             line = np.pad(np.asarray(x_BTI[b])[where], ((3, 0), (0, 0)))
             want = sum(line[w : w + len(where)] * np.asarray(weight_WI)[w] for w in range(4))
             np.testing.assert_allclose(out_BTI[b][at[number]], want[-size:], atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return from_pretrained(QWEN3_5)
+
+
+def test_packed_samples_of_a_prompt_are_computed_as_if_alone(model):
+    segment_BT, prefix_BT = layout()
+    tokens_BT = np.random.default_rng(0).integers(0, model.config.vocab_size, segment_BT.shape)
+    position_BT = np.zeros_like(segment_BT)
+    alone = []
+    for b, parts in enumerate(ROWS):
+        at = {n: np.flatnonzero(segment_BT[b] == n) for n in range(1, len(parts) + 1)}
+        for number, (_, prefix) in enumerate(parts, 1):
+            where = np.asarray([*at.get(prefix, []), *at[number]], int)
+            position_BT[b, where] = np.arange(len(where))
+            alone.append((b, at[number], where))
+    got_BTD = decoder.hidden(
+        model.params, tokens_BT, segment_BT, position_BT, model.config, prefix_BT=jnp.asarray(prefix_BT)
+    )
+    rows = np.zeros((3, len(alone), 40), np.int32)  # tokens, segment, position
+    for row, (b, _, where) in enumerate(alone):
+        n = len(where)
+        rows[0, row, :n], rows[1, row, :n], rows[2, row, :n] = tokens_BT[b, where], 1, np.arange(n)
+    want_BTD = decoder.hidden(model.params, *rows, model.config)
+    for row, (b, own, where) in enumerate(alone):
+        np.testing.assert_allclose(got_BTD[b, own], want_BTD[row, len(where) - len(own) : len(where)], atol=2e-4)
+
+
+def test_a_saved_model_is_read_as_the_same(model, tmp_path):
+    model.save(tmp_path / "out")
+    again = from_pretrained(tmp_path / "out")
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "data=2,fsdp=2"])
+def test_every_mesh_without_seq_computes_what_one_device_does(model, mesh):
+    mesh = build.make_mesh(mesh, jax.devices()[:4])
+    tokens_BT = jnp.arange(64).reshape(4, 16) % model.config.vocab_size
+    position_BT = jnp.broadcast_to(jnp.arange(16), (4, 16))
+    run = jax.jit(
+        lambda params, mesh: decoder.hidden(
+            params, tokens_BT, jnp.ones_like(tokens_BT), position_BT, model.config, mesh=mesh
+        ),
+        static_argnums=1,
+    )
+    shapes = decoder.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), model.params, shapes)
+    np.testing.assert_allclose(run(params, mesh), run(model.params, None), atol=1e-4)
+
+
+def test_what_podrl_does_not_compute_yet_is_refused(model):
+    shape = EngineShape(2, 4, 16, 2, 1, 2, 2, 1, (16,), 16)
+    with pytest.raises(ValueError, match="linear attention, whose states the engine does not keep"):
+        Engine(model.config, build.make_mesh("data=1", jax.devices()[:1]), shape, jnp.dtype(jnp.float32))
+    mesh, tokens_BT = build.make_mesh("seq=2", jax.devices()[:2]), jnp.zeros((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="leave seq out of the mesh"):
+        decoder.hidden(model.params, tokens_BT, tokens_BT, tokens_BT, model.config, mesh=mesh)
+    for changes, message in (
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({"linear_num_value_heads": 3}, "value_heads=3"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0"),
+        ({"attn_output_gate": False}, "attn_output_gate=False"),
+        ({"rope_parameters": RAW["rope_parameters"] | {"partial_rotary_factor": 0.2}}, "partial_rotary_factor=0.2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config_from_hf(RAW | changes)

@@ -40,6 +40,16 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
 }
 
+# Heads of 16, of which 4 turn; 2 heads of keys for 4 of values; layers 0 1 2 | 3 and then 4.
+QWEN3_5 = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+
 # (name, configuration class, differences from SMALL): GQA ratios, head sizes unlike dim / heads, windows shorter than
 # the sequences of the tests, tied and untied, biases, soft caps that bite, both rope bases and scalings.
 CASES = [
@@ -83,6 +93,14 @@ CASES = [
         GEMMA4 | {"num_hidden_layers": 6, "attention_k_eq_v": True, "final_logit_softcapping": 3.0},
     ),
     ("gemma4_own_values", "Gemma4TextConfig", GEMMA4 | {"layer_types": ALTERNATING}),
+    ("qwen3_5_shared_heads", "Qwen3_5TextConfig", QWEN3_5 | {"num_hidden_layers": 5}),
+    (
+        "qwen3_5_tied",
+        "Qwen3_5TextConfig",
+        QWEN3_5
+        | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
+        | {"linear_num_key_heads": 4, "linear_value_head_dim": 5, "tie_word_embeddings": True},
+    ),
     ("llama_untied", "LlamaConfig", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500_000.0}}),
     ("llama3_rope", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
     ("llama_mha", "LlamaConfig", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
@@ -137,6 +155,13 @@ FIXTURE_CASES = [
         "mixtral",
         "MixtralConfig",
         {"num_key_value_heads": 1, "num_hidden_layers": 2, "num_local_experts": 3, "num_experts_per_tok": 2},
+    ),
+    (
+        "qwen3_5",
+        "Qwen3_5TextConfig",
+        QWEN3_5
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+        | {"hidden_size": 16, "num_key_value_heads": 1, "linear_key_head_dim": 8},  # gated norms magnify roundings
     ),
     (
         "qwen3_moe",
