@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from podrl.engine.engine import Engine
+from podrl.engine.state import EngineShape
 from podrl.mesh import build
 from podrl.models import decoder, delta, from_pretrained
 from podrl.models.hf_config import config_from_hf
-from podrl.rollout.engine import Engine
-from podrl.rollout.state import EngineShape
 
 QWEN3_5 = pathlib.Path(__file__).parent / "fixtures" / "qwen3_5"
 RAW = json.loads((QWEN3_5 / "config.json").read_text())
