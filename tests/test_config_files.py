@@ -1,9 +1,12 @@
 """Invalid configuration files and overrides are refused in one sentence with file, line, value and key."""
 
 import pytest
+from ml_collections import ConfigDict
 
-from podrl.job.config import check_text
-from podrl.launch import load_config
+from podrl.data.template import SYSTEM_PROMPT, user_turn
+from podrl.job.config import check_text, complete, parse
+from podrl.launch import find_config, load_config
+from podrl.learner.asked import words_for
 
 
 @pytest.mark.parametrize(
@@ -66,3 +69,25 @@ def test_an_override_that_its_key_cannot_mean_is_refused_with_what_it_can(key, t
 )
 def test_other_overrides_pass(key, text):
     assert check_text(key, text, "grpo") == ((key, text) == ("rollout.top_p", "None")), "None asks for no number"
+
+
+def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
+    """The numbers of docs/from-tunix.md: an epoch of GSM8K's 7,473 problems, two a step."""
+    job = parse(
+        ConfigDict(complete(load_config(f"{find_config('grpo_gemma.py')}:gemma2_2b_v5e16").to_dict())).to_dict()
+    )
+    rollout, algo, trainer, lora = job.rollout, job.algo, job.trainer, job.model.lora
+    assert (rollout.prompts_per_step, algo.num_generations, algo.num_iterations, job.max_steps) == (2, 4, 1, 3738)
+    assert 7473 <= rollout.prompts_per_step * job.max_steps < 7473 + 8 and job.updates_per_step == 1
+    assert (rollout.max_prompt_length, rollout.max_tokens_to_generate, rollout.kv_cache_size) == (256, 512, 1024)
+    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.9, 1.0, 50)
+    assert (algo.beta, algo.epsilon, algo.kl_loss_mode) == (0.08, 0.2, "k3")
+    assert algo.loss_agg_mode == "sequence-mean-token-mean"
+    assert (lora.rank, lora.alpha, lora.pattern) == (64, 64.0, "q|k|v|o|gate|up|down")
+    assert (trainer.learning_rate, trainer.b1, trainer.b2, trainer.weight_decay) == (3e-6, 0.9, 0.99, 0.1)
+    assert (trainer.schedule, trainer.warmup_fraction, trainer.end_fraction) == ("cosine", 0.1, 0.0)
+    assert (trainer.max_grad_norm, trainer.train_micro_batch_size) == (0.1, 2)
+    assert (job.checkpoint.every, job.checkpoint.keep) == (500, 4)
+    assert job.reward.fns == ("exact_format", "approximate_format", "answer", "number")
+    assert (job.data.system_prompt, job.data.template, words_for(job.reward.fns)) == ("auto", "chat", SYSTEM_PROMPT)
+    assert user_turn("How many?", SYSTEM_PROMPT) == f"{SYSTEM_PROMPT}\n\nHow many?"

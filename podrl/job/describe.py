@@ -20,7 +20,7 @@ from podrl.job.weights import copies, model_of
 from podrl.learner.unmoved import unmoved, unmoved_by_samples
 from podrl.mesh.build import describe_mesh
 from podrl.models import moe
-from podrl.rundir.console import print_table
+from podrl.rundir.about import About, Table, print_about
 from podrl.runtime.pod import Pod
 from podrl.runtime.roles import EVAL, TRAINER
 from podrl.trainer.pack_shape import PackShape
@@ -89,12 +89,10 @@ def print_plan(
     console: rich.console.Console, job: Job, on: Meshes, workdir: str, pod: Pod | None = None, *, dry: bool = False
 ) -> None:
     """Prints the tables that a run starts with, and that a dry run ends with."""
-    print_job(console, job, on, pod)
+    if not console.quiet:
+        print_about(console, about_job(job, on, pod))
     if not job.kind.given and not console.quiet:
-        for line in weight_lines(job, on, pod, dry=dry):
-            console.print(line)
-    if not job.kind.given and not console.quiet:
-        for line in data_lines(job):
+        for line in (*weight_lines(job, on, pod, dry=dry), *data_lines(job)):
             console.print(line)
     if dry:  # a run says so itself
         for text in unmoved_lines(job):
@@ -110,17 +108,16 @@ def unmoved_lines(job: Job) -> list[str]:
     return unmoved_by_samples(job.trainer, *of_job, steps=job.max_steps)
 
 
-def print_job(console: rich.console.Console, job: Job, on: Meshes, pod: Pod | None = None) -> None:
-    """Prints roles, batch arithmetic and formula: what is known without the data."""
+def about_job(job: Job, on: Meshes, pod: Pod | None = None) -> About:
+    """Makes the page about a job: roles, batch arithmetic, sources of data and formula."""
     header = ["role", "mesh", "devices", "ids", "process", "does"]
     rows = role_rows(on, _auxiliary_models(job), pod, job.roles.eval)
-    print_table(console, f"Roles ({device_line()})", header, rows)
+    tables = [Table(f"Roles ({device_line()})", header, rows)]
     rows = given_rows(job, on) if job.kind.given else batch_rows(job, on)
-    print_table(console, "Batch arithmetic", ["what", "number", "from"], rows)
-    if job.data.sources and not console.quiet:
-        print_sources(console, job)
-    for line in given_lines(job) if job.kind.given else [*algorithm_lines(job, on), *_route_lines(job)]:
-        console.print(line)
+    tables.append(Table("Batch arithmetic", ["what", "number", "from"], rows))
+    if job.data.sources:
+        tables.append(_sources(job))
+    return About(tables, given_lines(job) if job.kind.given else [*algorithm_lines(job, on), *_route_lines(job)])
 
 
 def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[str]:
@@ -135,12 +132,12 @@ def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[st
     return [f"Of the weights {kept}"] if split else [generating]
 
 
-def print_sources(console: rich.console.Console, job: Job) -> None:
-    """Prints a table of a mixture's sources: how often they are drawn, and what became of their records."""
+def _sources(job: Job) -> Table:
+    """Makes a table of a mixture's sources: how often they are drawn, and what became of their records."""
     rows = split(job.data, job.kind.form).rows()
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = [[f"{v:.1%}" if (v := row.get(c, 0)) and c == "share" else f"{v}" for c in columns] for row in rows]
-    print_table(console, "Sources", columns, table)
+    return Table("Sources", columns, table)
 
 
 _FEW = 10  # held-out records below which a comparison says nothing

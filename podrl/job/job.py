@@ -200,7 +200,7 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
             current.console.print(f"Further rollout hosts join by this command with --join={pod.channel.address}\n")
         _write_sources(current, job, {})
         if current.leads and current.workdir is not None:
-            write_about(current.workdir, functools.partial(describe.print_job, job=job, on=on, pod=pod))
+            write_about(current.workdir, describe.about_job(job, on, pod))
         step = _train(job, on, link, current, pod, tools)
         if not current.leads:
             return EXIT_DONE if step == job.max_steps else EXIT_PREEMPTED

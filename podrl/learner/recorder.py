@@ -22,7 +22,7 @@ from podrl.rundir.gauges import Gauges, Work, first_start
 from podrl.rundir.history import Past, Record
 from podrl.rundir.metrics import read_metrics
 from podrl.rundir.run import Run
-from podrl.rundir.summary import eval_means, eval_records
+from podrl.rundir.summary import brief, eval_records
 from podrl.types import Policy
 
 _CURRICULUM = "curriculum."  # what names of its arrays begin with in a checkpoint
@@ -289,9 +289,8 @@ class Recorder:
         self._warn({"step": step, **metrics})
         if step == self._schedule.max_steps and self._run.workdir is not None:
             return  # the table of the summary has it, beside the first evaluation
-        text = "  ".join(f"{name} {value:.3f}" for name, value in eval_means(metrics).items())
         records = f" ({metrics['eval/records']:.0f} records)" if "eval/records" in metrics else ""
-        self._run.console.print(f"Evaluation after step {step}{records}: {text}")
+        self._run.console.print(f"Evaluation after step {step}{records}: {brief(metrics)}")
 
     def close(self) -> None:
         """Writes the last step's metrics."""

@@ -1,19 +1,48 @@
-"""The page about a run, written when it begins and kept as text in its directory."""
+"""The page about a run: tables and sentences that its settings give, printed at its start and kept in its directory."""
 
-import io
+import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import rich.console
 
-from podrl.rundir.console import make_console
+from podrl.rundir.console import print_table
 from podrl.storage.storage import write_whole
 
-NAME = "about.txt"
+NAME = "about.json"
 
 
-def write_about(workdir: pathlib.Path, tell: Callable[[rich.console.Console], None]) -> None:
-    """Writes what `tell` prints on a console, as plain text."""
-    page = io.StringIO()
-    tell(make_console(160, file=page))
-    write_whole(workdir / NAME, page.getvalue())
+class Table(NamedTuple):
+    """A table of the page.
+
+    Attributes:
+      title: stands above it.
+      header: names of the columns.
+      rows: cells of each row, one per column.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class About(NamedTuple):
+    """What is known of a run without its data: tables, then sentences and formulas, a line each."""
+
+    tables: Sequence[Table]
+    lines: Sequence[str]
+
+
+def print_about(console: rich.console.Console, about: About) -> None:
+    """Prints the tables, then the lines."""
+    for table in about.tables:
+        print_table(console, *table)
+    for line in about.lines:
+        console.print(line)
+
+
+def write_about(workdir: pathlib.Path, about: About) -> None:
+    """Writes the page as JSON: {"tables": [{"title", "header", "rows"}], "lines"}."""
+    page = {"tables": [table._asdict() for table in about.tables], "lines": list(about.lines)}
+    write_whole(workdir / NAME, json.dumps(page) + "\n")

@@ -15,7 +15,7 @@ import rich.table
 import rich.text
 
 # Wide enough for the tables when the output goes to a file.
-_WIDTH = 100
+_WIDTH = 124
 _NARROW = 60  # columns of a terminal below which the table of a run has no means
 _LAST = 10  # steps of those means
 

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -94,9 +95,13 @@ def _paired(workdir: pathlib.Path, first: int, last: int) -> dict[str, tuple[flo
     return {name.removeprefix("eval/"): ends for name, ends in found.items() if ends is not None}
 
 
-def eval_means(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The means of an evaluation, without their errors and the number of records, by names without 'eval/'."""
-    return _means(_eval_values(metrics))
+def brief(metrics: Mapping[str, float]) -> str:
+    """Writes the answers and whole rewards of an evaluation as one line; the final table has every mean."""
+    told = {n: v for n, v in _means(_eval_values(metrics)).items() if not _BESIDE.search(n)}
+    return "  ".join(f"{n} {v:.1%}" if is_share(n) else f"{n} {v:.3f}" for n, v in told.items())
+
+
+_BESIDE = re.compile(r"_reward/|_(partial|format|pass)$")  # rewards by function, and what an accuracy is read beside
 
 
 _RECORDS, _ERROR = "records", "error/"

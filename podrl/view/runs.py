@@ -165,18 +165,11 @@ class RunFiles:
         return {
             "config": self.config(),
             "defaults": self.json(DEFAULTS),
-            "about": self.about(),
+            "about": self.json(ABOUT),
             "summary": self.json("summary.json"),
             "plan": self.plan(),
             "planned_for": self.planned_for(),
         }
-
-    def about(self) -> str:
-        """The page about the run, from when it began: roles, meshes, batch arithmetic, formula."""
-        try:
-            return (self._path / ABOUT).read_text()
-        except (OSError, ValueError):
-            return ""
 
     def plan(self) -> list[dict[str, Any]]:
         """Rows of the plan that `log.plan` named beside what was measured: name, unit, planned, measured, how, ratio.

@@ -37,7 +37,7 @@ JOB = (
 NEWEST = str(STEPS)
 WITH_PENDING = str(STEPS - 1)  # the batch of the last step was in flight
 # Read by people alone; a resumed run writes them anew, or beside them.
-_UNREAD = ("about.txt", "defaults.json", "report.html", "spans.jsonl", "summary.json", "tensorboard/", "trace/")
+_UNREAD = ("about.json", "defaults.json", "report.html", "spans.jsonl", "summary.json", "tensorboard/", "trace/")
 
 
 @pytest.fixture(scope="module")

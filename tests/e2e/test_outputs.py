@@ -34,7 +34,7 @@ def test_the_directory_holds_what_is_promised_and_nothing_else(done):
         "tensorboard",
         "spans.jsonl",
         "trace",
-        "about.txt",
+        "about.json",
         "defaults.json",
         "report.html",
         "starts.jsonl",

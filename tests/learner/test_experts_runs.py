@@ -1,6 +1,5 @@
 """Runs of a model with experts, by the launcher's own path: all parameters, and adapters on attention."""
 
-import io
 import json
 import shutil
 
@@ -16,7 +15,6 @@ from podrl.launch import find_config, load_config
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder, hf_save
 from podrl.models.hf_config import config_from_hf, read_config
-from podrl.rundir.console import make_console
 from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
 from podrl.storage.checkpoint import read_state
@@ -127,11 +125,9 @@ def test_a_dry_run_states_what_recorded_routes_take(directory):
     values["model"] |= {"path": str(directory)}
     values["rollout"] |= {"max_prompt_length": 64}
     found = parse(ConfigDict(complete(values)).to_dict())
-    console = make_console(200)
-    console.file = io.StringIO()
     mesh = make_mesh("data=1", jax.devices()[:1])
-    describe.print_job(console, found, placement.Meshes(mesh, mesh, mesh, mesh))
-    assert "Router replay (rollout.router_replay): 4 bytes a token" in console.file.getvalue()
+    said = describe.about_job(found, placement.Meshes(mesh, mesh, mesh, mesh)).lines
+    assert any(line.startswith("Router replay (rollout.router_replay): 4 bytes a token") for line in said)
 
 
 def test_a_model_with_experts_is_made_exported_and_trained_on(tmp_path):

@@ -77,16 +77,19 @@ def test_the_last_evaluation_is_told_once_in_the_table(step):
     run: Any = types.SimpleNamespace(config={}, watchdog=watchdog, spans=Spans(), metrics=None, workdir="runs/x")
     run.console, run.push = types.SimpleNamespace(print=(said := []).append), lambda wait: None
     nothing: Any = types.SimpleNamespace()
+    evaluation = {"eval/greedy_answer": 0.25, "eval/greedy_format": 0.5, "eval/greedy_reward": 1.5, "eval/records": 8.0}
+    evaluation |= {"eval/greedy_reward/short": 1.5, "eval/error/greedy_reward": 0.1, "eval/hard/sampled_reward": 2.0}
     cluster: Any = types.SimpleNamespace(metrics=types.SimpleNamespace(log=lambda step, metrics: None))
     recorder = Recorder(
         *(cluster, nothing, run, Schedule(max_steps=4)),
         report=nothing,
         controllers=nothing,
-        evaluate=lambda policy, step: ({"eval/greedy_answer": 0.25, "eval/records": 8.0}, []),
+        evaluate=lambda policy, step: (evaluation, []),
         stopping=lambda: False,
     )
     recorder.evaluate(Policy({}, step), step)
-    assert said == ([] if step == 4 else [f"Evaluation after step {step} (8 records): greedy_answer 0.250"])
+    told = "greedy_answer 25.0%  greedy_reward 1.500  hard/sampled_reward 2.000"
+    assert said == ([] if step == 4 else [f"Evaluation after step {step} (8 records): {told}"])
 
 
 def test_the_table_has_every_reward_function_whatever_its_name():

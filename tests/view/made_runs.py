@@ -12,7 +12,7 @@ from test_experience import _experience
 from test_trace import Words, noted
 
 from podrl.rundir import identity
-from podrl.rundir.about import write_about
+from podrl.rundir.about import About, Table, write_about
 from podrl.rundir.metrics import LogConfig, MetricsLog
 from podrl.rundir.tracing import TraceSteps, Tracing
 
@@ -45,9 +45,8 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=noted):
         tracing.close()
     config = {"algorithm": "grpo", "trainer": {"max_steps": max_steps}, "grpo": {"epsilon": 0.2}}
     identity.write(path, config, {"algorithm": "grpo", "trainer": {"max_steps": None}, "grpo": {"epsilon": 0.2}})
-    write_about(
-        path, lambda console: console.print("Roles: [b]trainer[/b]\n" + "A long sentence. " * 20, soft_wrap=True)
-    )
+    roles = Table("Roles (8 x cpu)", ["role", "does"], [["trainer", f"updates {HOSTILE}"], ["rollout", "x" * 80]])
+    write_about(path, About([roles], ["A long sentence. " * 20, "  r = exp(logprob - old_logprob)"]))
     return path
 
 

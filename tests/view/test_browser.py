@@ -112,7 +112,7 @@ SHOWN = {
     "timeline": ["step 12 of 12", "critical path", "<canvas", 'class="named"', "what the rest waited for"],
     "groups": ["sample 1", 'class="tokens"', " w3", "prompt of group"],
     "samples": ["8 samples", "/groups?run=0&amp;step=10", "rewards by function", "reference"],
-    "run": ["Roles", "trainer.max_steps", "greedy_answer"],
+    "run": ["<caption>Roles (8 x cpu)", '<td class="">trainer', "trainer.max_steps", "greedy_answer"],
 }
 # What the other runs show beside.
 MORE = {
@@ -162,9 +162,8 @@ def test_no_view_is_wider_than_a_narrow_window(address, page):
                 heads = page.ask("getComputedStyle(document.querySelector('.found td.number'), '::before').content")
                 assert "reward" in heads
             if view == "run":
-                assert page.ask(
-                    "document.querySelector('.about').scrollWidth <= document.querySelector('.about').clientWidth"
-                )
+                lines = "[...document.querySelectorAll('.counted .said')]"
+                assert page.ask(f"{lines}.every((each) => each.scrollWidth <= each.clientWidth)")
     finally:
         page.width(0)
 

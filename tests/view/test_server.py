@@ -213,7 +213,9 @@ def test_a_critical_path_crosses_hosts_and_gaps():
 def test_the_configuration_is_shown(ask):
     found = ask.json("/data/config?run=0")
     assert found["config"]["trainer"]["max_steps"] == 12 and "sha256" not in found["config"]
-    assert "Roles" in found["about"] and found["defaults"]["trainer"]["max_steps"] is None
+    assert (
+        found["about"]["tables"][0]["title"] == "Roles (8 x cpu)" and found["defaults"]["trainer"]["max_steps"] is None
+    )
 
 
 def test_what_the_doctor_finds_is_told_and_looked_for_again_after_a_step(tmp_path):

@@ -21,10 +21,8 @@ podrl.views.run = async (main, params, current) => {
   const others = runs.map((_, i) => i).filter((i) => i !== run);
   const table = (caption, rows, heads) => el("table", {}, el("caption", {}, caption), heads ? el("thead", {}, el("tr", {}, heads.map((text) => el("th", {}, text)))) : null,
     el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) => el("td", { className: i ? "value" : "" }, cell))))));
-  // Tables keep their width and scroll; sentences are broken.
-  const lines = (text) => text.trimEnd().split("\n").map((line) => el("div", { className: /^[┏┃┡│├└]/.test(line) ? "" : "said" }, line || " "));
   const parts = [];
-  const { before = {}, after = {}, seconds = {} } = mine.summary || {};
+  const { before = {}, after = {}, seconds = {} } = mine.summary || {}, told = { tables: [], lines: [], ...mine.about };
   const measured = Object.keys(after).filter((name) => !name.startsWith("error/") && name !== "records" && before[name] !== null && before[name] !== undefined);
   const cell = (values, name) => {
     const ends = interval(name, values[name], values[`error/${name}`], values[name.includes("/") && !/^(greedy|sampled)_/.test(name) ? `${name.split("/")[0]}/records` : "records"]);
@@ -49,7 +47,8 @@ podrl.views.run = async (main, params, current) => {
       el("span", { className: "quiet" }, here.place)),
     b ? chosen : null,
     el("div", { className: "columns" }, top.length ? el("div", {}, top) : null,
-      mine.about ? el("section", { className: "counted" }, el("h2", {}, "Counted from the settings when the run began"), el("pre", { className: "about", tabIndex: 0 }, lines(mine.about))) : null),
+      told.tables.length ? el("section", { className: "counted" }, el("h2", {}, "Counted from the settings when the run began"), 
+        told.tables.map(({ title, header, rows }) => table(title, rows, header)), told.lines.map((line) => el("p", { className: "said" }, line))) : null),
     el("div", { className: "columns" }, parts),
     b ? null : chosen);
   return null;

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from podrl.contrib.jetstream import JetStreamEngine
+from podrl.contrib.slots import SlotEngine
 from podrl.engine.config import Sampling
 from podrl.engine.keys import sample_keys
 
@@ -13,14 +13,14 @@ EOS = (1, 2, 3, 4, 5)
 
 
 @pytest.fixture(scope="module")
-def jet(tiny, tight, tight_config):
+def engine(tiny, tight, tight_config):
     config = dataclasses.replace(tight_config, pool_tokens=None, max_tokens_to_generate=44, prefill_tokens=8)
-    return JetStreamEngine(tight.model, tiny.mesh, config, dtype=np.dtype("float32"), eos_ids=EOS)
+    return SlotEngine(tight.model, tiny.mesh, config, dtype=np.dtype("float32"), eos_ids=EOS)
 
 
 @pytest.fixture(scope="module")
-def params(jet, tiny):
-    return jet.load_params(tiny.params)
+def params(engine, tiny):
+    return engine.load_params(tiny.params)
 
 
 def prompt_of(prompts, p):
@@ -39,28 +39,28 @@ def collect(result, slot, tokens, logprobs):
     return bool(valid.all())
 
 
-def test_a_server_loop_gives_what_a_session_gives(jet, params, tight, policy, prompts_of):
+def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy, prompts_of):
     """Compares prefill, (bulk_)insert, generate and free_resource, with refills, with `RolloutWorker.generate`."""
     prompts, G = prompts_of([5, 20, 1, 16, 9]), 3
     sampling = Sampling(max_new=25)
     native = tight.generate(policy, prompts, group_size=G, step=2, sampling=sampling)
-    state = jet.init_decode_state()
-    free = list(range(jet.max_concurrent_decodes))
+    state = engine.init_decode_state()
+    free = list(range(engine.max_concurrent_decodes))
     waiting, running, done = list(range(5)), {}, {}
     while waiting or running:
         while waiting and len(free) >= G:
             p = waiting.pop(0)
             keys_G2 = sample_keys(3, 2, np.asarray(prompts.index_P[p]), np.arange(G))
-            prefix, first = jet.prefill_multisampling(
+            prefix, first = engine.prefill_multisampling(
                 params=params, **prompt_of(prompts, p), num_samples=G, rng=keys_G2, sampling=sampling
             )
             slots = [free.pop() for _ in range(G)]  # from both shards
-            prefix = jax.device_put(prefix, jet.get_prefix_destination_sharding())
-            state = jet.bulk_insert(prefix, state, slots)
+            prefix = jax.device_put(prefix, engine.get_prefix_destination_sharding())
+            state = engine.bulk_insert(prefix, state, slots)
             for g, slot in enumerate(slots):
                 running[slot] = (p * G + g, [], [])
                 collect(first, g, *running[slot][1:])
-        state, result = jet.generate(params, state)
+        state, result = engine.generate(params, state)
         result.copy_to_host_async()
         result = result.convert_to_numpy()
         for slot, (b, tokens, logprobs) in list(running.items()):
@@ -68,7 +68,7 @@ def test_a_server_loop_gives_what_a_session_gives(jet, params, tight, policy, pr
             if ended or not collect(result, slot, tokens, logprobs):
                 lengths = result.get_result_at_slot(slot).lengths
                 assert lengths[0] == len(tokens) - 1
-                jet.free_resource(slot)
+                engine.free_resource(slot)
                 free.append(slot)
                 done[b] = (tokens, logprobs)
                 del running[slot]
@@ -77,10 +77,10 @@ def test_a_server_loop_gives_what_a_session_gives(jet, params, tight, policy, pr
         assert tokens == native.tokens_BT[b, n : native.length_B[b]].tolist()
         np.testing.assert_allclose(logprobs, native.logprob_BT[b, n : native.length_B[b]], atol=1e-5)
     assert sorted(done) == list(range(5 * G))
-    assert [len(pages) for pages in jet._free] == [jet._engine.shape.pages - 1] * 2
+    assert [len(pages) for pages in engine._free] == [engine._engine.shape.pages - 1] * 2
 
 
-def test_one_sample_at_a_time_and_a_prefix_in_parts(jet, params, prompts_of):
+def test_one_sample_at_a_time_and_a_prefix_in_parts(engine, params, prompts_of):
     """`insert` follows `prefill`; a prompt prefilled in two parts is the same prompt."""
     prompts = prompts_of([19])
     whole = prompt_of(prompts, 0)
@@ -91,44 +91,41 @@ def test_one_sample_at_a_time_and_a_prefix_in_parts(jet, params, prompts_of):
         prefix, at = None, 0
         for part in parts:
             tokens = whole["padded_tokens"][at : at + part]
-            prefix, first = jet.prefill(
+            prefix, first = engine.prefill(
                 params=params, existing_prefix=prefix, padded_tokens=tokens, true_length=part, rng=keys, sampling=greedy
             )
             at += part
-        state = jet.insert(prefix, jet.init_decode_state(), slot=5)
+        state = engine.insert(prefix, engine.init_decode_state(), slot=5)
         tokens, logprobs = [], []
         collect(first, 0, tokens, logprobs)
         for _ in range(2):
-            state, result = jet.generate(params, state)
+            state, result = engine.generate(params, state)
             collect(result, 5, tokens, logprobs)
             assert not np.asarray(result.get_result_at_slot(4).valid).any()
         samples.append(tokens)
     assert samples[0] == samples[1] == samples[2] and len(samples[0]) >= 1
 
 
-def test_inserting_over_a_slot_replaces_it(jet, params, prompts_of):
+def test_inserting_over_a_slot_replaces_it(engine, params, prompts_of):
     prompts = prompts_of([12, 7])
-    state = jet.init_decode_state()
-    prefixes = [jet.prefill(params=params, **prompt_of(prompts, p))[0] for p in (0, 1)]
+    state = engine.init_decode_state()
+    prefixes = [engine.prefill(params=params, **prompt_of(prompts, p))[0] for p in (0, 1)]
     assert prefixes[0].keys != prefixes[1].keys
-    state = jet.insert(prefixes[0], state, slot=0)
-    state, _ = jet.generate(params, state)
-    state = jet.insert(prefixes[1], state, slot=0)
-    state, result = jet.generate(params, state)
+    state = engine.insert(prefixes[0], state, slot=0)
+    state, _ = engine.generate(params, state)
+    state = engine.insert(prefixes[1], state, slot=0)
+    state, result = engine.generate(params, state)
     assert result.get_result_at_slot(0).lengths[0] <= 4
-    threads = [threading.Thread(target=jet.free_resource, args=(slot,)) for slot in (0, 0, 3)]
+    threads = [threading.Thread(target=engine.free_resource, args=(slot,)) for slot in (0, 0, 3)]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    state, result = jet.generate(params, state)
+    state, result = engine.generate(params, state)
     assert not np.asarray(result.get_result_at_slot(0).valid).any()
-    assert [len(pages) for pages in jet._free] == [jet._engine.shape.pages - 1] * 2
+    assert [len(pages) for pages in engine._free] == [engine._engine.shape.pages - 1] * 2
 
 
-def test_what_it_says_about_itself(jet, tiny):
-    assert (jet.max_concurrent_decodes, jet.samples_per_slot, jet.max_prefill_length) == (8, 1, 20)
-    assert jet.mesh is tiny.mesh and jet.colocated_cpus is None and jet.use_chunked_prefill is False
-    with pytest.raises(ValueError, match="tokenizer_path is empty"):
-        jet.build_tokenizer(jet.get_tokenizer())
+def test_what_it_says_about_itself(engine, tiny):
+    assert (engine.max_concurrent_decodes, engine.max_prefill_length, engine.mesh) == (8, 20, tiny.mesh)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +139,15 @@ def test_what_it_says_about_itself(jet, tiny):
         ({"sampling": Sampling(stop_strings=("x",))}, "stop_strings"),
     ],
 )
-def test_what_it_refuses_at_prefill(jet, params, changes, message):
+def test_what_it_refuses_at_prefill(engine, params, changes, message):
     arguments = {"padded_tokens": np.full(32, 9, np.int32), "true_length": 3, **changes}
     with pytest.raises(ValueError, match=message):
-        jet.prefill(params=params, **arguments)
+        engine.prefill(params=params, **arguments)
 
 
-def test_what_it_refuses_at_insert(jet, params, prompts_of):
-    prefix, _ = jet.prefill(params=params, **prompt_of(prompts_of([4]), 0))
-    state = jet.init_decode_state()
+def test_what_it_refuses_at_insert(engine, params, prompts_of):
+    prefix, _ = engine.prefill(params=params, **prompt_of(prompts_of([4]), 0))
+    state = engine.init_decode_state()
     for slots, message in (([0, 1], "2 slots for a prefix of 1"), ([8], "must differ and lie in")):
         with pytest.raises(ValueError, match=message):
-            jet.bulk_insert(prefix, state, slots)
+            engine.bulk_insert(prefix, state, slots)

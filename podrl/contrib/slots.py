@@ -1,4 +1,8 @@
-"""The decode engine under JetStream's Engine signatures, for servers and loops written against that interface."""
+"""The decode engine with slots that the caller chooses: prefill a prompt, insert it, generate, free the slot.
+
+The calls have the names and arguments of JetStream's Engine, whose public repository was archived in February 2026. The
+engine does not run under JetStream's orchestrator, which pads, tokenizes and schedules by methods that are not here.
+"""
 
 import dataclasses
 import heapq
@@ -12,8 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
-from podrl.contrib.jetstream_types import Prefix, ResultTokens
-from podrl.data.tokenizer import Tokenizer
+from podrl.contrib.slot_types import Prefix, ResultTokens
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.engine.device import Device
 from podrl.engine.engine import Engine
@@ -46,7 +49,7 @@ class _Slot:
     left: int
 
 
-class JetStreamEngine:
+class SlotEngine:
     """prefill -> insert or bulk_insert -> generate -> free_resource, with slots chosen by the caller.
 
     A call of `generate` makes `config.steps_per_dispatch` tokens per slot. Stop ids, lengths and sampling act on the
@@ -57,13 +60,7 @@ class JetStreamEngine:
       mesh: where the engine runs.
       max_concurrent_decodes: slots.
       max_prefill_length: longest prompt, tokens.
-      samples_per_slot: 1.
-      colocated_cpus: None.
     """
-
-    samples_per_slot = 1
-    colocated_cpus = None
-    use_chunked_prefill = False  # prompts are cut into chunks inside `prefill`
 
     def __init__(
         self,
@@ -73,7 +70,6 @@ class JetStreamEngine:
         *,
         dtype: jnp.dtype,
         eos_ids: Sequence[int],
-        tokenizer_path: str = "",
         seed: int = 0,
     ):
         """Allocates the prefill pool; compiles nothing yet.
@@ -81,7 +77,6 @@ class JetStreamEngine:
         Args:
           dtype: of activations and caches.
           eos_ids: ids that end a sample.
-          tokenizer_path: Hugging Face directory for `get_tokenizer`.
           seed: of samples whose caller gives no key.
 
         Raises:
@@ -100,7 +95,7 @@ class JetStreamEngine:
         self.max_prefill_length = config.max_prompt_length
         self._prefiller, self._engine = Engine(model, mesh, first, dtype), Engine(model, mesh, shape, dtype)
         self.max_concurrent_decodes = self._engine.shards * shape.lanes
-        self._eos_ids, self._tokenizer_path, self._seed = tuple(eos_ids), tokenizer_path, seed
+        self._eos_ids, self._seed = tuple(eos_ids), seed
         self._prefill_state = self._prefiller.init_state()
         self._prefill_lock, self._lock = threading.Lock(), threading.Lock()
         self._requests = 0
@@ -113,7 +108,7 @@ class JetStreamEngine:
         self._free = [list(range(self._engine.shape.pages - 1)) for _ in range(self._engine.shards)]
         self._start_R = np.zeros(self.max_concurrent_decodes, np.int32)
 
-    # Setup: parameters, state, tokenizer.
+    # Setup: parameters, state.
 
     def load_params(self, params: PyTree) -> PyTree:
         """Converts the model's parameters to the form `prefill` and `generate` take."""
@@ -128,20 +123,6 @@ class JetStreamEngine:
     def get_prefix_destination_sharding(self) -> NamedSharding:
         """Returns the sharding of a prefix's arrays."""
         return self._engine.pool_sharding
-
-    def get_tokenizer(self) -> str:
-        """Returns the Hugging Face directory that `build_tokenizer` takes."""
-        return self._tokenizer_path
-
-    def build_tokenizer(self, metadata: str) -> Tokenizer:
-        """Reads the tokenizer of a Hugging Face directory.
-
-        Raises:
-          ValueError: the engine was given no directory.
-        """
-        if not metadata:
-            raise ValueError("tokenizer_path is empty: give the engine the directory of its tokenizer.")
-        return Tokenizer.load(metadata)
 
     # Verbs.
 

@@ -1,4 +1,4 @@
-"""Values that JetStream's Engine interface passes between calls: prefixes and result tokens."""
+"""Values that calls of the engine with slots pass on: prefixes and result tokens."""
 
 import dataclasses
 from collections.abc import Sequence
