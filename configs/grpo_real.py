@@ -8,6 +8,8 @@ Variants:
     qwen3_06b_v6e8    Qwen 3 0.6B on one v6e-8 host: four chips train, four generate
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 VARIANTS = ("gemma3_4b_v5e16", "qwen3_06b_gpu", "qwen3_06b_v6e8")
@@ -17,7 +19,7 @@ def get_config(variant: str = "") -> ConfigDict:
     """Returns the configuration of a variant, as plain data."""
     if variant not in VARIANTS:
         raise ValueError(f"grpo_real.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
-    config = _gsm8k()
+    config: Any = _gsm8k()  # a type checker does not know a ConfigDict's keys
     if variant == "gemma3_4b_v5e16":
         config.model.size = "gemma3-4b"
         config.fake_devices = 16  # for --dry_run on a laptop

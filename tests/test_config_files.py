@@ -73,9 +73,8 @@ def test_other_overrides_pass(key, text):
 
 def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
     """The numbers of docs/from-tunix.md: an epoch of GSM8K's 7,473 problems, two a step."""
-    job = parse(
-        ConfigDict(complete(load_config(f"{find_config('grpo_gemma.py')}:gemma2_2b_v5e16").to_dict())).to_dict()
-    )
+    values = complete(load_config(f"{find_config('grpo_gemma.py')}:gemma2_2b_v5e16").to_dict())
+    job = parse(ConfigDict(values).to_dict())
     rollout, algo, trainer, lora = job.rollout, job.algo, job.trainer, job.model.lora
     assert (rollout.prompts_per_step, algo.num_generations, algo.num_iterations, job.max_steps) == (2, 4, 1, 3738)
     assert 7473 <= rollout.prompts_per_step * job.max_steps < 7473 + 8 and job.updates_per_step == 1
