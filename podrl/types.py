@@ -316,6 +316,16 @@ class ActorCriticState:
 
 
 @flax.struct.dataclass
+class AveragedState:
+    """Checkpoint content of a job that keeps a moving average of its weights: TrainState's names, and the average."""
+
+    params: PyTree
+    opt_state: PyTree
+    step: Int[Array, ""]
+    average: PyTree
+
+
+@flax.struct.dataclass
 class Policy:
     """Weights on the rollout mesh, in the rollout dtype; `version` is the training step that produced them."""
 

@@ -8,6 +8,7 @@ and all others as one.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import flax.struct
@@ -20,6 +21,14 @@ from podrl.algorithms.policy_rows import PolicyRows
 from podrl.types import Layout
 
 TeacherKL = Literal["sampled", "top_k", "full"]
+# Which model teaches: that of model.reference, or the policy as it was at first, as it is, or its moving average.
+Teacher = Literal["reference", "initial", "current", "ema"]
+_IN_WORDS: Mapping[Teacher, str] = {
+    "reference": "the teacher is model.reference",
+    "initial": "the teacher is the policy as it was before the first step",
+    "current": "the teacher is the policy itself",
+    "ema": "the teacher is a moving average of the policy",
+}
 _LEAST = 1e-6  # smaller sums of probabilities are roundings
 
 
@@ -32,12 +41,14 @@ class Distillation:
       reward_coef: weight of the rewards' advantage; 0 for none.
       kl: what the KL of a token is taken over: the sampled id, the policy's likeliest ids, or the vocabulary.
       top_k: number of likeliest ids.
+      teacher: which model teaches.
     """
 
     coef: float
     reward_coef: float
     kl: TeacherKL = "sampled"
     top_k: int = 64
+    teacher: Teacher = "reference"
 
     @property
     def sampled(self) -> bool:
@@ -74,7 +85,7 @@ class Distillation:
           rewards: the line of the advantage that rewards give.
           policy: the lines of the policy loss; of an exact KL alone, without a reward, those that have no advantage.
         """
-        teacher = "(the teacher is model.reference)"
+        teacher = f"({_IN_WORDS[self.teacher]})"
         if self.sampled:
             own = f"{self.coef:g} (teacher_logprob - old_logprob) {teacher}"
             if not self.reward_coef:

@@ -1,6 +1,7 @@
 """The actor: the trained policy, its optimizer, and the reference it is compared with."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,7 @@ class Actor:
       state: trainable parameters, optimizer state and step.
       frozen: parameters that are not trained (empty without LoRA).
       reference: parameters of the reference policy; None before `keep_reference`.
+      average: moving average of the trainable parameters, in float32; None before `keep_average`.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Actor:
         else:
             self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
         self.reference: PyTree | None = None
+        self.average: PyTree | None = None
         self._reference_model, self._taught_whole = self.model, False
         self._step: Callable | None = None
         self._logprobs = self._reference_logprobs = self._logprob_fn(self.model)
@@ -134,6 +137,18 @@ class Actor:
         else:
             copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
             self.reference = decoder.join_trainable(copy, self.frozen)
+
+    def keep_average(self) -> None:
+        """Begins a moving average of the trainable parameters at what they are now, in float32 whatever they have."""
+        copy = jax.jit(
+            lambda params: jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), params),
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.state.params),
+        )
+        self.average = copy(self.state.params)
+
+    def move_average(self, rate: float) -> None:
+        """Moves the average towards the present parameters by `rate` of the distance."""
+        self.average = _moved(self.average, self.state.params, rate)
 
     def prepare(self, loss: TokenLoss, weigh: TokenWeights | None = None, teacher: Distillation | None = None) -> None:
         """Builds the train step that minimises `loss`, and the program that reports `token_weights`.
@@ -199,6 +214,11 @@ class Actor:
             raise ValueError(_NO_REFERENCE)
         return self._noted(self._reference_logprobs(self.reference, unrouted(batch)))
 
+    def average_logprobs(self, batch: Batch[Layout]) -> Any:
+        """Scores every packed token under the moving average, as `reference_logprobs` does under the reference."""
+        assert self.average is not None, "keep_average comes first"
+        return self._noted(self._logprobs(decoder.join_trainable(self.average, self.frozen), unrouted(batch)))
+
     def sample_logprobs(
         self,
         tokens_BT: Int[np.ndarray, "B T"],
@@ -217,3 +237,8 @@ class Actor:
     def _noted(self, scores: Any) -> Any:
         self._backlog.add(scores)
         return scores
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _moved(average: PyTree, params: PyTree, rate: Any) -> PyTree:
+    return jax.tree.map(lambda a, p: a + rate * (p.astype(jnp.float32) - a), average, params)

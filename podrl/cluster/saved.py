@@ -1,19 +1,27 @@
-"""The models' part of a checkpoint: the actor's state, and the critic's if there is one."""
+"""The models' part of a checkpoint: the actor's state, with the critic's or the policy's average if there is one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.types import ActorCriticState, TrainState
+from podrl.types import ActorCriticState, AveragedState, PyTree, TrainState
 
-Saved = TrainState | ActorCriticState
+Saved = TrainState | ActorCriticState | AveragedState
 
 
 def saved(cluster: RLCluster) -> Saved:
     """Returns the state that a checkpoint must hold; shares the arrays."""
-    return _joined(cluster.state, cluster.critic and cluster.critic.state)
+    return _joined(cluster.state, cluster.critic and cluster.critic.state, _average(cluster))
 
 
 def abstract_saved(cluster: RLCluster) -> Saved:
     """Returns shapes and shardings of `saved`, for restoring a checkpoint."""
-    return _joined(cluster.actor.abstract_state(), cluster.critic and cluster.critic.abstract_state())
+    actor, average = cluster.actor.abstract_state(), _average(cluster)
+    if average is not None:
+        average = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), actor.params)
+    return _joined(actor, cluster.critic and cluster.critic.abstract_state(), average)
 
 
 def load_saved(cluster: RLCluster, state: Saved) -> None:
@@ -22,9 +30,18 @@ def load_saved(cluster: RLCluster, state: Saved) -> None:
     if cluster.critic is not None:
         assert isinstance(state, ActorCriticState)
         cluster.critic.state = state.critic
+    if isinstance(state, AveragedState):
+        cluster.actor.average = state.average
 
 
-def _joined(actor: TrainState, critic: TrainState | None) -> Saved:
-    if critic is None:
-        return actor
-    return ActorCriticState(actor.params, actor.opt_state, actor.step, critic)
+def _average(cluster: Any) -> PyTree | None:
+    """The moving average of a policy; None where none is kept."""
+    return getattr(cluster.actor, "average", None)  # a reward model's cluster has a critic in the actor's place
+
+
+def _joined(actor: TrainState, critic: TrainState | None, average: PyTree | None) -> Saved:
+    if critic is not None:
+        return ActorCriticState(actor.params, actor.opt_state, actor.step, critic)
+    if average is not None:
+        return AveragedState(actor.params, actor.opt_state, actor.step, average)
+    return actor

@@ -37,6 +37,7 @@ class SourceConfig:
       reward: reward functions of its records, instead of reward.fns.
       group: what its records have in the field `group`: rewards and evaluations are also told of the records of each
         group alone.
+      hint: as data.hint.
       env: what its records have in the field `env`: an environment of env.others; '' for env.environment.
       transforms: what is done to its records, in this order, before they are used.
     """
@@ -53,6 +54,7 @@ class SourceConfig:
     answer_field: str = ""
     reward: tuple[str, ...] = ()
     group: str = ""
+    hint: str = ""
     env: str = ""
     transforms: tuple[Transform, ...] = ()
 
@@ -102,6 +104,8 @@ class DataConfig:
       system_prompt: instructions before the question; '' for none. 'auto' is none, unless a reward function that
         scores the records of a file reads the reference tags ('answer', 'exact_format', ...): then 'auto' is the text
         that asks for these tags.
+      hint: what a teacher alone reads behind the question, with names of the record's fields in braces, as in 'The
+        answer is {answer}.'; with {prompt} it stands in place of the question. '' for none.
       template: 'chat' for the model's own turns, 'plain' for a model without a chat template.
       seed: of the shuffling, and of an embedded task's problems.
       shuffle: new order every epoch; False keeps the order of the file.
@@ -119,6 +123,7 @@ class DataConfig:
     question_field: str = "question"
     answer_field: str = "answer"
     system_prompt: str = AUTO
+    hint: str = ""
     template: Literal["chat", "plain"] = "chat"
     seed: Seed = 42
     shuffle: bool = True
@@ -135,6 +140,11 @@ class DataConfig:
             raise ValueError(f"data.path is '': name a file of records, or an embedded task: {' or '.join(EMBEDDED)}.")
 
     @property
+    def hinted(self) -> bool:
+        """True where a teacher reads a hint of some records."""
+        return any(single.hint for single in self.singles())
+
+    @property
     def groups(self) -> tuple[str, ...]:
         """Groups of the sources, in their order."""
         return tuple(dict.fromkeys(source.group for source in self.sources if source.group))
@@ -149,6 +159,7 @@ class DataConfig:
             "system_prompt": self.system_prompt if source.system_prompt == AUTO else source.system_prompt,
             "question_field": source.question_field or self.question_field,
             "answer_field": source.answer_field or self.answer_field,
+            "hint": source.hint or self.hint,
         }
         return dataclasses.replace(self, path=source.path, sources=(), **own)
 

@@ -13,6 +13,7 @@ from podrl.data.cache import Cache, key
 from podrl.data.config import AUTO, EMBEDDED, DataConfig
 from podrl.data.curriculum import ChosenStream
 from podrl.data.generated import Problem
+from podrl.data.hint import TEACHER_PROMPT, with_hint
 from podrl.data.mixture import Part, interleaved, split
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.sources import Record
@@ -57,6 +58,7 @@ class PromptStream(Batches[_Task]):
         long_prompts: Literal["skip", "error"] = "skip",
         unanswered: Sequence[tuple[str, Sequence[str]]] = (),
         curriculum: CurriculumConfig | None = None,
+        hint_tokens: int = 0,
     ) -> None:
         """Starts at the first prompt.
 
@@ -70,6 +72,7 @@ class PromptStream(Batches[_Task]):
           long_prompts: 'skip' or 'error'.
           unanswered: see the attribute.
           curriculum: chooses prompts by their pass rates; None, or one that decides nothing, gives each its turn.
+          hint_tokens: tokens that a hint may add to the longest prompt; more make a prompt too long.
 
         Raises:
           ValueError: an empty source, or no prompts in a step.
@@ -77,9 +80,15 @@ class PromptStream(Batches[_Task]):
         if prompts_per_step < 1:
             raise ValueError(f"{prompts_per_step} prompts make no step: rollout.prompts_per_step must be at least 1.")
         limit = Limit(max_prompt_length, "rollout.max_prompt_length", long_prompts)
+        both = "rollout.max_prompt_length + grpo.teacher_hint_tokens"
+        hint_limit = Limit(max_prompt_length + hint_tokens, both, long_prompts)
 
         def prepare(index: int, record: Any) -> _Task | TooLong:
-            return _tokenise(*render(record), tokenizer, limit)
+            prompt, fields = render(record)
+            hinted = fields.get(TEACHER_PROMPT, ())
+            if len(hinted) > hint_limit.tokens:
+                return hint_limit.exceeded(prompt.text, len(hinted))
+            return _tokenise(prompt, fields, tokenizer, limit)
 
         order: Any = (source, prepare, shuffle_seed, limit)
         tasks: Stream[_Task] = Stream(*order, tools=tokenizer.tools_digest)
@@ -100,8 +109,9 @@ class PromptStream(Batches[_Task]):
         *,
         prompts_per_step: int,
         max_prompt_length: int,
+        hint_tokens: int = 0,
     ) -> "PromptStream":
-        """Builds the training stream of a configuration; see the constructor and `DataConfig`."""
+        """Builds the training stream of a configuration, hints included; see the constructor and `DataConfig`."""
         opened = split(config)
         made = cls(
             opened.train,
@@ -113,6 +123,7 @@ class PromptStream(Batches[_Task]):
             long_prompts=config.long_prompts,
             unanswered=opened.unanswered,
             curriculum=config.curriculum,
+            hint_tokens=hint_tokens,
         )
         made.groups = config.groups
         return made
@@ -295,18 +306,18 @@ def system_prompt(config: DataConfig) -> str:
 
 
 def renderer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], tuple[template.Part, Mapping[str, Any]]]:
-    """Renders what a stream over a configuration's records is given: records, or those of a mixture."""
+    """Renders what a training stream over a configuration's records is given: records, or those of a mixture."""
     if not config.sources:
-        return Renderer(config, tokenizer)
-    renders = [PartRenderer(part, tokenizer) for part in split(config).parts]
+        return Renderer(config, tokenizer, hinted=True)
+    renders = [PartRenderer(part, tokenizer, hinted=True) for part in split(config).parts]
     return (lambda item: renders[item.part](item.record)) if len(renders) > 1 else renders[0]
 
 
 class PartRenderer:
     """Renders the records of one source of a mixture, with the fields that it gives them."""
 
-    def __init__(self, part: Part, tokenizer: Tokenizer) -> None:
-        self._render, self._fields = Renderer(part.config, tokenizer), part.fields
+    def __init__(self, part: Part, tokenizer: Tokenizer, *, hinted: bool = False) -> None:
+        self._render, self._fields = Renderer(part.config, tokenizer, hinted=hinted), part.fields
 
     def __call__(self, record: Any) -> tuple[template.Part, Mapping[str, Any]]:
         prompt, fields = self._render(record)
@@ -314,10 +325,15 @@ class PartRenderer:
 
 
 class Renderer:
-    """Renders a record's prompt text and reward fields by the configuration's template."""
+    """Renders a record's prompt text and reward fields by the configuration's template.
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+    With `hinted`, and where the configuration has a hint, the token ids of the prompt that a teacher reads are among
+    the fields.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, hinted: bool = False) -> None:
         self._config, self._tokenizer = config, tokenizer
+        self._hint = config.hint if hinted else ""
         self._system = system_prompt(config)
         names = [str(tool["function"]["name"]) for tool in tokenizer.tools]
         unnamed = tokenizer.unnamed_tools if config.template == "chat" else names
@@ -331,13 +347,22 @@ class Renderer:
     def __call__(self, record: Record | Problem) -> tuple[template.Part, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
         asked = record if isinstance(record, Mapping) else fields
+        if self._hint:
+            told = with_hint(asked, fields, self._hint, self._field_of(asked))
+            fields = {**fields, TEACHER_PROMPT: _tokens_of(self.prompt(told), self._tokenizer)}
         return self.prompt(asked), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
+
+    def _field_of(self, record: Record) -> str:
+        return self._config.question_field if self._config.question_field in record else shape.QUESTION
 
     def prompt(self, record: Record) -> template.Part:
         """Renders a record's prompt."""
-        field = self._config.question_field if self._config.question_field in record else shape.QUESTION
         return conversation.prompt(
-            record, self._tokenizer, system=self._system, form=self._config.template, question_field=field
+            record,
+            self._tokenizer,
+            system=self._system,
+            form=self._config.template,
+            question_field=self._field_of(record),
         )
 
     @property
@@ -347,8 +372,8 @@ class Renderer:
 
     def turns(self, record: Record) -> list[dict[str, str]]:
         """Puts a record's question as the turns of a conversation."""
-        field = self._config.question_field if self._config.question_field in record else shape.QUESTION
-        return [{"role": "user", "content": template.user_turn(shape.question(record, field), self._system)}]
+        asks = shape.question(record, self._field_of(record))
+        return [{"role": "user", "content": template.user_turn(asks, self._system)}]
 
 
 def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:

@@ -198,6 +198,7 @@ def _prompts(job: "Job", tokenizer: Tokenizer) -> PromptStream:
         tokenizer,
         prompts_per_step=job.rollout.prompts_per_step * job.algo.prompt_batches,
         max_prompt_length=job.rollout.max_prompt_length,
+        hint_tokens=job.algo.teacher_hint_tokens if job.data.hinted else 0,
     )
 
 
@@ -347,15 +348,15 @@ class Job:
             return self.algo.max_length
         return self.rollout.longest
 
-    def pack_shape(self, mesh: Mesh) -> PackShape:
-        """Computes the shape of one update's packed batch on a mesh."""
+    def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:
+        """Computes the shape of one update's packed batch on a mesh, of sequences longer by `more` tokens."""
         return pack_shape(
             self.trainer,
             mesh,
             sequences=self.mini_batch_size,
-            max_length=self.longest,
+            max_length=self.longest + more,
             group_size=self.group_size,
-            max_prompt_length=0 if self.kind.given else self.rollout.max_prompt_length,
+            max_prompt_length=0 if self.kind.given else self.rollout.max_prompt_length + more,
         )
 
     def as_mapping(self) -> dict[str, Any]:
@@ -497,11 +498,7 @@ def _check_models(job: Job) -> None:
             f"model.lora.rank={job.model.lora.rank} with model.path={SCRATCH!r}: adapters on random weights that "
             "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
         )
-    if job.section == "grpo" and job.algo.distillation is not None and not job.model.reference:
-        raise ValueError(
-            f"grpo.teacher_coef={job.algo.teacher_coef:g} distills a teacher, and model.reference, which names it, is "
-            "empty: give --config.model.reference=DIR, or set grpo.teacher_coef=0."
-        )
+    _check_teacher(job)
     if job.section == "grpo" and job.algo.observation_coef and not job.env.used:
         raise ValueError(
             f"grpo.observation_coef={job.algo.observation_coef:g} learns what an environment answers, and there is "
@@ -522,6 +519,39 @@ def _check_models(job: Job) -> None:
         raise ValueError(
             f"roles.reward.mesh={reward!r} sets devices aside for a reward model, and there is none: say {ROLLOUT!r}, "
             "or give reward.model=DIR."
+        )
+
+
+def _check_teacher(job: Job) -> None:
+    """Refuses a teacher without a model or without anything to teach, and hints that nobody reads."""
+    taught = job.algo.distillation if job.section == "grpo" else None
+    if taught is None:
+        if job.data.hinted:
+            raise ValueError(
+                "data.hint is what a teacher reads, and the job has none: set grpo.teacher_coef above 0 and "
+                "grpo.teacher='current', or leave data.hint out (and 'hint' in data.sources)."
+            )
+        return
+    if taught.teacher == "reference":
+        if not job.model.reference:
+            raise ValueError(
+                f"grpo.teacher_coef={taught.coef:g} distills a teacher, and model.reference, which names it, is empty: "
+                "give --config.model.reference=DIR, or set grpo.teacher_coef=0."
+            )
+    elif job.model.reference:
+        raise ValueError(
+            f"model.reference={job.model.reference!r} names a teacher and so does grpo.teacher={taught.teacher!r}: "
+            "leave model.reference empty, or set grpo.teacher='reference'."
+        )
+    elif not job.data.hinted:
+        raise ValueError(
+            f"grpo.teacher={taught.teacher!r} has the policy teach itself, and a teacher that reads the same prompt "
+            "has nothing to teach: give data.hint, as in --config.data.hint='The answer is {answer}.'"
+        )
+    if job.data.hinted and not taught.sampled:
+        raise ValueError(
+            f"grpo.teacher_kl={taught.kl!r} compares policy and teacher behind the same prompt, and data.hint gives "
+            "the teacher another: set grpo.teacher_kl='sampled', or leave data.hint out."
         )
 
 

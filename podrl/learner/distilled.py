@@ -1,11 +1,12 @@
 """On-policy distillation: GRPO's updates, drawn to a teacher, with or without rewards.
 
-The teacher is the cluster's reference, of any architecture. It gives every sampled token an advantage, or the exact
-divergence from its distribution is added to the loss.
+The teacher is the cluster's reference, of any architecture, or the policy itself behind a prompt with a hint. It gives
+every sampled token an advantage, or the exact divergence from its distribution is added to the loss.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,11 +14,16 @@ import numpy as np
 from podrl.algorithms.distill import TaughtRows, TopKRows
 from podrl.algorithms.policy_loss import starting_from
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.data.hint import TEACHER_PROMPT
 from podrl.learner.grpo import GRPO
-from podrl.learner.scoring import ReferencedScores, Scores
+from podrl.learner.hinted import Hinted
+from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
 from podrl.learner.settings import GRPOConfig
+from podrl.models.pretrained import check_positions
 from podrl.trainer import packing
-from podrl.types import Batch, Experience
+from podrl.trainer.pack_shape import PackShape
+from podrl.trainer.state import fetch
+from podrl.types import Batch, Experience, unrouted
 
 
 def make_grpo(cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]) -> GRPO:
@@ -37,15 +43,31 @@ class Distilled(GRPO):
         assert config.distillation is not None
         self._teacher = config.distillation
         self._exact = not self._teacher.sampled
-        if not cluster.directories["reference"]:
+        if self._teacher.teacher == "reference" and not cluster.directories["reference"]:
             raise ValueError(
                 f"grpo.teacher_coef={self._teacher.coef:g} needs a teacher, and the cluster has none: give "
                 "model.reference (reference=, of RLCluster), or set grpo.teacher_coef=0."
             )
+        self._rate, self._hint_tokens = config.teacher_rate, config.teacher_hint_tokens
+        if self._teacher.teacher == "ema":
+            cluster.actor.keep_average()
         super().__init__(cluster, config, samples=samples, say=say)
+        if self._teacher.teacher != "reference":
+            assert self._hinted_shape  # settings that do not fit together fail here, not in the first step
+
+    @functools.cached_property
+    def _hinted_shape(self) -> PackShape:
+        """The packed shape of a mini-batch as the teacher reads it.
+
+        Raises:
+          ValueError: the policy has no positions for a hint, or rows no room.
+        """
+        more, config = self._hint_tokens, self.cluster.config
+        check_positions(self.cluster.model, config.rollout().max_prompt_length + more, config.longest + more)
+        return self.pack_shape(self.cluster.actor_mesh, more=more)
 
     def _reference_use(self) -> tuple[bool, bool]:
-        return self._reward_kl.active or not self._exact, True
+        return self._reward_kl.active or not self._exact, self._teacher.teacher in ("reference", "initial")
 
     def _prepare(self) -> None:
         def weigh(logprob_BT: Any, rows: Any) -> Any:
@@ -53,6 +75,48 @@ class Distilled(GRPO):
             return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, policy))
 
         self.cluster.actor.prepare(self._token_loss(), weigh, self._teacher)
+
+    def score(self, step: int, experience: Experience) -> Scores:
+        """Scores the policy and its teacher, which reads the prompts' hints where they have some."""
+        rollouts = experience.rollouts
+        if TEACHER_PROMPT not in rollouts.prompts.fields:
+            if self._teacher.teacher != "reference":
+                raise ValueError(
+                    f"grpo.teacher={self._teacher.teacher!r} teaches by prompts with a hint, and no prompt of step "
+                    f"{step} has one: give data.hint, or set grpo.teacher='reference'."
+                )
+            return super().score(step, experience)
+        actor = self.cluster.actor
+        teacher = {"current": lambda batch: actor.logprobs(unrouted(batch)), "ema": actor.average_logprobs}
+        score = teacher.get(self._teacher.teacher, actor.reference_logprobs)
+        hinted = Hinted.of(rollouts)
+
+        def read(chosen: np.ndarray) -> np.ndarray:
+            placement = packing.place_samples(hinted.rollouts, chosen, self._hinted_shape)
+            layout = placement.layout(hinted.rollouts.tokens_BT[chosen])
+            found = fetch(score(actor.put(placement.batch(layout))), self.cluster.actor_mesh)
+            return hinted.back(placement.unpack(found, hinted.rollouts.tokens_BT.shape[1]), chosen, rollouts)
+
+        old = "sampler" if self.old == "sampler" else "trainer"
+        mini_batches = self.mini_batches(step, 0, len(rollouts.length_B))
+        return policy_scores(self.cluster, rollouts, self.shape, mini_batches, old=old, reference=read)
+
+    def needed(self, step: int, experience: Experience) -> np.ndarray:
+        """Lists the samples whose rows lie on this process's devices as they were drawn, or as the teacher reads."""
+        own = super().needed(step, experience)
+        if TEACHER_PROMPT not in experience.rollouts.prompts.fields:
+            return own
+        read = dataclasses.replace(experience, rollouts=Hinted.of(experience.rollouts).rollouts)
+        updates = self.mini_batches(step, 0, len(experience.rollouts.length_B))
+        where = (self._hinted_shape, self.cluster.actor_mesh)
+        return np.unique(np.concatenate([own, *(self.held(read, chosen, *where) for chosen in updates)]))
+
+    def update(self, step: int, batches: Sequence[Batch[Any]], weighed: list[Any] | None = None) -> Mapping[str, Any]:
+        """Makes the updates of a step; a teacher that is the policy's moving average follows it then."""
+        metrics = super().update(step, batches, weighed)
+        if self._teacher.teacher == "ema":
+            self.cluster.actor.move_average(self._rate)
+        return metrics
 
     def advantages(
         self, experience: Experience, scores: Scores, rewards: np.ndarray

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from podrl import groups
+from podrl.data.hint import TEACHER_PROMPT
 from podrl.rewards.compose import RewardServiceError
 from podrl.rollout.partial import Partial, of_message, take_prompts
 from podrl.runtime.message import Message
@@ -101,6 +102,8 @@ def header(experience: Experience) -> Message:
             [*at, float(rollouts.turn_reward_BT[*at])] for at in np.argwhere(rollouts.turn_reward_BT).tolist()
         ],
     }
+    if (hints := rollouts.prompts.fields.get(TEACHER_PROMPT)) is not None:
+        value["hints"] = list(hints)
     if rollouts.route_BTX is not None:
         value["route_bytes"] = rollouts.route_BTX.shape[2]
     arrays = {
@@ -158,7 +161,7 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
         length_P=length_P,
         index_P=joined("index_P"),
         text=[""] * len(length_P),
-        fields={},
+        fields=_hints(headers),
         data_state=headers[0].value["data_state"].encode(),
     )
     rollouts = Rollouts(
@@ -300,6 +303,15 @@ def _group(message: Message) -> np.ndarray:
     """The prompt of each sample; old checkpoints, which do not say it, have equally many samples of each."""
     prompts, samples = len(message.arrays["length_P"]), len(message.arrays["length_B"])
     return message.arrays.get("group_B", groups.complete(prompts, samples // max(prompts, 1)))
+
+
+def _hints(headers: Sequence[Message]) -> dict[str, Sequence[Any]]:
+    """The prompts that a teacher reads, the one field that every trainer host needs; no field where there are none."""
+    if not any("hints" in header.value for header in headers):
+        return {}
+    none = [[None] * len(header.arrays["length_P"]) for header in headers]
+    parts = [header.value.get("hints", blank) for header, blank in zip(headers, none, strict=True)]
+    return {TEACHER_PROMPT: [hint for part in parts for hint in part]}
 
 
 def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:

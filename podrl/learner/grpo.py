@@ -209,15 +209,15 @@ class GRPO:
 
     # Shapes and splits for the methods above.
 
-    def pack_shape(self, mesh: Mesh) -> PackShape:
-        """Computes the shape of a packed mini-batch on a mesh."""
+    def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:
+        """Computes the shape of a packed mini-batch on a mesh, of samples whose prompts are longer by `more` tokens."""
         shape = pack_shape(
             self.cluster.training_config,
             mesh,
             sequences=self.mini_batch_size,
-            max_length=self.cluster.config.longest,
+            max_length=self.cluster.config.longest + more,
             group_size=self._config.num_generations,
-            max_prompt_length=self.cluster.config.rollout().max_prompt_length,
+            max_prompt_length=self.cluster.config.rollout().max_prompt_length + more,
         )
         return dataclasses.replace(shape, whole=self._loss.by_sample)
 

@@ -1,7 +1,7 @@
 """Scores a batch with the models before its first update, and brings the scores to the host for advantages."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ def policy_scores(
     mini_batches: list[np.ndarray],
     *,
     old: str,
+    reference: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> ReferencedScores:
     """Scores every sample with the actor and the reference.
 
@@ -51,6 +52,7 @@ def policy_scores(
       shape: shape of one packed mini-batch.
       mini_batches: indices of the samples that go together, a partition of all.
       old: 'trainer' for a forward pass, 'sampler' for what the engine reported.
+      reference: scores some samples, in the sample layout, in the reference's place; None for the reference.
     """
     old_BT = np.where(rollouts.mask_BT > 0, rollouts.logprob_BT, 0.0).astype(np.float32)
     ref_BT = np.zeros_like(old_BT)
@@ -66,7 +68,7 @@ def policy_scores(
         elif cluster.actor_mesh.is_multi_process:  # each has those of its own rows; advantages need all
             own = placement.batch(placement.scatter(old_BT[chosen]))
             old_BT[chosen] = read(cluster.actor.put(own).rows)
-        ref_BT[chosen] = read(cluster.actor.reference_logprobs(batch))
+        ref_BT[chosen] = reference(chosen) if reference else read(cluster.actor.reference_logprobs(batch))
     return ReferencedScores(old_BT, ref_BT)
 
 

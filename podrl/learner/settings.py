@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from podrl.algorithms import kl
 from podrl.algorithms.aggregate import SCALED_MODES
-from podrl.algorithms.distill import Distillation, TeacherKL
+from podrl.algorithms.distill import Distillation, Teacher, TeacherKL
 from podrl.algorithms.echo import observed
 from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GAESettings, GroupSettings
 from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
@@ -348,8 +348,12 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       loss_algo: 'grpo', or 'gspo-token' for the sequence ratio of GSPO.
       kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
       kl_reward_mode: its estimator; only its value counts, so k1 is the plain choice.
-      teacher_coef: on-policy distillation: weight of KL(policy || teacher) per sampled token, the teacher being
-        model.reference; 0 for none.
+      teacher_coef: on-policy distillation: weight of KL(policy || teacher) per sampled token; 0 for none.
+      teacher: 'reference': model.reference teaches. Or the policy teaches itself, by a prompt with a hint (data.hint):
+        as it was before the first step ('initial'), as it is ('current'), or its moving average ('ema').
+      teacher_rate: share of the way that 'ema' moves towards the policy after every step.
+      teacher_hint_tokens: tokens that a hint may add to rollout.max_prompt_length; prompts with a longer one are
+        left out, or an error, as data.long_prompts says.
       teacher_kl: 'sampled': estimated on the sampled token, log(teacher / policy) as its advantage. 'full': exact, over
         the vocabulary, in the loss. 'top_k': over the policy's likeliest ids, and all others as one.
       teacher_top_k: how many ids 'top_k' takes.
@@ -365,6 +369,9 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     kl_in_reward: NonNegative = 0.0
     kl_reward_mode: str = "k1"
     teacher_coef: NonNegative = 0.0
+    teacher: Teacher = "reference"
+    teacher_rate: Annotated[float, Range("(0, 1]")] = 0.05
+    teacher_hint_tokens: Natural = 256
     teacher_kl: TeacherKL = "sampled"
     teacher_top_k: Count = 64
     reward_coef: NonNegative = 1.0
@@ -400,6 +407,16 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 f"grpo.teacher_kl={self.teacher_kl!r} says how a teacher is compared with, and there is none: set "
                 "grpo.teacher_coef above 0, or grpo.teacher_kl='sampled'."
             )
+        if not self.teacher_coef and self.teacher != "reference":
+            raise ValueError(
+                f"grpo.teacher={self.teacher!r} says who teaches, and grpo.teacher_coef=0 gives that no weight: set "
+                "grpo.teacher_coef above 0, or grpo.teacher='reference'."
+            )
+        if self.teacher != "reference" and self.teacher_kl != "sampled":
+            raise ValueError(
+                f"grpo.teacher_kl={self.teacher_kl!r} compares policy and teacher behind the same prompt, and "
+                f"grpo.teacher={self.teacher!r} reads another: set grpo.teacher_kl='sampled'."
+            )
         if not self.teacher_coef and self.reward_coef != 1.0:
             raise ValueError(
                 f"grpo.reward_coef={self.reward_coef:g} weighs the rewards against a teacher, and there is none: set "
@@ -422,7 +439,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     def distillation(self) -> Distillation | None:
         if not self.teacher_coef:
             return None
-        return Distillation(self.teacher_coef, self.reward_coef, self.teacher_kl, self.teacher_top_k)
+        return Distillation(self.teacher_coef, self.reward_coef, self.teacher_kl, self.teacher_top_k, self.teacher)
 
     @property
     def observed_weight(self) -> float:

@@ -101,9 +101,17 @@ class Setting:
         return read_config(locate(hub.local(given))) if given else self.model
 
     def reference_params(self, mesh: Mesh) -> PyTree | None:
-        """Shapes of the reference's parameters on a trainer mesh; None where it is the base under adapters, or none."""
-        model = self.reference
-        if model is None or (model.lora.rank and not self.job.model.reference):
+        """Shapes of the reference's parameters on a trainer mesh; None where all of them are the policy's, or none.
+
+        Of a policy's moving average, which shares the base under adapters, they are the trainable ones in float32.
+        """
+        model, teacher = self.reference, self.job.algo.distillation
+        if teacher is not None and teacher.teacher == "ema":
+            params = decoder.abstract_params(self.model, mesh, jnp.dtype("float32"))
+            return decoder.split_trainable(params, self.model)[0]
+        if model is None or (teacher is not None and teacher.teacher == "current"):
+            return None
+        if model.lora.rank and not self.job.model.reference:
             return None
         return decoder.abstract_params(model, mesh, jnp.dtype(self.job.trainer.param_dtype))
 

@@ -98,7 +98,15 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         compared = logprobs(setting.reference)
         trained, given = device_bytes(state.params), frozen if held is None else held
         own = trained + (device_bytes(frozen) if held is not None else 0.0)
-        lower = lambda: compared.lower(given, unrouted(_layout(batch)))  # noqa: E731
+        if teacher is not None and teacher.teacher == "current":
+            given, own = whole, 0.0
+        elif teacher is not None and teacher.teacher == "ema":
+            given, own = decoder.join_trainable(held, frozen), trained
+        read = batch
+        if job.data.hinted:  # the teacher's prompts are longer
+            longer = setting.job.pack_shape(mesh, more=algo.teacher_hint_tokens)
+            read = state_lib.abstract_batch(loss.rows, longer, mesh)
+        lower = lambda: compared.lower(given, unrouted(_layout(read)))  # noqa: E731
         programs.append(
             Program("reference log-probabilities", TRAINER, lower, passes, resident=moments + own, trips=scored)
         )

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
@@ -121,3 +122,23 @@ def test_every_form_compiles_for_tpus_and_its_operations_are_counted(teacher, to
     # Arguments of a program are in its peak: of this update the teacher's parameters.
     assert update["full"].peak - update[""].peak > held
     assert update["sampled"].resident == pytest.approx(held, rel=0.02)
+
+
+def test_a_policy_that_teaches_itself_is_held_once_more_or_not_at_all(teacher):
+    """Its average is in float32 as its parameters are here; the policy as it is takes no memory of its own."""
+
+    def programs(**grpo: object) -> dict:
+        chips = parse_topology("v5e:2x2", key="--trainer")
+        config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
+        config |= {"algorithm": "opd", "data": config["data"] | {"hint": "{answer}"}}
+        config["grpo"] |= grpo
+        job = parse(with_prompt_length(ConfigDict(complete(config)).to_dict()))
+        return _programs(Setting(job, chips, chips, 16))
+
+    held = 4 * parameter_count(read_config(pathlib.Path(str(TINY)))) / 4
+    for name, bytes_per_chip in {"current": 0.0, "initial": held, "ema": held}.items():
+        found = programs(teacher=name)
+        assert list(found) == ["train step", COMPARED, "old log-probabilities"]
+        assert found["train step"].resident == pytest.approx(bytes_per_chip, rel=0.05)
+        shapes = [x.shape for x in jax.tree.leaves(found[COMPARED].lower().args_info) if len(x.shape) == 3]
+        assert shapes != [x.shape for x in jax.tree.leaves(found["train step"].lower().args_info) if len(x.shape) == 3]

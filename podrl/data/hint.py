@@ -1,0 +1,55 @@
+"""The prompt that a teacher alone reads: a record's prompt with a hint that is made of the record's fields."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from podrl.data import shape
+from podrl.runtime import plain
+
+TEACHER_PROMPT = "teacher_prompt"  # the field of a prompt that holds the token ids that its teacher reads instead
+_SLOT = re.compile(r"\{(\w+)\}")
+_ASKED = "prompt"  # the slot of what is asked
+
+
+def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, question_field: str) -> shape.Record:
+    """Returns the record with a hint in what it asks: in its last user's turn, its prompt, or its question.
+
+    Args:
+      record: what is asked, see podrl.data.shape.
+      fields: the fields that the hint may name, as reward functions get them.
+      hint: a text with names of fields in braces, which stands behind what is asked, after an empty line; with
+        `{prompt}` it stands in place of it.
+      question_field: see `shape.asked`.
+
+    Raises:
+      ValueError: the record lacks a field that the hint names, or it is no text.
+    """
+    name = shape.asked(record, question_field)
+    asks = record[name]
+    if not isinstance(asks, list):
+        return {**record, name: _filled(plain.text(asks), fields, hint)}
+    last = max((i for i, turn in enumerate(asks) if turn["role"] == "user"), default=None)
+    if last is None:
+        raise ValueError(f"data.hint has no place in a conversation without a user's turn: {str(asks)[:80]!r}.")
+    told = {**asks[last], "content": _filled(asks[last]["content"], fields, hint)}
+    return {**record, name: [*asks[:last], told, *asks[last + 1 :]]}
+
+
+def _filled(asks: str, fields: Mapping[str, Any], hint: str) -> str:
+    def text(slot: re.Match[str]) -> str:
+        name = slot[1]
+        if name == _ASKED:
+            return asks
+        value = fields.get(name)
+        value = value[0] if isinstance(value, list | tuple) and value else value  # any of several answers is right
+        if not shape.is_text(value):
+            named = ", ".join((_ASKED, *fields))
+            raise ValueError(
+                f"data.hint names {{{name}}}, and it is {value!r} in the record {asks[:80]!r}: name a field of text "
+                f"that every record has, such as one of {named}."
+            )
+        return plain.text(value)
+
+    told = _SLOT.sub(text, hint)
+    return told if f"{{{_ASKED}}}" in hint else f"{asks}\n\n{told}"
