@@ -141,7 +141,7 @@ class Leases:
                     if not self._changed.wait(max(end - time.monotonic(), 0.0)) and time.monotonic() >= end:
                         raise LateError(
                             f"{self._pod.name} waited {self._deadline_s:.0f} s for a rollout host: there is none in "
-                            "the job. Add one (docs/async.md), or start the same command again."
+                            "the job. Add one (docs/hosts.md), or start the same command again."
                         )
                 return list(task.leases)
             finally:

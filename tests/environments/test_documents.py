@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md, run as they stand there."""
+"""The examples of docs/environments.md and docs/tools.md, run as they stand there."""
 
 import pathlib
 import re
@@ -12,12 +12,13 @@ from podrl.environments.protocol import Task, Turn
 from podrl.environments.workers import Episodes
 from podrl.workers.user_code import Limits
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "environments.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 def example(name, folder, **replaced):
-    """Writes the block of the page that begins with the file's name; the file."""
-    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if name in block)
+    """Writes the block of the pages that begins with the file's name; the file."""
+    text = "".join((DOCS / page).read_text() for page in ("environments.md", "tools.md"))
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if name in block)
     for old, new in replaced.items():
         assert old in code
         code = code.replace(old, new)

@@ -377,7 +377,7 @@ class Dispatcher:
         return (
             f"{self._pod.name} waited {self._deadline_s:.0f} s for the groups of step {step}: "
             f"{hosts or 'there is no rollout host in the job'}. See what they are doing (kill -USR1 prints their "
-            "stacks), add a host (docs/async.md), or raise log.stall_s."
+            "stacks), add a host (docs/hosts.md), or raise log.stall_s."
         )
 
     # Not under it.
