@@ -18,11 +18,11 @@ from podrl.learner.settings import AlgorithmConfig
 from podrl.learner.words import scored_text
 from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
+from podrl.rollout.group_player import noted
 from podrl.rollout.integrity import ages, beyond, faults
-from podrl.rollout.partial import Partial, join_prompts, of_tracks
+from podrl.rollout.partial import Partial, join_prompts
 from podrl.rollout.players import Player
 from podrl.rollout.points import Points
-from podrl.rollout.windows import noted
 from podrl.rollout.worker import Finished
 from podrl.rundir.spans import Spans
 from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, LeftOut, Policy, Prompts, Rollouts
@@ -35,7 +35,6 @@ class Making:
     Attributes:
       prompts: its batch of prompts, with those that dynamic sampling may take.
       step: the step that trains on it.
-      quantum: tokens that each of its samples draws in a window, but for the last.
       player: its samples.
       rewards: scores those that have ended.
       given: number of these.
@@ -46,18 +45,12 @@ class Making:
 
     prompts: Prompts
     step: int
-    quantum: int
     player: Player
     rewards: OpenBatch
     given: int = 0
     model_reward_B: np.ndarray | None = None
     seconds: float = 0.0
     worked: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    def partial(self, longest: Sequence[int]) -> Partial:
-        """Takes a copy of what it is so far; `longest` as in Partial."""
-        player, of = self.player, {"step": self.step, "quantum": self.quantum, "longest": list(longest)}
-        return of_tracks(self.prompts, player.state(), asked=len(player.request.prompts.length_P), **of)
 
 
 _LEAST_SHARE = 0.125  # of groups with a signal that is reckoned with
@@ -116,7 +109,7 @@ class Generator:
 
     # In windows.
 
-    def begin(self, prompts: Prompts, step: int, quantum: int, partial: Partial | None = None) -> Making:
+    def begin(self, prompts: Prompts, step: int, partial: Partial | None = None) -> Making:
         """Opens a batch that several policies sample; `partial` is what it was in another process."""
         asked = self._asked(prompts)
         if partial is not None and len(partial.samples) != len(asked.length_P) * self._group_size:
@@ -125,13 +118,11 @@ class Generator:
                 f"{len(asked.length_P) * self._group_size}: resume with the rollout.prompts_per_step and "
                 f"{self._config.section}.num_generations that it was begun with."
             )
-        return self._making(prompts, asked, step, quantum, partial)
+        return self._making(prompts, asked, step, partial)
 
-    def _making(
-        self, prompts: Prompts, asked: Prompts, step: int, quantum: int = 0, partial: Partial | None = None
-    ) -> Making:
+    def _making(self, prompts: Prompts, asked: Prompts, step: int, partial: Partial | None = None) -> Making:
         player = self._cluster.rollout.player(asked, group_size=self._group_size, step=step, partial=partial)
-        return Making(prompts, step, quantum, player, self._open(asked, self._index(asked)))
+        return Making(prompts, step, player, self._open(asked, self._index(asked)))
 
     def play(
         self,

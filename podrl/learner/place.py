@@ -102,7 +102,7 @@ def place_of(
             generate=makes.generate,
             evaluator=makes.evaluator,
             deadline_s=deadline_s,
-            clock="wall" if not isinstance(clock, TokenClock) else "windows" if clock.used else "whole",
+            mode="wall" if clock is None else clock.mode,
             last=schedule.max_steps,
         )
     return place, accord.stopping

@@ -9,9 +9,8 @@ import jax
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.recorder import Evaluate, Stream
+from podrl.rollout.batches import Batches, ready
 from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
-from podrl.rollout.wall import windows_or_wall
-from podrl.rollout.windows import Later, Ready
 from podrl.rundir.run import Run
 from podrl.types import Experience, Policy, Prompts
 
@@ -68,10 +67,10 @@ class LocalRollouts:
         self._cluster, self._stream, self._run = cluster, stream, run
         self._generate, self._evaluator, self._clock = generate, evaluator, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
-        self._windows = windows_or_wall(generate, self._thread, run, clock, prompts)
+        self._batches = Batches(generate, self._thread, run, clock, prompts)
 
     def resume(self, start: Start) -> Sequence[InFlight]:
-        return self._windows.resume(start.step, start.pending)
+        return self._batches.resume(start.step, start.pending)
 
     def agree(self, step: int) -> None:
         """Decides what all processes do: this one is all."""
@@ -79,15 +78,15 @@ class LocalRollouts:
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
-        if isinstance(self._clock, WallClock):  # sampling goes on until weights are there
+        if self._clock.mode == "wall":  # sampling goes on until weights are there
             with self._run.watchdog.stage("update"):
                 jax.block_until_ready(self._cluster.state.params)
-        self._windows.end_window()
+        self._batches.end_window()
         if wait([idle := self._thread.submit(lambda: None)], timeout=0.1).not_done:
             with self._run.watchdog.stage("rollout"):  # a wait for samples, not for weights that move
                 idle.result()
         policy = self.move(step, in_place=True)
-        self._windows.publish(policy)
+        self._batches.publish(policy)
         return policy
 
     def move(self, step: int, *, in_place: bool) -> Policy:
@@ -97,13 +96,7 @@ class LocalRollouts:
 
     def submit(self, policy: Policy, step: int) -> InFlight:
         assert self._generate is not None, "given answers are not generated"
-        prompts = self.next_batch()
-        if isinstance(self._clock, WallClock):
-            return self._windows.submit(prompts, step)
-        if self._clock.used:
-            return self._windows.submit(prompts, step, self._clock.quantum(policy.version))
-        made = self._thread.submit(self._generate, prompts, policy, step)
-        return Later(made, self._run, "rollout")
+        return self._batches.submit(self.next_batch(), step)
 
     def next_batch(self) -> Any:
         with self._run.watchdog.stage("data"):
@@ -114,9 +107,9 @@ class LocalRollouts:
         return self._evaluator(policy, step)
 
     def close(self) -> None:
-        self._windows.closing()
+        self._batches.closing()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._windows.close()
+        self._batches.close()
 
 
 class GivenAnswers:
@@ -134,7 +127,7 @@ class GivenAnswers:
         return Policy({}, step)
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        return Ready(self._place.next_batch())
+        return ready(self._place.next_batch())
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
         """Moves the weights, which `publish` does not do here, and evaluates them."""

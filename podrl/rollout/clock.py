@@ -8,7 +8,7 @@ Neither knows of an engine, a thread or a host: docs/async.md says what both pro
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from podrl.engine.config import RolloutConfig
 from podrl.rollout.journal import WallJournal
@@ -46,6 +46,11 @@ class TokenClock:
     """
 
     anew = False  # a group that another host takes over becomes what it was to become
+
+    @property
+    def mode(self) -> Literal["windows", "whole"]:
+        """Returns 'windows' where several versions may draw a sample, 'whole' where one does."""
+        return "windows" if self.used else "whole"
 
     def __init__(self, rollout: RolloutConfig, *, staleness: int):
         """Follows no lengths yet.
@@ -92,7 +97,7 @@ class TokenClock:
 
     stale_since = stale
 
-    def batch(self, step: int, groups: Sequence["_C"], size: int) -> list["_C"]:
+    def batch(self, step: int, groups: Sequence["_C"], size: int, *, over: bool = False) -> list["_C"]:
         """Returns the groups that were opened for a step, in their order; none as long as one has not ended."""
         own = [group for group in groups if group.asked == step]
         return own if all(group.ended for group in own) else []
@@ -166,6 +171,8 @@ class WallClock:
     """
 
     anew = True  # a group that another host takes over is begun again, unless the journal has it
+    mode: Literal["wall"] = "wall"
+    used = False  # no sample has a number of tokens to draw in a window
 
     def __init__(self, journal: WallJournal, staleness: int, place: str):
         """Decides nothing yet.
@@ -177,6 +184,20 @@ class WallClock:
         """
         self.journal, self._staleness, self._place = journal, staleness, place
         self._cancelled = 0  # groups asked again for the newest step
+
+    def quantum(self, step: int) -> int:
+        """Returns 0: time ends a window, no number of tokens does."""
+        return 0
+
+    def saw(self, step: int, longest: int) -> None:
+        """Ignores the lengths of samples."""
+
+    def restore(self, step: int, state: Sequence[int]) -> None:
+        """Ignores the lengths of samples."""
+
+    def state(self, step: int) -> list[int]:
+        """Returns no lengths."""
+        return []
 
     def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
         """Decides which groups are given up when `step` steps are done."""

@@ -12,8 +12,7 @@ from podrl.engine.session import Track
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import agrees, runs_of
 from podrl.rollout.partial import Partial, cut, join, of_tracks, take_prompts
-from podrl.rollout.points import Points
-from podrl.types import STOP_DEADLINE, Prompts
+from podrl.types import Prompts
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,43 +81,6 @@ class Group(abc.ABC):
         """Adds to a copy of the samples how the prompt was asked; `step` is the step of the batch it is a part of."""
         own = {"asked": self.asked, "repeated": self.repeated}
         return dataclasses.replace(part, step=step, samples=[{**sample, **own} for sample in part.samples])
-
-
-@dataclasses.dataclass(eq=False)
-class OwnGroup(Group):
-    """A group whose samples this process makes.
-
-    Attributes:
-      making: the samples; see podrl.learner.generation.Making.
-    """
-
-    making: Any
-
-    @property
-    def ended(self) -> bool:
-        return len(self.making.player.done) == self.making.player.request.samples
-
-    @property
-    def drawn(self) -> int | None:
-        if self.looked_up is None:
-            versions = (v for _, track in self.states() if track is not None for v in track.versions if v >= 0)
-            self.looked_up = min(versions, default=None)
-        return self.looked_up
-
-    def states(self) -> Sequence[tuple[Mapping[str, Any], Track | None]]:
-        return self.making.player.state()
-
-    def row(self, points: Points) -> tuple[Any, Points]:
-        """Returns the samples and the points to play them to, as a pair for podrl.learner.generation.Generator.play."""
-        self.origin = None
-        return self.making, points
-
-    def record(self) -> Mapping[str, Any]:
-        states = self.states()
-        runs = [[] if track is None else runs_of(track.versions, track.breaks) for _, track in states]
-        late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
-        tokens = [0 if track is None else len(track.tokens) for _, track in states]
-        return {"index": self.index, "asked": self.asked, "runs": runs, "tokens": tokens, "late": late}
 
 
 _G = TypeVar("_G", bound=Group)

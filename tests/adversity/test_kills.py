@@ -33,7 +33,7 @@ ABOUT = {
     "ppo": ("podrl/learner/ppo.py", "podrl/cluster/critic.py"),
     "kto": ("podrl/learner/answers",),
     "reward_model": ("podrl/learner/answers",),
-    "wall": ("podrl/rollout/wall.py", "podrl/rollout/clock.py", "podrl/rollout/journal.py"),
+    "wall": ("podrl/rollout/batches.py", "podrl/rollout/clock.py", "podrl/rollout/journal.py"),
     "wall, split": ("podrl/learner/pods/dispatch.py", "podrl/learner/pods/player.py", "podrl/rollout/open_groups.py"),
 }
 TOOLS = pytest.mark.nightly("podrl/environments", "podrl/workers", "podrl/rollout/episodes.py")

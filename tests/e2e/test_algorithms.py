@@ -49,7 +49,7 @@ PROMISED = {
 ABOUT = {
     "dapo": pytest.mark.nightly("podrl/learner/generation.py", "podrl/learner/grpo.py"),
     "steered": pytest.mark.nightly("podrl/learner/control.py", "podrl/learner/grpo.py"),
-    "remax": pytest.mark.nightly("podrl/learner/generation.py", "podrl/rollout/windows.py"),
+    "remax": pytest.mark.nightly("podrl/learner/generation.py", "podrl/rollout/group_player.py"),
 }
 
 

@@ -92,7 +92,7 @@ VARIANTS = {"stale-lora": STALE_LORA, "mu2-mini-batches": SEVERAL_UPDATES, "seq"
 
 
 ABOUT = {
-    "stale-lora": ("podrl/models/lora.py", "podrl/rollout/windows.py", "podrl/learner/generation.py"),
+    "stale-lora": ("podrl/models/lora.py", "podrl/rollout/group_player.py", "podrl/learner/generation.py"),
     "mu2-mini-batches": ("podrl/trainer", "podrl/learner/grpo.py"),
     "seq": ("podrl/trainer", "podrl/models/time_cut.py"),
 }

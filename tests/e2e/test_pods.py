@@ -148,7 +148,7 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
     assert all(record["sampler/abs_diff"] < 1e-5 for record in records), records
 
 
-@pytest.mark.nightly("podrl/rollout/windows.py", "podrl/learner/pods")
+@pytest.mark.nightly("podrl/rollout/group_player.py", "podrl/learner/pods")
 @pytest.mark.optimised
 def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process(tmp_path):
     """Also after a kill, when each host gets its share of the samples back that were open.

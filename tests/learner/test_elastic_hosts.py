@@ -123,15 +123,14 @@ class Sampler:
     """Draws nothing but versions, of whole batches or in windows."""
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
-        making = self.begin(prompts, step, 0)
+        making = self.begin(prompts, step)
         self.play([(making, Points())], policy)
         return self.finish(making, policy)
 
-    def begin(self, prompts, step, quantum, partial=None):
+    def begin(self, prompts, step, partial=None):
         drawn = {(int(p), g): [] for p in prompts.index_P for g in range(G)}
-        saved = Partial(prompts, step, quantum, [], [], {})
-        kept = {"prompts": prompts, "step": step, "quantum": quantum, "partial": lambda longest: saved}
-        return types.SimpleNamespace(**kept, drawn=drawn)
+        player = types.SimpleNamespace(request=types.SimpleNamespace(prompts=prompts), state=list)
+        return types.SimpleNamespace(prompts=prompts, step=step, player=player, drawn=drawn)
 
     def play(self, makings, policy, *, halt=None, took=lambda: None):
         for making, points in makings:
@@ -194,8 +193,8 @@ class Member:
 
     def _work(self) -> None:
         here, accord = run(), Accord(self.pod, run(), DEADLINE_S)
-        clock = "windows" if self._schedule.max_staleness > 1 else "whole"
-        makes = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S, "clock": clock}
+        mode = "windows" if self._schedule.max_staleness > 1 else "whole"
+        makes = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S, "mode": mode}
         host = HostRollouts(self._weights, here, self.pod, accord, **makes)
         of_host = {"enter": host.enter, "evaluate": None, "stopping": accord.stopping}
         seen = HostRecorder(here, self._schedule, **of_host)

@@ -77,7 +77,7 @@ class Sampler:
     def __init__(self, seed: int):
         self._pace = random.Random(seed)
 
-    def begin(self, prompts, step, quantum, partial=None):
+    def begin(self, prompts, step, partial=None):
         return types.SimpleNamespace(player=Player(prompts, step, partial), step=step)
 
     def play(self, makings, policy, *, halt, took):
@@ -114,7 +114,7 @@ class Member:
     def __init__(self, pod, weights, schedule, sampler):
         self.pod = pod
         here, accord = run(), Accord(pod, run(), DEADLINE_S)
-        makes = {"generate": sampler, "evaluator": None, "deadline_s": DEADLINE_S, "clock": "wall"}
+        makes = {"generate": sampler, "evaluator": None, "deadline_s": DEADLINE_S, "mode": "wall"}
         self.host = HostRollouts(weights, here, pod, accord, **makes)
         seen = HostRecorder(here, schedule, enter=self.host.enter, evaluate=None, stopping=accord.stopping)
 

@@ -16,13 +16,13 @@ from test_episodes import Scripted, Words, dialogue_of
 from podrl.engine.config import Sampling
 from podrl.environments.workers import Done
 from podrl.learner.experience import join
+from podrl.rollout.batches import Batches
 from podrl.rollout.clock import WallClock, in_sessions, sessions_of
 from podrl.rollout.episodes import Partner
 from podrl.rollout.journal import NAME, WallJournal, runs_of
 from podrl.rollout.partial import join as join_parts
 from podrl.rollout.partial import join_prompts, of_message, of_tracks
 from podrl.rollout.points import Points
-from podrl.rollout.wall import Wall
 from podrl.runtime.message import decode, encode
 from podrl.runtime.watchdog import Watchdog
 from podrl.storage import sealed_lines
@@ -34,28 +34,26 @@ ARRAYS = ("tokens_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "length_B",
 
 
 class Maker:
-    """A Generator of podrl.rollout.wall without rewards; `clock`, a random generator, says when weights change."""
+    """A Generator without rewards; `clock`, a random generator, says when weights change."""
 
     def __init__(self, worker, sampling, clock):
         self._worker, self._sampling, self._clock = worker, sampling, clock
 
-    def begin(self, prompts, step, quantum, partial=None):
-        del quantum
+    def begin(self, prompts, step, partial=None):
         player = self._worker.player(prompts, group_size=G, step=step, sampling=self._sampling, partial=partial)
         return types.SimpleNamespace(player=player)
 
-    def play(self, makings, policy, *, halt, took=None):
+    def play(self, makings, policy, *, halt, took):
         """In a window that is not repeated, halts some dispatches after its batch was taken."""
         left, taken = self._clock.randint(0, 3), [0]
 
         def halted():
-            taken[0] += bool(took.done())
+            taken[0] += self.done()
             return taken[0] > left
 
         rows = [(making.player, points) for making, points in makings]
-        for _ in self._worker.advance(policy, rows, halt=halt if took is None else halted):
-            if took is not None:
-                took()
+        for _ in self._worker.advance(policy, rows, halt=halt if self.repeats() else halted):
+            took()
 
     def gather(self, makings, step, seconds):
         del step
@@ -72,8 +70,8 @@ class Maker:
 class Interrupted(Maker):
     """Leaves a window that is not repeated after a few samples, and goes on under the same weights, as a host does."""
 
-    def play(self, makings, policy, *, halt, took=None):
-        left = self._clock.randint(0, 2) if took is not None else 0
+    def play(self, makings, policy, *, halt, took):
+        left = 0 if self.repeats() else self._clock.randint(0, 2)
         while left:
             left -= 1
             asked = itertools.count()
@@ -87,24 +85,17 @@ class Interrupted(Maker):
         return next(asked) >= most
 
 
-class Taking(Wall):
-    """Tells the maker whether the batch of the window was taken."""
+class Told(Batches):
+    """Tells the maker whether a window is repeated, and whether its batch was taken."""
 
-    def _play_on(self, policy):
-        play, future = self._generator.play, self._waited[policy.version]
+    def __init__(self, maker, *args):
+        super().__init__(maker, *args)
+        maker.done = lambda: (future := self._waited.get(self._playing.version)) is None or future.done()
+        maker.repeats = lambda: self._repeats
 
-        def told(rows, policy, *, halt, took):
-            def take():
-                took()
-
-            take.done = future.done
-            play(rows, policy, halt=halt, took=take)
-
-        self._generator.play = told
-        try:
-            super()._play_on(policy)
-        finally:
-            self._generator.play = play
+    def _play(self, policy):
+        self._repeats = self._clock.journal.batch(policy.version) is not None
+        super()._play(policy)
 
 
 def made(
@@ -130,7 +121,7 @@ def made(
     worker.partner = partner()
     thread = ThreadPoolExecutor(1)
     run, clock_of = types.SimpleNamespace(watchdog=Watchdog(60.0)), WallClock(WallJournal(directory), S, str(directory))
-    wall = Taking(maker(worker, sampling, random.Random(clock)), thread, run, clock_of, P)
+    wall = Told(maker(worker, sampling, random.Random(clock)), thread, run, clock_of, P)
     first, pending = begin or (0, [])
     flying, found, saved = list(wall.resume(first, pending)), {}, {}
     submitted = first + len(flying)
@@ -313,12 +304,12 @@ def test_samples_out_of_time_are_so_again(tight, policies, batches, tmp_path):
 
 def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
     class Fails(Maker):
-        def play(self, makings, policy, *, halt, took=None):
+        def play(self, makings, policy, *, halt, took):
             raise BatchError("no reward")
 
     run = types.SimpleNamespace(watchdog=Watchdog(60.0))
     thread = ThreadPoolExecutor(1)
-    wall = Wall(Fails(tight, Sampling(max_new=9), None), thread, run, WallClock(WallJournal(tmp_path), 2, ""), P)
+    wall = Batches(Fails(tight, Sampling(max_new=9), None), thread, run, WallClock(WallJournal(tmp_path), 2, ""), P)
     flying = [wall.submit(batches[step], step) for step in range(3)]
     wall.publish(policies[0])
     for batch in flying:
@@ -334,7 +325,7 @@ def test_a_checkpoint_of_a_pod_goes_on_in_one_process(tight, policies, batches, 
     run, thread = types.SimpleNamespace(watchdog=Watchdog(60.0)), ThreadPoolExecutor(1)
     clock = WallClock(WallJournal(tmp_path / "again"), 2, "")
     (tmp_path / "again").mkdir()
-    wall = Taking(Maker(tight, sampling, random.Random(1)), thread, run, clock, P)
+    wall = Told(Maker(tight, sampling, random.Random(1)), thread, run, clock, P)
     [flying] = wall.resume(3, [again(join_parts(saved[3]))])
     assert len(flying.complete().prompts.index_P) == 2 * P
     wall.publish(policies[3])

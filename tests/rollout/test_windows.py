@@ -12,53 +12,52 @@ from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.learner.experience import share_of
+from podrl.rollout.batches import Batches
 from podrl.rollout.clock import TokenClock
 from podrl.rollout.episodes import Partner
-from podrl.rollout.partial import Partial, cut, join, of_message, of_tracks
-from podrl.rollout.windows import Windows
+from podrl.rollout.group_player import TokenGroup
+from podrl.rollout.partial import Partial, cut, join, of_message
+from podrl.rollout.points import Points
 from podrl.runtime.message import decode, encode
 from podrl.runtime.watchdog import Watchdog
 from podrl.trainer.objective import Forward
-from podrl.types import BatchError, Layout, Policy
+from podrl.types import BatchError, Experience, Layout, Policy
 
 G, LAST = 3, 5  # samples of a prompt; batches 0 to LAST are made
 ARRAYS = ("tokens_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "length_B", "stop_B")
 
 
 class Maker:
-    """A Generator of podrl.rollout.windows without rewards."""
+    """A Generator without rewards."""
 
     def __init__(self, worker, sampling, calls=None):
         self._worker, self._sampling, self._calls = worker, sampling, calls
 
-    def begin(self, prompts, step, quantum, partial=None):
-        player = self._worker.player(prompts, group_size=G, step=step, sampling=self._sampling, partial=partial)
-        return Making(prompts, step, quantum, player)
+    def __call__(self, prompts, policy, step):
+        return experience_of(self._worker.generate(policy, prompts, group_size=G, step=step, sampling=self._sampling))
 
-    def play(self, makings, policy):
+    def begin(self, prompts, step, partial=None):
+        player = self._worker.player(prompts, group_size=G, step=step, sampling=self._sampling, partial=partial)
+        return types.SimpleNamespace(step=step, player=player)
+
+    def play(self, makings, policy, *, halt=None, took=None):
+        assert halt is None  # nothing ends a window but its samples
         rows = [(making.player, quantum) for making, quantum in makings]
         for _ in self._worker.advance(policy, rows, calls=self._calls):
             pass
 
     def finish(self, making, policy):
         del policy
-        return types.SimpleNamespace(rollouts=self._worker.rows(making.player, 0.0))
+        return experience_of(self._worker.rows(making.player, 0.0))
 
     def give_up(self, making):
         making.player.abandon()
 
 
-@dataclasses.dataclass
-class Making:
-    prompts: object
-    step: int
-    quantum: int
-    player: object
-
-    def partial(self, longest):
-        P = len(self.prompts.length_P)
-        of = {"step": self.step, "quantum": self.quantum, "longest": longest}
-        return of_tracks(self.prompts, self.player.state(), asked=P, **of)
+def experience_of(rollouts):
+    """A batch without rewards."""
+    none_B = np.zeros(len(rollouts.length_B))
+    return Experience(rollouts, np.zeros((0, len(none_B))), none_B, none_B, 0.0, {}, none_B.astype(np.int32))
 
 
 def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=None, partner=lambda: None):
@@ -67,7 +66,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
     thread, run = ThreadPoolExecutor(1), types.SimpleNamespace(watchdog=Watchdog(60.0))
     settings = RolloutConfig(window_tokens=quantum, steps_per_dispatch=4, max_tokens_to_generate=44)
     lengths = TokenClock(settings, staleness=S)
-    windows = Windows(Maker(worker, sampling, calls), thread, run, lengths)
+    windows = Batches(Maker(worker, sampling, calls), thread, run, lengths)
     found, flying, submitted = [], [], 0
     for step in range(LAST + 1):
         thread.submit(lambda: None).result()  # a window's end, as where weights move on that thread
@@ -75,11 +74,11 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
         if step in restarts:
             pending = [again(batch.complete()) for batch in flying]
             lengths, worker.partner = TokenClock(settings, staleness=S), partner()
-            windows = Windows(Maker(worker, sampling, calls), thread, run, lengths)
+            windows = Batches(Maker(worker, sampling, calls), thread, run, lengths)
             flying = windows.resume(step, pending)
             windows.publish(policies[step])
         while submitted < min(step + 1 + S, LAST + 1):
-            flying.append(windows.submit(batches[submitted], submitted, lengths.quantum(step)))
+            flying.append(windows.submit(batches[submitted], submitted))
             submitted += 1
         found.append(flying.pop(0).result().rollouts)
     thread.shutdown()
@@ -170,8 +169,8 @@ def test_a_batch_that_fails_ends_the_waits_for_all(tight, policies, batches):
 
     thread, run = ThreadPoolExecutor(1), types.SimpleNamespace(watchdog=Watchdog(60.0))
     clock = TokenClock(RolloutConfig(), staleness=2)
-    windows = Windows(Fails(tight, Sampling(max_new=9)), thread, run, clock)
-    flying = [windows.submit(batches[step], step, 4) for step in range(3)]
+    windows = Batches(Fails(tight, Sampling(max_new=9)), thread, run, clock)
+    flying = [windows.submit(batches[step], step) for step in range(3)]
     windows.publish(policies[0])
     assert flying[0].result().rollouts.length_B.all()
     for batch in flying[1:]:
@@ -244,9 +243,9 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
         share = dataclasses.replace(
             batches[first], data_state=b"there", fields={"answer": ["1", "2", "3"]}, text=["a", "b", "c"]
         )
-        making = maker.begin(share, 7, 8)
-        maker.play([(making, 8)], policies[0])
-        parts.append(making.partial([31]))
+        group = TokenGroup(share, first, 7, False, None, maker.begin(share, 7), quantum=8)
+        maker.play([group.row(Points(8))], policies[0])
+        parts.append(dataclasses.replace(group.part(7), longest=[31]))
     whole = again(join(parts))
     assert whole.prompts.text == ["a", "b", "c"] * 2 and whole.prompts.fields["answer"] == ["1", "2", "3"] * 2
     assert (whole.step, whole.quantum, whole.longest, whole.data_state) == (7, 8, [31], b"there")

@@ -119,7 +119,7 @@ class Dispatcher:
         self._pod, self._given, self._clock, self._journal = pod, given, clock, clock.journal
         self._size, self._group_size, self._shares = size, group_size, shares
         self._deadline_s, self._read = deadline_s, read
-        self._by_tokens = isinstance(clock, TokenClock)
+        self._by_tokens = clock.mode != "wall"
         self._open = OpenGroups(clock, size, self._group, self._ends)
         self._decided: dict[int, list[RemoteGroup]] = {}  # by step: what hosts still serve to trainers
         self._desks: dict[int, _Desk] = {}
@@ -226,11 +226,11 @@ class Dispatcher:
     # Under the lock of the leases.
 
     def _group(self, prompts: Prompts, number: int, asked: int, repeated: bool, origin: Partial | None) -> RemoteGroup:
-        if isinstance(self._clock, TokenClock):
-            quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
-            return RemoteGroup(prompts, number, asked, repeated, origin, 0, self._at, quantum)
-        origin = origin if origin is not None and begun(origin) else None
-        return RemoteGroup(prompts, number, asked, repeated, origin, self._group_size, self._at, 0)
+        quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
+        if not self._by_tokens and origin is not None and not begun(origin):
+            origin = None
+        samples = 0 if self._by_tokens else self._group_size
+        return RemoteGroup(prompts, number, asked, repeated, origin, samples, self._at, quantum)
 
     def _ends(self, prompts: int) -> Sequence[int]:
         """Cuts the prompts of a batch into groups, as equal as can be; returns 0 and the end of each group."""
@@ -309,7 +309,7 @@ class Dispatcher:
         said = []
         for group in groups:
             own = {"number": group.number, "asked": group.asked, "repeated": group.repeated, "taken": taken}
-            own |= {"moved": group.moved, "prompts": len(group.prompts.length_P)}
+            own |= {"quantum": group.quantum, "moved": group.moved, "prompts": len(group.prompts.length_P)}
             own |= {"position": group.prompts.data_state.decode()}
             said.append(own | self._becomes(group, taken))
         whole = join([group.part(group.asked) for group in groups]).message()
@@ -319,7 +319,7 @@ class Dispatcher:
         """Returns what a host must know to make a group what it is to become."""
         if self._by_tokens:
             since = self._start if group.origin is not None else group.since
-            return {"record": None, "since": since, "quantum": group.quantum}
+            return {"record": None, "since": since}
         record = group.made if taken else self._journal.group(*group.key, self._at)
         since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
         return {"record": record, "since": self._start if group.origin is not None else since}

@@ -14,6 +14,8 @@ from podrl.learner.evaluate import Evaluator
 from podrl.learner.evaluations.hosts import evaluated, offer
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.pods.player import Player
+from podrl.rollout.batches import Batch
+from podrl.rollout.group_player import Mode
 from podrl.rundir import leases
 from podrl.rundir.accord import Accord
 from podrl.rundir.leases import Lease, Told
@@ -44,7 +46,7 @@ class HostRollouts:
         generate: Any,
         evaluator: Evaluator | None,
         deadline_s: float,
-        clock: str = "whole",
+        mode: Mode = "whole",
         last: int | None = None,
     ):
         """Nothing runs yet.
@@ -57,7 +59,7 @@ class HostRollouts:
           generate: a podrl.learner.generation.Generator; None where `submit` is never called.
           evaluator: evaluator on the held-out prompts.
           deadline_s: the longest wait for any of the other processes.
-          clock: policy that decides the lengths of samples and the groups of a batch, see Player.
+          mode: see Mode.
           last: the step after which hosts go; None for none.
         """
         self._last = last
@@ -71,7 +73,7 @@ class HostRollouts:
             self._thread,
             pod,
             self._leases,
-            clock=clock,
+            mode=mode,
             held=self._held,
             offer=self._offer,
             keep=self._keep,
@@ -148,7 +150,7 @@ class HostRollouts:
             return self._thread.submit(self._move, step, in_place).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        return _Offered(self)  # the leader reads the prompts, and gives them
+        return Batch(self._player.begin, self.save)  # the leader reads the prompts, and gives them
 
     def next_batch(self) -> None:
         """Reads nothing: rollout hosts train on no answers."""
@@ -263,10 +265,6 @@ class HostRollouts:
         self._offered.append((at, name))
         self._pod.channel.put(name, message)
 
-    def begin_window(self) -> None:
-        """Begins the window of the newest policy."""
-        self._player.begin()
-
     def _rows(self, message: Message) -> Message:
         """Answers, on the channel's thread, a request for rows of some samples of a part."""
         names, (first, last) = message.value["names"], message.value["part"]
@@ -276,19 +274,6 @@ class HostRollouts:
         if not set(names) <= set(codec.ALL_ROWS):
             raise ValueError(f"{names} are not all rows of a batch: {codec.ALL_ROWS} are")
         return codec.rows(self._batches[lease], message.arrays["chosen"], names)
-
-
-class _Offered:
-    """A batch that this host makes a part of and other hosts train on."""
-
-    def __init__(self, host: HostRollouts):
-        self._host = host
-
-    def result(self) -> None:
-        self._host.begin_window()
-
-    def complete(self) -> None:
-        self._host.save()
 
 
 def _drop_before(step: int, offered: list[tuple[int, str]], pod: Pod) -> None:

@@ -3,99 +3,23 @@
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from podrl.learner.pods.dispatch import order, part_of, parts_of
-from podrl.rollout.clock import in_sessions, last_window, sessions_of, stop_at
-from podrl.rollout.open_groups import OwnGroup, begun
+from podrl.rollout.group_player import GroupPlayer, Mode, OwnGroup
+from podrl.rollout.open_groups import begun
 from podrl.rollout.partial import Partial, join
-from podrl.rollout.points import Points, points
-from podrl.rollout.windows import noted
 from podrl.rundir import leases
 from podrl.rundir.leases import Lease, Told
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
-from podrl.types import BatchError, Experience, Policy
+from podrl.types import BatchError, Policy
 
 _log = logging.getLogger("podrl.hosting")
 _FOREVER_S = 1e9
-
-
-@dataclasses.dataclass(eq=False)
-class AssignedGroup(OwnGroup):
-    """A group that the leader assigned to this host.
-
-    Attributes:
-      recorded: the journal's entry of the group, which its samples must become; None where there is none, or no
-        journal.
-      since: the first version of the weights that draws the group here from now on, where it is recorded.
-      taken: True once a batch holds the group.
-      told: True once the leader knows that the group has ended.
-      told_drawn: True once the leader knows the oldest version that drew a token.
-    """
-
-    since: int
-    recorded: Mapping[str, Any] | None = None
-    taken: bool = False
-    told: bool = False
-    told_drawn: bool = False
-
-    @property
-    def fixed(self) -> bool:
-        """True where it is known which version draws which tokens."""
-        return self.recorded is not None
-
-    def sessions(self, version: int) -> list[Points]:
-        """Lists where the samples of a fixed group stop in each session of a version."""
-        assert self.recorded is not None
-        return sessions_of(self.recorded, version)
-
-    def check(self) -> None:
-        """Raises ValueError if the group, which has ended, has not become what a batch holds of it."""
-        if self.taken and self.record() != self.recorded:
-            raise ValueError(f"prompt {self.index}, taken over, does not become what it was: {self.recorded}")
-
-
-@dataclasses.dataclass(eq=False)
-class TokenGroup(AssignedGroup):
-    """A group by the clock of tokens: the prompts of a batch that this host makes.
-
-    Attributes:
-      quantum: number of tokens that a sample draws in a window, but for the last; 0 where one version draws all.
-      made: the experience, once the group has ended.
-    """
-
-    quantum: int = 0
-    made: Experience | None = None
-
-    @property
-    def fixed(self) -> bool:
-        return True
-
-    @property
-    def ended(self) -> bool:
-        return self.made is not None
-
-    @property
-    def drawn(self) -> None:
-        return None
-
-    def sessions(self, version: int) -> list[Points]:
-        return [points(stop_at(self.asked, version, self.quantum))]
-
-    def record(self) -> Mapping[str, Any]:
-        return {"index": self.index, "asked": self.asked}
-
-    def check(self) -> None:
-        """Accepts the group: it becomes the same again."""
-
-    def part(self, step: int) -> Partial:
-        """Copies the samples as they are, for a checkpoint."""
-        return self.marked(self.making.partial(()), self.asked)
 
 
 class Player:
@@ -114,7 +38,7 @@ class Player:
         pod: Pod,
         told: Told,
         *,
-        clock: str,
+        mode: Mode,
         held: Callable[[Policy], Policy],
         offer: Callable[[Lease, Any], None],
         keep: Callable[[int, str, Message], None],
@@ -128,16 +52,22 @@ class Player:
           thread: the thread that uses the rollout mesh.
           pod: the job's processes.
           told: the leases as this host knows them.
-          clock: 'wall'; 'windows' for the clock of tokens where several versions draw a sample; 'whole' where one does.
+          mode: see Mode.
           held: returns the weights of a policy's version, where others may have taken their place.
           offer: serves a part of a batch, or why there is none.
           keep: (step, key, message): serves what a checkpoint after a step holds.
           taking: called before groups are begun that another host had.
           deadline_s: the longest wait for the leader's orders.
         """
-        self._generator, self._thread, self._pod, self._leases = generator, thread, pod, told
-        self._wall, self._whole = clock == "wall", clock == "whole"
-        self._held, self._offer, self._keep, self._taking, self._deadline_s = held, offer, keep, taking, deadline_s
+        self._thread, self._pod, self._leases, self._mode = thread, pod, told, mode
+        self._offer, self._keep, self._taking, self._deadline_s = offer, keep, taking, deadline_s
+        self._player = GroupPlayer(
+            generator,
+            mode,
+            weights=lambda version: held(Policy({}, version)),
+            took=self._took,
+            closed=lambda: self._closed,
+        )
         self._serving = ThreadPoolExecutor(1, thread_name_prefix="podrl-serving")
         self._more = threading.Condition()  # of the next eleven
         self._orders: list[Message] = []  # not carried out yet
@@ -150,13 +80,11 @@ class Player:
         self._owed: set[Lease] = set()  # parts of batches that are not served yet
         self._known: set[Lease] = set()  # these, and those that were served
         self._passed: list[tuple[int, int]] = []  # groups that all trainers have
-        self._groups: dict[tuple[int, int], AssignedGroup] = {}  # by prompt and the step it was asked at; of the thread
+        self._groups: dict[tuple[int, int], OwnGroup] = {}  # by prompt and the step it was asked at; of the thread
         self._clock_from = 0  # windows before that are repeated as they are recorded
         self._policy: Policy | None = None  # of the next window
         self._failed: BatchError | None = None
         self._quiet = True  # the leader was told nothing since the window began
-        self._served_at = self._began = time.monotonic()
-        self._window_s: float | None = None  # of the window before this one
 
     def follow(self) -> None:
         """Begins to read the leader's orders."""
@@ -191,15 +119,14 @@ class Player:
         if self._policy is not None:
             with self._more:
                 self._window = self._unfinished = self._policy.version
-                self._began = time.monotonic()
+                self._player.begin_window()
                 self._submit()
             self._policy = None
 
     def end_window(self) -> None:
         """Has all samples rest, so that the thread is free to move weights."""
         with self._more:
-            if self._window is not None:
-                self._window_s = time.monotonic() - self._began
+            self._player.end_window()
             self._window = None
 
     def aside(self, work: Callable[[], None]) -> None:
@@ -264,13 +191,13 @@ class Player:
 
     def _save(self, at: int) -> None:
         groups = list(self._groups.values())
-        if self._wall:
+        if self._mode == "wall":
             parts = [group.part(at) for group in groups if not group.taken]
             self._keep(at, part_of(at), join(parts).message() if parts else Message({}))
-        elif not self._whole:
+        elif self._mode == "windows":
             self._save_each([group for group in groups if group.asked > at], at)
 
-    def _save_each(self, groups: Sequence[AssignedGroup], at: int) -> None:
+    def _save_each(self, groups: Sequence[OwnGroup], at: int) -> None:
         """Serves, by the clock of tokens, what there is of each group when a window begins."""
         for group in groups:
             self._keep(at, part_of(at, group.key), group.part(at).message())
@@ -290,7 +217,7 @@ class Player:
                     return
                 self._carry_out(version)
                 self._catch_up(version)
-                self._play_on(version, repeats)
+                self._player.play(self._groups.values(), version, halt=lambda: self._rests(version), repeats=repeats)
                 if self._hurried(version):
                     continue
                 self._pass(version)
@@ -306,57 +233,9 @@ class Player:
                 self._pod.quit(f"samples could not be made: {error}")
             raise
 
-    def _play_on(self, version: int, repeats: bool) -> None:
-        for groups in self._in_order(version):
-            self._repeat(groups, version)
-        if repeats:
-            return
-        open_ = [group for group in self._groups.values() if not group.fixed and not group.ended]
-        rows = [group.row(Points(urgent=group.oldest is not None)) for group in open_]
-
-        def halted() -> bool:
-            return self._hurried(version) or self._window != version
-
-        if rows:
-            self._generator.play(rows, self._held(Policy({}, version)), halt=halted, took=self._took)
-
-    def _in_order(self, version: int) -> list[list[AssignedGroup]]:
-        """Lists the fixed groups that are played together, in order: by tokens those that train at once go first."""
-        groups = [group for group in self._groups.values() if group.fixed]
-        if self._wall:
-            return [groups]
-        groups.sort(key=lambda group: (group.asked, group.number))
-        if self._whole:
-            return [[group] for group in groups]
-        return [[g for g in groups if g.asked <= version], [g for g in groups if g.asked > version]]
-
-    def _repeat(self, groups: Sequence[AssignedGroup], version: int) -> None:
-        """Plays fixed groups through a window, session by session: nothing else interrupts them.
-
-        An interruption would be another session, in which samples have other last bits than those recorded.
-        """
-        known = [group for group in groups if group.since <= version and not group.ended]
-        if not known or self._closed:
-            return
-        policy = self._held(Policy({}, version))
-        halt = (lambda: self._closed) if self._wall else None
-        if not self._whole:
-            for chosen in in_sessions([(group, group.sessions(version)) for group in known]):
-                rows = [group.row(where) for group, where in chosen if not group.ended]
-                if rows and not self._closed:
-                    self._generator.play(rows, policy, halt=halt, took=self._took)
-        for group in known:
-            if isinstance(group, TokenGroup) and not self._closed:
-                self._finish(group, policy)
-                group.since = version + 1
-
-    def _finish(self, group: TokenGroup, policy: Policy) -> None:
-        """Completes a group by the clock of tokens after the last window that draws it."""
-        if self._whole:
-            group.made = self._generator(group.prompts, policy, group.asked)
-        elif policy.version >= last_window(group.asked):
-            group.made = self._generator.finish(group.making, policy)
-        self._took()
+    def _rests(self, version: int) -> bool:
+        """True where samples are to rest, because the window ends or something else is to be done before."""
+        return self._hurried(version) or self._window != version
 
     def _hurried(self, version: int) -> bool:
         """True where something is to be done before samples go on."""
@@ -387,30 +266,34 @@ class Player:
                     group = self._assigned(part, said)
                     self._groups[group.key] = group
 
-    def _assigned(self, part: Partial, said: Mapping[str, Any]) -> AssignedGroup:
+    def _assigned(self, part: Partial, said: Mapping[str, Any]) -> OwnGroup:
         prompts = dataclasses.replace(part.prompts, data_state=said["position"].encode())
         part = dataclasses.replace(part, prompts=prompts)
-        asked, quantum = int(said["asked"]), int(said.get("quantum", 0))
-        origin = part if part.samples and (begun(part) or not self._wall) else None
-        making = None if self._whole else self._generator.begin(part.prompts, asked, quantum, origin)
-        own = (int(said["number"]), asked, bool(said["repeated"]), origin, making, int(said["since"]))
-        if self._wall:
-            return AssignedGroup(part.prompts, *own, recorded=said["record"], taken=bool(said["taken"]))
-        return TokenGroup(part.prompts, *own, taken=bool(said["taken"]), quantum=quantum)
+        return self._player.open(
+            prompts,
+            int(said["number"]),
+            int(said["asked"]),
+            bool(said["repeated"]),
+            part if part.samples and (begun(part) or self._mode != "wall") else None,
+            quantum=int(said["quantum"]),
+            recorded=said["record"],
+            since=int(said["since"]),
+            taken=bool(said["taken"]),
+        )
 
     def _catch_up(self, version: int) -> None:
         """Plays fixed groups, taken over from another host, through the windows before a version's."""
         late = [g for g in self._groups.values() if g.fixed and g.since < version and not g.ended]
         for before in range(min((group.since for group in late), default=version), version):
             self._save_late(late, before)
-            self._repeat(late, before)
+            self._player.repeat(late, before)
         self._save_late(late, version)
         for group in late:
             group.since = version
 
-    def _save_late(self, groups: Sequence[AssignedGroup], version: int) -> None:
+    def _save_late(self, groups: Sequence[OwnGroup], version: int) -> None:
         """Serves, by the clock of tokens, what there is of groups when a window begins that a checkpoint may be of."""
-        if not self._wall and not self._whole and version >= self._at - 1:
+        if self._mode == "windows" and version >= self._at - 1:
             self._save_each([group for group in groups if not group.ended], version)
 
     def _pass(self, version: int) -> None:
@@ -447,8 +330,8 @@ class Player:
 
     def _give_up(self, keys: Sequence[tuple[int, int]]) -> None:
         for key in keys:
-            if (group := self._groups.pop(key, None)) is not None and group.making is not None:
-                self._generator.give_up(group.making)
+            if (group := self._groups.pop(key, None)) is not None:
+                self._player.give_up(group)
 
     # On the thread that serves.
 
@@ -477,21 +360,11 @@ class Player:
         self._owed.discard(lease)
         for group in groups:
             group.taken = True
-        if isinstance(groups[0], TokenGroup):
-            self._offer(lease, groups[0].made)
-        else:
-            self._offer(lease, self._made(groups, leases.step_of(lease.task), task.position))
-
-    def _made(self, groups: Sequence[AssignedGroup], step: int, position: str) -> Any:
-        now = time.monotonic()
-        seconds, self._served_at = now - self._served_at, now
         try:
-            made = self._generator.gather([group.making for group in groups], step, seconds)
+            made = self._player.made(groups, leases.step_of(lease.task), task.position.encode())
         except BatchError as error:
-            return error
-        prompts = dataclasses.replace(made.rollouts.prompts, data_state=position.encode())
-        made = dataclasses.replace(made, rollouts=dataclasses.replace(made.rollouts, prompts=prompts))
-        return made if self._window_s is None else noted(made, {"time/window": self._window_s})
+            made = error
+        self._offer(lease, made)
 
 
 def _moved(order: Message) -> list[Mapping[str, Any]]:

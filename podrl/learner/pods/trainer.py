@@ -15,9 +15,10 @@ from podrl.learner.evaluations.hosts import GivenEvaluations
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.pods.dispatch import Dispatcher
 from podrl.learner.recorder import Stream
+from podrl.rollout.batches import ready
 from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
+from podrl.rollout.group_player import longest_of
 from podrl.rollout.partial import Partial
-from podrl.rollout.windows import Ready, longest_of
 from podrl.rundir import leases
 from podrl.rundir.accord import Accord
 from podrl.rundir.leases import Given, Lease, Told
@@ -74,12 +75,8 @@ class RemoteRollouts:
           group_size: samples of a prompt.
         """
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
-        self._needed, self._clock, self._deadline_s, self._begun = (
-            needed,
-            clock if isinstance(clock, TokenClock) else ONE_WINDOW,
-            deadline_s,
-            begun if prompts else lambda step: (),
-        )
+        self._needed, self._clock, self._deadline_s = needed, clock or ONE_WINDOW, deadline_s
+        self._begun = begun if prompts else lambda step: ()
         self._rows, self._apart = rows, bool(pod.seat.hosts.eval)
         self._given = Given(pod, deadline_s, ending=accord.ending) if pod.leads else None
         self._told = None if pod.leads else Told(pod, deadline_s)
@@ -96,7 +93,6 @@ class RemoteRollouts:
                 deadline_s=deadline_s,
                 read=self.next_batch,
             )
-        self._by_time = isinstance(clock, WallClock)
         done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that come from then on
         self._shares_apart = EvaluationShares(pod, deadline_s, accord.ending) if pod.leads and self._apart else None
         scores: Any = (self._given, deadline_s, self._scores, done)
@@ -128,7 +124,7 @@ class RemoteRollouts:
                 batches.append(RemoteBatch(self, step, whole=self._pod.leads))
             else:
                 self._clock.saw(step, longest_of(batch))
-                batches.append(Ready(batch))
+                batches.append(ready(batch))
         return batches
 
     def agree(self, step: int) -> None:
@@ -233,7 +229,7 @@ class RemoteRollouts:
 
         None where they have all of it.
         """
-        if self._dispatcher is None or not (self._by_time or (self._clock.used and step > self._at)):
+        if self._dispatcher is None or not (self._clock.mode == "wall" or (self._clock.used and step > self._at)):
             return None
         return dataclasses.replace(self._dispatcher.state(step, self._at), longest=self._clock.state(self._at))
 
