@@ -23,9 +23,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import command, machines
+from . import command, machines, submission
 
-MISSING = {"kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cluster-access-for-kubectl."}
+MISSING = {
+    "kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cluster-access-for-kubectl.",
+    "gcloud": "https://cloud.google.com/sdk/docs/install.",
+}
 # Host names are NAME-rollout-SLICE-HOST and must fit 63 characters, pod names add 6 more.
 NAME_LIMIT = 40
 ROLLOUT_RETRIES = 20
@@ -58,6 +61,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--image", required=True, help="container image built from launch/Dockerfile")
     parser.add_argument("--trainer", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:4x4")
     parser.add_argument("--rollout", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:2x4*2")
+    parser.add_argument("--code", metavar="DIR", help=submission.HELP)
     parser.add_argument("--name", default="podrl", help="name of the JobSet")
     parser.add_argument("--namespace", default="default", help="namespace of the JobSet")
     parser.add_argument("--queue", default="multislice-queue", help="Kueue LocalQueue (xpk's name); '' for none")
@@ -94,8 +98,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, extra
 
 
-def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
-    """Builds the JobSet for our flags, as kubectl reads it.
+def manifest(args: argparse.Namespace, extra: Sequence[str], code: submission.Code | None = None) -> dict[str, Any]:
+    """Builds the JobSet for our flags and for what --code has read, as kubectl reads it.
 
     Raises:
       ValueError: a machine, name, environment or workdir that cannot run.
@@ -103,7 +107,8 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
     trainer = machines.parse_slices(args.trainer, "--trainer")
     rollout = machines.parse_slices(args.rollout, "--rollout")
     chips = {"trainer": trainer.devices, "rollout": rollout.devices}
-    command.check_job(args.config, extra, chips)
+    submission.check_job(args.config, extra, chips, code=code)
+    podrl = command.podrl_command(args.config, args.workdir, extra, code)
     machines.check_multislice(trainer, f"--trainer={args.trainer}")
     name = command.job_name(args.name, NAME_LIMIT)
     labels = _labels(args)
@@ -130,8 +135,8 @@ def manifest(args: argparse.Namespace, extra: Sequence[str]) -> dict[str, Any]:
             },
             "ttlSecondsAfterFinished": 86400,
             "replicatedJobs": [
-                _replicated_job("trainer", trainer, args, extra, trainer, rollout),
-                _replicated_job("rollout", rollout, args, extra, trainer, rollout),
+                _replicated_job("trainer", trainer, args, podrl, trainer, rollout),
+                _replicated_job("rollout", rollout, args, podrl, trainer, rollout),
             ],
         },
     }
@@ -198,7 +203,7 @@ def _replicated_job(
     role: str,
     slices: machines.Slices,
     args: argparse.Namespace,
-    extra: Sequence[str],
+    podrl: Sequence[str],
     trainer: machines.Slices,
     rollout: machines.Slices,
 ) -> dict[str, Any]:
@@ -216,7 +221,7 @@ def _replicated_job(
         job["podFailurePolicy"] = {"rules": [rule]}
     job["template"] = {
         "metadata": {"labels": {**_labels(args), "app.kubernetes.io/component": role}},
-        "spec": _pod(role, slices, args, extra, trainer, rollout),
+        "spec": _pod(role, slices, args, podrl, trainer, rollout),
     }
     # A slice of several hosts is a node pool, which one job must have for itself; a slice of one host is a node.
     domain = "cloud.google.com/gke-nodepool" if slices.hosts > 1 else "kubernetes.io/hostname"
@@ -232,7 +237,7 @@ def _pod(
     role: str,
     slices: machines.Slices,
     args: argparse.Namespace,
-    extra: Sequence[str],
+    podrl: Sequence[str],
     trainer: machines.Slices,
     rollout: machines.Slices,
 ) -> dict[str, Any]:
@@ -251,7 +256,7 @@ def _pod(
     container = {
         "name": "podrl",
         "image": args.image,
-        "command": command.podrl_command(args.config, args.workdir, extra),
+        "command": [*podrl],
         "env": _environment(role, slices, args, trainer, rollout),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in PORTS.items()],
         "resources": {"requests": chips, "limits": chips},
@@ -362,7 +367,8 @@ def main(argv: Sequence[str]) -> int:
     args, extra = parse(argv)
     try:
         secret = channel_secret(args)
-        documents = [manifest(args, extra)]
+        code = submission.read_code(args.code) if args.code else None
+        documents = [manifest(args, extra, code)]
         if not args.host_network:
             documents.insert(0, network_policy(args))
         shown = "---\n".join(map(to_yaml, documents))
@@ -373,7 +379,12 @@ def main(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         sys.stderr.write(f"launch.gke: {error}: pip install pyyaml\n")
         return 1
-    print(_without_secret(args, list(secret["stringData"])), shown, sep="", end="", flush=True)
+    sent = f"{code.described(args.workdir)}\n" if code else ""
+    print(sent, _without_secret(args, list(secret["stringData"])), shown, sep="", end="", flush=True)
+    applies = args.apply and not args.dry_run
+    if code and applies and command.run(code.upload(args.workdir), stdin=code.archive, missing=MISSING):
+        sys.stderr.write(f"launch.gke: {code.url(args.workdir)} cannot be written; see above.\n")
+        return 1
     return submit(text, args, f"a Secret {args.channel} and ") if args.apply else 0
 
 

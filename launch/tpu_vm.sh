@@ -8,6 +8,8 @@
 # Without an action: copies this checkout, installs it, starts one process per host and follows the logs, every line
 # prefixed by its worker. Ctrl-C stops following, not the run. The exit status is non-zero if any worker's was.
 #
+#   --code=DIR         directory of your code, configuration and small files, which go to the bucket of --workdir and from
+#                      there to every host, where relative paths of podrl's flags mean files of it
 #   --join=OTHER_TPU   generate for the job that runs there with --topology=split: its flags, --env values and secret are
 #                      asked of its first host; podrl's flags are left out here. --kill takes the hosts away again
 #   --join_zone=ZONE   of OTHER_TPU, where it is another
@@ -37,12 +39,13 @@ die() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 action=start dry_run=0 detach=0 project='' python='' lock=requirements-tpu.lock extra='' max_restarts=3 grace=120
-environment=() positional=() podrl=() scratch='' join='' join_zone='' secret=''
+environment=() positional=() podrl=() scratch='' own_code='' join='' join_zone='' secret=''
 while (($#)); do
   case $1 in
     --status | --logs | --stacks | --kill) action=${1#--} ;;
     --dry_run) dry_run=1 ;;
     --detach) detach=1 ;;
+    --code=*) own_code=${1#*=} ;;
     --join=*) join=${1#*=} ;;
     --join_zone=*) join_zone=${1#*=} ;;
     --project=*) project=${1#*=} ;;
@@ -139,12 +142,20 @@ start() {
   [[ -z $join ]] || ((!${#podrl[@]})) || die "--join=$join takes podrl's flags from the job there: leave out what stands after --"
   [[ $join != "$tpu" || ${join_zone:-${positional[1]}} != "${positional[1]}" ]] || die "--join=$join is this TPU itself: name the one that trains"
   [[ -e $root/podrl/launch.py ]] || die "this copies a checkout of podrl, and $root is none: run launch/tpu_vm.sh of a clone"
-  local identity archive code refused status=0
-  # What the hosts would refuse only after all is copied and installed; where there is no python here, they do.
-  [[ -n $join ]] || refused=$(python3 "$root/launch/command.py" "${podrl[@]}" 2>&1) || status=$?
-  ((status != 3)) || die "$refused"
+  [[ -z $join || -z $own_code ]] || die "--join=$join takes the code of the job there: leave out --code=$own_code"
+  local identity archive code url='' status=0
+  local -a sent=()
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
+  [[ -z $own_code ]] || sent=("--code=$own_code" "--archive=$scratch/code.tar")
+  # What the hosts would refuse only after all is copied and installed; where there is no python here, they do.
+  [[ -n $join ]] || url=$(python3 "$root/launch/submission.py" "${sent[@]}" -- "${podrl[@]}" 2>"$scratch/refused") || status=$?
+  ((status != 3)) || die "$(cat "$scratch/refused")"
+  if [[ -n $own_code ]]; then
+    ((!status)) || die "--code=$own_code needs Python 3.10 or later here, as python3: $(tail -n 1 "$scratch/refused")"
+    run gcloud storage cp "$scratch/code.tar" "$url"
+    podrl+=("--code=$url")
+  fi
   [[ -z $join ]] || ask_job
   identity=$(date -u +%Y%m%d-%H%M%S)-$$
   archive=podrl-$identity.tar.gz

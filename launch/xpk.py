@@ -26,7 +26,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from . import command, machines
+from . import command, machines, submission
 
 MISSING = {
     "xpk": "pip install xpk==1.16.0 (podrl's extra [launch]).",
@@ -53,6 +53,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--machine", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:4x4*2")
     parser.add_argument("--name", default="podrl", help="name of the workload")
     parser.add_argument("--join", help="workload with --topology=split that runs: generate for it")
+    parser.add_argument("--code", metavar="DIR", help=submission.HELP)
     parser.add_argument("--project", help="project; default: gcloud's")
     parser.add_argument("--zone", help="zone; default: gcloud's")
     parser.add_argument(
@@ -73,8 +74,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, extra
 
 
-def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
-    """Builds the xpk command line for our flags.
+def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission.Code | None = None) -> list[str]:
+    """Builds the xpk command line for our flags, and for what --code has read.
 
     Raises:
       ValueError: flags that contradict one another or that xpk would refuse only after minutes.
@@ -90,10 +91,10 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
         words += ["--headless"]
     else:
         chips = {} if args.join else {"trainer" if "--topology=split" in extra else "all": slices.devices}
-        command.check_job(args.config, extra, chips)
+        submission.check_job(args.config, extra, chips, code=code)
         leader = _TRAINER_0.format(command.job_name(args.join, NAME_LIMIT, "--join")) if args.join else ""
         joins = [f"--join={leader}"] if leader else []
-        podrl = command.podrl_command(args.config, args.workdir, [*extra, *joins])
+        podrl = command.podrl_command(args.config, args.workdir, [*extra, *joins], code)
         # exec: xpk runs `(COMMAND) &` and sends SIGTERM to that subshell, which without exec would not pass it on.
         words += [f"--docker-image={args.image}", f"--command=exec {shlex.join(podrl)}"]
         environment = command.environment(args.env)
@@ -140,8 +141,8 @@ def _check(args: argparse.Namespace, slices: machines.Slices) -> None:
         raise ValueError(f"--scratch={args.scratch}: Pathways needs a gs:// directory for its artifacts.")
     if args.scratch and not args.pathways:
         raise ValueError(f"--scratch={args.scratch} is read by Pathways only: give --pathways, or leave it out.")
-    for flag in ("image", "config", "workdir"):
-        if not args.headless and not getattr(args, flag):
+    for flag in ("image", "config", "workdir", "code"):
+        if not args.headless and not getattr(args, flag) and flag != "code":
             raise ValueError(f"--{flag} is missing: only --headless goes without. See --help.")
         if args.headless and getattr(args, flag):
             raise ValueError(f"--{flag} is given, but --headless starts no program to use it: leave it out.")
@@ -151,13 +152,16 @@ def main(argv: Sequence[str]) -> int:
     """Prints the command, and runs it unless --dry_run; returns the exit code."""
     args, extra = parse(argv)
     try:
-        words = xpk_command(args, extra)
+        code = submission.read_code(args.code) if args.code else None
+        words = xpk_command(args, extra, code)
     except ValueError as error:
         sys.stderr.write(f"launch.xpk: {error}\n")
         return 1
     write = ["gcloud", "storage", "cp", "-", args.secret_file]
     if needs_secret(args):
         print(f"openssl rand -hex 16 | {command.show(write)}", flush=True)
+    if code:
+        print(code.described(args.workdir), flush=True)
     print(command.show(words), flush=True)
     if "--topology=split" in extra and not args.join:
         own = next((pair for pair in args.env if pair.startswith("PODRL_SECRET_FILE=")), "")
@@ -165,8 +169,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"# Rollout hosts: this launch.xpk with --join={args.name} --env={secret} and another --name, --machine")
     if args.dry_run:
         return 0
-    if needs_secret(args) and (code := command.run(write, stdin=secrets.token_hex(16), missing=MISSING)):
-        sys.stderr.write(f"launch.xpk: {args.secret_file} cannot be written (gcloud's exit code {code}); see above.\n")
+    if needs_secret(args) and (failed := command.run(write, stdin=secrets.token_hex(16), missing=MISSING)):
+        sys.stderr.write(
+            f"launch.xpk: {args.secret_file} cannot be written (gcloud's exit code {failed}); see above.\n"
+        )
+        return 1
+    if code and command.run(code.upload(args.workdir), stdin=code.archive, missing=MISSING):
+        sys.stderr.write(f"launch.xpk: {code.url(args.workdir)} cannot be written; see above.\n")
         return 1
     return command.run(words, missing=MISSING)
 

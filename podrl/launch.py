@@ -33,7 +33,7 @@ from ml_collections import ConfigDict, config_flags
 
 from podrl.config import elsewhere, former, nearest
 from podrl.job.config_file import default_workdir, find_config, load_config
-from podrl.runtime import detect, environment, joining, local_pod, roles
+from podrl.runtime import bundle, detect, environment, joining, local_pod, roles
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.pod import Pod
 from podrl.runtime.service import ServiceError
@@ -64,6 +64,12 @@ _WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
     "Where the run writes, a directory or gs://BUCKET/RUN; an existing run there is resumed. Default: runs/<config>.",
+)
+_CODE = flags.DEFINE_string(
+    "code",
+    "",
+    "Archive of the user's code, RUN.code-SHA256.tar, that the launchers make of --code=DIR: it is unpacked on this "
+    "host, and relative paths of the configuration lie in it.",
 )
 _HELP_CONFIG = "help_config"
 flags.DEFINE_string(_HELP_CONFIG, None, "Print the configuration keys that begin so, with range and meaning; else all.")
@@ -323,6 +329,9 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
             return EXIT_DONE
     name, rest = take_config(argv)
     _check_numbers(rest)
+    if code := _early(rest, "code", "", prefix="--"):
+        joins = bool(_early(rest, "join", "", prefix="--"))
+        bundle.enter(code, os.environ, workdir=None if joins else _early(rest, "workdir", "", prefix="--"))
     path = find_config(name)
     config = load_config(path)
     processes = _early(rest, "local_processes", 0, prefix="--")
@@ -361,7 +370,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         return job.dry_run(values, workdir)
     command = os.environ.get(_COMMAND) or _command_line(argv)
     pod = joined[0] if joined else None
-    return job.run(values, workdir, command=command, pod=pod, profile=_PROFILE.value)
+    return job.run(values, workdir, command=command, pod=pod, profile=_PROFILE.value, code=_CODE.value)
 
 
 def _unraisable(args: "sys.UnraisableHookArgs") -> None:

@@ -108,8 +108,8 @@ def unmoved_lines(job: Job) -> list[str]:
     return unmoved_by_samples(job.trainer, *of_job, steps=job.max_steps)
 
 
-def about_job(job: Job, on: Meshes, pod: Pod | None = None) -> About:
-    """Makes the page about a job: roles, batch arithmetic, sources of data and formula."""
+def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> About:
+    """Makes the page about a job: roles, batch arithmetic, sources of data, formula, and where its code came from."""
     header = ["role", "mesh", "devices", "ids", "process", "does"]
     rows = role_rows(on, _auxiliary_models(job), pod, job.roles.eval)
     tables = [Table(f"Roles ({device_line()})", header, rows)]
@@ -117,7 +117,9 @@ def about_job(job: Job, on: Meshes, pod: Pod | None = None) -> About:
     tables.append(Table("Batch arithmetic", ["what", "number", "from"], rows))
     if job.data.sources:
         tables.append(_sources(job))
-    return About(tables, given_lines(job) if job.kind.given else [*algorithm_lines(job, on), *_route_lines(job)])
+    sent = [f"Code of the user, with its SHA-256: {code}"] if code else []
+    lines = given_lines(job) if job.kind.given else [*algorithm_lines(job, on), *_route_lines(job)]
+    return About(tables, [*lines, *sent])
 
 
 def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[str]:

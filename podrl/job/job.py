@@ -158,7 +158,15 @@ def _pull_link(job: Job, pod: Pod | None) -> PullLink | None:
     return PullLink(pod, keep=job.kept_versions, deadline_s=4 * job.log.stall_s)
 
 
-def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | None = None, profile: str = "") -> int:
+def run(
+    values: Mapping[str, Any],
+    workdir: str,
+    *,
+    command: str,
+    pod: Pod | None = None,
+    profile: str = "",
+    code: str = "",
+) -> int:
     """Trains the job a configuration describes, or does this process's part of it; returns the exit code.
 
     Args:
@@ -167,6 +175,7 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
       command: how the process was started, for the message that says how to resume.
       pod: the job's processes where there are several; each calls this.
       profile: first and last step to profile, as in '120:125'; '' for none.
+      code: URL of the user's code that this host has unpacked, with its SHA-256; '' where none was sent.
     """
     steps = parse_steps(profile)
     check_storage(workdir, values)
@@ -200,11 +209,12 @@ def run(values: Mapping[str, Any], workdir: str, *, command: str, pod: Pod | Non
             current.console.print(f"Further rollout hosts join by this command with --join={pod.channel.address}\n")
         _write_sources(current, job, {})
         if current.leads and current.workdir is not None:
-            write_about(current.workdir, describe.about_job(job, on, pod))
+            write_about(current.workdir, describe.about_job(job, on, pod, code))
         step = _train(job, on, link, current, pod, tools)
         if not current.leads:
             return EXIT_DONE if step == job.max_steps else EXIT_PREEMPTED
         facts = {"seed": job.seed, "devices": describe.device_line(), "wall_s": round(time.monotonic() - started, 1)}
+        facts |= {"code": code} if code else {}
         return finish(current, step, job.max_steps, facts)
 
 

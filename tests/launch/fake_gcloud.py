@@ -2,6 +2,7 @@
 
 Reads FAKE_TPU_ROOT: `calls.jsonl` is appended there, `w0`, `w1`, ... are the workers' homes, and those in a folder of a
 TPU's name are that TPU's. The metadata server of worker N answers under http://FAKE_TPU_METADATA/wN.
+What is copied to gs:// goes to the storage emulator at STORAGE_EMULATOR_HOST.
 """
 
 import concurrent.futures
@@ -11,12 +12,21 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import urllib.parse
+import urllib.request
 
 
 def main(words: list[str]) -> int:
     root = pathlib.Path(os.environ["FAKE_TPU_ROOT"])
     with (root / "calls.jsonl").open("a") as calls:
         calls.write(json.dumps(words) + "\n")
+    if words[:2] == ["storage", "cp"]:
+        bucket, _, name = words[3].removeprefix("gs://").partition("/")
+        query = urllib.parse.urlencode({"uploadType": "media", "name": name})
+        url = f"{os.environ['STORAGE_EMULATOR_HOST']}/upload/storage/v1/b/{bucket}/o?{query}"
+        content = pathlib.Path(words[2]).read_bytes()
+        urllib.request.urlopen(urllib.request.Request(url, content, method="POST"), timeout=30).close()
+        return 0
     assert words[:3] == ["compute", "tpus", "tpu-vm"], words
     verb, rest = words[3], words[4:]
     flags = dict(word[2:].split("=", 1) for word in rest if word.startswith("--"))

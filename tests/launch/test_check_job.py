@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch import command, gke, xpk
+from launch import gke, submission, xpk
 
 GEMMA, PLACES = (
     "grpo_real.py:gemma3_4b_v5e16",
@@ -37,17 +37,19 @@ GEMMA, PLACES = (
 )
 def test_a_job_that_cannot_run_is_refused(config, extra, message):
     with pytest.raises(ValueError, match=message):
-        command.check_job(config, extra, {"all": 16})
+        submission.check_job(config, extra, {"all": 16})
 
 
 def test_jobs_that_can_run_are_taken():
-    command.check_job(GEMMA, PLACES, {"all": 16})
-    command.check_job(GEMMA, PLACES, {"trainer": 8, "rollout": 8})
-    command.check_job("grpo_gemma.py", [], {"all": 16})  # embedded model and task, meshes that fill the machine
-    command.check_job("grpo_gemma.py", ["--config.model.path=/models/m"], {"all": 16})
-    command.check_job("grpo_real.py:qwen3_06b_gpu", PLACES, {"all": 1})
-    command.check_job("elsewhere.py", ["--config.roles.trainer.mesh=fsdp=-1"], {"all": 16})
-    command.check_job(GEMMA, [*PLACES, "--config.roles.eval.hosts=3"], {"trainer": 8, "rollout": 12})  # some evaluate
+    submission.check_job(GEMMA, PLACES, {"all": 16})
+    submission.check_job(GEMMA, PLACES, {"trainer": 8, "rollout": 8})
+    submission.check_job("grpo_gemma.py", [], {"all": 16})  # embedded model and task, meshes that fill the machine
+    submission.check_job("grpo_gemma.py", ["--config.model.path=/models/m"], {"all": 16})
+    submission.check_job("grpo_real.py:qwen3_06b_gpu", PLACES, {"all": 1})
+    submission.check_job("elsewhere.py", ["--config.roles.trainer.mesh=fsdp=-1"], {"all": 16})
+    submission.check_job(
+        GEMMA, [*PLACES, "--config.roles.eval.hosts=3"], {"trainer": 8, "rollout": 12}
+    )  # some evaluate
 
 
 @pytest.mark.parametrize(
@@ -64,16 +66,15 @@ def test_jobs_that_can_run_are_taken():
     ],
 )
 def test_names_of_the_hub_and_of_the_image_are_taken(setting):
-    command.check_job("grpo_gemma.py", [f"--config.{setting}"], {})
+    submission.check_job("grpo_gemma.py", [f"--config.{setting}"], {})
 
 
 def test_a_configuration_file_of_this_machine_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def get_config():\n    return {}\n")
     with pytest.raises(ValueError, match=r"--config=mine\.py is a file on this machine"):
-        command.check_job("mine.py", [], {})
-    command.check_job(str(tmp_path / "mine.py"), [], {})  # as it is in the image
-    command.check_job("mine.py", [], {}, copied=True)
+        submission.check_job("mine.py", [], {})
+    submission.check_job(str(tmp_path / "mine.py"), [], {})  # as it is in the image
 
 
 def test_the_launchers_ask(capsys):

@@ -386,6 +386,58 @@ def test_podrl_itself_plans_the_default_job_on_a_worker(pod):
     assert "exit status 0" in done.stdout and "trainer" in done.stdout and "rollout" in done.stdout
 
 
+@pytest.mark.e2e
+def test_podrl_on_a_worker_has_the_users_code_from_the_bucket(pod, bucket, tmp_path):
+    code = tmp_path / "mine"
+    code.mkdir()
+    (code / "own.py").write_text(
+        "import rewards\nfrom configs import grpo_gemma\n\n\ndef get_config():\n    config = grpo_gemma.get_config()\n"
+        "    config.data.path = 'train.jsonl'\n    config.reward.fns = ('rewards.py:' + rewards.NAME,)\n"
+        "    return config\n"
+    )
+    (code / "rewards.py").write_text(
+        "NAME = 'short'\n\n\ndef short(completions, **_):\n    return [0.0 for _ in completions]\n"
+    )
+    (code / "train.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n' * 8)
+    run = pod(1, checkout=REPOSITORY)
+    environment = [f"--env={name}={value}" for name, value in (bucket.environment() | {"JAX_PLATFORMS": "cpu"}).items()]
+    words = ["t", "z", f"--python={sys.executable}", *environment, f"--code={code}", "--", "--config=own.py"]
+    done = run(*words, "--workdir=gs://bucket/sent/run", "--dry_run")
+    (sent,) = bucket.names("sent/run.code-")
+    assert hashlib.sha256(bucket.read(sent)).hexdigest() in sent
+    assert "exit status 0" in done.stdout and "train.jsonl" in done.stdout and "short" in done.stdout
+    assert not (run.root / "w0" / "podrl-run" / "work" / "train.jsonl").exists()
+    bucket.put(sent, b"other bytes")
+    again = subprocess.run(
+        [sys.executable, "-m", "podrl.launch", "--config=own.py", "--workdir=gs://b/r", f"--code=gs://bucket/{sent}"],
+        env=os.environ | bucket.environment() | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 1 and "not the one in its name" in again.stderr, again.stderr
+    assert len(again.stderr.strip().splitlines()) == 1
+
+
+def test_code_goes_along_only_to_the_bucket_of_the_run(pod, tmp_path):
+    run, config = pod(1, checkout=REPOSITORY), "--config=grpo_gemma.py"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "r.py").touch()
+    code = f"--code={tmp_path / 'mine'}"
+    local = run("t", "z", code, "--", config, "--workdir=run", ok=False)
+    assert "goes to the bucket of the run, and --workdir=run is in none" in local.stderr
+    absent = run("t", "z", "--code=/nowhere", "--", config, ok=False)
+    assert "--code=/nowhere must be a directory" in absent.stderr
+    joins = run("t", "z", code, "--join=u", ok=False)
+    assert "--join=u takes the code of the job there" in joins.stderr
+    reward = "--config.reward.fns=r.py:f"
+    assert "r.py, which is a path on this machine" in run("t", "z", "--", config, reward, ok=False).stderr
+    dry = run("t", "z", code, f"--python={sys.executable}", "--dry_run", "--", config, reward, "--workdir=gs://b/run")
+    send, start = printed(dry)[0], printed(dry)[-2][-1]
+    assert send[:3] == ["gcloud", "storage", "cp"] and re.fullmatch(r"gs://b/run\.code-[0-9a-f]{64}\.tar", send[4])
+    assert start.endswith(f" --workdir=gs://b/run --code={send[4]}") and not run.calls
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,0 +1,377 @@
+"""What a job takes to its hosts: the user's code as one archive, and settings that mean the same there as here.
+
+`python3 submission.py [--code=DIR --archive=FILE] -- PODRL_FLAGS` is how tpu_vm.sh asks; it needs nothing but Python.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import hashlib
+import io
+import itertools
+import math
+import os
+import pathlib
+import posixpath
+import re
+import runpy
+import sys
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+HELP = "directory of your code, configuration and small files: copied beside --workdir, and there on every host"
+CODE_BYTES = 32 << 20
+CODE_FILES = 10_000
+_CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
+# Never code: what git, Python, editors and runs write. A directory with metrics.jsonl is a run's.
+_NEVER = frozenset(
+    {".git", ".hg", "__pycache__", ".venv", ".env", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
+)
+_RUNS, _RUN_FILE = "runs", "metrics.jsonl"
+# A relative path of a file, anywhere in a value: not the end of a longer path, nor of a URL.
+_FILE = re.compile(
+    r"(?<![\w./:~-])(?:\.{1,2}/)*\w[\w./-]*"
+    r"\.(?:py|jsonl?|csv|tsv|parquet|arrow|array_record|jinja2?|txt|md|ya?ml|toml|sh)(?:\.(?:gz|bz2|xz|zst))?\b"
+)
+_MODELS = ("model.path", "model.reference", "model.critic", "reward.model")
+_DATA = ("data.path", "data.eval_path", "env.system_prompt_file")
+_SHIPPED = ("tiny", "tiny_tools", "scratch", "problems", "sums")  # models and tasks that are in podrl
+_WORDS = ("data.system_prompt", "env.system_prompt")  # said to a model, whatever file names stand in them
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """A directory of the user's code, as it goes to the hosts.
+
+    Attributes:
+      directory: where it is here.
+      files: content by path below the directory, with '/' on every system, sorted.
+      links: targets of symbolic links that stay in the directory, by path.
+      programs: paths of files that their owner may execute.
+    """
+
+    directory: pathlib.Path
+    files: Mapping[str, bytes]
+    links: Mapping[str, str]
+    programs: frozenset[str]
+
+    @property
+    def archive(self) -> bytes:
+        """The tar archive: the same bytes for the same content, whoever makes it, wherever and whenever."""
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for name in sorted({*self.files, *self.links}):
+                entry = tarfile.TarInfo(name)
+                if name in self.links:
+                    entry.type, entry.linkname = tarfile.SYMTYPE, self.links[name]
+                    tar.addfile(entry)
+                    continue
+                entry.size, entry.mode = len(self.files[name]), 0o755 if name in self.programs else 0o644
+                tar.addfile(entry, io.BytesIO(self.files[name]))
+        return out.getvalue()
+
+    def url(self, workdir: str) -> str:
+        """Returns where the archive of a run lies: beside the run directory, under its SHA-256."""
+        return f"{workdir.rstrip('/')}.code-{hashlib.sha256(self.archive).hexdigest()}.tar"
+
+    def upload(self, workdir: str) -> list[str]:
+        """Returns the command that puts the archive, its standard input, where the hosts look for it."""
+        return ["gcloud", "storage", "cp", "-", self.url(workdir)]
+
+    def described(self, workdir: str) -> str:
+        """Says in a shell's comment what goes along."""
+        return (
+            f"# The code in {self.directory}, {len(self.files)} files of {len(self.archive) / 2**20:.1f} MiB, goes to "
+            f"{self.url(workdir)} when this is submitted."
+        )
+
+    def holds(self, path: str) -> bool:
+        """True if a relative path names a file or directory of the archive."""
+        name = posixpath.normpath(path)
+        return name in self.files or name in self.links or any(one.startswith(f"{name}/") for one in self.files)
+
+    def missing(self, path: str) -> str:
+        """Says why a relative path is not in the archive."""
+        left_out = (self.directory / path).exists() and not posixpath.normpath(path).startswith("..")
+        reason = "which leaves it out (.gitignore, or the output of a run)" if left_out else "which has no such file"
+        return f"--code={self.directory}, {reason}: relative paths are looked for there, and nowhere else"
+
+
+def read_code(directory: str | os.PathLike) -> Code:
+    """Reads a directory of code, small data and configuration files.
+
+    Left out are the files that .gitignore files in it name, `_NEVER`, 'runs', and directories of runs.
+
+    Raises:
+      ValueError: no such directory, nothing in it, more than CODE_BYTES or CODE_FILES, a symbolic link out of it or to
+        something that is left out, a directory `podrl`, or something that is neither file, directory nor link.
+    """
+    root = pathlib.Path(directory).expanduser()
+    if not root.is_dir():
+        raise ValueError(f"--code={directory} must be a directory: its files go to every host.")
+    files: dict[str, bytes] = {}
+    links: dict[str, str] = {}
+    programs: set[str] = set()
+    try:
+        found = sorted(itertools.islice(_walk(root, "", []), CODE_FILES + 1))
+        sizes = {name: (root / name).stat().st_size for name in found if not (root / name).is_symlink()}
+        if sum(sizes.values()) > CODE_BYTES or len(found) > CODE_FILES:
+            most = sorted(sizes, key=lambda name: -sizes[name])[:3]
+            raise ValueError(
+                f"--code={directory} has {'over ' * (len(found) > CODE_FILES)}{min(len(found), CODE_FILES)} files of "
+                f"{sum(sizes.values()) / 2**20:.1f} MiB, the largest "
+                f"{', '.join(f'{name} ({sizes[name] / 2**20:.1f} MiB)' for name in most)}; it may have {CODE_FILES} "
+                f"files and {CODE_BYTES >> 20} MiB: name what is not code in a .gitignore, and copy data to the bucket."
+            )
+        for name in found:
+            path = root / name
+            if path.is_symlink():
+                links[name] = os.readlink(path)
+            else:
+                files[name] = path.read_bytes()
+                programs |= {name} if path.stat().st_mode & 0o100 else set()
+    except OSError as error:
+        raise ValueError(f"--code={directory} cannot be read: {error}.") from None
+    code = Code(root, files, links, frozenset(programs))
+    for name, target in links.items():
+        inside = posixpath.join(posixpath.dirname(name), target)
+        if os.path.isabs(target) or not code.holds(inside) or posixpath.normpath(inside) in links:
+            raise ValueError(
+                f"--code={directory}: {name} is a symbolic link to {target}, which is not a file or directory that "
+                "goes along: copy what it names into the directory, or leave the link out by a .gitignore."
+            )
+    if not files:
+        raise ValueError(f"--code={directory} has no file to take along: everything in it is left out, or it is empty.")
+    if code.holds("podrl"):
+        raise ValueError(
+            f"--code={directory} has a podrl of its own, and hosts run that of their image: name a directory of your "
+            "code alone, and build the image from your podrl."
+        )
+    return code
+
+
+def _walk(root: pathlib.Path, below: str, rules: Sequence["_Rule"]) -> Iterator[str]:
+    """Yields paths of files and links below a directory that are not left out."""
+    place = root / below
+    rules = [*rules, *_rules(place / ".gitignore", below)]
+    with os.scandir(place) as found:
+        entries = list(found)
+    for entry in entries:
+        name = f"{below}{entry.name}"
+        is_directory = entry.is_dir(follow_symlinks=False)
+        if entry.name in _NEVER or entry.name.endswith(".pyc") or (is_directory and name == _RUNS):
+            continue
+        if next((not rule.back for rule in reversed(rules) if rule.names(name, is_directory)), False):
+            continue
+        if is_directory:
+            if not (root / name / _RUN_FILE).is_file():
+                yield from _walk(root, f"{name}/", rules)
+        elif entry.is_symlink() or entry.is_file():
+            yield name
+        else:
+            raise ValueError(f"--code={root}: {name} is neither a file, a directory nor a link: leave it out.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """A line of a .gitignore.
+
+    Attributes:
+      below: the directory of the file, '' or ending in '/'.
+      pattern: what it matches of the path below that directory.
+      directories: whether it names directories only.
+      back: whether it takes back an earlier line ('!').
+    """
+
+    below: str
+    pattern: re.Pattern[str]
+    directories: bool
+    back: bool
+
+    def names(self, path: str, is_directory: bool) -> bool:
+        return (is_directory or not self.directories) and self.pattern.fullmatch(path, len(self.below)) is not None
+
+
+def _rules(file: pathlib.Path, below: str) -> Iterator[_Rule]:
+    """Reads a .gitignore, if there is one."""
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
+        text = re.sub(r"(?<!\\)\s+$", "", line)
+        if not text or text.startswith("#"):
+            continue
+        back, text = text.startswith("!"), text.removeprefix("!")
+        directories, text = text.endswith("/"), text.rstrip("/")
+        anywhere = "" if "/" in text else "(?:.*/)?"
+        with contextlib.suppress(re.error):  # git matches nothing by it, too
+            yield _Rule(below, re.compile(anywhere + _expression(text.removeprefix("/"))), directories, back)
+
+
+def _expression(pattern: str) -> str:
+    """Translates a pattern of gitignore(5) to a regular expression."""
+    parts = {"**/": "(?:.*/)?", "/**": "/.*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    out = ""
+    for piece in re.findall(r"\*\*/|/\*\*(?=$)|\*+|\?|\[!?\]?[^]]*\]|\\.|.", pattern, re.DOTALL):
+        if piece in parts:
+            out += parts[piece]
+        elif piece.startswith("*"):
+            out += "[^/]*"
+        elif len(piece) > 1 and piece[0] == "[":
+            out += "(?!/)[" + ("^" if piece[1] == "!" else "") + piece[1 + (piece[1] == "!") :].replace("\\", "\\\\")
+        else:
+            out += re.escape(piece.removeprefix("\\") if len(piece) > 1 else piece)
+    return out
+
+
+def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, code: Code | None = None) -> None:
+    """Refuses, before anything is submitted, what the hosts would refuse once they run.
+
+    Args:
+      config: value of podrl's --config; what it sets is known where the file and ml_collections are here.
+      extra: further podrl flags.
+      chips: of each role ('trainer', 'rollout'), or of 'all' together; devices count as chips.
+      code: what goes along, and what relative paths then mean.
+
+    Raises:
+      ValueError: an empty model path, a file or directory that only this machine has, code included, or a mesh of other
+        size.
+    """
+    _check_config(config, code)
+    values = _values(config, code) | _given(extra)
+    if values.get("model.path") == "":
+        raise ValueError("model.path is empty: say which model after --, as --config.model.path=gs://BUCKET/MODEL.")
+    for key, value in values.items():
+        for local in _places(key, value, code):
+            _check_place(key, value, local, code)
+    sizes = {role: _devices(values.get(f"roles.{role}.mesh", "auto")) for role in ("trainer", "rollout")}
+    if values.get("roles.eval.hosts"):
+        sizes["rollout"] = 0  # some of its machines evaluate
+    together = {"all": sum(sizes.values())} if all(sizes.values()) else {}
+    if values.get("roles.colocated") in ("True", "true"):
+        together = {"all": max(sizes.values())} if any(sizes.values()) else {}
+    for role, need in (sizes | together).items():
+        if need and role in chips and need != chips[role]:
+            meshes = {name: values.get(f"roles.{name}.mesh") for name in sizes if role in (name, "all")}
+            said = " and ".join(f"roles.{name}.mesh={mesh}" for name, mesh in meshes.items())
+            raise ValueError(
+                f"{said} take {need} chips, and the machines asked for have {chips[role]}: change one of them."
+            )
+
+
+def _given(extra: Sequence[str]) -> dict[str, str]:
+    """Reads the settings among podrl's flags, in each form that it takes: with and without '--config.', '=' or not."""
+    found: dict[str, str] = {}
+    for flag, after in zip(extra, [*extra, ""][1:], strict=True):
+        match = re.match(r"(?:-{1,2}config\.(\w+(?:\.\w+)*)|-{0,2}([a-z]\w*(?:\.\w+)+))(=?)", flag)
+        if match and (match[3] or (flag.startswith("-") and match.end() == len(flag))):
+            found[match[1] or match[2]] = flag[match.end() :] if match[3] else after
+    return found
+
+
+def _check_config(config: str, code: Code | None) -> None:
+    """Refuses a configuration file that the hosts would not find."""
+    name = config.partition(":")[0]
+    file = pathlib.Path(name)
+    if file.is_absolute():
+        return
+    if code is not None:
+        if not (code.holds(name) or code.holds(f"configs/{name}") or (_CONFIGS / name).is_file()):
+            raise ValueError(f"--config={config} is no configuration of podrl, and not in {code.missing(name)}.")
+    elif file.is_file() and not file.resolve().is_relative_to(_CONFIGS):
+        raise ValueError(
+            f"--config={config} is a file on this machine, which the hosts do not see: take it along by --code=DIR, or "
+            "take a configuration of podrl and say the rest after --, as --config.KEY=VALUE."
+        )
+
+
+def _places(key: str, value: str, code: Code | None) -> list[str]:
+    """Lists the relative paths in a setting: a name of the hub is none."""
+    if key in _WORDS:
+        return []
+    if key in _MODELS or key in _DATA:
+        return [value] if _is_place(value, model=key in _MODELS, code=code) else []
+    named = []
+    if key.endswith((".sources", ".sets")):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError):
+            named = [str(one["path"]) for one in ast.literal_eval(value) if "path" in one]
+    return list(
+        dict.fromkeys([*(path for path in named if _is_place(path, model=False, code=code)), *_FILE.findall(value)])
+    )
+
+
+def _is_place(value: str, *, model: bool, code: Code | None) -> bool:
+    """True for a relative path where a name of the hub, of a task or of a shipped model could stand as well."""
+    if not value or value in _SHIPPED or "://" in value or value.startswith(("/", "hf:", "tfds:")):
+        return False
+    here = (code.holds if code else os.path.exists)(value)
+    if model and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?", value):
+        return here or (code is None and os.path.exists(value.partition("/")[0]))
+    return here or re.search(r"[./]", value) is not None
+
+
+def _check_place(key: str, value: str, local: str, code: Code | None) -> None:
+    shown = f"--config.{key}={value}" if local == value else f"--config.{key}={value} names {local}, which"
+    if code is None:
+        raise ValueError(
+            f"{shown} is a path on this machine, which the hosts do not see: take code, configurations and small files "
+            f"along by --code=DIR, copy data and models to the bucket and say --config.{key}=gs://BUCKET/..., or give "
+            "a path of the hosts' own disk, from / on."
+        )
+    if not code.holds(local):
+        raise ValueError(f"{shown} is not in {code.missing(local)}.")
+
+
+def _values(config: str, code: Code | None) -> dict[str, str]:
+    """Reads the texts that a configuration file sets; {} where it, or what it imports, is not here."""
+    name, _, variant = config.partition(":")
+    folder = code.directory if code else pathlib.Path()
+    path = next((p for p in (folder / name, folder / "configs" / name, _CONFIGS / name) if p.is_file()), None)
+    own = [str(code.directory.resolve())] if code else []
+    sys.path[:0] = own  # as on the hosts
+    try:
+        found = runpy.run_path(str(path))["get_config"](*([variant] if variant else [])) if path else {}
+    except ImportError:
+        return {}
+    finally:
+        del sys.path[: len(own)]
+    return dict(_flat(found, ""))
+
+
+def _flat(section: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
+    """Every setting of a section and of those in it, its value as text, its name with `before` before it."""
+    for key, value in section.items():
+        if hasattr(value, "items"):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", str(value)
+
+
+def _devices(mesh: str) -> int:
+    """Multiplies the sizes of a mesh such as 'fsdp=4,tensor=2'; 0 where it leaves one open."""
+    sizes = [part.partition("=")[2] for part in mesh.split(",")]
+    return math.prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Checks podrl's flags for tpu_vm.sh, writes the archive of --code and prints its URL; returns 3 for a refusal."""
+    own, extra = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
+    flags = dict(flag.removeprefix("--").split("=", 1) for flag in own)
+    said = dict(flag.removeprefix("--").split("=", 1) for flag in extra if re.match(r"--\w+=", flag))
+    try:
+        code = read_code(flags["code"]) if "code" in flags else None
+        check_job(said.get("config", ""), extra, {}, code=code)
+        if code is not None:
+            if not said.get("workdir", "").startswith("gs://"):
+                raise ValueError(
+                    f"--code={flags['code']} goes to the bucket of the run, and --workdir={said.get('workdir', '')} is "
+                    "in none: say --workdir=gs://BUCKET/RUN after --."
+                )
+            pathlib.Path(flags["archive"]).write_bytes(code.archive)
+            print(code.url(said["workdir"]))
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
