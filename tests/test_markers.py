@@ -97,11 +97,10 @@ def test_a_python_file_that_comes_goes_or_moves_is_changed(git, tmp_path):
     assert changed_since(git("rev-parse", "HEAD"), tmp_path) == ["c.py", "d.py"]
 
 
-def test_what_sets_up_every_test_has_every_test_run(git, tmp_path):
-    (tmp_path / ".ci").mkdir()
-    (tmp_path / ".ci" / "constraints.txt").write_text("jax==0.10.2")
-    git("add", ".ci")
-    assert changed_since(git("rev-parse", "HEAD"), tmp_path) is None
+@pytest.mark.parametrize("changed", ["tests/conftest.py", "tests/quick_runs.py", ".ci/constraints.txt"])
+def test_what_sets_up_every_test_has_every_test_run_but_those_for_the_night(changed):
+    assert not REACH.untouched("tests/algorithms/test_kl.py", [changed])
+    assert not touched(Item(("podrl/launch.py",)), [changed], REACH, ROOT)
 
 
 def test_a_path_that_was_renamed_is_refused():

@@ -1,6 +1,7 @@
 """Runs killed at chosen and random moments end bitwise as undisturbed runs, or can be repeated; kills.py kills more.
 
-Of its grid (staleness, adapters, tools) each topology has one combination here, another with every commit.
+Of its grid (staleness, adapters, tools) each topology has one combination here, another with every commit. A run of CI
+that leaves tests out (--since) kills after one step of it; by night, and by hand, a process dies after each step.
 """
 
 import pathlib
@@ -26,22 +27,23 @@ pytestmark = pytest.mark.e2e
 # With those of the tests below 28 in all; a life of a pod costs twice that of one process. DPO and SFT are killed in
 # tests/e2e/test_supervised_runs.py.
 KILLS = {"single": 2, "opd": 1, "ppo": 2, "kto": 1, "reward_model": 1, "wall": 2, "wall, split": 2}
-# What each of these variants is about; without a change there it is killed by night.
+# What each of these variants is about; without a change there it is killed by night. Those about nothing are killed at
+# chosen moments on every change: one process below, PPO in tests/e2e/test_algorithms.py, given answers in
+# tests/e2e/test_supervised_runs.py, a pod by the wall clock in tests/e2e/test_wall_clock.py; one with a teacher, in
+# tests/e2e/test_pods.py, where what compares with the teacher changes.
 ABOUT = {
     "single": (),
-    "opd": ("podrl/trainer/divergence.py", "podrl/cluster/scorer.py"),
-    "ppo": ("podrl/learner/ppo.py", "podrl/cluster/critic.py"),
-    "kto": ("podrl/learner/answers",),
-    "reward_model": ("podrl/learner/answers",),
+    "opd": (),
+    "ppo": (),
+    "kto": (),
+    "reward_model": (),
     "wall": ("podrl/rollout/batches.py", "podrl/rollout/clock.py", "podrl/rollout/journal.py"),
-    "wall, split": ("podrl/learner/pods/dispatch.py", "podrl/learner/pods/player.py", "podrl/rollout/open_groups.py"),
+    "wall, split": (),
 }
-TOOLS = pytest.mark.nightly("podrl/environments", "podrl/workers", "podrl/rollout/episodes.py")
+TOOLS = pytest.mark.nightly("podrl/environments/journal.py", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as users' are
-# Steps that a process is killed after, by night all, otherwise one of them; a rollout host of a split pod takes nobody
-# along, mostly.
+# Steps that a process is killed after; a rollout host of a split pod takes nobody along, mostly.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
-ALL_STEPS = pytest.mark.nightly("tests/adversity/kills.py", "podrl/storage/checkpoint.py", "podrl/rundir/run.py")
 
 
 def _cases(names):
@@ -66,14 +68,13 @@ def _combination(topology: str) -> str:
     return names[(_commit() + 3 * list(STEPS_OF).index(topology)) % len(names)]
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(None, marks=ALL_STEPS, id="all")])
 @pytest.mark.parametrize("topology", _cases(STEPS_OF))
-def test_runs_killed_after_their_steps_end_as_undisturbed_ones(topology, count, tmp_path):
+def test_runs_killed_after_their_steps_end_as_undisturbed_ones(topology, tmp_path, pytestconfig):
     """With every commit a process dies after one step, another one with each; by night after all steps."""
     variant, rng = _combination(topology), random.Random(_commit())
     whole = undisturbed(variant, tmp_path / "whole")
     _knows_all_versions(whole.workdir)
-    steps = STEPS_OF[topology] if count is None else rng.sample(STEPS_OF[topology], count)
+    steps = rng.sample(STEPS_OF[topology], 1) if pytestconfig.getoption("since") else STEPS_OF[topology]
     kills = killed_after_steps(variant, tmp_path, whole, rng, steps)
     assert kills, f"No kill met a live run of {variant}."
     print(f"{variant}: {kills}")  # noqa: T201 - which one it was

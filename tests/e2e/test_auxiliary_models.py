@@ -91,7 +91,7 @@ def test_killed_they_go_on_where_they_were(alone, scorer, tmp_path):
     same_end(tmp_path / "run", alone.workdir)
 
 
-@pytest.mark.nightly("podrl/cluster", "podrl/learner/ppo.py", "podrl/learner/pods")
+@pytest.mark.nightly("podrl/cluster/critic.py", "podrl/cluster/reward_model.py")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_a_pod_trains_them_as_one_process_does(topology, alone, scorer, tmp_path):
     """Two trainer hosts have a device each for actor and critic; two rollout hosts, for decoding and scoring."""
@@ -106,7 +106,7 @@ def test_a_pod_trains_them_as_one_process_does(topology, alone, scorer, tmp_path
             assert math.isclose(value, theirs[name], rel_tol=1e-3, abs_tol=1e-5), (ours["step"], name)
 
 
-@pytest.mark.nightly("podrl/cluster")
+@pytest.mark.nightly("podrl/cluster/rl_cluster.py")
 def test_they_share_meshes_where_nothing_else_is_said(scorer, tmp_path):
     done = run(tmp_path / "run", *auxiliary(scorer), "--config.trainer.max_steps=2", base=PPO[:-2])
     record = next(r for r in done.records() if r["step"] == 2)

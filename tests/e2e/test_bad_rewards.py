@@ -47,7 +47,7 @@ EXPECTED = {
 
 
 # Ways that differ from an error, which every change runs, in the code that calls rewards alone.
-CALLS = pytest.mark.nightly("podrl/rewards", "podrl/runtime", "podrl/workers", "podrl/learner", "podrl/launch.py")
+CALLS = pytest.mark.nightly("podrl/rewards", "podrl/workers")
 
 
 @pytest.mark.parametrize(

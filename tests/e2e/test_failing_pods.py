@@ -71,7 +71,7 @@ def test_a_reward_function_that_raises_is_shown_once(tmp_path, descendants):
     _end_of(descendants)
 
 
-@pytest.mark.nightly("podrl/learner/pods", "podrl/data")
+@pytest.mark.nightly("podrl/learner/pods/dispatch.py", "podrl/data/pipeline.py")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_steps_before_a_record_that_cannot_be_rendered_are_saved(topology, tmp_path, descendants):
     data, workdir = tmp_path / "d.jsonl", tmp_path / "run"
@@ -150,7 +150,7 @@ def get_config():
 """
 
 
-WHO_TELLS = pytest.mark.nightly("podrl/launch.py", "podrl/runtime", "podrl/learner/pods")
+WHO_TELLS = pytest.mark.nightly("podrl/launch.py", "podrl/runtime/pod.py", "podrl/runtime/local_pod.py")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ import pathlib
 import signal
 from collections.abc import Callable
 
+import jax
 import pytest
 from processes import TWO_DEVICES, Job, await_end, job, run, same_end, trained_steps
 
-pytestmark = [pytest.mark.e2e, pytest.mark.optimised]
+from podrl.storage.checkpoint import read_state
+
+pytestmark = pytest.mark.e2e
 EVALUATING = (TWO_DEVICES, "--config.trainer.eval_every_n_steps=2")
 
 
@@ -53,6 +56,7 @@ def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
     return lambda started: started.wait_for("a checkpoint being written", lambda: caught(started), every_s=0.0)
 
 
+@pytest.mark.optimised  # as a user's run
 def test_killed_before_the_first_checkpoint_between_two_during_one_and_before_the_last_evaluation(
     uninterrupted, tmp_path
 ):
@@ -76,36 +80,23 @@ def test_killed_before_the_first_checkpoint_between_two_during_one_and_before_th
         assert [name for name in os.listdir(workdir / "checkpoints") if not name.isdigit()] == []
 
 
-STALE_LORA = (
-    *("--config.grpo.max_staleness=1", "--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3"),
-    *("--config.eval.problems=0", TWO_DEVICES),
-)
+# A run that is cut along time is killed as a pod, in tests/e2e/test_pods.py.
+STALE_LORA = ("--config.grpo.max_staleness=1", "--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
 SEVERAL_UPDATES = (
     *("--config.grpo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.trainer.schedule=cosine"),
     "--config.trainer.max_steps=24",  # 4 updates a step
-    *("--config.trainer.param_dtype=bfloat16", "--config.eval.problems=0", TWO_DEVICES),  # with a float32 master copy
+    "--config.trainer.param_dtype=bfloat16",  # with a float32 master copy
 )
 
 
-ALONG_TIME = ("--config.roles.trainer.mesh=fsdp=2,seq=2", "--config.eval.problems=0")
-VARIANTS = {"stale-lora": STALE_LORA, "mu2-mini-batches": SEVERAL_UPDATES, "seq": ALONG_TIME}
-
-
-ABOUT = {
-    "stale-lora": ("podrl/models/lora.py", "podrl/rollout/group_player.py", "podrl/learner/generation.py"),
-    "mu2-mini-batches": ("podrl/trainer", "podrl/learner/grpo.py"),
-    "seq": ("podrl/trainer", "podrl/models/time_cut.py"),
-}
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(flags, id=name, marks=[pytest.mark.nightly(*ABOUT[name])]) for name, flags in VARIANTS.items()],
-)
-def test_variants_of_the_loop_resume_too(variant, tmp_path):
+@pytest.mark.nightly("podrl/trainer", "podrl/models/lora.py", "podrl/rollout/group_player.py", "podrl/learner/grpo.py")
+def test_adapters_with_a_batch_in_flight_and_several_updates_a_step_resume_too(tmp_path):
+    variant = (*STALE_LORA, *SEVERAL_UPDATES, "--config.eval.problems=0", TWO_DEVICES)
     whole, workdir = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
     run(whole, *variant)
     killed(workdir, lambda started: started.wait_for_step(3), *variant)
     run(workdir, *variant)
     same_end(workdir, whole)
     assert trained_steps(workdir) == [1, 2, 3, 4, 5, 6]
+    leaves = jax.tree_util.tree_leaves_with_path(read_state(workdir / "checkpoints")[1])
+    assert any("master" in jax.tree_util.keystr(path) for path, _ in leaves)

@@ -125,7 +125,7 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
         assert not any(note["tokens"] for kind in notes.values() for note in kind)
 
 
-@pytest.mark.nightly("podrl/learner/pods", "podrl/learner/experience.py")
+@pytest.mark.nightly("podrl/learner/experience.py")  # shared pods are killed on every change in test_kills.py
 def test_a_pod_that_is_killed_with_a_batch_in_flight_ends_as_one_that_never_was(runs, tmp_path):
     _folder(tmp_path)
     with job(tmp_path / "killed", *FOUR, *STALE) as running:

@@ -66,7 +66,7 @@ def test_calls_are_answered_by_the_calculator(done):
 # Over MCP: the first steps of the same run.
 OVER_MCP = ("--config=grpo_tools.py:mcp", *SHORT, "--config.trainer.max_steps=4", "--config.eval.problems=1")
 
-OVER_HTTP = pytest.mark.nightly("podrl/environments")
+OVER_HTTP = pytest.mark.nightly("podrl/environments/servers.py", "podrl/environments/mcp_worker.py")
 
 
 def served(kind, port):
@@ -157,7 +157,7 @@ BY_HEART = {"path": "sums", "name": "by_heart", "env": "none", "system_prompt": 
 MIXED = (f"--config.data.sources={({'path': 'sums'}, BY_HEART)!r}", "--config.env.others=('none',)")
 
 
-@pytest.mark.nightly("podrl/environments", "podrl/workers", "podrl/rollout/episodes.py", "podrl/learner/ppo.py")
+@pytest.mark.nightly("podrl/rollout/episodes.py", "podrl/learner/ppo.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [("--config.model.lora.rank=4",), ("--config.algorithm=ppo", "--config.ppo.beta=0.0")], ids=["lora", "ppo"]
