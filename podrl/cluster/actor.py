@@ -40,9 +40,9 @@ class Actor:
     """The trained policy on its mesh; under LoRA its base serves as the reference without a copy.
 
     Attributes:
-      model: its configuration.
-      mesh: where it lives.
-      training: how it is trained.
+      model: configuration of the model.
+      mesh: mesh that the model lives on.
+      training: settings of its training.
       loaded: whether devices of the mesh belong to this process; elsewhere `state` and `frozen` are shapes only.
       optimizer: turns its gradients into updates.
       state: trainable parameters, optimizer state and step.
@@ -66,12 +66,12 @@ class Actor:
 
         Args:
           source: a Hugging Face directory, or what `podrl.models.from_pretrained` returns.
-          mesh: where it goes.
+          mesh: mesh that the model goes to.
           training: optimizer and dtypes.
           loaded: whether devices of the mesh belong to this process.
-          temperature: of the distribution whose log-probabilities are meant: that of sampling.
+          temperature: temperature of the distribution whose log-probabilities are meant: that of sampling.
           lora: adapters to add where `source` is a directory.
-          seed: of fresh adapters and of dropout.
+          seed: seed of fresh adapters and of dropout.
         """
         self.mesh, self.loaded, self.training, self._seed = mesh, loaded, training, seed
         self._temperature = temperature

@@ -22,7 +22,7 @@ class Critic:
 
     Attributes:
       model: configuration of its trunk.
-      mesh: where it lives.
+      mesh: mesh that the model lives on.
       state: trainable parameters, optimizer state and step.
       frozen: the rest (under LoRA the trunk's base, shared with the actor where the critic started from it).
     """
@@ -42,11 +42,11 @@ class Critic:
         Args:
           source: a Hugging Face directory (a sequence classification model keeps its head), or a decoder, which is
             copied.
-          mesh: where it goes.
+          mesh: mesh that the model goes to.
           training: optimizer, dtypes, batch sizes.
           lora: adapters, where `source` is a directory.
-          seed: of fresh adapters and of dropout.
-          scores: it is a reward model and the one that the job trains, by the actor's optimizer.
+          seed: seed of fresh adapters and of dropout.
+          scores: whether it is a reward model, and the one that the job trains, by the actor's optimizer.
         """
         self.mesh, self.training_config, self._seed = mesh, training, seed
         dtype = jnp.dtype(training.param_dtype)

@@ -78,7 +78,7 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
       pod: the job's processes.
       run: signals, of which the head is told (in one cluster with the trainers, the leader), the watchdog and
         profiles; entered.
-      deadline_s: of that word.
+      deadline_s: seconds within which that word must come.
 
     Raises:
       ChannelError: the leader does not answer.

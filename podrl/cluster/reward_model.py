@@ -32,7 +32,7 @@ class RewardModel:
     the record has a question, else the prompt and the completion without special tokens, as plain text.
 
     Attributes:
-      own: its tokenizer where that is another than the policy's, else None.
+      own: tokenizer of the model where it is another than the policy's, else None.
     """
 
     def __init__(self, directory: str, mesh: Mesh, tokenizer: Tokenizer, *, longest: int, dtype: str = "float32"):
@@ -40,11 +40,11 @@ class RewardModel:
 
         Args:
           directory: a Hugging Face directory, local or gs://, with `score.weight`.
-          mesh: where it goes.
+          mesh: mesh that the model goes to.
           tokenizer: the policy's.
           longest: tokens of the policy's longest sample; one program of that width scores all, of OWN_TOKENS times
             that width where texts are read in other tokens.
-          dtype: of the weights and of computing; scores are float32.
+          dtype: type of the weights and of computing; scores are float32.
 
         Raises:
           ValueError: a model without a head, or without embeddings for the ids of its tokenizer, or on several hosts.
@@ -79,8 +79,8 @@ class RewardModel:
 
         Args:
           rollouts: the samples.
-          fields: of their records, one value per sample. `question`, with `system_prompt` before it, is the user's
-            turn in the model's own chat template.
+          fields: fields of the samples' records, one value per sample. `question`, with `system_prompt` before it, is
+            the user's turn in the model's own chat template.
 
         Raises:
           ValueError: a sample longer than the model was set up for; its template refuses the conversation.

@@ -41,7 +41,8 @@ class RLCluster:
       critic, reward_model: the other models; None where there are none, or none of their devices is here.
       trains, generates: whether devices of the actor's and of the rollout's mesh belong to this process. Where it does
         not train, `state` and `frozen` are shapes only.
-      directories: of the models, under the keys of the configuration's `model`; '' for those that none holds.
+      directories: directories of the models, under the keys of the configuration's `model`; '' for those that none
+        holds.
       tokenizer: shared by all roles.
       metrics: values and loggers that users add to the run's records.
       partner: the environments of all samples, None where they have none; set by `play`.
@@ -89,9 +90,9 @@ class RLCluster:
             reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the rollout's.
           reference: None for the actor's initial weights (under LoRA: its base), or a directory.
           lora: adapters to add where `actor` is a directory; a LoraConfig, or a dict of its fields.
-          seed: of everything random in the cluster.
-          link: where trainers and rollouts are separate clusters, the weights' way between them; this process then has
-            the role the link says, and the other role's mesh is not used.
+          seed: seed of everything random in the cluster.
+          link: way of the weights between trainers and rollouts where these are separate clusters; this process then
+            has the role the link says, and the other role's mesh is not used.
 
         Raises:
           ValueError: a role podrl does not have in this form, or settings that do not fit together.
@@ -246,13 +247,14 @@ class RLCluster:
 
         Args:
           prompts: tokenised; or texts and conversations, see podrl.data.conversation.prompts_of.
-          policy: what `sync_weights` returned; synchronised now when left out.
+          policy: the policy that `sync_weights` returned; synchronised now when left out.
           apply_chat_template: wrap each text as a user's turn; a conversation always goes through the chat template.
-          mode: which rollout configuration gives the sampling settings.
+          mode: name of the rollout configuration that gives the sampling settings.
           group_size: samples per prompt.
           step: part of every sample's random key.
           sampling: overrides the configuration's sampling.
-          ended: told of each sample when it ends, by an engine that tells (podrl.engine.config.Ability).
+          ended: function that is called with each sample when it ends, by an engine that tells
+            (podrl.engine.config.Ability).
         """
         if not isinstance(prompts, Prompts):
             limit = self.config.rollout().max_prompt_length

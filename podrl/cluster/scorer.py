@@ -18,7 +18,7 @@ class ScorerCluster:
 
     Attributes:
       actor: the model; None on a process without devices of its mesh.
-      actor_mesh, rollout_mesh: where it lies, and the devices that have nothing to do.
+      actor_mesh, rollout_mesh: mesh that the model lies on, and mesh whose devices have nothing to do.
       trains, generates: whether this process has devices of the trainer's and of the rollout's mesh.
       config, training_config, tokenizer, metrics: as in RLCluster.
     """
@@ -40,10 +40,10 @@ class ScorerCluster:
         Args:
           source: a Hugging Face directory, with or without `score.weight` (without, every score starts at 0), or a
             decoder.
-          tokenizer: of the model.
+          tokenizer: tokenizer of the model.
           config: meshes and training configuration.
           lora: adapters to add where `source` is a directory.
-          seed: of fresh adapters and of dropout.
+          seed: seed of fresh adapters and of dropout.
           trains: where trainers and rollouts are separate clusters, whether this process is a trainer.
         """
         self.config, self.training_config = config, config.training_config

@@ -24,8 +24,8 @@ class WeightSync:
     `rollout.merge_adapters`) the model with them folded in.
 
     Attributes:
-      model: what the rollout decodes: the actor's model, without adapters where they are merged.
-      dtype: of the weights on the rollout mesh.
+      model: the model that the rollout decodes: the actor's, without adapters where they are merged.
+      dtype: type of the weights on the rollout mesh.
       publisher: moves the leaves that change.
       merge: (trainable, frozen) -> the model with its adapters folded in; None where they are not.
     """
@@ -43,12 +43,12 @@ class WeightSync:
         """Plans the moves; makes none yet.
 
         Args:
-          actor: whose weights move.
-          mesh: of the rollout, over all its processes.
-          local: this process's part of it; `mesh` itself where that is all.
+          actor: the actor whose weights move.
+          mesh: mesh of the rollout, over all its processes.
+          local: this process's part of the mesh; `mesh` itself where that is all.
           config: the dtype of the weights there (by default that of training), and whether adapters are merged.
           generates: whether devices of `mesh` belong to this process.
-          link: where trainers and rollouts are separate clusters, their connection.
+          link: connection of trainers and rollouts where these are separate clusters.
         """
         self._actor, self._mesh, self._local, self._generates, self._link = actor, mesh, local, generates, link
         self.dtype = jnp.dtype(config.data_type or actor.training.dtype)

@@ -22,7 +22,7 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
       spec: 'fsdp=4', 'fsdp=4,seq=4' or 'auto'; axes left out have size 1; -1 stands for all devices left over.
         Names that others give to these axes are understood: dp, tp, model, sp, cp.
       key: the configuration key the string came from, for errors.
-      auto: what 'auto' means for this role.
+      auto: the spec that 'auto' stands for in this role.
 
     Raises:
       ValueError: an unknown or repeated axis, a size that is neither positive nor -1, more than one -1.
@@ -67,10 +67,10 @@ def make_mesh(spec: str, devices: Sequence[Any] | None = None, *, key: str = "me
     """Builds the mesh that a string describes, over all of `devices`.
 
     Args:
-      spec: see `parse_mesh`.
+      spec: spec of the whole mesh; see `parse_mesh`. 'auto' is 'data=-1'.
       devices: every device of the role, in any order; None for all devices of the job.
       key: the configuration key the string came from, for errors.
-      auto: what 'auto' means for this role.
+      auto: the spec that 'auto' stands for in this role.
 
     Returns:
       A mesh with axes ("data", "fsdp", "tensor"), devices sorted by (process, id), tensor fastest; with "seq" before
@@ -158,7 +158,7 @@ def set_aside(
     """Sets the last devices of every host aside for their own mesh: (devices left, devices set aside), sorted.
 
     Args:
-      devices: of all hosts, or of the only one that is seen.
+      devices: devices of all hosts, or of the only host that is seen.
       spec: the mesh, all its sizes numbers; see `parse_mesh`.
       shared: the word to say in place of `spec` for no devices of its own, for errors.
       key: the configuration key the string came from, for errors.
@@ -197,8 +197,8 @@ def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "
     Hosts that hold a copy of the weights together count as one, with the devices of all of them.
 
     Args:
-      spec: of the whole mesh; see `parse_mesh`. 'auto' is 'data=-1'.
-      devices: of this host.
+      spec: spec of the whole mesh; see `parse_mesh`. 'auto' is 'data=-1'.
+      devices: this host's devices.
       hosts: hosts of the role.
       key: the configuration key the string came from, for errors.
 
@@ -225,7 +225,7 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
     Where such a row lies on several processes it is these processes' part together: a replica.
 
     Args:
-      mesh: of a role; see `make_mesh`.
+      mesh: spec of a role's mesh; see `make_mesh`.
       process: index of the process in its jax.distributed cluster.
       key: the configuration key the mesh came from, for errors.
 

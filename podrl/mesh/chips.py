@@ -16,15 +16,15 @@ class Chip:
     """The figures of one JAX device of a generation (tpu7x has two to a chip).
 
     Attributes:
-      name: as in the topology, e.g. 'v5e'.
+      name: name of the chip as in the topology, e.g. 'v5e'.
       flops: bfloat16 operations per second of the matrix units.
       hbm: bytes a program may use.
       hbm_rate: bytes per second between HBM and the chip.
       ici_rate: bytes per second one device sends over all its links inside a slice.
       dcn_rate: bytes per second it sends between slices.
-      dimensions: of a topology, 2 or 3.
+      dimensions: dimensions of a topology, 2 or 3.
       largest: devices of the largest slice there is.
-      options: what the topology needs besides its name.
+      options: options that the topology needs besides its name.
       compiler: options of the compiler.
       cores: TensorCores of a device, which share HBM and no near memory.
       near: bytes of near memory of a core, as Pallas has them; only told where there are several.

@@ -44,11 +44,11 @@ def attention(
     Args:
       q_BTNH: scaled, rotated queries. Heads are grouped: query head n reads key/value head n // (N / K).
       segment_BT: 0 is padding; its outputs are finite and meaningless.
-      window: how many tokens back are seen, itself included; traced, so it may differ per layer.
+      window: number of tokens back that are seen, the token itself included; traced, so it may differ per layer.
       softcap: c in c * tanh(score / c); 0 is off.
-      shared: where segments may begin with another one: (prefix_BT, position_BT). Token t then sees the earlier tokens
+      shared: (prefix_BT, position_BT), where segments may begin with another one. Token t then sees the earlier tokens
         of segment prefix_BT[t] too (0 is none), and windows count positions instead of places in the row.
-      mesh: where given, rows and heads are computed where `podrl.mesh.rules` puts them.
+      mesh: mesh; where given, rows and heads are computed where `podrl.mesh.rules` puts them.
       windows: every value `window` can take; splash is compiled once for each that is shorter than T.
       form: 'dense' holds all T x T scores of a row, forward and backward; 'blockwise' holds `block` x `block` of them
         and skips blocks in which nothing is seen; 'splash' is JAX's TPU kernel, 'prefix' our own, for `shared`. 'auto'

@@ -499,7 +499,7 @@ def replayed(
         (keep what 'dots' keeps in the host's memory).
       mesh: the devices; where given, activations are pinned to the batch sharding.
       dropout_key: turns on the adapters' dropout (training only); without it, or at rate 0, nothing is dropped.
-      prefix_BT: where segments share beginnings, the segment each token sees before its own; 0 is none.
+      prefix_BT: segment that each token sees before its own, where segments share beginnings; 0 is none.
       route_LBTk: the experts each token takes, as the sampler recorded them, see `podrl.models.moe.route`; None lets
         every token choose.
 
@@ -572,9 +572,9 @@ def over_layers(
     """Applies all layers in turn: a scan over each run of equal layers, and one over the repetitions of these runs.
 
     Args:
-      steps: for each kind of layers, step(carry, layer) -> (carry, result).
+      steps: step(carry, layer) -> (carry, result) of each kind of layers.
       carry: arrays that pass from layer to layer, such as the residual stream.
-      stacks: for each kind, what `step` takes for a layer, stacked over the layers of the kind.
+      stacks: the argument `layer` of `step`, stacked over the layers of the kind, of each kind.
 
     Returns:
       (carry, the results stacked over the layers; None where layers are of several kinds).

@@ -284,8 +284,8 @@ def mix(
 
     Args:
       h_BTD: the normalised residual stream.
-      layer: with the leaves of `param_shapes`.
-      config: of a model whose layers are all like this one.
+      layer: the layer's leaves, see `param_shapes`.
+      config: configuration of a model whose layers are all like this one.
       chunks, previous_BT: see `cut` and `previous`.
     """
     sizes = config.delta

@@ -272,7 +272,7 @@ def refuse_unread(
     """Refuses fields that the family's model ignores, unless their value is the one it computes with.
 
     Args:
-      head_dim, theta_L, activation, sliding: what it computes; `activation` as the file spells it.
+      head_dim, theta_L, activation, sliding: values that the model computes with; `activation` as the file spells it.
 
     Raises:
       ValueError: naming the field; `where` names the file.

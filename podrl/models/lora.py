@@ -35,7 +35,7 @@ def with_adapters(
       config, params: a model without adapters; its arrays are shared, not copied. With `lora.base_dtype`, the
         projections are integers and scales already.
       lora: settings of the adapters to add.
-      mesh, dtype: where the adapters live and in which precision.
+      mesh, dtype: mesh and precision of the adapters.
       seed: seed of the random A matrices.
 
     Raises:

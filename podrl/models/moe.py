@@ -158,8 +158,8 @@ def feed_forward(
       layer: the layer's leaves. `expert_in` and `expert_out` may be those of all layers, (L, E, ...): then no copy of
         a layer's is made.
       index: number of the layer; read where leaves are those of all layers.
-      mesh: where given, each device computes its own rows, with the weights gathered over fsdp and summed over tensor.
-        None where the caller's device has the rows and whole weights.
+      mesh: mesh; where given, each device computes its own rows, with the weights gathered over fsdp and summed over
+        tensor. None where the caller's device has the rows and whole weights.
       inside: the caller is in a shard_map of `mesh` over all axes but tensor, and has gathered weights over fsdp.
       tpu: compute with the TPU kernel.
       route_BTk: experts to take, see `route`.
@@ -248,7 +248,7 @@ class _Sorted(NamedTuple):
       live_P: False on padding.
       row_Xk: the row of each token and choice.
       block_N: the expert of each block of rows.
-      blocks: how many blocks hold rows.
+      blocks: number of blocks that hold rows.
     """
 
     count_E: Int[Array, " E"]

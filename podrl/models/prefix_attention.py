@@ -51,7 +51,7 @@ def prefix_attention(
     Args:
       q_BTNH: scaled, rotated queries; T is a multiple of 128 and H of 64.
       segment_BT, prefix_BT, position_BT, window, softcap: see there; prefix 0 is none.
-      name: under which remat policies may keep the output and its logsumexp.
+      name: name under which remat policies may keep the output and its logsumexp.
       block: most tokens of a block, 128 times a power of 2; fewer are taken where a group has many or wide heads.
       interpret: run on CPU, slowly.
 

@@ -23,7 +23,7 @@ class Decoder(nnx.Module):
     """A decoder with its weights, callable on tokens.
 
     Attributes:
-      config: what the model is, its adapters included.
+      config: architecture of the model, its adapters included.
       weights: the parameter tree of podrl/models/decoder.py, every leaf an nnx.Param.
       directory: source of the parameters, as the user named it; '' for parameters from elsewhere.
     """

@@ -43,7 +43,7 @@ def quantized_leaves(path: Sequence[str], weight: Array, config: ModelConfig, me
     The weight is given up: its memory is reused.
 
     Args:
-      path: of the projection in the parameter tree.
+      path: path of the projection in the parameter tree.
     """
     *above, name = path
     specs = functools.reduce(lambda node, key: node[key], above, param_specs(config))

@@ -33,10 +33,10 @@ class StoredTensor:
     """A tensor's place on disk: file, offset, shape and type.
 
     Attributes:
-      name: its name in the checkpoint.
+      name: name of the tensor in the checkpoint.
       path: the file.
       code: the format's dtype code, e.g. 'BF16'.
-      shape: its shape.
+      shape: shape of the tensor.
       start, stop: byte range in the file.
     """
 
@@ -253,7 +253,7 @@ def write_file(path: pathlib.Path, tensors: Sequence[Outgoing], arrays: Iterable
     Args:
       path: target file.
       tensors: descriptions of the arrays, in the order in which they are written.
-      arrays: as many arrays; consumed lazily, so that one is in memory at a time.
+      arrays: the arrays of these names; consumed lazily, so that one is in memory at a time.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -13,7 +13,7 @@ def card(workdir: Place, config: Mapping[str, Any], step: int) -> str:
 
     Args:
       workdir: the run directory; results are those of its summary.json, if it is there.
-      config: what its config.json holds.
+      config: content of the run's config.json.
       step: the exported checkpoint's.
     """
     base, data = config["model"]["path"], config.get("data", {})

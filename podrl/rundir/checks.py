@@ -34,11 +34,11 @@ class Check:
     """A row of the table.
 
     Attributes:
-      name: of the finding.
-      kind: of the records it looks at: 'step', 'evaluation', 'sample' (one of samples.jsonl), or 'trace' (all tokens
-        of a step; podrl/rundir/token_checks.py).
-      meaning: what the finding means.
-      key: what to turn.
+      name: name of the finding.
+      kind: kind of the records that the check reads: 'step', 'evaluation', 'sample' (one of samples.jsonl), or 'trace'
+        (all tokens of a step; podrl/rundir/token_checks.py).
+      meaning: consequence of the finding, in a sentence.
+      key: the key to turn.
       look: returns what is wrong with a record, with its numbers; '' for nothing.
     """
 

@@ -96,7 +96,7 @@ class Progress:
         """Shows step `step` of the total.
 
         Args:
-          numbers: by name; all that a line shows.
+          numbers: all numbers that a line shows, by name.
           seconds_left: None where it is not known yet.
           more: further numbers of the table.
         """

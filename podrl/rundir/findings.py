@@ -18,12 +18,12 @@ class Finding:
     """One thing that is wrong with a run.
 
     Attributes:
-      name: of the check that found it.
+      name: name of the check that found it.
       step: the first step where it did.
-      text: what was seen, with its numbers.
-      meaning: what that means.
-      key: what to turn.
-      sample: where the sample is that it is of, '' where it is of none.
+      text: observation, with its numbers.
+      meaning: consequence of the observation.
+      key: the key to turn.
+      sample: place of the sample that the finding is about, '' where it is about none.
     """
 
     name: str

@@ -34,10 +34,10 @@ class Work:
     """The computing devices of a run.
 
     Attributes:
-      devices: of both meshes, as far as this process's cluster has them.
+      devices: devices of both meshes, as far as this process's cluster has them.
       peak: most operations per second of one of them; 0 where it is not known.
-      parameters: of the policy that every token passes, adapters included.
-      trainable: those of them that have a gradient.
+      parameters: number of the policy's parameters that every token passes, adapters included.
+      trainable: number of those parameters that have a gradient.
       passes: updates that each sample takes part in per step.
     """
 
@@ -69,8 +69,8 @@ class Gauges:
         """Of a run that begins or resumes.
 
         Args:
-          work: what is computed.
-          plan: what `read_plan` returned; {} for none.
+          work: the work that is computed.
+          plan: the plan that `read_plan` returned; {} for none.
           earlier: records of metrics.jsonl from earlier starts, as far as they count.
           first_start: seconds since 1970 of the run's first start.
           now: the clock.
@@ -104,7 +104,7 @@ class Gauges:
         Args:
           values: the step's metrics, perf/compile among them where something was compiled.
           memory: most bytes that a device of this process held; None where the platform does not tell.
-          at: when the step ended, in seconds since 1970; None for now.
+          at: time of the step's end, in seconds since 1970; None for now.
         """
         self.see(values)
         step = max(values["time/step"], 1e-9)
@@ -134,7 +134,7 @@ def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
 
     Args:
       workdir: the run directory, or None.
-      began: when this start was.
+      began: time of this start.
       step: the step that it goes on from.
     """
     if workdir is None:

@@ -30,7 +30,7 @@ class Past:
       last: the last steps before this one, oldest first.
       evaluations: the first evaluation and the last two.
       samples: the last recorded training samples.
-      repeating: of the last recorded training samples, which repeat themselves.
+      repeating: for each of the last recorded training samples, whether it repeats itself.
       steps: records of steps seen before this one.
     """
 

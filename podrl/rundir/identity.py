@@ -25,8 +25,8 @@ def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
     """Reads the configuration of a run directory, from config.json or, where that is damaged, from a checkpoint.
 
     Args:
-      workdir: where config.json is.
-      checkpoints: where the run's checkpoints are.
+      workdir: directory of config.json.
+      checkpoints: directory of the run's checkpoints.
 
     Returns:
       None where there is no run.
@@ -83,7 +83,7 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
       theirs: the configuration of the run that is there. A key it does not know had its default; a section that the
         other does not have was for other algorithms.
       mine: the one to go on with.
-      defaults: of `mine`, as far as there are any.
+      defaults: defaults of `mine`, as far as there are any.
     """
     allowed: list[str] = []
     refused: list[str] = []

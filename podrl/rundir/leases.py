@@ -51,9 +51,9 @@ class Lease:
     """Some neighbouring prompts of a task, and the host that makes them.
 
     Attributes:
-      task: see `batch` and `evaluation`.
+      task: the task; see `batch` and `evaluation`.
       first, last: places of the prompts within the task; `last` is not among them.
-      host: its number in the job, or NOBODY.
+      host: the host's number in the job, or NOBODY.
     """
 
     task: str
@@ -71,10 +71,10 @@ class Task:
     """A task and its leases, which cover it in order.
 
     Attributes:
-      leases: of all its prompts.
+      leases: leases of all its prompts.
       since: the step at which it was opened.
       groups: index of the first prompt of each group of a batch, and the step at which the prompt was asked.
-      position: by the wall clock, that of the data where no other prompt is open.
+      position: position of the data by the wall clock, where no other prompt is open.
       change: number of the change of the table that it is as of.
     """
 
@@ -249,7 +249,8 @@ class Given(Leases):
 
     Attributes:
       taken_over: leases and groups that went from a lost host to others, so far.
-      regroup: called, under `lock`, when a host has come or was lost, after its leases were given to others.
+      regroup: function that is called, under `lock`, when a host has come or was lost, after its leases were given to
+        others.
     """
 
     def __init__(
@@ -362,8 +363,8 @@ class Given(Leases):
         """Goes on to a step once every host has come to the one before, so that none misses words or weights.
 
         Args:
-          step: to go on to.
-          start: makes what processes are told that enter at this step.
+          step: the step to go on to.
+          start: function that makes what processes are told that enter at this step.
           waits: False where hosts cannot fall behind, as they all stay.
 
         Raises:

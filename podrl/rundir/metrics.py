@@ -85,10 +85,10 @@ class MetricsLog:
 
         Args:
           workdir: a local directory.
-          config: which sinks.
+          config: the sinks to write to.
           start: the first step that will be written.
-          run_config: for W&B and MLflow.
-          marks: what `marks` returned after step `start` - 1; what is there is compared with it.
+          run_config: the run's configuration, for W&B and MLflow.
+          marks: the marks that `marks` returned after step `start` - 1; the files are compared with them.
         """
         self.workdir = pathlib.Path(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ class Lines:
     Attributes:
       path: the file that is appended to.
       size: bytes of all lines so far, waiting ones included.
-      differs: how the lines found are not those of the mark: 'is gone' for instance; '' where they are.
+      differs: difference between the lines found and the mark's: 'is gone' for instance; '' where there is none.
     """
 
     def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None = None):
@@ -225,7 +225,7 @@ class UserMetrics:
     """Collects values that user code adds to a run's records, and passes every record to the user's loggers.
 
     Attributes:
-      loggers: called as logger(step, metrics).
+      loggers: functions that are called as logger(step, metrics).
     """
 
     def __init__(self):

@@ -36,19 +36,19 @@ class Run:
     checkpoints go to the bucket themselves. The block ends well only if everything has arrived.
 
     Attributes:
-      workdir: where files are written; None keeps the run in memory (no files, no resume).
+      workdir: directory that files are written to; None keeps the run in memory (no files, no resume).
       place: the run directory as the user names it.
       leads: whether this process writes metrics and tells the user.
       checkpoints: None without a workdir.
-      console: where tables and progress go.
+      console: console for tables and progress.
       watchdog: names and times the stages.
       planned: seconds by stage of the plan that log.plan names.
-      command: what starts this run again, as the user would type it.
+      command: command that starts this run again, as the user would type it.
       profiler: writes jax's profile of steps that are asked for.
-      spans: what this process did when, its stages among it.
+      spans: record of what this process did when, its stages among it.
       tracing: records spans and samples; None where this process writes no metrics, and with log.trace='off'.
-      passed: called after a save with the newest step that has a complete checkpoint.
-      taking: called before samples are drawn here that another process had begun.
+      passed: function that is called after a save with the newest step that has a complete checkpoint.
+      taking: function that is called before samples are drawn here that another process had begun.
     """
 
     def __init__(
@@ -68,10 +68,12 @@ class Run:
         Args:
           workdir: the run directory, or None.
           log: sinks.
-          checkpoint: when to save.
-          config: what config.json holds, and an existing one must hold but for what may change (rundir/identity.py).
-          defaults: of the configuration's keys; one that the run in the directory does not know had its default there.
-          console: by default one on stdout; silent where this process does not lead.
+          checkpoint: settings that say when to save.
+          config: content of config.json; an existing one must hold the same but for what may change
+            (rundir/identity.py).
+          defaults: defaults of the configuration's keys; a key that the run in the directory does not know had its
+            default there.
+          console: console; by default one on stdout, silent where this process does not lead.
           leads: whether this process writes metrics, samples and config.json.
           savers: processes that save together; () for this one alone.
 
@@ -222,7 +224,8 @@ class Run:
 
         Args:
           start: the first step that will be written.
-          marks: what `marks` returned for the checkpoint that the run goes on from; the user is told what is lost.
+          marks: the marks that `marks` returned for the checkpoint that the run goes on from; the user is told what is
+            lost.
         """
         self.begin()
         if self.workdir is not None and self.leads:

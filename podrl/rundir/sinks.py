@@ -52,7 +52,7 @@ def open_sink(
     """Opens a tracker; one that cannot be opened is warned about.
 
     Args:
-      name: of the tracker.
+      name: name of the tracker.
       workdir: the local run directory.
       start: the first step that will be written.
       project: the W&B project, or MLflow's experiment.

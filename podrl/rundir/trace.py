@@ -59,7 +59,7 @@ class Noted:
     """Contents of a step's trace beside the samples.
 
     Attributes:
-      reward_names: of the reward functions.
+      reward_names: names of the reward functions.
       columns: further numbers of every token, in the sample layout, by name: advantage, trained (1 where the token
         counts in the loss), return under PPO, and WEIGHTS where the updates are traced.
       scores: fetches SCORES of the first B' samples, each (B', T), under the trainer's weights before the step's first
@@ -76,10 +76,10 @@ class TracedStep:
     """The samples of one step, as its file holds them.
 
     Attributes:
-      step: of metrics.jsonl.
-      reward_names: of the reward functions.
+      step: step of metrics.jsonl.
+      reward_names: names of the reward functions.
       prompts: text of each prompt; `fields` what its record says beside, by name.
-      completions, episodes: of each sample, as in podrl.types.Rollouts.
+      completions, episodes: completion and episode of each sample, as in podrl.types.Rollouts.
       pieces: text of every token id that occurs.
       samples: arrays over samples: group (row of its prompt in `prompts`), length, prompt_length, stop, reward, and
         (functions, samples) rewards.

@@ -73,7 +73,7 @@ class Channel:
     Attributes:
       address: 'host:port' at which others reach it.
       number: tells this endpoint from every other, also from an earlier or later one at the same address.
-      traffic: so far.
+      traffic: bytes and messages so far.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Channel:
         """Starts listening.
 
         Args:
-          name: who this process is, for messages: 'trainer 0'.
+          name: name of this process, for messages: 'trainer 0'.
           secret: shared by all processes of the job; traffic is encrypted with keys made from it, and nobody else is
             let in.
           host: address of the interface to listen on; see `interface_towards`.
           port: 0 for a free one.
           silence_s: seconds without a sign of life after which a connection counts as broken.
-          threads: that encrypt and send, each for its share of the connections.
+          threads: number of threads that encrypt and send, each for its share of the connections.
 
         Raises:
           ValueError: no secret, or an address that cannot be listened on.
@@ -190,10 +190,10 @@ class Channel:
         Args:
           address: the other endpoint.
           kind: 'get' or 'call'.
-          key: of a message, or the name of a function.
-          message: for the function.
-          lane: which of several connections to it to take; on all but the first an answer is taken to need time, and
-            the request is sent again only where its connection broke.
+          key: key of a message, or the name of a function.
+          message: argument of the function.
+          lane: number of the connection to take, of several to it; on all but the first an answer is taken to need
+            time, and the request is sent again only where its connection broke.
         """
         number = next(self._numbers)
         request = Request(number, (address, lane), json.dumps([kind, key]).encode(), encode(message))

@@ -54,18 +54,18 @@ class Cluster:
 
     Attributes:
       kind: the platform.
-      topology: which of DESIGN's topologies runs here.
+      topology: the topology that runs here, see docs/design.md.
       process_index: rank in this process's jax.distributed cluster, 0-based; under `split` each role's slice is a
         cluster of its own.
       process_count: processes in that cluster.
       role: 'trainer' or 'rollout' where the platform decides it; None where the configuration does.
-      slice_index: which slice of its role (split) or of the job (multislice) this process belongs to.
+      slice_index: number of this process's slice, of its role (split) or of the job (multislice).
       slice_count: slices of that role or job.
       coordinator: 'host:port' of process 0 of the cluster, 'unix:FILE' in a pod of one machine; for pathways the
         proxy's target; '' for one process.
       channel: 'host:port' at which trainer process 0 listens for the others; '' where the platform does not say.
       trainers, rollouts: processes of each role in the whole job, where the platform decides roles; 0 elsewhere.
-      restart_attempt: how often the platform has restarted the job, 0 if it does not say.
+      restart_attempt: number of times that the platform has restarted the job, 0 if it does not say.
       unset: environment variables to remove before jax is imported, because they would join separate clusters.
     """
 
@@ -330,7 +330,7 @@ def tpu_vm_metadata(
 
     Args:
       environment: usually os.environ. GKE's variables, when present, make the question unnecessary.
-      devices: where device files live.
+      devices: directory of device files.
       timeout_s: seconds to wait for each attribute.
     """
     if _hostnames(environment) or environment.get("TPU_SKIP_MDS_QUERY") or environment.get("PODRL_PLATFORM"):
@@ -389,7 +389,7 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
 
     Args:
       path: the directory, a local path or a URL such as gs://bucket/run.
-      cluster: this process's place. Fakes on one machine share its file system, so `local` passes.
+      cluster: place of this process. Fakes on one machine share its file system, so `local` passes.
       mounts: the text of /proc/mounts ('' where there is none: then only URLs are accepted).
       flag: the flag the path came from, for the message.
 

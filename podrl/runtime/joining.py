@@ -43,7 +43,7 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto", e
     """Assigns the processes of a job to trainer, rollout and evaluation.
 
     Args:
-      cluster: this process's place.
+      cluster: place of this process.
       trainer: roles.trainer.hosts of the configuration.
       rollout: roles.rollout.hosts.
       mesh: roles.rollout.mesh.
@@ -164,7 +164,7 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
     """Returns arguments of `jax.distributed.initialize` for this process, or None where it must not be called.
 
     Args:
-      cluster: this process's place.
+      cluster: place of this process.
       seat: the same, with the roles.
       heartbeat_s: seconds without a sign of life after which jax gives a process up for dead.
 
@@ -199,9 +199,9 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
     """Waits for the other processes, then starts jax's cluster, whose members are then known to be alive.
 
     Args:
-      cluster: this process's place.
+      cluster: place of this process.
       seat: the same, with the roles.
-      deadline_s: within which all must have come.
+      deadline_s: seconds within which all must have come.
       heartbeat_s: as in `distributed_arguments`.
 
     Raises:

@@ -56,12 +56,12 @@ class LocalPod:
         """Stores the command and its processes; starts nothing.
 
         Args:
-          command: of every process.
+          command: command of every process.
           hosts: the role of every process.
           replace_rollouts: the job goes on where a process that does not train was killed or asked to be restarted.
-          environment: of every process; what tells it its place is added, PODRL_SECRET and PODRL_CHANNEL where they
-            are not there.
-          restarts: how often such processes are started again in that case.
+          environment: environment of every process; what tells it its place is added, PODRL_SECRET and PODRL_CHANNEL
+            where they are not there.
+          restarts: number of times that such processes are started again in that case.
         """
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
         self._joinable = "PODRL_SECRET" in environment  # to others than those started here

@@ -14,7 +14,7 @@ class LongFloat(float):
     """A number of a JSON file that a float only rounds.
 
     Attributes:
-      written: its digits, as they stand in the file.
+      written: digits of the number, as they stand in the file.
     """
 
     def __new__(cls, written: str) -> "LongFloat":

@@ -45,14 +45,16 @@ class Pod:
     """This process's view of the job. Made by `join`; ended by `leave` or `fail`.
 
     Attributes:
-      seat: this process's place.
+      seat: place of this process.
       name: 'trainer 0', 'rollout 1'.
       leads: whether this is the leader.
       ids: process id and machine of each process, known on the leader once all have joined.
-      last_words: what is said before another's end ends this process: what is saved, and how to resume.
-      on_lost: called on the leader, on the channel's thread, with the number of a rollout process that is lost.
+      last_words: function of the text that is printed before another's end ends this process: what is saved, and how to
+        resume.
+      on_lost: function that is called on the leader, on the channel's thread, with the number of a rollout process that
+        is lost.
       on_evaluator_lost: the same with that of an evaluation process.
-      waiting: each says what else this process waits for, '' for nothing.
+      waiting: functions of the text that says what else this process waits for, '' for nothing.
     """
 
     def __init__(self, seat: Seat, *, host: str):
@@ -93,7 +95,7 @@ class Pod:
 
         Args:
           deadline_s: the longest wait.
-          too_few: what to say when only so many processes came within so many seconds.
+          too_few: function of (processes that came, seconds waited) that returns the message.
 
         Raises:
           ChannelError: not all came within the deadline; names those that did not.

@@ -141,7 +141,7 @@ def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evalu
       trainer: host list of the trainers; '' takes what the others leave.
       rollout: host list of the rollouts; '' takes what the others leave. Both empty: the first half of these trains.
       processes: hosts in the job.
-      mesh: of the rollouts.
+      mesh: spec of the rollouts' mesh.
       evaluates: host list of those that evaluate and do nothing else; '' for none.
 
     Raises:

@@ -34,7 +34,7 @@ def ask(request: urllib.request.Request, *, timeout_s: float) -> bytes:
     """Sends an HTTP request to the given address and nowhere else; returns the body of the answer.
 
     Args:
-      request: with all its headers.
+      request: the request with all its headers.
       timeout_s: the longest silence of the connection.
 
     Raises:

@@ -39,8 +39,8 @@ def leave_on_signals(*, unwind: bool) -> None:
     Calling it again installs the handlers again, which libraries may have replaced.
 
     Args:
-      unwind: by `StoppedError` in the main thread, so that what is open is closed, and without it where that takes too
-        long; else at once.
+      unwind: end by `StoppedError` in the main thread, so that what is open is closed, and without it where that takes
+        too long; else at once.
     """
     global _unwinds
     _unwinds = unwind

@@ -55,12 +55,12 @@ class Watchdog:
     time. The first time that a stage takes more than 3 s, it says what the stage does.
 
     Attributes:
-      waits_for: each says what this process waits for, '' for nothing; said with the stage.
-      last_words: what is said before the process ends: what is saved, and how to resume.
+      waits_for: functions of the text that says what this process waits for, '' for nothing; printed with the stage.
+      last_words: function of the text that is printed before the process ends: what is saved, and how to resume.
       say: prints what a stage does that takes long; None says nothing.
       expected: seconds that a stage took at its last start, as far as known; said with what it does.
       tells: whether a wait is said early, which is for the process that tells the user.
-      ended: told of every stage that has ended: its name, start and end (`time.monotonic`).
+      ended: function that is called with every stage that has ended: its name, start and end (`time.monotonic`).
     """
 
     def __init__(self, stall_s: float):

@@ -40,7 +40,7 @@ class CheckpointConfig:
     Attributes:
       every: steps between checkpoints; the last step is always saved. 0: only the last step and on preemption.
       keep: newest checkpoints kept on disk.
-      keep_every: those of steps that are multiples of it stay, too; 0 for none.
+      keep_every: checkpoints of steps that are multiples of this number stay, too; 0 for none.
       keep_hours: the oldest stays, too, and the first at least so many hours after the last that did; 0 for none.
     """
 
@@ -57,9 +57,9 @@ class Restored:
     Attributes:
       step: the step it was taken after.
       state: device arrays in the shardings asked for.
-      host: what was saved as JSON.
-      arrays: what was saved as host arrays.
-      content: what `read` of `restore_latest` made of `host` and `arrays`.
+      host: values that were saved as JSON.
+      arrays: values that were saved as host arrays.
+      content: the value that `read` of `restore_latest` made of `host` and `arrays`.
     """
 
     step: int
@@ -93,7 +93,7 @@ class Checkpoints:
         """Opens the directory, or makes it.
 
         Args:
-          directory: on a file system that every process sees, or gs://.
+          directory: a directory on a file system that every process sees, or gs://.
           keep, keep_every, keep_hours: as in CheckpointConfig.
           processes: the processes of this jax.distributed cluster that save together (the trainers), all of which make
             this object and call its methods in the same order; () for all.
@@ -389,7 +389,7 @@ def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[i
     """Reads (step, saved state as nested mappings of host arrays), on any machine, whatever mesh it was saved from.
 
     Args:
-      directory: of the checkpoints.
+      directory: directory of the checkpoints.
       step: None for the newest.
 
     Raises:

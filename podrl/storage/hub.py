@@ -30,7 +30,7 @@ class Name(NamedTuple):
       repo: 'ORG/NAME'.
       revision: branch, tag or commit.
       kind: 'model' or 'dataset'.
-      rest: of a data set, (configuration or '', split).
+      rest: (configuration or '', split) of a data set.
     """
 
     repo: str
@@ -102,7 +102,7 @@ def pinned(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, 
 
     Args:
       values: the configuration.
-      recorded: what the run's config.json holds, whose commits are kept where the names are the same; {} for a new run.
+      recorded: content of the run's config.json, whose commits are kept where the names are the same; {} for a new run.
     """
     return renamed(values, {key: _pin(text, _at(recorded, key)) for key, text in names(values).items()})
 

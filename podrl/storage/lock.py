@@ -35,11 +35,11 @@ class Owner:
     """The writer of a run directory.
 
     Attributes:
-      token: of this owner alone.
-      shown: its process, host and start, for the user.
-      pid: its process.
+      token: text that no other owner has.
+      shown: the owner's process, host and start, for the user.
+      pid: number of the owner's process.
       machine: boot and process namespace in which `pid` means something; '' where the system does not tell.
-      born: when the process started, in the kernel's ticks, because numbers of processes are used again.
+      born: start of the process in the kernel's ticks, because numbers of processes are used again.
       beat: grows with every renewal.
     """
 
@@ -81,7 +81,7 @@ class Lock:
 
         Args:
           workdir: the run directory; a local one exists.
-          shown: as the user names it.
+          shown: the directory as the user names it.
 
         Raises:
           ValueError: another process has it; says which.

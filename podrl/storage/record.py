@@ -23,7 +23,7 @@ class Record:
       config: the configuration of the run.
       state: sums of the saved leaves by `bits.leaf_name`; None in a checkpoint of before there were any.
       arrays: digests of the host arrays by name; None as above.
-      step: after which it was taken; None in a checkpoint that does not say so.
+      step: the step after which the checkpoint was taken; None in a checkpoint that does not say so.
     """
 
     content: dict[str, Any]

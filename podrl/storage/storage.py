@@ -69,7 +69,7 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
     """Checks that a path's bucket exists and may be used; local paths pass.
 
     Args:
-      path: what the user gave.
+      path: the path that the user gave.
       key: the flag or configuration key it came from, for the message.
       writes: whether checkpoints go there, for which Orbax asks more than reading needs.
 

@@ -26,7 +26,7 @@ class Taught:
     Attributes:
       step: arguments of `make_train_step`.
       whole: the update reads the teacher's parameters: what it keeps fixed is (frozen, teacher's).
-      score: what scores the teacher once a step instead, see `make_top_k_fn`.
+      score: function that scores the teacher once a step instead, see `make_top_k_fn`.
     """
 
     step: Mapping[str, Any]
@@ -38,9 +38,9 @@ def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
     """Builds what an update with a teacher needs; nothing where its part is the sampled token's advantage.
 
     Args:
-      how: it is compared with.
+      how: the divergence, and the tokens that it compares.
       forward: the policy's forward pass.
-      teacher: its architecture.
+      teacher: the teacher's architecture.
 
     Raises:
       ValueError: a teacher that lacks token ids of the policy, or fewer ids than `how.top_k`.
@@ -75,7 +75,7 @@ def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk, coef: f
     Args:
       forward: the policy's forward pass.
       loss: the policy loss, on `rows.policy`; divided as it is without a teacher.
-      teacher: of the same token ids as the policy, or more.
+      teacher: a teacher of the same token ids as the policy, or more.
       coef: loss per nat.
     """
 

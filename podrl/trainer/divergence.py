@@ -38,7 +38,7 @@ class Output:
       params: whole parameter tree; 'unembed' (D, V) is used, or 'embed' (V, D) where there is none.
       hidden_BTD: final normalised hidden states; index t predicts token t + 1.
       config: the model.
-      ids: of how many token ids, from the first on; None for all it has.
+      ids: number of token ids, from the first on, that are compared; None for all it has.
     """
 
     params: PyTree
@@ -74,7 +74,7 @@ def token_divergence(
 
     Args:
       policy: differentiated.
-      teacher: of the same token ids, `ids` of them where it has more.
+      teacher: a teacher of the same token ids, `ids` of them where it has more.
       segment_BT: 0 is padding. The first token of a segment has no predecessor: all results are 0 there.
       temperature: divides the capped logits of both; positive.
       mesh: as in `token_logprobs`.

@@ -63,7 +63,7 @@ def token_logprobs(
       hidden_BTD: final normalised hidden states; index t predicts token t + 1.
       segment_BT: 0 is padding. The first token of a segment has no predecessor: both results are 0 there.
       temperature: divides the capped logits; positive.
-      mesh: where given, B is split over the axes of "batch", T over those of "time", V and D as the output matrix
+      mesh: mesh; where given, B is split over the axes of "batch", T over those of "time", V and D as the output matrix
         is.
 
     Raises:
@@ -283,8 +283,8 @@ def pulled_back(
     """Carries the gradient of the logits on to hidden states and output matrix, chunk by chunk.
 
     Args:
-      hidden_BTD: this device's hidden states.
-      matrix_VD: its part of the output matrix.
+      hidden_BTD: hidden states of this device.
+      matrix_VD: this device's part of the output matrix.
       dlogits: (capped logits of a chunk, chunk) -> the loss's derivative by them; called once in a scan.
       head: the call's head.
     """

@@ -29,7 +29,7 @@ class AdamSettings:
       end_fraction: final rate divided by the peak.
       b1, b2, eps, weight_decay: AdamW's own; decay applies to every trainable parameter.
       max_grad_norm: gradients of a larger global norm are scaled down to it; 0 is off.
-      mu_dtype, nu_dtype: how first and second moments are stored.
+      mu_dtype, nu_dtype: types in which first and second moments are stored.
     """
 
     learning_rate: Rate = 1e-6

@@ -89,8 +89,8 @@ def pack_shape(
     """Chooses the shape of all packed batches of `sequences` sequences (one mini-batch) of at most `max_length` tokens.
 
     Args:
-      training, mesh: how rows and micro-batches are to be sized, and where they are trained on.
-      sequences, max_length: what a batch must hold.
+      training, mesh: settings of the sizes of rows and micro-batches, and the mesh that they are trained on.
+      sequences, max_length: number and greatest length of the sequences that a batch must hold.
       group_size, max_prompt_length: sequences that begin with the same prompt, and tokens of the longest prompt.
 
     Raises:

@@ -93,7 +93,8 @@ class Placement:
       start_B: index in the row at which its own tokens begin.
       segment_B: segment id of its own tokens in the row, from 1.
       shared_B: number of tokens it shares with others, before its own.
-      shared_start_B, prefix_B: where those begin in the row, and their segment id (0 where there are none).
+      shared_start_B, prefix_B: place in the row where the shared beginning begins, and its segment id (0 where there is
+        none).
       number_B: number in the row of each sequence's sample, from 1, where all pieces of a sample lie in one row and
         some sample has several; else empty.
     """

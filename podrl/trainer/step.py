@@ -48,7 +48,7 @@ def make_train_step(
       param_dtype: type of the stored parameters.
       remat: values that the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
       seed: seed of the adapters' dropout.
-      objective_of: makes the objective of a forward pass and the loss.
+      objective_of: function that makes the objective of a forward pass and the loss.
       join: (trainable, frozen) -> what the objective takes for parameters.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)

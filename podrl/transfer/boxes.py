@@ -30,7 +30,7 @@ class Boxes:
     """A shard seen as a grid of equal boxes.
 
     Attributes:
-      spec: how the leaf lies on the mesh.
+      spec: the leaf's layout on the mesh.
       slots: boxes along each dimension of a shard.
       box: shape of a box.
       dtype: dtype of the boxes.

@@ -28,10 +28,10 @@ class CollectiveTransport:
     """Moves leaves by collectives over the union of two disjoint meshes.
 
     Attributes:
-      plan: from the source mesh to where leaves arrive on the target mesh.
+      plan: the plan from the source mesh to the place where leaves arrive on the target mesh.
       source, target: the meshes.
       union: all devices in one row, source first.
-      programs: of every bucket, in order.
+      programs: the programs of every bucket, in order.
       crossing_bytes: bytes that cross in one move.
     """
 
@@ -215,7 +215,7 @@ class ReceiptChannel:
 
         Args:
           sums_Wl: replicated over the source mesh; None on a process outside it.
-          version: what a process of the source mesh sends.
+          version: the version of the weights, on a process of the source mesh.
 
         Returns:
           What was received; on a process that only sends, what it sent.

@@ -62,9 +62,9 @@ class Rounds:
     """Assigns the boxes of one leaf to rounds.
 
     Attributes:
-      links: for each round the pairs (source position, target position), by source.
-      slot_WR: which slot of its shard a source device sends in each round.
-      round_WM: in which round each slot of a target device's shard arrives.
+      links: pairs (source position, target position) of each round, by source.
+      slot_WR: the slot of its shard that a source device sends in each round.
+      round_WM: the round in which each slot of a target device's shard arrives.
     """
 
     links: tuple[Links, ...]
@@ -165,8 +165,8 @@ class Message:
 
     Attributes:
       links: pairs (source position, target position).
-      dtype: of the buffer's words.
-      shape: of one device's buffer: equal boxes stacked, or flat and one after the other.
+      dtype: type of the buffer's words.
+      shape: shape of one device's buffer: equal boxes stacked, or flat and one after the other.
       boxes: (leaf, round, shape in words) in the order they lie in the buffer.
       flat: whether the boxes are flattened.
     """
@@ -219,15 +219,16 @@ class BucketPrograms:
     """The compiled programs of one bucket, also for ahead-of-time compilation.
 
     Attributes:
-      messages: what crosses.
+      messages: the messages that cross.
       buffers: their shapes on the union of the meshes.
-      pack: on the source mesh, (start, slot table, leaves) -> buffers, cast.
-      blank: on the target mesh, () -> buffers of zeros, where the messages arrive.
-      cross: on both meshes, buffers -> buffers, each moved over its links. Not donated: on CPU that costs a copy.
-      unpack: on the target mesh, (start, round table, buffers, the leaf so far where it comes in parts) -> leaves and a
-        token that is ready when they are.
-      slots: which slot each source device sends of each leaf in each round.
-      rounds: in which round each slot of each leaf arrives on each target device.
+      pack: program on the source mesh, (start, slot table, leaves) -> buffers, cast.
+      blank: program on the target mesh, () -> buffers of zeros, where the messages arrive.
+      cross: program on both meshes, buffers -> buffers, each moved over its links. Not donated: on CPU that costs a
+        copy.
+      unpack: program on the target mesh, (start, round table, buffers, the leaf so far where it comes in parts) ->
+        leaves and a token that is ready when they are.
+      slots: the slot that each source device sends of each leaf in each round.
+      rounds: the round in which each slot of each leaf arrives on each target device.
     """
 
     messages: Sequence[Message]
@@ -246,11 +247,11 @@ class Crossing:
 
     Attributes:
       leaf: the plan from its source to where it arrives.
-      dtype: before it is cast to what crosses.
-      source: its sharding on the source mesh.
-      arrival: its sharding on the target mesh when it has crossed.
-      target: its sharding when it has been spread there.
-      rounds: which boxes cross in which round.
+      dtype: type of the leaf before it is cast for the crossing.
+      source: sharding of the leaf on the source mesh.
+      arrival: sharding of the leaf on the target mesh when it has crossed.
+      target: sharding of the leaf when it has been spread there.
+      rounds: the boxes that cross in each round.
     """
 
     leaf: LeafPlan
@@ -279,7 +280,7 @@ def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, 
     """Compiles the programs of one bucket.
 
     Args:
-      leaves: of the bucket.
+      leaves: the bucket's leaves.
       union: all devices in one row, source first.
       in_parts: the bucket is one leaf, part by part.
       flat_bytes: boxes of one shape that are less than this together, on one device, share a message with others.

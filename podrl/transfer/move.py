@@ -23,7 +23,7 @@ class Move:
       out: the target arrays as far as they are made; None where there is none, on a process that only sends always.
       replacing: arrays like the result whose memory is given up for it; None where there are none.
       donate: whether the source arrays are given up.
-      kept: what a transport keeps from bucket to bucket, dropped at the end.
+      kept: values that a transport keeps from bucket to bucket, dropped at the end.
     """
 
     leaves: Sequence[Array] | None
@@ -49,8 +49,8 @@ class Transport(Protocol):
     """Moves arrays from mesh to mesh in some way; `drive` calls it bucket by bucket.
 
     Attributes:
-      plan: whose buckets it moves.
-      in_flight: how many of them may be staged at once.
+      plan: the plan whose buckets are moved.
+      in_flight: number of buckets that may be staged at once.
       overwrites: `send` writes over `Move.replacing` itself, where other transports need that memory freed first.
     """
 

@@ -39,7 +39,7 @@ class Layout:
     Attributes:
       mesh_shape: sizes of the mesh axes.
       device_ids: ids in the mesh's row-major order.
-      dims: for each dimension of the array the mesh axes (by position) that cut it, major first.
+      dims: mesh axes (by position) that cut each dimension of the array, major first.
     """
 
     mesh_shape: tuple[int, ...]
@@ -113,7 +113,7 @@ class LeafPlan:
       box: shape of one box of the common grid.
       source_slots: boxes along each dimension of a source shard.
       target_slots: boxes along each dimension of a target shard.
-      source_WM: for target device w (mesh order) and slot m (row-major), the source device (mesh order) to read.
+      source_WM: the source device (mesh order) that target device w (mesh order) reads slot m (row-major) from.
       slot_WM: the slot of that source device's shard.
       parts: into how many parts each box is split to stay within a bucket; 1 for most leaves.
       part_axis: the dimension split.
@@ -183,7 +183,7 @@ class Bucket:
 
     Attributes:
       leaves: positions in `Plan.leaves`.
-      parts: how many times the bucket is filled.
+      parts: number of times that the bucket is filled.
       bytes: bytes staged on one device each time.
     """
 
@@ -198,8 +198,8 @@ class Plan:
 
     Attributes:
       treedef: structure of the tree.
-      leaves: in flattening order.
-      buckets: in the order they move.
+      leaves: plans of the leaves, in flattening order.
+      buckets: the buckets, in the order in which they move.
       bucket_bytes: the bound the buckets were made for, per device.
     """
 
@@ -314,7 +314,8 @@ def make_plan(
     Args:
       source: arrays, ShapeDtypeStructs with shardings, or `Placed`.
       target: a tree of the same structure whose leaves are shardings or `Layout`s.
-      dtype: what floating-point leaves are cast to before they move; None keeps theirs. Other leaves are never cast.
+      dtype: type that floating-point leaves are cast to before they move; None keeps theirs. Other leaves are never
+        cast.
       bucket_bytes: bound on the bytes a device stages at once.
       paths: names of the leaves in messages; by default their places in `source`.
 

@@ -50,9 +50,9 @@ def reshard(
     Args:
       tree: arrays placed by NamedSharding, or on single devices.
       shardings: one target sharding per leaf.
-      dtype: what floating-point leaves become; None keeps theirs.
+      dtype: type that floating-point leaves become; None keeps theirs.
       donate: the sources are given up, each deleted once it has been read.
-      on_ready: called with the seconds it took, once every leaf is there.
+      on_ready: function that is called with the seconds the move took, once every leaf is there.
 
     Returns:
       A tree of the same structure.
@@ -105,7 +105,7 @@ class Publisher:
         Args:
           source: the parameters, or ShapeDtypeStructs with their shardings; all on one mesh.
           target_shardings: one NamedSharding per leaf, all on one mesh; it may share devices with the source mesh.
-          target_dtype: what floating-point leaves are cast to before they move; None keeps theirs.
+          target_dtype: type that floating-point leaves are cast to before they move; None keeps theirs.
           bucket_bytes: bound on the bytes a device stages at once; by default 16 MiB on CPU (32 inside one process),
             64 MiB elsewhere.
           transport: 'auto', or 'collective' to go the way of several processes inside one (disjoint meshes only).

@@ -32,8 +32,8 @@ class Expected:
     """The leaves that one side of a transfer must hold, and their checksums.
 
     Attributes:
-      shardings: of every leaf.
-      paths: its place in the tree, for messages.
+      shardings: sharding of every leaf.
+      paths: place of every leaf in the tree, for messages.
     """
 
     def __init__(

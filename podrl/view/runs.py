@@ -40,9 +40,9 @@ class RunFiles:
     """One run directory.
 
     Attributes:
-      place: as the user named it.
-      name: its last part.
-      series: its metrics.
+      place: the run's directory as the user named it.
+      name: last part of the place.
+      series: the run's metrics.
     """
 
     def __init__(self, place: str, name: str = ""):
@@ -313,7 +313,8 @@ class RunFiles:
         Args:
           first: the first step; None for the one before `last`.
           last: the last step; None for the newest.
-          seconds: of the time up to the end of the last step; the first is then that of its begin.
+          seconds: length of the time shown, up to the end of the last step; `first` is then the step
+            in which that time begins.
         """
         every = self.spans()
         steps = sorted({span["step"] for span in every})

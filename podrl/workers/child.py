@@ -48,8 +48,8 @@ def serve(
     """Loads functions of users and calls them, one request after the other, until the parent closes the pipe.
 
     Args:
-      describe: given a function and its spec, says of it what the parent must know.
-      call: given a function and what the parent sent for it, from JSON; returns the answer.
+      describe: function of (a function, its spec) that returns what the parent must know of the function.
+      call: function of (a function, what the parent sent for it, from JSON) that returns the answer.
     """
     requests, replies = begin()
     functions: dict[str, Callable[..., Any]] = {}

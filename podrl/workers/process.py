@@ -60,10 +60,10 @@ class Process:
 
         Args:
           module: name of the module.
-          limits: what it may take and see.
-          on_frame: called with each frame's header.
-          on_end: called once when its pipe ends or brings something else than frames, unless `close` or `leave` was
-            called before.
+          limits: resources that it may take, and variables that it may see.
+          on_frame: function that is called with each frame's header.
+          on_end: function that is called once when its pipe ends or brings something else than frames, unless `close`
+            or `leave` was called before.
 
         Raises:
           OSError: the system starts no more processes.

@@ -210,8 +210,9 @@ class _Bucket:
 
     Attributes:
       leaves: positions in the plan.
-      part: of the one leaf, None where leaves move whole.
-      asked: for every trainer process that has some of its boxes the request, and which: (leaf, number of the box).
+      part: part of the bucket's only leaf; None where leaves move whole.
+      asked: by trainer process that has some of its boxes: the request, and the boxes asked for as (leaf, number of the
+        box).
     """
 
     leaves: Sequence[int]
@@ -272,9 +273,9 @@ class _Joined:
     """The plan agreed with the trainers, and each box's source and targets.
 
     Attributes:
-      trainers: what each trainer process is told with every request, by process: its session, this receiver's number.
-      mine: for each trainer process and leaf the numbers of the boxes it offers.
-      arrival: for each leaf and box the device it is pulled to, the first of those that want it.
+      trainers: by trainer process, the fields of every request to it: its session, this receiver's number.
+      mine: by trainer process and leaf, the numbers of the boxes that it offers.
+      arrival: by leaf and box, the device that the box is pulled to: the first of those that want it.
     """
 
     def __init__(

@@ -49,9 +49,9 @@ class Side:
       paths: place of every leaf in the tree.
       shapes: global shapes.
       dtypes: dtypes on the wire.
-      dims: for each leaf and dimension the mesh axes, by position, that cut it.
+      dims: mesh axes, by position, that cut each dimension of each leaf.
       mesh_shape: sizes of the mesh axes.
-      owners: for each position of the mesh, row-major, the process of its device.
+      owners: the process of the device at each position of the mesh, row-major.
     """
 
     paths: tuple[str, ...]
@@ -133,8 +133,8 @@ class Reads:
 
     Attributes:
       source_K: mesh position to read each box from.
-      slot_K: its slot there.
-      box_WM: for each device of the process and slot of its shard, which of the boxes goes there.
+      slot_K: slot of the box in that device's shard.
+      box_WM: the box that goes to each slot of the shard of each device of the process.
     """
 
     source_K: Int[np.ndarray, " K"]

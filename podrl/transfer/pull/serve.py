@@ -38,7 +38,7 @@ class PullServer:
         """Serves nothing yet.
 
         Args:
-          lease_s: how long a version somebody began to pull is kept without a sign of life.
+          lease_s: seconds for which a version that somebody began to pull is kept without a sign of life.
         """
         self._session = secrets.token_hex(8)
         self._lease_s = lease_s
