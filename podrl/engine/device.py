@@ -76,16 +76,33 @@ class Device:
         return emitted
 
     @_told
-    def spill(self, store: str, shard: int, pages: Sequence[int]) -> None:
-        """Copies at most J pages to the host."""
+    def spill(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
+        """Copies at most J pages to the host, and where there are slots the memory at a place."""
         at = shard * self.engine.shape.max_pages
         copies = jax.device_get(self.engine.read_blocks(self.state, self._page_rows(shard, pages)))
         self.spilled[store] = tuple(copy[:, at : at + len(pages)].copy() for copy in copies)
+        if self.engine.shape.slots:
+            memories = jax.device_get(self.engine.read_memories(self.state, self._places(shard, place)))
+            self.spilled[store] += tuple(memory[:, shard : shard + 1].copy() for memory in memories)
 
     @_told
-    def restore(self, store: str, shard: int, pages: Sequence[int]) -> None:
-        """Writes what was spilled into other pages."""
-        self._write(shard, pages, self.spilled.pop(store))
+    def restore(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
+        """Writes what was spilled into other pages, and to another place."""
+        engine, copies = self.engine, self.spilled.pop(store)
+        pools = len(engine.pools())
+        self._write(shard, pages, copies[:pools])
+        if engine.shape.slots:
+            blocks = []
+            for copy, like in zip(copies[pools:], engine.memories(1), strict=True):
+                block = np.zeros(like.shape, like.dtype)
+                block[:, shard : shard + 1] = copy
+                blocks.append(engine.put(block, cast(NamedSharding, like.sharding)))
+            self.state = engine.write_memories(self.state, self._places(shard, place), *blocks)
+
+    @_told
+    def copy(self, copies_XI: np.ndarray) -> None:
+        """Copies memories of prompts to lanes; see `EngineShape.pack_copies`."""
+        self.state = self.engine.copy_memories(self.state, copies_XI)
 
     @_told
     def forget(self, store: str) -> None:
@@ -103,6 +120,12 @@ class Device:
         copy = self.engine.read_routes(self.state, page_XJ)
         copy.copy_to_host_async()
         return copy
+
+    def _places(self, shard: int, place: int) -> np.ndarray:
+        """Lists a place of each shard, of the others the one that holds nothing."""
+        place_X = np.full(self.engine.shards, self.engine.shape.nowhere, np.int32)
+        place_X[shard] = place
+        return place_X
 
     def _page_rows(self, shard: int, pages: Sequence[int]) -> np.ndarray:
         """Lists J pages of each shard, padded with the unread one."""
@@ -133,7 +156,8 @@ def compile_all(
       state: makes it, or hands it out.
       note: told before each program, as '2/7 insert'.
     """
-    programs = len(engine.prefills) + 4 + engine.routes
+    shape = engine.shape
+    programs = len(engine.prefills) + 4 + engine.routes + bool(shape.slots)
     note(f"1/{programs} weights")
     device = Device(engine, state(), engine.prepare(params))
     note(f"2/{programs} insert")
@@ -145,8 +169,11 @@ def compile_all(
     note(f"{number}/{programs} generate")
     device.generate(np.zeros((engine.shards, engine.read_shape.size), np.int32))
     note(f"{number + 1}/{programs} spill and restore")
-    device.spill("", 0, [])
-    device.restore("", 0, [])
+    device.spill("", 0, [], shape.nowhere)
+    device.restore("", 0, [], shape.nowhere)
+    if shape.slots:
+        note(f"{number + 2}/{programs} copy")
+        device.copy(shape.pack_copies(engine.shards, []))
     if engine.routes:
         note(f"{programs}/{programs} routes")
         device.routes(np.zeros((engine.shards, engine.shape.max_pages), np.int32))

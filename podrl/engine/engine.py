@@ -20,7 +20,7 @@ from podrl.engine.sampling import LaneSampling, draw
 from podrl.engine.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
 from podrl.mesh import rules
 from podrl.mesh.build import check_decodes
-from podrl.models import decoder, moe
+from podrl.models import decoder, delta, moe
 from podrl.models.attention import on_gpu, on_tpu
 from podrl.models.config import ModelConfig
 from podrl.models.sizes import parameter_count
@@ -86,23 +86,34 @@ class Engine:
           routes: record the experts that each token takes, where the model has any.
         """
         check_decodes(mesh, key="mesh of the engine")
-        model.check_samples()
         self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
         self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.unrolled = unrolls(model, mesh, dtype)
         self.read_shape = shape.reads()
+        assert bool(shape.slots) == model.recurrent, (shape.slots, model.family)
+        kinds = model.alike()
+        self._attending, self._recurrent = (
+            [m for m in kinds if (m.delta is None) == attends] for attends in (True, False)
+        )
+        # Of each kind of layers, its number among those that attend, or among the others.
+        self._number = [sum((m.delta is None) == (n.delta is None) for n in kinds[:k]) for k, m in enumerate(kinds)]
         self.kernel = all(
-            chosen(kernel, alike, mesh, shape.page_tokens, self.read_shape, dtype) for alike in model.alike()
+            chosen(kernel, alike, mesh, shape.page_tokens, self.read_shape, dtype) for alike in self._attending
         )
         self.routes = routes and model.experts is not None
-        self.unrolled = unrolls(model, mesh, dtype)
         self._rows = NamedSharding(mesh, self._batch_spec())
         self._shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._state_specs())
         self.generate = self._program(self._generate, flat_args=1, out=self._emitted_specs())
         self.bulk_insert = self._program(self._insert, flat_args=1, weights=False)
-        self._write = self._program(self._write_pages, flat_args=1, blocks=True, weights=False)
+        self._write = self._program(self._write_pages, flat_args=1, blocks=self._pool_specs(), weights=False)
         self._read = self._reader(lambda state: state.pools, self._pool_specs())
         self._read_routes = self._reader(lambda state: state.pools[-1:], self._pool_specs()[-1:])
+        self._read_memory = self._reader(lambda state: state.memories, self._memory_specs())
+        self._write_memory = self._program(
+            self._write_memories, flat_args=1, blocks=self._memory_specs(), weights=False
+        )
+        self._copy_memory = self._program(self._copy_memories, flat_args=1, weights=False)
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
@@ -118,7 +129,7 @@ class Engine:
         """Returns shape, type and sharding of each of `DecodeState.pools`."""
         M, C = self.shards * self.shape.pages, self.shape.page_tokens
         shapes = []
-        for m in self.model.alike():
+        for m in self._attending:
             shapes += [((m.num_layers, M, m.num_kv_heads, C, m.head_dim), self.dtype)] * 2
         if self.routes:
             assert self.model.experts is not None
@@ -130,6 +141,31 @@ class Engine:
             for shape, dtype in shapes
         )
 
+    def memories(self, places: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns shape, type and sharding of each of `DecodeState.memories`, or of so many places of each shard."""
+        P, made = self.shards * (self.shape.places if places is None else places), []
+        for m in self._recurrent:
+            layers, arrays = (1, m.num_layers) if self.unrolled else (m.num_layers, 1)
+            pair = []
+            for rest, dtype in zip(delta.memory_shapes(m), (jnp.dtype(jnp.float32), self.dtype), strict=True):
+                shape, axes = (layers, P, *rest), ("layers", "batch", *["norm"] * len(rest))
+                pair.append(jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding_for(axes, shape, self.mesh)))
+            made += pair * arrays
+        return tuple(made)
+
+    def _memory_of(self, number: int, index: Array | int) -> tuple[int, Array | int]:
+        """Returns which pair of `DecodeState.memories` a layer's is, and the layer's index in it.
+
+        Where layers are unrolled, each has arrays of its own: XLA would copy a stack of them at every update.
+        """
+        if not self.unrolled:
+            return number, index
+        assert isinstance(index, int)
+        return sum(m.num_layers for m in self._recurrent[:number]) + index, 0
+
+    def _memory_specs(self) -> tuple[Spec, ...]:
+        return tuple(cast(NamedSharding, memory.sharding).spec for memory in self.memories())
+
     def blocks(self, pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns shape, type and sharding of copies of so many pages of each shard."""
         dims = [(p, (p.shape[0], self.shards * pages, *p.shape[2:])) for p in self.pools()]
@@ -140,8 +176,9 @@ class Engine:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools over all devices."""
-        shards = [(cast(NamedSharding, p.sharding).shard_shape(p.shape), p.dtype) for p in self.pools()]
+        """Bytes of all pools and memories over all devices."""
+        arrays = (*self.pools(), *self.memories())
+        shards = [(cast(NamedSharding, x.sharding).shard_shape(x.shape), x.dtype) for x in arrays]
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) * self.mesh.size
 
     @property
@@ -152,7 +189,8 @@ class Engine:
     def _state_specs(self) -> DecodeState:
         pools: Any = self._pool_specs()
         row: Any = self._batch_spec()
-        return DecodeState(pools, row, row, row, row, LaneSampling(row, row, row, row, row), row)
+        memories: Any = self._memory_specs()
+        return DecodeState(pools, row, row, row, row, LaneSampling(row, row, row, row, row), row, memories)
 
     def _emitted_specs(self) -> Emitted:
         row: Any = self._batch_spec()
@@ -177,12 +215,17 @@ class Engine:
         )
 
     def _program(
-        self, local: Callable, *, flat_args: int, blocks: bool = False, weights: bool = True, out: PyTree = None
+        self,
+        local: Callable,
+        *,
+        flat_args: int,
+        blocks: tuple[Spec, ...] = (),
+        weights: bool = True,
+        out: PyTree = None,
     ) -> Callable:
         """Jits `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated."""
         row, state = self._batch_spec(), self._state_specs()
-        given = self._pool_specs() if blocks else ()
-        inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *given)
+        inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *blocks)
         mapped = self._mapped(local, (inside, state if out is None else (state, out)))
         shardings = jax.tree.map(self._shown, out, is_leaf=lambda x: isinstance(x, Spec))
         return jax.jit(
@@ -251,7 +294,8 @@ class Engine:
         real = jnp.zeros(R, jnp.float32)
         sampling = LaneSampling(real, real, real, whole, jnp.zeros((R, 2), jnp.uint32))
         stop_RE = jnp.full((R, s.stop_ids), -1, jnp.int32)
-        return DecodeState(pools, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE)
+        memories = tuple(jnp.zeros(memory.shape, memory.dtype) for memory in self.memories())
+        return DecodeState(pools, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE, memories)
 
     def _zeros(self, size: Callable[[jax.ShapeDtypeStruct], tuple[int, ...]]) -> tuple[Array, ...]:
         """Makes zeros of a size for each pool; the keys and values of a kind begin as one array."""
@@ -296,6 +340,11 @@ class Engine:
             )
             for bucket in s.buckets
         ]
+        memory = [
+            Program("copy", self._copy_memory, (state, rows(*s.pack_copies(self.shards, []).shape))),
+            Program("spill_memory", self._read_memory, (state, rows(self.shards))),
+            Program("restore_memory", self._write_memory, (state, rows(self.shards), *self.memories(1))),
+        ]
         return [
             *([Program("prepare", self.prepare, (given,))] if self.unrolled else []),
             *prefills,
@@ -304,6 +353,7 @@ class Engine:
             Program("spill", self._read, (state, rows(self.shards * J))),
             Program("restore", self._write, (state, rows(self.shards * J), *self.blocks(J))),
             *([Program("routes", self._read_routes, (state, rows(self.shards * J)))] if self.routes else []),
+            *(memory if s.slots else []),
         ]
 
     def _insert(self, state: DecodeState, packed_RI: Int[Array, "R I"]) -> DecodeState:
@@ -397,7 +447,7 @@ class Engine:
 
         def step(carry: tuple) -> tuple:
             n, (token_R, position_R, left_R, live_R), memory, out, _ = carry
-            hidden_R1D, memory = self._decode_step(params, ends, pools, reads, n, (token_R, position_R), memory)
+            hidden_R1D, memory = self._decode_step(params, ends, pools, reads, n, (token_R, position_R, live_R), memory)
             logits_RV = decoder.unembed(ends, hidden_R1D, model)[:, 0]
             drawn = draw(logits_RV, state.sampling, position_R + 1, live_R)
             failed_R = live_R & drawn.failed_R
@@ -417,11 +467,11 @@ class Engine:
         lanes = (state.token_R, state.position_R, state.left_R, state.live_R)
         scratch = tuple(
             () if self.kernel else attention.make_scratch(reads, m.num_kv_heads, m.num_heads, m.head_dim)
-            for m in model.alike()
+            for m in self._attending
         )
-        carry = (jnp.int32(0), lanes, (recents, scratch), outputs, self._any(state.live_R))
+        carry = (jnp.int32(0), lanes, (recents, scratch, state.memories), outputs, self._any(state.live_R))
         with jax.named_scope("decode_steps"):
-            n, lanes, (recents, _), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
+            n, lanes, (recents, _, memories), out, _ = jax.lax.while_loop(lambda c: (c[0] < N) & c[4], step, carry)
         flushed = [self._flush(pool, new, reads, state.live_R) for pool, new in zip(pools, recents, strict=True)]
         token_R, position_R, left_R, live_R = lanes
         turned = {name: x_RT.T for name, x_RT in out.drawn.items()}
@@ -433,6 +483,7 @@ class Engine:
             position_R=position_R,
             left_R=left_R,
             live_R=live_R,
+            memories=memories,
         )
         return state, out
 
@@ -451,18 +502,42 @@ class Engine:
         pools: tuple[Array, ...],
         reads: ReadList,
         n: Array,
-        lanes: tuple[Array, Array],
+        lanes: tuple[Array, Array, Array],
         memory: tuple,
     ) -> tuple[Array, tuple]:
-        """Computes final hidden states of one token per lane, and `memory`: (what is to go to the pools, scratch)."""
-        model, alike = self.model, self.model.alike()
-        token_R, position_R = lanes
+        """Computes final hidden states of one token per lane, and `memory`.
+
+        That is (what is to go to the pools, scratch, `DecodeState.memories`).
+        """
+        model, alike, R = self.model, self.model.alike(), self.shape.lanes
+        token_R, position_R, live_R = lanes
 
         def layer_fn(
             x: Array, memory: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int, kind: int
         ) -> tuple:
-            added, scratches = memory
-            (key, value), recents, scratch = _of_kind(pools, kind), _of_kind(added, kind), scratches[kind]
+            added, scratches, memories = memory
+            number = self._number[kind]
+            if alike[kind].delta is not None:
+                pair, place = self._memory_of(number, index)
+
+                def mix(h_R1D: Array, layer: PyTree) -> tuple[Array, tuple[Array, Array]]:
+                    whole = _of_kind(memories, pair)
+                    at = [(place, *[0] * (m.ndim - 1)) for m in whole]
+                    state, inputs = (
+                        jax.lax.dynamic_slice(m, begin, (1, R, *m.shape[2:]))[0]
+                        for m, begin in zip(whole, at, strict=True)
+                    )
+                    out, made = delta.mix_one(h_R1D, layer, alike[kind], (state, inputs))
+                    new = []
+                    for m, begin, old, y in zip(whole, at, (state, inputs), made, strict=True):
+                        y = jnp.where(live_R.reshape(R, *[1] * (y.ndim - 1)), y, old)
+                        new.append(jax.lax.dynamic_update_slice(m, y[None], begin))
+                    return out, (new[0], new[1])
+
+                x, new, _ = decoder.block(x, layer, info, position_R[:, None], alike[kind], mix, routed=self._routed)
+                return x, (added, scratches, _with_kind(memories, pair, new))
+
+            (key, value), recents, scratch = _of_kind(pools, number), _of_kind(added, number), scratches[number]
 
             def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo) -> tuple:
                 new = [
@@ -485,8 +560,8 @@ class Engine:
             x, (new, used), route_R1k = decoder.block(
                 x, layer, info, position_R[:, None], alike[kind], attend, routed=self._routed
             )
-            added = self._recorded(_with_kind(added, kind, new), route_R1k, index, n)
-            return x, (added, (*scratches[:kind], used, *scratches[kind + 1 :]))
+            added = self._recorded(_with_kind(added, number, new), route_R1k, index, n)
+            return x, (added, (*scratches[:number], used, *scratches[number + 1 :]), memories)
 
         x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
         x_R1D, memory = self._layers(params, x_R1D, memory, layer_fn)
@@ -523,6 +598,9 @@ class Engine:
         """Computes keys and values of given tokens, without their logits."""
         model, s = self.model, self.shape
         J, C, B = s.max_pages, s.page_tokens, s.prefill_rows(bucket)
+        length_B = begins_B = ends_B = jnp.zeros(B, jnp.int32)
+        if s.slots:
+            flat_BI, (length_B, begins_B, ends_B) = flat_BI[:, :-3], flat_BI[:, -3:].T
         tokens_BT, start_B, rest = flat_BI[:, :bucket], flat_BI[:, bucket], flat_BI[:, bucket + 1 :]
         prior = (rest[:, :J], rest[:, J : 2 * J], rest[:, 2 * J : 3 * J])
         targets_BJ, offset_B = rest[:, 3 * J : -1], rest[:, -1]
@@ -532,16 +610,30 @@ class Engine:
         # A page before the chunk, and as much behind it as the last page may reach.
         pools, places, alike = state.pools, (1 + s.chunk_pages(bucket)) * C, model.alike()
         fresh = tuple(jnp.zeros((p.shape[0], B, p.shape[2], places, p.shape[4]), p.dtype) for p in pools)
+        learned = tuple(jnp.zeros((m.shape[0], B, *m.shape[2:]), m.dtype) for m in state.memories)
 
         def layer_fn(
-            x: Array, fresh: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int, kind: int
+            x: Array, carry: tuple, layer: PyTree, info: decoder.LayerInfo, index: Array | int, kind: int
         ) -> tuple:
-            key, value = _of_kind(pools, kind)
+            (fresh, learned), number = carry, self._number[kind]
+            if alike[kind].delta is not None:
+                pair, place = self._memory_of(number, index)
+
+                def mix(h_BTD: Array, layer: PyTree) -> tuple[Array, tuple[Array, Array]]:
+                    old, inputs = (self._memory_at(m, place, begins_B) for m in _of_kind(state.memories, pair))
+                    out, made = delta.mix_on(h_BTD, layer, alike[kind], (old, inputs), length_B)
+                    new = [m.at[place].set(y) for m, y in zip(_of_kind(learned, pair), made, strict=True)]
+                    return out, (new[0], new[1])
+
+                x, new, _ = decoder.block(x, layer, info, position_BT, alike[kind], mix, routed=self._routed)
+                return x, (fresh, _with_kind(learned, pair, new))
+
+            key, value = _of_kind(pools, number)
 
             def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: decoder.LayerInfo) -> tuple:
                 new = tuple(
                     jax.lax.dynamic_update_slice(f, kv.swapaxes(1, 2)[None], (index, 0, 0, C, 0))
-                    for f, kv in zip(_of_kind(fresh, kind), (k_BTKH, v_BTKH), strict=True)
+                    for f, kv in zip(_of_kind(fresh, number), (k_BTKH, v_BTKH), strict=True)
                 )
                 out = attention.prefill_attention(
                     q_BTNH, k_BTKH, v_BTKH, index, key, value, *prior, longest, position_BT,
@@ -550,10 +642,10 @@ class Engine:
                 return out, new
 
             x, new, route_BTk = decoder.block(x, layer, info, position_BT, alike[kind], attend, routed=self._routed)
-            return x, self._recorded(_with_kind(fresh, kind, new), route_BTk, index, C)
+            return x, (self._recorded(_with_kind(fresh, number, new), route_BTk, index, C), learned)
 
         x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
-        _, fresh = self._layers(params, x_BTD, fresh, layer_fn)
+        _, (fresh, learned) = self._layers(params, x_BTD, (fresh, learned), layer_fn)
 
         def write(i: Array, pool: Array, new_LBKTH: Array) -> Array:
             """Writes the chunk's part of one page: its places from the page's begin on, moved by the offset."""
@@ -569,7 +661,52 @@ class Engine:
             jax.lax.fori_loop(0, used * B, lambda i, p, new=new: write(i, p, new), pool)
             for pool, new in zip(pools, fresh, strict=True)
         )
-        return dataclasses.replace(state, pools=tuple(written))
+
+        def keep(b: Array, memory: Array, new_LB: Array) -> Array:
+            new = jax.lax.dynamic_slice_in_dim(new_LB, b, 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(memory, new, ends_B[b], axis=1)
+
+        memories = (
+            jax.lax.fori_loop(0, B, lambda b, m, new=new: keep(b, m, new), memory)
+            for memory, new in zip(state.memories, learned, strict=True)
+        )
+        return dataclasses.replace(state, pools=tuple(written), memories=tuple(memories))
+
+    # Memories of linear attention.
+
+    def _memory_at(self, memory_LP: Array, index: Array | int, place_B: Array) -> Array:
+        """Reads a layer's memories at some places, (B, ...)."""
+        somewhere_B = place_B != self.shape.nowhere
+        return jnp.where(somewhere_B.reshape(-1, *[1] * (memory_LP.ndim - 2)), memory_LP[index, place_B], 0)
+
+    def copy_memories(self, state: DecodeState, copies_XI: np.ndarray) -> DecodeState:
+        """Copies memories of prompts to lanes, see `EngineShape.pack_copies`."""
+        return self._copy_memory(state, self.put_rows(copies_XI))
+
+    def _copy_memories(self, state: DecodeState, copies_XI: Int[Array, "1 I"]) -> DecodeState:
+        number, from_R, to_R = jnp.split(copies_XI[0], [1, 1 + self.shape.lanes])
+
+        def copy(memory: Array) -> Array:
+            def body(i: Array, memory: Array) -> Array:
+                block = jax.lax.dynamic_slice_in_dim(memory, from_R[i], 1, axis=1)
+                block = jnp.where(from_R[i] == self.shape.nowhere, 0, block)
+                return jax.lax.dynamic_update_slice_in_dim(memory, block, to_R[i], axis=1)
+
+            return jax.lax.fori_loop(0, number[0], body, memory)
+
+        return dataclasses.replace(state, memories=tuple(copy(memory) for memory in state.memories))
+
+    def read_memories(self, state: DecodeState, place_X: np.ndarray) -> tuple[Array, ...]:
+        """Copies one place of each shard, (L, X, ...) of each memory, on the device."""
+        return self._read_memory(state, self.put_rows(place_X))
+
+    def write_memories(self, state: DecodeState, place_X: np.ndarray, *blocks: Array) -> DecodeState:
+        """Overwrites one place of each shard with such copies; `EngineShape.nowhere` leaves all as it is."""
+        return self._write_memory(state, self.put_rows(place_X), *blocks)
+
+    def _write_memories(self, state: DecodeState, place_1: Int[Array, " 1"], *blocks: Array) -> DecodeState:
+        memories = tuple(m.at[:, place_1].set(block) for m, block in zip(state.memories, blocks, strict=True))
+        return dataclasses.replace(state, memories=memories)
 
     # Spilling.
 
@@ -593,10 +730,10 @@ class Engine:
 
 
 def _of_kind(pools: tuple[Array, ...], kind: int) -> tuple[Array, Array]:
-    """Returns the keys and values of a kind of layers, of what is laid out like `DecodeState.pools`."""
+    """Returns the two arrays of a kind of layers, of what is laid out like `DecodeState.pools` or its memories."""
     return pools[2 * kind], pools[2 * kind + 1]
 
 
 def _with_kind(pools: tuple[Array, ...], kind: int, new: tuple[Array, Array]) -> tuple[Array, ...]:
-    """Replaces the keys and values of a kind of layers."""
+    """Replaces the two arrays of a kind of layers."""
     return (*pools[: 2 * kind], *new, *pools[2 * kind + 2 :])

@@ -17,6 +17,7 @@ def cut_chunks(
     prior: Sequence[tuple[int, int, int]],
     pages: Sequence[int],
     offset: int = 0,
+    places: tuple[int, int] = (0, 0),
 ) -> list[Chunk]:
     """Cuts given tokens into chunks of at most the largest bucket; each sees `prior` and the chunks before it.
 
@@ -24,6 +25,7 @@ def cut_chunks(
       start: position of the first token.
       pages: what takes them, `page_tokens` each.
       offset: tokens that the first page holds already; it is not in `prior`.
+      places: of the memory before the tokens and after them, see `EngineShape.places`.
     """
     C, largest = shape.page_tokens, shape.buckets[-1]
     chunks = []
@@ -31,7 +33,8 @@ def cut_chunks(
         part, place = np.asarray(tokens[at : at + largest], np.int32), offset + at
         held = [(page, start - offset + j * C, min(C, place - j * C)) for j, page in enumerate(pages[: -(-place // C)])]
         targets = pages[place // C : -(-(place + len(part)) // C)]
-        chunks.append(Chunk(shard, part, start + at, [*prior, *held], targets, place % C))
+        begins = places[1] if chunks else places[0]
+        chunks.append(Chunk(shard, part, start + at, [*prior, *held], targets, place % C, begins, places[1]))
     return chunks
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 from podrl.engine.reads import Page
 
@@ -17,11 +18,20 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Store:
-    """The pages with keys and values of a prompt, or of a sample's own tokens; `spilled`: they are on the host."""
+    """What the device holds of a prompt's tokens, or of a sample's own.
+
+    Attributes:
+      key: what it is of.
+      pages: those with its keys and values.
+      spilled: all of it is on the host.
+      place: where its memory of linear attention lies, see `EngineShape.places`: a prompt's slot, a sample's lane; -1
+        where it has none.
+    """
 
     key: tuple[str, int, int]
     pages: list[Page] = dataclasses.field(default_factory=list)
     spilled: bool = False
+    place: int = -1
 
     @property
     def name(self) -> str:
@@ -72,25 +82,45 @@ class Sample:
     spilled_at: int = -1
 
 
+class Move(NamedTuple):
+    """A store to copy to the host or back: its shard, and the pages and the place that hold it."""
+
+    store: Store
+    shard: int
+    pages: list[int]
+    place: int
+
+
+class Fill(NamedTuple):
+    """A prompt to prefill on a shard: the pages that take it, and the place that takes its memory."""
+
+    prompt: int
+    shard: int
+    pages: list[int]
+    place: int
+
+
 @dataclasses.dataclass
 class Plan:
     """Lists the device work before and in the next dispatch, in the order of the fields.
 
     Attributes:
-      spills: stores to copy to the host, with the pages that hold them; these may be overwritten afterwards.
-      restores: stores to copy back, with their new pages.
-      prefills: prompts to prefill on a shard, with the pages that take them.
+      spills: stores to copy to the host; their pages and places may be overwritten afterwards.
+      restores: stores to copy back, with their new pages and places.
+      prefills: prompts to prefill.
       feeds: samples whose given tokens to prefill, after the prompts.
       frees: lanes to stop.
+      copies: (shard, place, lane): memories of prompts to copy to lanes, where seated samples begin with them.
       seats: samples to seat; shard and lane are in the sample.
       running: (sample, shard, lane) of every lane in the dispatch; empty when there is nothing to run.
     """
 
-    spills: list[tuple[Store, int, list[int]]] = dataclasses.field(default_factory=list)
-    restores: list[tuple[Store, int, list[int]]] = dataclasses.field(default_factory=list)
-    prefills: list[tuple[int, int, list[int]]] = dataclasses.field(default_factory=list)
+    spills: list[Move] = dataclasses.field(default_factory=list)
+    restores: list[Move] = dataclasses.field(default_factory=list)
+    prefills: list[Fill] = dataclasses.field(default_factory=list)
     feeds: list["Feed"] = dataclasses.field(default_factory=list)
     frees: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    copies: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     seats: list[Sample] = dataclasses.field(default_factory=list)
     running: list[tuple[Sample, int, int]] = dataclasses.field(default_factory=list)
 
@@ -103,6 +133,7 @@ class Feed:
       prior: the full pages it has already, and its prompt's, as (page, start, count).
       targets: the pages that take them.
       offset: tokens that the first of these holds already.
+      place: of the memory before them, its prompt's; the sample's lane takes that after them.
     """
 
     sample: Sample
@@ -110,12 +141,14 @@ class Feed:
     prior: list[tuple[int, int, int]]
     targets: list[int]
     offset: int
+    place: int
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolShape:
     """Sizes the scheduler works with: shards; per shard lanes and usable pages; tokens per page and dispatch; samples
-    that share a read; pages a sample and its prompt may hold; (longest chunk, rows of a shard) of each prefill call."""
+    that share a read; pages a sample and its prompt may hold; (longest chunk, rows of a shard) of each prefill call;
+    prompts whose memory of linear attention is kept, at least the lanes; 0 for models without such layers."""
 
     shards: int
     lanes: int
@@ -125,3 +158,4 @@ class PoolShape:
     members: int
     sample_pages: int
     calls: tuple[tuple[int, int], ...] = ()
+    slots: int = 0

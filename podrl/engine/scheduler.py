@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from podrl.engine.reads import LaneReads, Page, ReadShape
-from podrl.engine.records import Feed, Plan, PoolShape, PromptRow, Sample, Status, Store
+from podrl.engine.records import Feed, Fill, Move, Plan, PoolShape, PromptRow, Sample, Status, Store
 
 _AHEAD = 2  # times a shard's lanes, or a call's rows: samples whose prompts may be prefilled before their turn
 
@@ -43,6 +43,7 @@ class _Shard:
         self.index = index
         self.free_lanes = list(range(shape.lanes))
         self.free_pages = list(range(shape.pages))
+        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))
         self.prompts: dict[int, PromptRow] = {}
         self.assigned: list[Sample] = []  # to be seated here, in order
         self.running: dict[int, Sample] = {}  # by lane
@@ -134,6 +135,7 @@ class Scheduler:
         for store in dropped:
             held = [] if store.spilled else [s.index for s in store.pages]
             shard.give(held)
+            self._give_slot(shard, store)
             store.pages = []
             given.append((store, shard.index, held))
         return given
@@ -160,19 +162,32 @@ class Scheduler:
         self.samples.clear()
         return plan
 
-    def pause(self, handle: int, *, position: int) -> None:
-        """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`."""
+    def pause(self, handle: int, *, position: int) -> list[Store]:
+        """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`.
+
+        Where there are slots it keeps none of them, and all are fed again: the memory cannot be cut back to a position,
+        and tokens must be fed again by what the sample itself is, not by what happened around it.
+
+        Returns:
+          The sample's store, where its copy on the host is of no more use.
+        """
         sample = self.samples[handle]
         self._vacate(sample, live=True)
         shard = self._shards[sample.shard]
         if sample in shard.assigned:
             shard.assigned.remove(sample)
-        sample.status, sample.position = Status.PAUSED, position
+        sample.status, sample.position, kept = Status.PAUSED, position, position
+        if self.shape.slots:
+            sample.unfed, kept = position - (sample.length - 1), 0
         for page in sample.store.pages:
-            page.count = min(page.count, max(0, position - page.start))
+            page.count = min(page.count, max(0, kept - page.start))
         if not sample.store.spilled:
             shard.give([s.index for s in sample.store.pages if s.count == 0])
         sample.store.pages = [s for s in sample.store.pages if s.count > 0]
+        if not (self.shape.slots and sample.store.spilled):
+            return []
+        sample.store.spilled = False
+        return [sample.store]
 
     def give(self, handle: int, tokens: int) -> None:
         """Puts given tokens behind those of a sample that is not in a lane."""
@@ -289,10 +304,16 @@ class Scheduler:
 
     def _idle_stores(self, shard: _Shard) -> list[Store]:
         """Stores on the device that no running sample reads: of paused, then of waiting samples, then of prompts."""
+        return [
+            *self._resting(shard, Status.PAUSED),
+            *self._resting(shard, Status.WAITING),
+            *self._idle_prompts(shard),
+        ]
+
+    def _idle_prompts(self, shard: _Shard) -> list[Store]:
         used = {s.prompt for s in shard.running.values()}
         prompts = [row.store for prompt, row in shard.prompts.items() if prompt not in used]
-        prompts = [store for store in prompts if store.pages and not store.spilled]
-        return [*self._resting(shard, Status.PAUSED), *self._resting(shard, Status.WAITING), *prompts]
+        return [store for store in prompts if store.pages and not store.spilled]
 
     def _resting(self, shard: _Shard, status: Status) -> list[Store]:
         stores = [s.store for s in self.samples.values() if s.shard == shard.index and s.status is status]
@@ -300,9 +321,27 @@ class Scheduler:
 
     def _spill(self, shard: _Shard, store: Store, plan: Plan) -> None:
         held = [s.index for s in store.pages]
-        plan.spills.append((store, shard.index, held))
+        plan.spills.append(Move(store, shard.index, held, store.place))
         shard.give(held)
+        self._give_slot(shard, store)
         store.spilled = True
+
+    def _take_slot(self, shard: _Shard, store: Store) -> None:
+        """Gives a prompt a place for its memory: a slot; none where it has no tokens to prefill."""
+        if self.shape.slots:
+            nowhere = self.shape.lanes + self.shape.slots
+            store.place = heapq.heappop(shard.free_slots) if store.pages else nowhere
+
+    def _give_slot(self, shard: _Shard, store: Store) -> None:
+        if self.shape.lanes <= store.place < self.shape.lanes + self.shape.slots:
+            heapq.heappush(shard.free_slots, store.place)
+        store.place = -1
+
+    def _lacks_slot(self, shard: _Shard, sample: Sample) -> bool:
+        """True where the sample's prompt needs a slot, and none is free."""
+        row = shard.prompts.get(sample.prompt)
+        needs = (row is None or not row.filled or row.store.spilled) and self._prompt_pages(sample) > 0
+        return bool(self.shape.slots) and needs and not shard.free_slots
 
     def _restore(self, shard: _Shard, store: Store) -> list[int]:
         new = shard.take(len(store.pages))
@@ -333,9 +372,9 @@ class Scheduler:
         """Prefills prompts that come next in rows that calls made for others would leave empty."""
         longest = [tokens for tokens, _ in self.shape.calls]
         used = [collections.Counter[int]() for _ in longest]  # rows by call and shard
-        for prompt, shard, _ in plan.prefills if longest else ():
-            tokens = sum(page.count for page in self._shards[shard].prompts[prompt].store.pages)
-            used[min(bisect.bisect_left(longest, tokens), len(longest) - 1)][shard] += 1
+        for fill in plan.prefills if longest else ():
+            tokens = sum(page.count for page in self._shards[fill.shard].prompts[fill.prompt].store.pages)
+            used[min(bisect.bisect_left(longest, tokens), len(longest) - 1)][fill.shard] += 1
         while self._pieces:
             sample = self._pieces[-1][0]
             if (call := bisect.bisect_left(longest, sample.length - 1)) == len(longest):
@@ -345,6 +384,7 @@ class Scheduler:
             fit = [s for s in self._shards if taken[s.index] < room and sample.prompt not in s.prompts]
             most = _AHEAD * max(self.shape.lanes, rows)
             fit = [s for s in fit if len(s.assigned) < most and self._short(s, sample) <= 0]
+            fit = [s for s in fit if not self._lacks_slot(s, sample)]
             if not fit:
                 return
             shard = min(fit, key=lambda s: (len(s.assigned), s.index))
@@ -354,8 +394,14 @@ class Scheduler:
 
     def _make_room(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
         """True where the sample fits, if need be after spilling: paused samples, and all idle pages if nothing runs."""
-        if self._short(shard, sample) <= 0:
-            return True
+        if self._short(shard, sample) > 0 and not self._make_pages(shard, sample, plan):
+            return False
+        if self._lacks_slot(shard, sample):  # then an idle prompt has one: there are as many as lanes
+            self._spill(shard, self._idle_prompts(shard)[0], plan)
+        return True
+
+    def _make_pages(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
+        """Spills until there are pages for the sample; False, with nothing spilled, where that would not be enough."""
         needed = [sample.store]
         if sample.prompt in shard.prompts:
             needed.append(shard.prompts[sample.prompt].store)
@@ -420,15 +466,20 @@ class Scheduler:
 
     def _seat(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
         row = shard.prompts[sample.prompt]
+        sample.lane = shard.free_lanes.pop(0)
+        sample.store.place = sample.lane
         self._fill(shard, sample, plan)
         for store in (row.store, sample.store):
             if store.spilled:
-                plan.restores.append((store, shard.index, self._restore(shard, store)))
+                if store is row.store:
+                    self._take_slot(shard, store)
+                plan.restores.append(Move(store, shard.index, self._restore(shard, store), store.place))
         if sample.unfed or sample.compact:
             plan.feeds.append(self._feed(shard, sample))
+        elif self.shape.slots and not sample.store.pages:
+            plan.copies.append((shard.index, row.store.place, sample.lane))
         if self._full(sample):
             self._open_page(shard, sample)
-        sample.lane = shard.free_lanes.pop(0)
         sample.status, sample.seated = Status.RUNNING, self._seat_count
         self._seat_count += 1
         shard.running[sample.lane] = sample
@@ -445,8 +496,9 @@ class Scheduler:
         new = shard.take(self._prompt_pages(sample))
         row.store.pages = [Page(index, j * C, min(C, sample.length - 1 - j * C)) for j, index in enumerate(new)]
         row.filled = True
+        self._take_slot(shard, row.store)
         if new:
-            plan.prefills.append((sample.prompt, shard.index, new))
+            plan.prefills.append(Fill(sample.prompt, shard.index, new, row.store.place))
 
     def _feed(self, shard: _Shard, sample: Sample) -> Feed:
         """Finds places for a sample's given tokens: what its last page has left, and new pages."""
@@ -456,7 +508,8 @@ class Scheduler:
         del pages[fit.keep :]
         last = [page for page in pages[-1:] if page.count < C]
         full = pages[: len(pages) - len(last)]
-        prior = [(page.index, page.start, page.count) for page in (*shard.prompts[sample.prompt].store.pages, *full)]
+        row = shard.prompts[sample.prompt]
+        prior = [(page.index, page.start, page.count) for page in (*row.store.pages, *full)]
         start, offset = sample.position - fit.tokens, sum(page.count for page in last)
         new = [Page(index, start - offset + (len(last) + j) * C, C) for j, index in enumerate(shard.take(fit.new))]
         pages.extend(new)
@@ -464,7 +517,7 @@ class Scheduler:
         for page in targets:
             page.count = min(C, sample.position - page.start)
         sample.unfed, sample.compact = 0, False
-        return Feed(sample, start, prior, [page.index for page in targets], offset)
+        return Feed(sample, start, prior, [page.index for page in targets], offset, row.store.place)
 
     def _vacate(self, sample: Sample, live: bool) -> None:
         if sample.lane < 0:

@@ -12,7 +12,7 @@ from jaxtyping import UInt8
 from podrl.engine.config import Sampling
 from podrl.engine.device import Device
 from podrl.engine.prefill import cut_chunks, run_chunks
-from podrl.engine.records import Feed, Plan, PoolShape
+from podrl.engine.records import Feed, Fill, Plan, PoolShape
 from podrl.engine.routes import RouteReader
 from podrl.engine.scheduler import Scheduler
 from podrl.engine.state import FREE, SEAT, Chunk, Emitted, LaneUpdates
@@ -139,7 +139,15 @@ class Session:
         sample_pages = min(s.max_pages, s.pages - 1)
         self._scheduler = Scheduler(
             PoolShape(
-                engine.shards, s.lanes, s.pages - 1, s.page_tokens, s.steps, s.members, sample_pages, s.prefill_calls
+                engine.shards,
+                s.lanes,
+                s.pages - 1,
+                s.page_tokens,
+                s.steps,
+                s.members,
+                sample_pages,
+                s.prefill_calls,
+                s.slots,
             )
         )
         self._routes = RouteReader(device) if engine.routes else None
@@ -357,15 +365,15 @@ class Session:
     def _carry_out(self, plan: Plan) -> None:
         if self._routes is not None:
             self._routes.launch()
-        for store, shard, pages in plan.spills:
-            self.device.spill(store.name, shard, pages)
+        for spill in plan.spills:
+            self.device.spill(spill.store.name, spill.shard, spill.pages, spill.place)
             self.stats.spills += 1
-        for store, shard, pages in plan.restores:
-            self.device.restore(store.name, shard, pages)
-        self._prefill(
-            [self._prompt_chunks(shard, self._prompts[prompt], pages) for prompt, shard, pages in plan.prefills]
-        )
+        for restore in plan.restores:
+            self.device.restore(restore.store.name, restore.shard, restore.pages, restore.place)
+        self._prefill([self._prompt_chunks(fill) for fill in plan.prefills])
         self._prefill([self._given_chunks(feed) for feed in plan.feeds])
+        if plan.copies:
+            self.device.copy(self.engine.shape.pack_copies(self.engine.shards, plan.copies))
         if plan.seats or plan.frees:
             self.device.insert(self._lane_updates(plan).packed())
 
@@ -406,16 +414,18 @@ class Session:
             updates.top_p_R[r], updates.min_p_R[r] = sampling.nucleus, sampling.min_p
         return updates
 
-    def _prompt_chunks(self, shard: int, prompt: np.ndarray, pages: list[int]) -> list[Chunk]:
+    def _prompt_chunks(self, fill: Fill) -> list[Chunk]:
         """Cuts a prompt into prefill chunks, without its last token, which each sample feeds itself."""
-        return cut_chunks(self.engine.shape, shard, prompt[:-1], 0, [], pages)
+        shape, prompt = self.engine.shape, self._prompts[fill.prompt]
+        return cut_chunks(shape, fill.shard, prompt[:-1], 0, [], fill.pages, places=(shape.nowhere, fill.place))
 
     def _given_chunks(self, feed: Feed) -> list[Chunk]:
         """A sample's tokens from the feed's start on, all but its last, which is fed when it is seated."""
         track, n = self._tracks[feed.sample.id], len(self._tracks[feed.sample.id].prompt)
         row = [*track.prompt[feed.start :], *track.tokens[max(feed.start - n, 0) :]]
         shape, shard = self.engine.shape, feed.sample.shard
-        return cut_chunks(shape, shard, row[:-1], feed.start, feed.prior, feed.targets, feed.offset)
+        places = (feed.place, feed.sample.lane)
+        return cut_chunks(shape, shard, row[:-1], feed.start, feed.prior, feed.targets, feed.offset, places)
 
     def _prefill(self, sequences: list[list[Chunk]]) -> None:
         self.stats.meter.begin()
@@ -474,7 +484,8 @@ class Session:
             return True
         track.paused, track.epoch = stop, track.epoch + 1
         track.text = self._text(track, stop, track.first)
-        self._scheduler.pause(track.handle, position=len(track.prompt) + len(track.tokens) - 1)
+        for store in self._scheduler.pause(track.handle, position=len(track.prompt) + len(track.tokens) - 1):
+            self.device.forget(store.name)
         return True
 
     def _fail(self, track: Track, version: int) -> None:

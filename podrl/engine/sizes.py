@@ -34,8 +34,8 @@ def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineSh
     )
 
 
-def engine_shape(config: RolloutConfig, shards: int) -> EngineShape:
-    """Sizes of each shard's programs.
+def engine_shape(config: RolloutConfig, shards: int, *, recurrent: bool = False) -> EngineShape:
+    """Sizes of each shard's programs; `recurrent`: for a model with layers of linear attention.
 
     Raises:
       ValueError: a pool too small for the longest request.
@@ -70,4 +70,5 @@ def engine_shape(config: RolloutConfig, shards: int) -> EngineShape:
         stop_ids=STOP_IDS,
         buckets=tuple(buckets),
         prefill_tokens=config.prefill_tokens,
+        slots=lanes if recurrent else 0,
     )

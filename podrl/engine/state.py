@@ -33,6 +33,7 @@ class EngineShape:
       stop_ids: E.
       buckets: prefill chunk lengths, ascending.
       prefill_tokens: rows of a prefill call times its bucket, about.
+      slots: prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without such layers.
     """
 
     lanes: int
@@ -45,6 +46,17 @@ class EngineShape:
     stop_ids: int
     buckets: tuple[int, ...]
     prefill_tokens: int
+    slots: int = 0
+
+    @property
+    def places(self) -> int:
+        """Memories of linear attention: those of the lanes, of the prompts behind them, and `nowhere`."""
+        return self.lanes + self.slots + 1
+
+    @property
+    def nowhere(self) -> int:
+        """The last place: what is read from it counts as zeros, and what need not be kept is written to it."""
+        return self.places - 1
 
     def prefill_rows(self, bucket: int) -> int:
         """Returns the number of rows of a bucket's prefill program."""
@@ -61,16 +73,21 @@ class EngineShape:
 
     def chunk_shape(self, shards: int, bucket: int) -> tuple[int, int]:
         """Returns the shape of what `pack_chunks` makes."""
-        return shards * self.prefill_rows(bucket), bucket + 2 + 3 * self.max_pages + self.chunk_pages(bucket)
+        width = bucket + 2 + 3 * self.max_pages + self.chunk_pages(bucket) + 3 * bool(self.slots)
+        return shards * self.prefill_rows(bucket), width
 
     def pack_chunks(self, shards: int, bucket: int, chunks: Sequence["Chunk"]) -> np.ndarray:
         """Packs chunks into the flat argument of a bucket's prefill: int32, one row per prefill row of the mesh.
 
-        Columns: tokens (bucket), start, then J pages, J starts, J counts of what came before, the targets, the offset.
+        Columns: tokens (bucket), start, then J pages, J starts, J counts of what came before, the targets, the offset;
+        with slots also the number of tokens, and the places that the memory is read from and written to.
         """
         J, (rows, width) = self.max_pages, self.chunk_shape(shards, bucket)
         flat = np.zeros((shards, rows // shards, width), np.int32)
-        flat[:, :, bucket + 1 + 3 * J : -1] = self.pages - 1
+        last = bucket + 1 + 3 * J + self.chunk_pages(bucket)
+        flat[:, :, bucket + 1 + 3 * J : last] = self.pages - 1
+        if self.slots:
+            flat[:, :, -2:] = self.nowhere
         used = [0] * shards
         for chunk in chunks:
             row = flat[chunk.shard, used[chunk.shard]]
@@ -80,8 +97,22 @@ class EngineShape:
             for j, (page, start, count) in enumerate(chunk.prior):
                 row[bucket + 1 + j], row[bucket + 1 + J + j], row[bucket + 1 + 2 * J + j] = page, start, count
             row[bucket + 1 + 3 * J : bucket + 1 + 3 * J + len(chunk.targets)] = chunk.targets
-            row[-1] = chunk.offset
+            row[last] = chunk.offset
+            if self.slots:
+                row[-3:] = len(chunk.tokens), chunk.begins, chunk.ends
         return flat.reshape(rows, width)
+
+    def pack_copies(self, shards: int, copies: Sequence[tuple[int, int, int]]) -> np.ndarray:
+        """Packs (shard, place, lane) into the argument of `Engine.copy_memories`: int32, a row for each shard.
+
+        Columns: their number, then R places, then R lanes.
+        """
+        flat = np.zeros((shards, 1 + 2 * self.lanes), np.int32)
+        for shard, place, lane in copies:
+            number = flat[shard, 0]
+            flat[shard, 1 + number], flat[shard, 1 + self.lanes + number] = place, lane
+            flat[shard, 0] += 1
+        return flat
 
     def reads(self) -> ReadShape:
         """Sizes of a read list with room for every lane and page; a shared read serves at least one lane."""
@@ -106,6 +137,10 @@ class DecodeState:
       live_R: whether the lane samples.
       sampling: settings of the lane's sample.
       stop_RE: ids that end it; -1 is none.
+      memories: what layers of linear attention keep of a sequence: states (L, P, N, H, U) and inputs of the convolution
+        (L, P, I), see `podrl.models.delta.memory_shapes`; of each kind of such layers, or of each layer where they are
+        unrolled. The first R of the P places are those of the lanes: a live lane's has the memory of the tokens before
+        `position_R`. See `EngineShape.places`.
     """
 
     pools: tuple[Array, ...]
@@ -115,6 +150,7 @@ class DecodeState:
     live_R: Bool[Array, " R"]
     sampling: LaneSampling
     stop_RE: Int[Array, "R E"]
+    memories: tuple[Array, ...] = ()
 
 
 @flax.struct.dataclass
@@ -181,6 +217,7 @@ class Chunk:
       prior: (page, start, count) of what the sequence holds already.
       targets: pages that take the new keys and values.
       offset: place of the first token in the first of them; what lies before it there stays.
+      begins, ends: places of the memory before the chunk and after it, where the shape has slots.
     """
 
     shard: int
@@ -189,3 +226,5 @@ class Chunk:
     prior: Sequence[tuple[int, int, int]]
     targets: Sequence[int]
     offset: int = 0
+    begins: int = 0
+    ends: int = 0

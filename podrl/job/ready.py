@@ -30,7 +30,7 @@ _FEW, _MANY = 32, 10_000
 
 
 def check_models(job: Job, keys: Collection[str]) -> None:
-    """Refuses models whose directories lack a configuration or weights that podrl reads, and those it cannot sample.
+    """Refuses directories of models without a configuration or weights that podrl reads.
 
     Args:
       job: the job.
@@ -50,18 +50,11 @@ def check_models(job: Job, keys: Collection[str]) -> None:
         if storage.is_remote(directory):  # where every file is a request
             continue
         try:
-            model = read_config(directory)
-            if key == "model.path" and _samples(job):
-                model.check_samples()
+            read_config(directory)
             if orbax_files.find_checkpoint(directory) is None:
                 scan_directory(directory)
         except ValueError as error:
             raise ValueError(f"{key}={path!r}: {error}") from error
-
-
-def _samples(job: Job) -> bool:
-    """True where the policy generates: to train, or in evaluations."""
-    return not job.kind.given or (not job.kind.scores and bool(job.eval.problems or job.eval.sets))
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:

@@ -327,14 +327,10 @@ class ModelConfig:
         """Share of the routed experts that compute one token; 1 without experts."""
         return 1.0 if self.experts is None else self.experts.chosen / self.experts.count
 
-    def check_samples(self) -> None:
-        """Refuses a model that podrl cannot sample from. Raises ValueError."""
-        if any(kind.delta is not None for kind in self.kinds):
-            raise ValueError(
-                f"A {self.family} model has layers of linear attention, whose states the engine does not keep: podrl "
-                "cannot sample from this model yet. Train it on given answers (algorithm='sft', 'dpo', 'orpo', 'kto') "
-                "without an evaluation that samples (eval.problems=0, eval.sets=()), or score with it."
-            )
+    @property
+    def recurrent(self) -> bool:
+        """True where some layers are of linear attention."""
+        return any(alike.delta is not None for alike in self.alike())
 
     def _check_kinds(self) -> None:
         names = [kind.name for kind in self.kinds]

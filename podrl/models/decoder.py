@@ -512,7 +512,7 @@ def replayed(
     dropping = config.lora.rank > 0 and config.lora.dropout > 0
 
     linear = None
-    if any(alike.delta is not None for alike in config.alike()):
+    if config.recurrent:
         if mesh is not None and rules.axes_over("time", mesh):
             raise ValueError(
                 f"A {config.family} model has layers of linear attention, which podrl does not compute over rows cut "

@@ -9,7 +9,8 @@ Letters beside those of podrl.types: H key width, U value width, X chunks of a r
 W taps of the convolution.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.struct
 import jax
@@ -141,11 +142,13 @@ def step(
       decay_BN: logarithm of what is kept of the state, at most 0.
       beta_BN: share of the value that is replaced, in [0, 1].
     """
-    state_BNHU = state_BNHU * jnp.exp(decay_BN)[..., None, None]
-    known_BNU = _sum("BNHU,BNH->BNU", state_BNHU, k_BNH)
+    kept_BN1, same_BN1 = jnp.exp(decay_BN)[..., None], jnp.sum(q_BNH * k_BNH, axis=2, keepdims=True)
+    # One sum reads the old state for both, and the new state depends on it: so XLA can write the new one in place.
+    key_and_query = jnp.stack([k_BNH, q_BNH])[..., None] * state_BNHU
+    known_BNU, read_BNU = jnp.sum(key_and_query, axis=3) * kept_BN1
     change_BNU = (v_BNU.astype(jnp.float32) - known_BNU) * beta_BN[..., None]
-    state_BNHU = state_BNHU + k_BNH[..., None] * change_BNU[..., None, :]
-    return _sum("BNHU,BNH->BNU", state_BNHU, q_BNH), state_BNHU
+    out_BNU = read_BNU + same_BN1 * change_BNU
+    return out_BNU, state_BNHU * kept_BN1[..., None] + k_BNH[..., None] * change_BNU[..., None, :]
 
 
 def over_rows(
@@ -288,14 +291,105 @@ def mix(
       config: configuration of a model whose layers are all like this one.
       chunks, previous_BT: see `cut` and `previous`.
     """
+    out_BTD, _, _ = _mixed(
+        h_BTD,
+        layer,
+        config,
+        lambda x_BTI, weight_WI: (convolve(x_BTI, weight_WI, previous_BT), None),
+        lambda q, k, v, decay, beta: over_rows(q, k, v, decay, beta, chunks),
+    )
+    return out_BTD
+
+
+def memory_shapes(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns shapes of what a layer keeps of a sequence: its float32 state (N, H, U), and inputs of the convolution.
+
+    Of these the last W - 1, side by side.
+    """
+    sizes = config.delta
+    assert sizes is not None
+    return (sizes.value_heads, sizes.key_dim, sizes.value_dim), ((sizes.taps - 1) * sizes.channels,)
+
+
+Memory = tuple[Float[Array, "B N H U"], Float[Array, "B I"]]
+
+
+def mix_on(
+    h_BTD: Float[Array, "B T D"], layer: PyTree, config: ModelConfig, memory: Memory, length_B: Int[Array, " B"]
+) -> tuple[Float[Array, "B T D"], Memory]:
+    """As `mix`, for tokens that follow others: rows of one sequence each, and the memory after their last tokens.
+
+    Args:
+      memory: of the tokens before each row, see `memory_shapes`; zeros where there are none.
+      length_B: tokens of each row; what lies behind is padding.
+    """
+    segment_BT = (jnp.arange(h_BTD.shape[1]) < length_B[:, None]).astype(jnp.int32)
+    chunks = cut(segment_BT, before_B=jnp.ones_like(length_B))
+    out_BTD, state_BNHU, inputs_BI = _mixed(
+        h_BTD,
+        layer,
+        config,
+        lambda x_BTI, weight_WI: _convolve_on(x_BTI, weight_WI, memory[1], length_B),
+        lambda q, k, v, decay, beta: over_rows(q, k, v, decay, beta, chunks, memory[0]),
+    )
+    return out_BTD, (state_BNHU, inputs_BI)
+
+
+def mix_one(
+    h_B1D: Float[Array, "B 1 D"], layer: PyTree, config: ModelConfig, memory: Memory
+) -> tuple[Float[Array, "B 1 D"], Memory]:
+    """As `mix_on`, of one token for each row."""
+
+    def rule(*arrays: Array) -> tuple[Array, Array]:
+        out_BNU, state_BNHU = step(memory[0], *(x[:, 0] for x in arrays))
+        return out_BNU[:, None], state_BNHU
+
+    out_B1D, state_BNHU, inputs_BI = _mixed(
+        h_B1D,
+        layer,
+        config,
+        lambda x_B1I, weight_WI: _convolve_on(x_B1I, weight_WI, memory[1], None),
+        rule,
+    )
+    return out_B1D, (state_BNHU, inputs_BI)
+
+
+def _convolve_on(
+    x_BTI: Array, weight_WI: Array, inputs_BI: Array, length_B: Int[Array, " B"] | None
+) -> tuple[Array, Array]:
+    """As `convolve`, of rows that follow W - 1 inputs each: (outputs, the last W - 1 inputs of each row).
+
+    `length_B` counts the tokens of each row; None where none is padding.
+    """
+    W, (B, T, channels) = len(weight_WI), x_BTI.shape
+    wide_BTI = jnp.concatenate([inputs_BI.reshape(B, W - 1, channels), x_BTI], axis=1)
+    wide_BTI = lax.optimization_barrier(wide_BTI)  # its only reader, so that XLA can write the new inputs in place
+    out_BTI = x_BTI * weight_WI[-1]
+    for w in range(W - 2, -1, -1):
+        out_BTI = out_BTI + wide_BTI[:, w : w + T] * weight_WI[w]
+    if length_B is None:
+        return out_BTI, wide_BTI[:, T:].reshape(B, -1)
+    at_BW1 = (length_B[:, None] + jnp.arange(W - 1))[..., None]
+    return out_BTI, jnp.take_along_axis(wide_BTI, at_BW1, axis=1).reshape(B, -1)
+
+
+def _mixed(
+    h_BTD: Array, layer: PyTree, config: ModelConfig, convolve: Callable, rule: Callable
+) -> tuple[Array, Array, Any]:
+    """Applies a layer's linear attention: (its output, what `rule` and `convolve` return beside theirs).
+
+    Args:
+      convolve: (inputs (B, T, I), weight (W, I)) -> (outputs, anything).
+      rule: arguments per token as of `over_rows` -> (outputs, anything).
+    """
     sizes = config.delta
     assert sizes is not None
 
     def matrix(name: str) -> Array:
         return layer[name].astype(h_BTD.dtype)
 
-    weight_WI = matrix("delta_conv")[:, 0].T
-    mixed_BTI = jax.nn.silu(convolve(h_BTD @ matrix("delta_in"), weight_WI, previous_BT))
+    mixed_BTI, inputs = convolve(h_BTD @ matrix("delta_in"), matrix("delta_conv")[:, 0].T)
+    mixed_BTI = jax.nn.silu(mixed_BTI)
     keys = sizes.key_heads * sizes.key_dim
     q, k, v = jnp.split(mixed_BTI, [keys, 2 * keys], axis=-1)
     B, T, _ = h_BTD.shape
@@ -307,19 +401,14 @@ def mix(
     beta_BTN = jax.nn.sigmoid((h_BTD @ matrix("delta_beta")).astype(jnp.float32))
     speed_BTN = jax.nn.softplus((h_BTD @ matrix("delta_decay")).astype(jnp.float32) + layer["delta_shift"])
     decay_BTN = -jnp.exp(layer["delta_rate"].astype(jnp.float32)) * speed_BTN
-    out_BTNU, _ = over_rows(
-        q_BTNH * sizes.key_dim**-0.5,
-        k_BTNH,
-        v.reshape(B, T, -1, sizes.value_dim),
-        decay_BTN,
-        beta_BTN,
-        chunks,
+    out_BTNU, state = rule(
+        q_BTNH * sizes.key_dim**-0.5, k_BTNH, v.reshape(B, T, -1, sizes.value_dim), decay_BTN, beta_BTN
     )
     gate_BTNU = (h_BTD @ matrix("delta_gate")).reshape(out_BTNU.shape).astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(out_BTNU * out_BTNU, axis=-1, keepdims=True) + config.norm_eps)
     out_BTNU = (out_BTNU * scale).astype(h_BTD.dtype) * layer["delta_norm"].astype(h_BTD.dtype)
     out_BTNU = (out_BTNU * jax.nn.silu(gate_BTNU)).astype(h_BTD.dtype)
-    return out_BTNU.reshape(B, T, -1) @ matrix("delta_out")
+    return out_BTNU.reshape(B, T, -1) @ matrix("delta_out"), state, inputs
 
 
 def _sum(letters: str, a: Array, b: Array) -> Array:

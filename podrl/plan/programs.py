@@ -17,7 +17,7 @@ from podrl.engine.sizes import engine_shape
 from podrl.job.config import Job
 from podrl.job.weights import Copies, copies, device_bytes, model_of, rollout_dtype, rollout_model
 from podrl.mesh.build import make_mesh, spreads_copies
-from podrl.models import decoder
+from podrl.models import decoder, delta
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.sizes import SIZES, config_of, expert_parameter_count, parameter_count
@@ -179,7 +179,10 @@ def rollout_programs(setting: Setting) -> list[Program]:
 
 
 def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work:
-    """Counts a dispatch on one chip: weights and visible tokens are read once per step, prompts once per group."""
+    """Counts a dispatch on one chip: weights and visible tokens are read once per step, prompts once per group.
+
+    States of linear attention are read and written once per step; they are not cut over tensor.
+    """
     model, job = setting.rollout_model, setting.job
     tensor = mesh.shape["tensor"]
     item = setting.rollout_dtype().itemsize
@@ -188,12 +191,19 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed * (1 - model.chosen_share) ** lanes
     heads = lambda m: m.num_kv_heads if m.num_kv_heads % tensor else m.num_kv_heads // tensor  # noqa: E731  # cut or not
-    token = sum(2 * m.num_layers * heads(m) * m.head_dim for m in model.alike()) * item
+    attends = [m for m in model.alike() if m.delta is None]
+    token = sum(2 * m.num_layers * heads(m) * m.head_dim for m in attends) * item
     prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)
     seen = lanes * (prompt + setting.completion / 2)
     attended = lanes * (job.rollout.max_prompt_length + setting.completion / 2)
-    attention = sum(4 * m.num_layers * m.num_heads / tensor * m.head_dim for m in model.alike()) * attended
-    return Work(steps * (2 * active * lanes + attention), steps * (touched * item + seen * token))
+    attention = sum(4 * m.num_layers * m.num_heads / tensor * m.head_dim for m in attends) * attended
+    states = inputs = 0
+    for m in (m for m in model.alike() if m.delta is not None):
+        state, read = map(math.prod, delta.memory_shapes(m))
+        states, inputs = states + m.num_layers * state, inputs + m.num_layers * read
+    linear = 7 * states * lanes  # two sums over it, its decay, and its change
+    moved = 2 * lanes * (4 * states + item * inputs)  # read and written
+    return Work(steps * (2 * active * lanes + attention + linear), steps * (touched * item + seen * token + moved))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +340,8 @@ class _Ends:
 
 
 def _engine(setting: Setting, mesh: Mesh) -> Engine:
-    shape = engine_shape(setting.job.rollout, mesh.shape["data"] * mesh.shape["fsdp"])
+    shards, recurrent = mesh.shape["data"] * mesh.shape["fsdp"], setting.rollout_model.recurrent
+    shape = engine_shape(setting.job.rollout, shards, recurrent=recurrent)
     several_hosts, kernel = spreads_copies(mesh), setting.job.rollout.page_kernel
     model, dtype, routes = setting.rollout_model, setting.rollout_dtype(), setting.job.rollout.router_replay
     return Engine(model, mesh, shape, dtype, several_hosts=several_hosts, kernel=kernel, routes=routes)

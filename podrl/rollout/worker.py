@@ -117,7 +117,8 @@ class RolloutWorker:
         self.tell: Tell | None = None
         self._pad_id, self._eos_ids, self._decode = pad_id, tuple(eos_ids), decode
         self._seed = seed if config.seed is None else config.seed
-        self._shape = engine_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._shape = engine_shape(config, shards, recurrent=model.recurrent)
         self._engine: Engine | None = None
         self._state: DecodeState | None = None
         self._session: Session | None = None

@@ -88,6 +88,41 @@ def test_meshes(tiny_on, check, prompts_of, mesh, layers):
     generate(tiny_on(mesh, devices, model), check, prompts_of)
 
 
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-2,  # with 1e-6, float32 itself is 2e-4 away from float64
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers"),
+    [
+        ("fsdp=2", 16),
+        pytest.param("data=1", 4, marks=[FORMS, pytest.mark.slow]),
+        pytest.param("tensor=2", 4, marks=[FORMS, pytest.mark.slow]),
+        pytest.param("data=2,fsdp=2,tensor=2", 16, marks=[FORMS, pytest.mark.slow]),
+    ],
+)
+def test_layers_of_linear_attention(tiny_on, check, prompts_of, mesh, layers):
+    """States of prompts in several chunks reach the lanes, and go to the host and back where the pool is short."""
+    model = config_from_hf({**QWEN3_5, "num_hidden_layers": layers})
+    devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
+    config = dataclasses.replace(CONFIG, pool_tokens=12 * 8)
+    worker, _ = generate(tiny_on(mesh, devices, model), check, prompts_of, config, atol=2e-5)
+    assert (worker.stats.spills > 0) == (devices < 8)
+
+
 # Heads of 8 in layers with a window, and of 16, whose values are keys, in those without.
 GEMMA4 = {
     "model_type": "gemma4_text",

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import numpy as np
@@ -30,21 +31,30 @@ class Device:
         self.order: list[int] = []
         self.spills = 0
         self.prefills: list[list[int]] = []  # of each plan that has any: how many on each shard
+        self.memory: dict[tuple, tuple] = {}  # by (shard, place) or store: (whose, position of the next token)
 
     def step(self) -> None:
         plan = self.scheduler.plan()
         if plan.prefills:
-            shards = [shard for _, shard, _ in plan.prefills]
+            shards = [shard for _, shard, *_ in plan.prefills]
             self.prefills.append([shards.count(shard) for shard in range(self.shape.shards)])
-        for store, _, held in plan.spills:
+        for store, shard, held, place in plan.spills:
             assert store.key not in self.spilled and held
             self.spilled.add(store.key)
+            self.memory[store.key] = self.memory.get((shard, place), ())
             self.spills += 1
-        for store, _, _ in plan.restores:
+        for store, shard, _, place in plan.restores:
             self.spilled.remove(store.key)
+            self.memory[shard, place] = self.memory.pop(store.key)
+        if self.shape.slots:
+            self.remember(plan)
         self.order += [s.id for s in plan.seats if s.grown == 0]
         if plan.running:
             self.check()
+            if self.shape.slots:
+                for s, shard, lane in plan.running:
+                    assert self.memory[shard, lane] == (("sample", s.id), s.position)
+                    self.memory[shard, lane] = (("sample", s.id), s.position + self.shape.steps)
             self.scheduler.advance()
             self.flights.append([(s.id, self.epoch.get(s.id, 0)) for s, _, _ in plan.running])
             if len(self.flights) < 2:
@@ -60,13 +70,30 @@ class Device:
                 for store, *_ in self.scheduler.finish(handle, grown=self.wanted[handle], live=False):
                     self.spilled.discard(store.key)
 
+    def remember(self, plan) -> None:
+        """Fills places by a plan's prefills, feeds and copies, from those that they begin with."""
+        nowhere = self.shape.lanes + self.shape.slots
+        for prompt, shard, _, place in plan.prefills:
+            assert self.shape.lanes <= place < nowhere
+            self.memory[shard, place] = (("prompt", prompt), 0)
+        begins = [(feed.sample, feed.sample.shard, feed.place) for feed in plan.feeds]
+        seated = {(s.shard, s.lane): s for s in plan.seats}
+        begins += [(seated[shard, lane], shard, place) for shard, place, lane in plan.copies]
+        for sample, shard, place in begins:
+            whose = (("prompt", sample.prompt), 0)
+            assert place == nowhere if sample.length == 1 else self.memory[shard, place] == whose
+            self.memory[shard, sample.lane] = (("sample", sample.id), sample.position)
+        for feed in plan.feeds:
+            assert feed.start == feed.sample.length - 1 and not feed.offset
+
     def pause(self, handle: int) -> None:
         sample = self.scheduler.samples[handle]
         self.made[handle] = self.pauses[handle][0][0]
         self.paused.append(handle)
         self.epoch[handle] = self.epoch.get(handle, 0) + 1
         position = sample.length - 1 + self.made[handle] + self.given.get(handle, 0)
-        self.scheduler.pause(handle, position=position)
+        for store in self.scheduler.pause(handle, position=position):
+            self.spilled.remove(store.key)
 
     def resume(self, handle: int) -> None:
         self.paused.remove(handle)
@@ -82,6 +109,10 @@ class Device:
             owned = [seg.index for store in stores if not store.spilled for seg in store.pages]
             everything = owned + shard.free_pages
             assert sorted(everything) == list(range(self.shape.pages))
+            slots = [store.place for store in stores if store.place >= self.shape.lanes]
+            slots = [place for place in slots if place < self.shape.lanes + self.shape.slots]
+            every = range(self.shape.lanes, self.shape.lanes + self.shape.slots)
+            assert sorted(slots + shard.free_slots) == list(every)
             lanes = list(shard.running) + shard.free_lanes
             assert sorted(lanes) == list(range(self.shape.lanes))
             for sample in shard.running.values():
@@ -104,6 +135,7 @@ def run(scheduler, shape, wanted, prompt) -> Device:
     assert scheduler.free_counts() == (shape.shards * shape.lanes, shape.shards * shape.pages)
     assert not device.spilled
     assert not scheduler.samples
+    assert all(len(shard.free_slots) == shape.slots for shard in scheduler._shards)
     return device
 
 
@@ -111,7 +143,8 @@ def run(scheduler, shape, wanted, prompt) -> Device:
 @given(data=st.data())
 def test_everything_finishes_and_nothing_leaks(data):
     """Schedules random groups, up to a shard's longest sample, with far more tokens than the pool holds at once."""
-    scheduler, wanted, prompt_of = Scheduler(SHAPE), {}, {}
+    shape = dataclasses.replace(SHAPE, slots=data.draw(st.sampled_from([0, SHAPE.lanes])))
+    scheduler, wanted, prompt_of = Scheduler(shape), {}, {}
     for _ in range(data.draw(st.integers(1, 8))):
         length, first = data.draw(st.integers(1, 17)), len(wanted)
         samples = []
@@ -121,7 +154,7 @@ def test_everything_finishes_and_nothing_leaks(data):
             wanted[handle], prompt_of[handle] = data.draw(st.integers(1, limit)), first
             samples.append((handle, limit, None))
         scheduler.add(first, length, samples, pieces=data.draw(st.integers(1, 2)))
-    run(scheduler, SHAPE, wanted, prompt_of)
+    run(scheduler, shape, wanted, prompt_of)
 
 
 @settings(max_examples=60, derandomize=True)
@@ -129,7 +162,7 @@ def test_everything_finishes_and_nothing_leaks(data):
 def test_samples_that_pause_and_are_given_tokens_finish_too(data):
     """Random pauses, given tokens and waits over a pool that one long sample fills: everything ends, nothing leaks."""
     shape = PoolShape(shards=2, lanes=2, pages=12, page_tokens=8, steps=data.draw(st.sampled_from([4, 8])), members=2,
-                      sample_pages=12)  # fmt: skip
+                      sample_pages=12, slots=data.draw(st.sampled_from([0, 2])))  # fmt: skip
     scheduler, wanted, pauses = Scheduler(shape), {}, {}
     for _ in range(data.draw(st.integers(1, 5))):
         length, first, samples = data.draw(st.integers(1, 17)), len(wanted), []
@@ -187,7 +220,7 @@ def test_the_youngest_is_spilled_and_its_results_are_awaited():
         assert not scheduler.plan().spills
         scheduler.advance()
     plan = scheduler.plan()  # both need a third page, none is free
-    assert [store.key for store, _, _ in plan.spills] == [("sample", 1, 0)]
+    assert [spill.store.key for spill in plan.spills] == [("sample", 1, 0)]
     assert [s.id for s, _, _ in plan.running] == [0]
     assert plan.frees == [(0, 1)]
     assert scheduler.samples[1].status is Status.WAITING
@@ -243,7 +276,7 @@ def test_groups_stay_together_and_share_reads():
     plan = scheduler.plan()
     assert len({s.shard for s in plan.seats if s.prompt == 0}) == 1
     assert {s.shard for s in plan.seats} == {0, 1}
-    assert [(prompt, len(new)) for prompt, _, new in plan.prefills] == [(0, 3), (3, 1)]
+    assert [(prompt, len(new)) for prompt, _, new, _ in plan.prefills] == [(0, 3), (3, 1)]
     read_shape = ReadShape(lanes=4, shared=16, own=20, members=2)
     reads = read_shape.split(scheduler.reads(read_shape, trash=19)[0])
     np.testing.assert_array_equal(reads.total_2, [6, 0])  # three members in reads of two: twice three pages
@@ -319,5 +352,5 @@ def test_given_tokens_without_room_spill_nothing(tokens, fit):
     scheduler.resume(1, left=4)
     plan = scheduler.plan()
     assert [s.id for s in plan.seats] == [1] * fit
-    assert [store for store, _, _ in plan.spills] == [scheduler.samples[2].store] * fit
+    assert [spill.store for spill in plan.spills] == [scheduler.samples[2].store] * fit
     assert scheduler.samples[2].store.spilled == fit

@@ -174,10 +174,14 @@ def test_preferences_train_against_the_model_as_it_was_and_its_checkpoint_is_exp
     assert exported.params["layers"]["full"]["layer_scalar"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 2, "alpha": 4.0}], ids=["full", "merged"])
-def test_grpo_trains_on_its_samples(tmp_path, lora):
+@pytest.mark.parametrize(
+    ("lora", "raw"),
+    [({}, GEMMA4), ({"rank": 2, "alpha": 4.0}, GEMMA4), ({}, QWEN3_5 | {"rms_norm_eps": 1e-2})],
+    ids=["full", "merged", "linear"],
+)
+def test_grpo_trains_on_its_samples(tmp_path, lora, raw):
     """The sampler's probabilities are the trainer's before and after an update: every leaf has reached the engine."""
-    saved(tmp_path, make_mesh("fsdp=1", jax.devices()[:1]))
+    saved(tmp_path, make_mesh("fsdp=1", jax.devices()[:1]), raw)
     rewards = tmp_path / "mine.py"
     rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
     values = load_config(find_config("grpo_gemma.py")).to_dict()

@@ -66,17 +66,6 @@ def test_missing_weights(model, key, capsys):
     refused(values(model={key: str(model)}), r"model\.safetensors is a pipe and must be a regular file", capsys)
 
 
-def test_a_model_that_cannot_be_sampled_is_refused_where_samples_are_drawn(tmp_path, capsys):
-    linear = pathlib.Path(__file__).parents[1] / "models" / "fixtures" / "qwen3_5"
-    path = shutil.copytree(linear, tmp_path / "qwen3_5")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(pathlib.Path(podrl.TINY) / name, path / name)
-    model, data = {"path": str(path)}, records(tmp_path)
-    refused(values(model=model, data=data), r"model\.path=.* cannot sample from this model yet", capsys)
-    refused(values("sft", model=model, data=data), r"cannot sample .*eval\.problems=0", capsys)
-    assert job.dry_run(values("sft", model=model, data=data, eval={"problems": 0}), "runs/x") == EXIT_DONE
-
-
 def test_weights_of_a_reward_model(model, capsys):
     refused(values(reward={"model": str(model / "no")}), r"reward\.model=.* is not a directory", capsys)
     (model / "model.safetensors").write_bytes(b"\0" * 40)

@@ -1,6 +1,8 @@
 """Linear attention: chunks of packed rows equal tokens one by one; the model of which it is part; what is refused."""
 
+import dataclasses
 import json
+import math
 import pathlib
 
 import jax
@@ -8,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrl.engine.engine import Engine
-from podrl.engine.state import EngineShape
 from podrl.mesh import build
 from podrl.models import decoder, delta, from_pretrained
+from podrl.models.config import Delta
 from podrl.models.hf_config import config_from_hf
 
 QWEN3_5 = pathlib.Path(__file__).parent / "fixtures" / "qwen3_5"
@@ -163,10 +164,14 @@ def test_every_mesh_without_seq_computes_what_one_device_does(model, mesh):
     np.testing.assert_allclose(run(params, mesh), run(model.params, None), atol=1e-4)
 
 
+def test_memory_of_a_sequence_in_the_published_35b_a3b_is_61_mib(model):
+    """30 layers of 32 heads of 128 x 128 numbers in float32, and three inputs of 8,192 channels in bfloat16."""
+    config = dataclasses.replace(model.config.alike()[1], delta=Delta(16, 32, 128, 128, 4))
+    state, inputs = map(math.prod, delta.memory_shapes(config))
+    assert 30 * (4 * state + 2 * inputs) / 2**20 == pytest.approx(61.4, abs=0.01)
+
+
 def test_what_podrl_does_not_compute_yet_is_refused(model):
-    shape = EngineShape(2, 4, 16, 2, 1, 2, 2, 1, (16,), 16)
-    with pytest.raises(ValueError, match="linear attention, whose states the engine does not keep"):
-        Engine(model.config, build.make_mesh("data=1", jax.devices()[:1]), shape, jnp.dtype(jnp.float32))
     mesh, tokens_BT = build.make_mesh("seq=2", jax.devices()[:2]), jnp.zeros((1, 8), jnp.int32)
     with pytest.raises(ValueError, match="leave seq out of the mesh"):
         decoder.hidden(model.params, tokens_BT, tokens_BT, tokens_BT, model.config, mesh=mesh)
