@@ -1,1 +1,1 @@
-"""The engine under other projects' interfaces; podrl itself does not use these modules."""
+"""Beside podrl itself: the engine with slots of the caller, and files of other projects."""

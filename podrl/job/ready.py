@@ -123,6 +123,9 @@ def check_all(job: Job) -> None:
         others = {"environment": job.env.reward_weight} if job.env.used else {}
         with Rewards(job.reward, others) as rewards:
             check_rewards(job, rewards, tokenizer)
+            for part in () if job.env.used else split(job.data).parts:
+                place, fields = _shown(part, tokenizer)[0]
+                rewards.try_own(str(fields.get("question", "")), place, fields)
 
 
 def _own(choices: Collection[str]) -> str:

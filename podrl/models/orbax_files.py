@@ -56,7 +56,7 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
         point (counted, the first eight of each named), or hold NaN or infinity.
     """
     specs = param_specs(dataclasses.replace(config, lora=LoraConfig()))
-    stored = _stored(folder)
+    stored = stored_leaves(folder)
     wrapped = {path[0] for path in stored} == {"params"}
     _check({path[wrapped:]: leaf for path, leaf in stored.items()}, specs, config, folder)
 
@@ -78,6 +78,20 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
     return read_leaves(folder, abstract, finish)
 
 
+def stored_leaves(folder: Place) -> dict[tuple[str, ...], Any]:
+    """Reads shape, dtype and chunks of every leaf of a checkpoint, by path."""
+    try:
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            found: Any = handler.metadata(epath.Path(absolute(folder)))
+        tree: Any = getattr(found, "tree", found)
+    except Exception as error:
+        raise ValueError(f"The Orbax checkpoint {folder} cannot be read: {first_line(error)}") from error
+    if not isinstance(tree, Mapping) or not tree:
+        raise ValueError(f"The Orbax checkpoint {folder} cannot be read: it lists no arrays.")
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {tuple(str(getattr(k, "key", k)) for k in path): leaf for path, leaf in leaves}
+
+
 def read_leaves(
     folder: Place,
     abstract: PyTree,
@@ -96,7 +110,7 @@ def read_leaves(
     Raises:
       ValueError: a leaf that cannot be read (named).
     """
-    stored = _stored(folder)
+    stored = stored_leaves(folder)
     tree: dict[str, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract)[0]:
         path = tuple(key.key for key in keys)
@@ -183,20 +197,6 @@ def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> 
     if jax.process_index() == min(processes):
         (directory / "config.json").write_text(json.dumps(config_to_hf(config), indent=2))
     ocp.multihost.sync_global_processes(f"podrl:{directory}/config.json", processes=processes)
-
-
-def _stored(folder: Place) -> dict[tuple[str, ...], Any]:
-    """Reads shape, dtype and chunks of every leaf of a checkpoint, by path."""
-    try:
-        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-            found: Any = handler.metadata(epath.Path(absolute(folder)))
-        tree: Any = getattr(found, "tree", found)
-    except Exception as error:
-        raise ValueError(f"The Orbax checkpoint {folder} cannot be read: {first_line(error)}") from error
-    if not isinstance(tree, Mapping) or not tree:
-        raise ValueError(f"The Orbax checkpoint {folder} cannot be read: it lists no arrays.")
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {tuple(str(getattr(k, "key", k)) for k in path): leaf for path, leaf in leaves}
 
 
 def _check(stored: Mapping[tuple[str, ...], Any], specs: PyTree, config: ModelConfig, folder: Place) -> None:

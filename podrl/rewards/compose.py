@@ -5,6 +5,7 @@ import difflib
 import functools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -293,6 +294,37 @@ class Rewards:
             if whole:
                 raise ValueError(f"{text} {', '.join(known)} (by their field {field!r}): correct the name.")
             _log.warning("%s %s, as far as the first ones of every source show.", text, ", ".join(known))
+
+    def try_own(self, prompt: str, place: str, fields: Mapping[str, Any]) -> None:
+        """Gives the user's own functions two completions of a record, of which one is empty.
+
+        A function that is late or whose worker dies is left to the run, which waits longer and says more.
+
+        Args:
+          prompt: the record's prompt as text.
+          place, fields: of the record, as in `check_fields`.
+
+        Raises:
+          ValueError: a function raised, or returned something else than two finite numbers.
+        """
+        part = Part([prompt] * 2, ["", "an answer"], {name: [value] * 2 for name, value in fields.items()})
+        for function in (f for f in self._functions if f.scores(fields.get("reward_fns"))):
+            ours = function.spec is None or function.spec.get("module", "").startswith(f"{__package__}.")
+            if ours or function.dataset not in ("", str(fields.get(self._config.dataset_field))):
+                continue
+            try:
+                reply = self._call(function, part, self._config.deadline_s)
+            except (LateError, DiedError):
+                continue
+            said = reply.get("bad")
+            if raised := reply.get("raised"):
+                lines = re.findall(r'File "(.+)", line (\d+)', raised)
+                said = "raised " + raised.strip().splitlines()[-1] + "".join(f" ({f}, line {n})" for f, n in lines[-1:])
+            if said:
+                raise ValueError(
+                    f"Reward function {function.name}, tried on {place} with the completions '' and 'an answer': it "
+                    f"{said}."
+                )
 
     def _needs(self) -> dict[str, list[str]]:
         """The fields that each function cannot do without."""

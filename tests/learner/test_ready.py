@@ -50,6 +50,20 @@ def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
     assert job.dry_run(made, "runs/x") == EXIT_DONE
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[0.0]", "returned 1 values for 2 completions"),
+        ("['good' for text in completions]", r"returned 'good' \(str\), not a number"),
+        ("[1 / len(text) for text in completions]", r"raised ZeroDivisionError: .*mine\.py, line 2"),
+    ],
+)
+def test_a_reward_function_that_gives_no_rewards_is_found(body, message, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(f"def scored(prompts, completions, **fields):\n    return {body}\n")
+    made = values(data=records(tmp_path), reward={"fns": (f"{tmp_path}/mine.py:scored", "number")})
+    refused(made, rf"scored, tried on .*d\.jsonl line 1 with the completions '' and 'an answer': it {message}", capsys)
+
+
 def test_what_episodes_give_is_no_missing_field_and_tools_of_servers_may_be_named(tmp_path):
     servers = {"mcp": ("python no_server.py",), "max_calls_per_tool": {"search": 2}}
     env = {"environment": "tools", "tools": ("calculator",), **servers}
