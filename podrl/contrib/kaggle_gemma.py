@@ -1,4 +1,4 @@
-"""Converts a Gemma checkpoint of Kaggle's Flax variations to a Hugging Face directory, which every command reads:
+"""Converts a Gemma checkpoint of Kaggle's Flax variations to a Hugging Face directory.
 
     python -m podrl.contrib.kaggle_gemma --checkpoint=gemma2-2b-it --size=gemma2-2b --out=DIR
 

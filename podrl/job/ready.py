@@ -124,8 +124,8 @@ def check_all(job: Job) -> None:
         with Rewards(job.reward, others) as rewards:
             check_rewards(job, rewards, tokenizer)
             for part in () if job.env.used else split(job.data).parts:
-                place, fields = _shown(part, tokenizer)[0]
-                rewards.try_own(str(fields.get("question", "")), place, fields)
+                for place, fields in _shown(part, tokenizer)[:1]:
+                    rewards.try_own(str(fields.get("question", "")), place, fields)
 
 
 def _own(choices: Collection[str]) -> str:

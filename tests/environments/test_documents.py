@@ -66,6 +66,14 @@ def test_the_server(tmp_path):
     )
 
 
+def test_a_server_of_ones_own(tmp_path):
+    pytest.importorskip("mcp.server.mcpserver", reason="needs the extra [tools], with package mcp 2")
+    config = EnvironmentConfig(environment="tools", mcp=(f"python {example('server.py', tmp_path)}",), max_tool_calls=2)
+    with Episodes(config, Limits(), journal=None) as episodes:
+        says, _ = play(episodes, [call("calculator", "12+30"), Turn("end")])
+    assert outputs(says) == ["42"]
+
+
 class Count:
     """Counts to a number; a step's reward is its sign."""
 

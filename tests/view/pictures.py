@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/view.md: `python tests/view/pictures.py RUN OTHER TOOLS`.
+"""Takes the pictures of docs/view.md, light and dark, wide and narrow: `python tests/view/pictures.py RUN OTHER TOOLS`.
 
 RUN is the default run; OTHER the same with `log.trace='updates'`, `log.plan` and another learning rate; TOOLS a run of
 two hosts with tools.
@@ -10,17 +10,19 @@ import sys
 import tempfile
 
 from browser import Browser, browser, served
+from waits import until
 
 PICTURES = pathlib.Path(__file__).parents[2] / "docs" / "pictures"
-# What to open, whether dark, how wide and high.
+# What to open, and how high a wide picture of it is.
 SHOWN = {
-    "curves": ("/curves", "light", 1200, 660),
-    "groups": ("/groups?run=0&step=1&group=0&by=entropy", "light", 1200, 740),
-    "weights": ("/groups?run=1&by=weight", "light", 1200, 620),
-    "samples": ("/samples?run=0&sort=reward", "light", 1200, 520),
-    "run": ("/run?run=1", "light", 1440, 860),
+    "curves": ("/curves", 800),
+    "groups": ("/groups?run=0&step=1&group=0&by=entropy", 740),
+    "weights": ("/groups?run=1&by=weight", 620),
+    "samples": ("/samples?run=0&sort=reward", 560),
+    "run": ("/run?run=1", 900),
 }
-OF_TOOLS = {"timeline": ("/timeline?first=11&last=12", "dark", 1200, 700)}
+OF_TOOLS = {"timeline": ("/timeline?first=11&last=12", 700)}
+WIDE, NARROW, HIGH = 1400, 420, 800  # HIGH is that of a narrow picture
 
 
 def main(runs: list[str]) -> None:
@@ -28,8 +30,12 @@ def main(runs: list[str]) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, browser(profile) as page:
         for shown, of in ((SHOWN, runs[:2]), (OF_TOOLS, runs[2:])):
             with served(*of) as address:
-                for name, view in shown.items():
-                    (PICTURES / f"{name}.png").write_bytes(taken(page, address, *view))
+                for name, (view, high) in shown.items():
+                    for scheme in ("light", "dark"):
+                        for width, height in ((WIDE, high), (NARROW, HIGH)):
+                            ends = "-dark" * (scheme == "dark") + "-narrow" * (width == NARROW)
+                            picture = taken(page, address, view, scheme, width, height)
+                            (PICTURES / f"{name}{ends}.png").write_bytes(picture)
                 assert page.said == [], page.said
                 page.open("about:blank", ready=False)  # it would ask a server that has ended
 
@@ -39,6 +45,7 @@ def taken(page: Browser, address: str, view: str, scheme: str, width: int, heigh
     page.scheme(scheme)
     page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
     page.open(address + view)
+    until(lambda: "looking at the records" not in page.ask("document.body.innerText"))
     if view.startswith("/groups"):
         page.ask("document.querySelector('.tokens').focus()")
         for _ in range(6):

@@ -151,7 +151,7 @@ const podrl = (() => {
     if (!found.has(index)) return el("p", { className: "doctor quiet" }, "Doctor: looking at the records…");
     const { found: said, problem } = found.get(index);
     if (problem) return el("p", { className: "doctor quiet" }, `Doctor: ${problem}`);
-    if (!said.length) return el("p", { className: "doctor quiet" }, "Doctor: nothing found.");
+    if (!said.length) return el("p", { className: "doctor well" }, "✓ Doctor: nothing found.");
     const details = el("details", { className: "doctor", open: unfolded.has(index), ontoggle: () => unfolded[details.open ? "add" : "delete"](index) },
       el("summary", {}, el("b", { className: "problem" }, `Doctor: ${said.length} finding${said.length > 1 ? "s" : ""}`), " ",
         said.map((each) => `step ${each.step}, ${each.name}`).join(" · ")),
