@@ -47,6 +47,8 @@ class Prompts:
     data_state: bytes
 
 
+SOURCE = "dataset"  # the field of prompts that names their source in a mixture
+
 Mode = Literal["train", "eval"]  # what samples are made for
 
 # Why a sample ended; values of `Rollouts.stop_B`. A failed one met logits without a distribution (NaN, infinity); an

@@ -125,22 +125,34 @@ def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
 
 
 def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
-    """Returns the divisor of a mode: its number of loss tokens, of sequences with any, or 1; rows are sequences."""
+    """Returns the divisor of a mode: its number of loss tokens, of sequences with any, or 1; rows are sequences.
+
+    Without a loss token it is 1, as an update divides by 1 then.
+    """
     mode = canonical_mode(mode)
     if mode == "token-sum-scale":
         return 1.0
     counted = mask_BT > 0
-    return float(counted.sum() if mode == "token-mean" else counted.any(axis=1).sum())
+    return float(counted.sum() if mode == "token-mean" else counted.any(axis=1).sum()) or 1.0
 
 
 def as_token_mean(
-    mask_BT: Float[np.ndarray, "B T"], mode: str, *, scale: float = 1.0, eps: float = 0.0
+    mask_BT: Float[np.ndarray, "B T"],
+    mode: str,
+    *,
+    scale: float = 1.0,
+    eps: float = 0.0,
+    over_BT: Float[np.ndarray, "B T"] | None = None,
 ) -> Float[np.ndarray, "B 1"]:
     """Returns the factor on each sequence's values by which a mode gives the mean over loss tokens.
 
     So two parts of a loss are aggregated together and have denominators of their own. Arguments as of `aggregate`.
+
+    Args:
+      over_BT: 1 on the tokens that the mean is over, whole sequences; None for all loss tokens.
     """
     mode = canonical_mode(mode)
     length_B1 = (mask_BT > 0).sum(axis=1, keepdims=True)
     weight_B1 = {"sequence-mean-token-mean": length_B1 + eps, **dict.fromkeys(SCALED_MODES, scale)}.get(mode, 1.0)
-    return weight_B1 * divisor(mask_BT, mode) / max(int(length_B1.sum()), 1) * np.ones_like(length_B1)
+    tokens = ((mask_BT if over_BT is None else over_BT) > 0).sum()
+    return weight_B1 * divisor(mask_BT, mode) / max(int(tokens), 1) * np.ones_like(length_B1)

@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from podrl.algorithms import kl
-from podrl.algorithms.policy_rows import PolicyRows
-from podrl.types import Layout
+from podrl.algorithms.policy_rows import Wrapped
 
 TeacherKL = Literal["sampled", "top_k", "full"]
 # Which model teaches: that of model.reference, or the policy as it was at first, as it is, or its moving average.
@@ -37,15 +36,15 @@ class Distillation:
     """Joins the teacher's part of an update with that of the rewards.
 
     Attributes:
-      coef: weight of the reverse KL: advantage per nat, or loss per nat.
-      reward_coef: weight of the rewards' advantage; 0 for none.
+      coef: weight of the reverse KL: advantage per nat, or loss per nat; a number, or one for each sample (B, 1).
+      reward_coef: weight of the rewards' advantage, in the same form; 0 for none.
       kl: what the KL of a token is taken over: the sampled id, the policy's likeliest ids, or the vocabulary.
       top_k: number of likeliest ids.
       teacher: which model teaches.
     """
 
-    coef: float
-    reward_coef: float
+    coef: float | Float[np.ndarray, "B 1"]
+    reward_coef: float | Float[np.ndarray, "B 1"]
     kl: TeacherKL = "sampled"
     top_k: int = 64
     teacher: Teacher = "reference"
@@ -100,22 +99,8 @@ class Distillation:
 
 
 @flax.struct.dataclass
-class TaughtRows:
-    """Packed rows of an update with a teacher's exact divergence.
-
-    Attributes:
-      policy: rows of the policy loss.
-      scale: divisor of the policy loss over the number of tokens. The divergence's sum, added to that loss before the
-        division, is so divided by tokens.
-    """
-
-    policy: PolicyRows
-    scale: Float[Array, ""] | float
-
-    @property
-    def layout(self) -> Layout:
-        """The tokens and where they lie."""
-        return self.policy.layout
+class TaughtRows(Wrapped):
+    """Packed rows of an update with a teacher's exact divergence, whose weights are loss per nat."""
 
 
 @flax.struct.dataclass

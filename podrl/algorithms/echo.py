@@ -12,30 +12,14 @@ from jaxtyping import Array, Float, Int
 
 from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.policy_loss import PolicyLossFn
-from podrl.algorithms.policy_rows import PolicyRows
+from podrl.algorithms.policy_rows import Wrapped
 from podrl.algorithms.segments import masked
-from podrl.types import Layout, Ratio
+from podrl.types import Ratio
 
 
 @flax.struct.dataclass
-class ObservedRows:
-    """Packed rows of an update that learns from observations, too.
-
-    Attributes:
-      policy: rows of the policy loss.
-      weight_BT: weight of each observed token in the cross-entropy, 0 on all others.
-      scale: divisor of the policy loss over the number of tokens with a weight. The cross-entropy's sum, added to that
-        loss before the division, is so divided by the tokens that it is over.
-    """
-
-    policy: PolicyRows
-    weight_BT: Float[Array, "B T"]
-    scale: Float[Array, ""] | float
-
-    @property
-    def layout(self) -> Layout:
-        """The tokens and where they lie."""
-        return self.policy.layout
+class ObservedRows(Wrapped):
+    """Packed rows of an update that learns from observations, too: the term is the cross-entropy."""
 
 
 def observed(

@@ -39,6 +39,7 @@ KINDS = {
     "reinforce": "-A logprob",
 }
 ALIASES = {"grpo": "clip", "ppo": "clip", "gspo-token": "gspo_token", "gpg": "reinforce", "geo_mean": "gmpo"}
+RANKED = ("clip_cov", "kl_cov")  # kinds that compare the tokens of one call with each other
 SAMPLE_RATIOS = ("gspo", "gspo_token", "gmpo")  # kinds whose ratio is one number of a whole sample
 AGGREGATION_FORMULAS = {
     "token-mean": "sum over tokens / number of tokens",
@@ -271,12 +272,15 @@ class PolicyLoss:
         length_BT=, segment_BT=) -> loss_BT.
       oldest: the largest age of a token, in updates; from 2 on rows have ages, and metrics are given by age, too.
       stale_bound: older tokens add nothing to the policy loss; None for no bound.
+      others: losses whose surrogates tokens have instead, where `loss_BT` of the rows is 1, 2, ...; whatever is not
+        the surrogate (correction, KL, entropy, aggregation) is that of `settings` for all tokens.
     """
 
     settings: LossSettings
     own: Callable[..., Array] | None = None
     oldest: int = 0
     stale_bound: int | None = None
+    others: tuple["PolicyLoss", ...] = ()
 
     def __post_init__(self):
         settings = self.settings
@@ -302,14 +306,14 @@ class PolicyLoss:
     @property
     def batch_dependent(self) -> bool:
         """True if the loss ranks all tokens of one call, so that the number of micro-batches changes it."""
-        return self.settings.kind in ("clip_cov", "kl_cov")
+        return any(loss.settings.kind in RANKED for loss in (self, *self.others))
 
     @property
     def by_sample(self) -> bool:
         """True if terms of the loss are computed over whole samples, so that all pieces of one must be in one row."""
         settings = self.settings
         whole = settings.kind in SAMPLE_RATIOS or settings.sampler_correction in SAMPLE_CORRECTIONS
-        return whole or self.own is not None
+        return whole or self.own is not None or any(other.by_sample for other in self.others)
 
     def needs_reference(self) -> bool:
         """True if the loss reads reference log-probabilities."""
@@ -326,11 +330,19 @@ class PolicyLoss:
         """
         return self.divisor(mask_BT) / max(float((mask_BT > 0).sum()), 1.0)
 
-    def as_token_mean(self, mask_BT: Float[np.ndarray, "B T"]) -> Float[np.ndarray, "B 1"]:
-        """Returns the factor on each sample's advantages by which their part of the loss is a mean over tokens."""
+    def as_token_mean(
+        self, mask_BT: Float[np.ndarray, "B T"], over_BT: Float[np.ndarray, "B T"] | None = None
+    ) -> Float[np.ndarray, "B 1"]:
+        """Returns the factor on each sample's advantages by which their part of the loss is a mean over tokens.
+
+        Args:
+          mask_BT: 1 on loss tokens.
+          over_BT: 1 on the tokens of that part, whole samples; None for all.
+        """
         settings = self.settings
         scale = 1.0 if settings.loss_agg_scale is None else settings.loss_agg_scale
-        return aggregation.as_token_mean(mask_BT, settings.mode, scale=scale, eps=settings.length_eps)
+        of = {"scale": scale, "eps": settings.length_eps}
+        return aggregation.as_token_mean(mask_BT, settings.mode, **of, over_BT=over_BT)
 
     def warnings(self) -> tuple[str, ...]:
         """Lists settings that are legal but probably a mistake, one sentence each."""
@@ -340,9 +352,11 @@ class PolicyLoss:
                 f"{key}.kl_loss_mode={penalty.mode!r} in the loss has zero expected gradient on-policy: "
                 f"{key}.beta={penalty.coef:g} holds nothing back, so use 'k2' or 'k3+' (right gradient) or 'k3'."
             )
-        if self.batch_dependent:
+        for kind in dict.fromkeys(loss.settings.kind for loss in (self, *self.others)):
+            if kind not in RANKED:
+                continue
             found.append(
-                f"{key}.policy_loss_fn={self.settings.kind!r} picks tokens within each micro-batch: the gradient "
+                f"{key}.policy_loss_fn={kind!r} picks tokens within each micro-batch: the gradient "
                 "depends on the micro-batch size."
             )
         return tuple(found)
@@ -409,6 +423,8 @@ class PolicyLoss:
             assert isinstance(rows, ReferencedRows), f"beta={penalty.coef} needs rows.with_reference(...)"
             kl_BT = kl.kl_divergence(logprob_BT, rows.ref_logprob_BT, penalty.mode, clamp=penalty.clamp)
             loss_BT = loss_BT + penalty.coef * rows.kl_scale * kl_BT
+        if rows.weight_BT is not None:
+            pg_BT, loss_BT = rows.weight_BT * pg_BT, rows.weight_BT * loss_BT
 
         means = {
             "actor/pg_clipfrac": surrogate.clipped_BT,
@@ -447,6 +463,7 @@ class PolicyLoss:
 
         def total(logprob_BT: Array) -> tuple[Array, Array]:
             surrogate, _, pg_BT = self._policy_gradient(logprob_BT, old_BT, rows)
+            pg_BT = pg_BT if rows.weight_BT is None else rows.weight_BT * pg_BT
             return masked(pg_BT, mask_BT).sum(), surrogate.clipped_BT | surrogate.clipped_low_BT
 
         slope_BT, clipped_BT = jax.grad(total, has_aux=True)(masked(logprob_BT, mask_BT))
@@ -457,13 +474,27 @@ class PolicyLoss:
     ) -> tuple[surrogates.Surrogate, Array, Array]:
         """Computes surrogate, correction weight and policy-gradient loss of every token; `rows` are clean."""
         settings, where = self.settings, (rows.mask_BT, rows.length_BT, rows.layout.sample())
-        surrogate = self._surrogate(logprob_BT, old_BT, rows)
         low, high = settings.correction_bounds
         weight_BT = importance_weight(old_BT, rows.sampler_logprob_BT, *where, settings.correction, low=low, high=high)
         if self.stale_bound is not None:
             assert isinstance(rows, AgedRows), f"stale_bound={self.stale_bound} needs ages"
             weight_BT = weight_BT * stale_weight(rows.age_BT, rows.mask_BT, self.stale_bound)
-        return surrogate, weight_BT, surrogate.loss_BT * self._pool(weight_BT, *where)
+        found = self._weighed(logprob_BT, old_BT, rows, weight_BT, 0)
+        for number, other in enumerate(self.others, 1):
+            theirs = other._weighed(logprob_BT, old_BT, rows, weight_BT, number)
+            found = jax.tree.map(lambda x_BT, y_BT, n=number: jnp.where(rows.loss_BT == n, y_BT, x_BT), found, theirs)
+        surrogate, pg_BT = found
+        return surrogate, weight_BT, pg_BT
+
+    def _weighed(
+        self, logprob_BT: Array, old_BT: Array, rows: PolicyRows, weight_BT: Array, number: int
+    ) -> tuple[surrogates.Surrogate, Array]:
+        """Computes the surrogate of the tokens that have this one, and it with the correction; others mean nothing."""
+        if rows.loss_BT is not None:
+            rows = dataclasses.replace(rows, mask_BT=rows.mask_BT * (rows.loss_BT == number)).clean()
+        surrogate = self._surrogate(logprob_BT, old_BT, rows)
+        where = (rows.mask_BT, rows.length_BT, rows.layout.sample())
+        return surrogate, surrogate.loss_BT * self._pool(weight_BT, *where)
 
     def distances(self, logprob_BT: Float[Array, "B T"], rows: PolicyRows) -> dict[str, Ratio]:
         """Measures how far the sampler is from a policy of these log-probabilities, and by age where rows have ages."""

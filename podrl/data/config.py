@@ -39,6 +39,8 @@ class SourceConfig:
         group alone.
       hint: as data.hint.
       env: what its records have in the field `env`: an environment of env.others; '' for env.environment.
+      grpo: what differs of the section grpo for samples of its records, such as {'teacher_coef': 1.0}: weights of the
+        loss's components, the loss and the advantage (docs/algorithms.md).
       transforms: what is done to its records, in this order, before they are used.
     """
 
@@ -56,6 +58,7 @@ class SourceConfig:
     group: str = ""
     hint: str = ""
     env: str = ""
+    grpo: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     transforms: tuple[Transform, ...] = ()
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from podrl.data.notes import Notes, Subset
 from podrl.data.sources import Record, Source
 from podrl.data.stream import Mixed
 from podrl.data.transforms import transformed
+from podrl.types import SOURCE
 
 _log = logging.getLogger(__name__)
 # Bytes of a file from which on reading it takes longer than looking into the cache.
@@ -190,7 +191,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
 
 def _part(config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray) -> Part:
     """Chooses the records of a source to train on: never one that asks what a held-out record of any source asks."""
-    name, fields = (source.label, {"dataset": source.label, **source.fields}) if source else ("", {})
+    name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
         generator = EMBEDDED[config.path]
         train: Any = generator.source("train", config.size, config.seed)

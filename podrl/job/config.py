@@ -440,6 +440,7 @@ def parse(values: Mapping[str, Any]) -> Job:
         )
     if job.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
+    job = _with_sources(job)
     _check_models(job)
     check_evaluation(job)
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
@@ -458,6 +459,21 @@ def parse(values: Mapping[str, Any]) -> Job:
         job.algo.check_clock(job.rollout, job.env.calls_per_window)
         _check_program(job)
     return job
+
+
+def _with_sources(job: Job) -> Job:
+    """Gives the algorithm what sources of the data have of its settings."""
+    own = {source.label: source.grpo for source in job.data.sources if source.grpo}
+    if own and job.section != "grpo":
+        raise ValueError(
+            f"data.sources: {', '.join(own)} has settings 'grpo', and algorithm={job.algorithm!r} is not of that kind: "
+            "leave them out, or choose algorithm=grpo."
+        )
+    if job.section == "grpo" and job.algo.sources:
+        raise ValueError(
+            f"grpo.sources={dict(job.algo.sources)!r}: a job takes them from its data, so say 'grpo' in data.sources."
+        )
+    return dataclasses.replace(job, algo=dataclasses.replace(job.algo, sources=own)) if own else job
 
 
 def _check_program(job: Job) -> None:
@@ -499,9 +515,9 @@ def _check_models(job: Job) -> None:
             "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
         )
     _check_teacher(job)
-    if job.section == "grpo" and job.algo.observation_coef and not job.env.used:
+    if job.section == "grpo" and job.algo.observed_weight and not job.env.used:
         raise ValueError(
-            f"grpo.observation_coef={job.algo.observation_coef:g} learns what an environment answers, and there is "
+            f"grpo.observation_coef={job.algo.observed_weight:g} learns what an environment answers, and there is "
             "none: set env.environment (and env.tools), or grpo.observation_coef=0."
         )
     critic, reward = job.roles.critic.mesh, job.roles.reward.mesh

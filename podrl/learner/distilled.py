@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from podrl.algorithms.distill import TaughtRows, TopKRows
+from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows
 from podrl.algorithms.policy_loss import starting_from
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.hint import TEACHER_PROMPT
@@ -71,8 +71,7 @@ class Distilled(GRPO):
 
     def _prepare(self) -> None:
         def weigh(logprob_BT: Any, rows: Any) -> Any:
-            policy = rows.policy if self._exact or self._config.observed_weight else rows
-            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, policy))
+            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows.alone))
 
         self.cluster.actor.prepare(self._token_loss(), weigh, self._teacher)
 
@@ -122,37 +121,58 @@ class Distilled(GRPO):
         self, experience: Experience, scores: Scores, rewards: np.ndarray
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes every sampled token's advantage by its teacher, and by rewards where these have weight."""
-        mask_BT = experience.rollouts.mask_BT
+        mask_BT, teacher = experience.rollouts.mask_BT, self._of(experience)
         by_reward_BT = np.zeros_like(mask_BT)
-        if self._teacher.reward_coef:
-            by_reward_BT, _ = super().advantages(experience, scores, rewards)
-        own_BT = self._teacher.rewards(by_reward_BT, mask_BT)
+        if np.any(teacher.reward_coef):
+            by_reward_BT = self._by_rewards(experience, rewards)
+        own_BT, told = teacher.rewards(by_reward_BT, mask_BT), self._told(experience)
         if self._exact:
-            return own_BT, {}
-        theirs_BT, metrics = self._teacher.advantages(*_compared(scores), mask_BT)
-        return own_BT + theirs_BT, metrics
+            return own_BT, told
+        theirs_BT, metrics = teacher.advantages(*_compared(scores), mask_BT * (np.asarray(teacher.coef) > 0))
+        return own_BT + theirs_BT, {**told, **metrics}
+
+    def _of(self, experience: Experience) -> Distillation:
+        """The teacher with the weights that each sample has by its source."""
+        coef, reward_coef = (self._of_samples(name, experience) for name in ("teacher_coef", "reward_coef"))
+        return dataclasses.replace(self._teacher, coef=coef, reward_coef=reward_coef)
 
     def _of_update(
-        self, advantage_BT: np.ndarray, scores: Scores, loss_mask_BT: np.ndarray, chosen: np.ndarray
-    ) -> np.ndarray:
+        self, advantage_BT: np.ndarray, experience: Experience, scores: Scores, loss_mask_BT: np.ndarray, chosen: Any
+    ) -> tuple[np.ndarray, Any]:
         """Selects the advantages of an update; a teacher's part in them is divided by tokens, whatever the loss is."""
+        own_BT, weight = super()._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
         if self._exact:
-            return advantage_BT[chosen]
-        own_BT, their_BT = _compared(scores)
-        theirs_BT, _ = self._teacher.advantages(own_BT[chosen], their_BT[chosen], loss_mask_BT[chosen])
-        return advantage_BT[chosen] + (self._loss.as_token_mean(loss_mask_BT[chosen]) - 1.0) * theirs_BT
+            return own_BT, weight
+        (policy_BT, their_BT), mask_BT = _compared(scores), loss_mask_BT[chosen]
+        coef = self._of_samples("teacher_coef", experience, chosen)
+        taught_BT = mask_BT * (np.asarray(coef) > 0)
+        teacher = dataclasses.replace(self._teacher, coef=coef)
+        theirs_BT, _ = teacher.advantages(policy_BT[chosen], their_BT[chosen], taught_BT)
+        share_B1 = self._loss.as_token_mean(mask_BT, taught_BT)
+        _, factor = self._weight_of_rewards(experience, loss_mask_BT, chosen)
+        return own_BT + (share_B1 - factor) * theirs_BT, np.where(np.asarray(weight) > 0, weight, share_B1 * coef)
 
-    def _placed(self, placement: packing.Placement, rows: Any, loss_mask_BT: np.ndarray) -> Batch[Any]:
+    def _placed(
+        self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
+    ) -> Batch[Any]:
         """Puts rows on the mesh, with what the update reads of the teacher beside its weights."""
+        where = (experience, loss_mask_BT, chosen)
         if not self._exact:
-            return super()._placed(placement, rows, loss_mask_BT)
-        actor = self.cluster.actor
-        batch = actor.put(placement.batch(TaughtRows(rows, self._loss.token_share(loss_mask_BT))))
-        taught = dataclasses.replace(batch.rows, policy=self._with_old(batch.rows.policy, batch.layout()))
-        if self._teacher.kl == "top_k":
-            id_ABTK, theirs_ABTK = actor.teaching(batch.layout())
-            taught = TopKRows(**vars(taught), id_BTK=id_ABTK, teacher_logprob_BTK=theirs_ABTK)
-        return Batch(taught, batch.micro_batches)
+            return super()._placed(placement, rows, *where)
+        batch = super()._placed(placement, self._taught(placement, rows, *where), *where)
+        if self._teacher.kl != "top_k":
+            return batch
+        id_ABTK, theirs_ABTK = self.cluster.actor.teaching(batch.layout())
+        return Batch(TopKRows(**vars(batch.rows), id_BTK=id_ABTK, teacher_logprob_BTK=theirs_ABTK), batch.micro_batches)
+
+    def _taught(
+        self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
+    ) -> TaughtRows:
+        """Adds the weights of the divergence to rows: those of their samples, by source, divided by their tokens."""
+        counted_BT = self._config.counted(experience)
+        weight_BT = (self._of_samples("teacher_coef", experience) * counted_BT)[chosen]
+        scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float((weight_BT > 0).sum()), 1.0)
+        return TaughtRows(rows, placement.scatter(weight_BT), scale)
 
     def watched(self) -> list[tuple[str, str]]:
         reward, _, *others = super().watched()

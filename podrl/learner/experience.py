@@ -19,11 +19,12 @@ from podrl.rewards.compose import RewardServiceError
 from podrl.rollout.partial import Partial, of_message, take_prompts
 from podrl.runtime.message import Message
 from podrl.runtime.service import ServiceError
-from podrl.types import NO_EPISODE, TOKENS, BatchError, Experience, LeftOut, Prompts, Rollouts, blank_columns
+from podrl.types import NO_EPISODE, SOURCE, TOKENS, BatchError, Experience, LeftOut, Prompts, Rollouts, blank_columns
 
 ROUTES = "route_BTX"  # where routes are recorded
 ALL_ROWS = (*(f"{name}_BT" for name in TOKENS), ROUTES)
 NEEDED_ROWS = ("tokens_BT", "logprob_BT", ROUTES)  # what training reads
+TRAINED_FIELDS = (SOURCE, TEACHER_PROMPT)  # of prompts: what training reads
 AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # and where it tells tokens apart by age
 
 
@@ -97,13 +98,12 @@ def header(experience: Experience) -> Message:
         "reward_s": experience.seconds,
         "data_state": rollouts.prompts.data_state.decode(),
         "counts": dict(experience.counts),
+        "fields": {name: list(x) for name, x in rollouts.prompts.fields.items() if name in TRAINED_FIELDS},
         "pieces": np.argwhere(np.diff(rollouts.piece_BT, axis=1, prepend=0) > 0).tolist(),
         "turn_rewards": [
             [*at, float(rollouts.turn_reward_BT[*at])] for at in np.argwhere(rollouts.turn_reward_BT).tolist()
         ],
     }
-    if (hints := rollouts.prompts.fields.get(TEACHER_PROMPT)) is not None:
-        value["hints"] = list(hints)
     if rollouts.route_BTX is not None:
         value["route_bytes"] = rollouts.route_BTX.shape[2]
     arrays = {
@@ -161,7 +161,7 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
         length_P=length_P,
         index_P=joined("index_P"),
         text=[""] * len(length_P),
-        fields=_hints(headers),
+        fields=_fields(headers),
         data_state=headers[0].value["data_state"].encode(),
     )
     rollouts = Rollouts(
@@ -305,13 +305,11 @@ def _group(message: Message) -> np.ndarray:
     return message.arrays.get("group_B", groups.complete(prompts, samples // max(prompts, 1)))
 
 
-def _hints(headers: Sequence[Message]) -> dict[str, Sequence[Any]]:
-    """The prompts that a teacher reads, the one field that every trainer host needs; no field where there are none."""
-    if not any("hints" in header.value for header in headers):
-        return {}
-    none = [[None] * len(header.arrays["length_P"]) for header in headers]
-    parts = [header.value.get("hints", blank) for header, blank in zip(headers, none, strict=True)]
-    return {TEACHER_PROMPT: [hint for part in parts for hint in part]}
+def _fields(headers: Sequence[Message]) -> dict[str, Sequence[Any]]:
+    """The fields of prompts that every trainer host needs; no field that no host's prompts have."""
+    given = [(h.value.get("fields", {}), [None] * len(h.arrays["length_P"])) for h in headers]
+    names = dict.fromkeys(name for fields, _ in given for name in fields)
+    return {name: [value for fields, none in given for value in fields.get(name, none)] for name in names}
 
 
 def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape, pack_shape
 from podrl.trainer.state import local_rows
-from podrl.types import Batch, Experience, Layout
+from podrl.types import SOURCE, Batch, Experience, Layout
 
 
 class GRPO:
@@ -53,7 +53,8 @@ class GRPO:
         self.mini_batch_size = (cluster.training_config.mini_batch_size or 0) * config.num_generations or samples
         updates = len(packing.mini_batches(np.arange(samples), self.mini_batch_size)) * config.num_iterations
         self.old = config.old_source(updates)
-        self._estimator: Any = config.estimator()  # its functions take numpy as well as jax arrays, and answer in kind
+        # Their functions take numpy as well as jax arrays, and answer in kind.
+        self._estimators: list[Any] = [part.estimator() for part in config.parts]
         self._loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate)
         self._reward_kl, self._loss_kl = RewardKL(config), LossKL(config)
         self._scored_first, self._needs_reference = self._reference_use()
@@ -80,8 +81,7 @@ class GRPO:
         """Sets the actor's loss, and the weights of tokens that it reports to the trace."""
 
         def weigh(logprob_BT: Any, rows: Any) -> Any:
-            policy = rows.policy if self._config.observed_weight else rows
-            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, policy))
+            return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows.alone))
 
         self.cluster.actor.prepare(self._token_loss(), weigh)
 
@@ -120,10 +120,53 @@ class GRPO:
     def advantages(
         self, experience: Experience, scores: Scores, rewards: np.ndarray
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Computes every sampled token's advantage over the other samples of its prompt."""
+        """Computes every sampled token's advantage over the other samples of its prompt, weighed by `reward_coef`."""
+        weight = self._of_samples("reward_coef", experience)
+        return weight * self._by_rewards(experience, rewards), self._told(experience)
+
+    @property
+    def _mixed(self) -> bool:
+        """True where sources of a mixture have different settings."""
+        return len(self._config.parts) > 1
+
+    def _by_rewards(self, experience: Experience, rewards: np.ndarray) -> np.ndarray:
+        """Computes the rewards' advantages; a source with settings of its own has those of its samples alone."""
         rollouts = experience.rollouts
-        greedy_B, group_B = experience.greedy_reward_B, rollouts.group_B
-        return self._estimator(rewards, greedy_B, rollouts.mask_BT, group_B=group_B), {}
+        if not self._mixed:
+            (estimator,) = self._estimators
+            return estimator(rewards, experience.greedy_reward_B, rollouts.mask_BT, group_B=rollouts.group_B)
+        part_B, advantage_BT = self._config.part_of(experience), np.zeros(rewards.shape, np.float64)
+        for number, (part, estimator) in enumerate(zip(self._config.parts, self._estimators, strict=True)):
+            rows_B = np.flatnonzero(part_B == number)
+            if len(rows_B) and part.reward_coef:
+                chosen = (x[rows_B] for x in (rewards, experience.greedy_reward_B, rollouts.mask_BT))
+                advantage_BT[rows_B] = estimator(*chosen, group_B=rollouts.group_B[rows_B])
+        return advantage_BT
+
+    def _of_samples(self, name: str, experience: Experience, chosen: Any = slice(None)) -> Any:
+        """Reads a setting: a number, or in a mixture with settings of sources one for each chosen sample, (b, 1)."""
+        if not self._mixed:
+            return getattr(self._config, name)
+        return self._config.of_samples(lambda part: getattr(part, name), experience)[chosen, None]
+
+    def _told(self, experience: Experience) -> Mapping[str, Any]:
+        """Counts the tokens of each component of a mixture's loss, and the samples and rewards of each source."""
+        if not self._mixed:
+            return {}
+        config, rollouts = self._config, experience.rollouts
+        counted_BT = config.counted(experience)
+        of = functools.partial(self._of_samples, experience=experience)
+        weights = {"rl": (of("reward_coef"), counted_BT), "teacher": (of("teacher_coef"), counted_BT)}
+        weights |= {"ce": (of("observation_coef"), config.observed(experience))}
+        told = {f"loss/tokens/{name}": float(((w_B1 > 0) * x_BT).sum()) for name, (w_B1, x_BT) in weights.items()}
+        names_B = np.array([str(name) for name in rollouts.prompts.fields[SOURCE]])[rollouts.group_B]
+        for name in config.number_of:
+            own_B = names_B == name
+            reward_B = experience.reward_B[own_B & experience.rewarded()]
+            told[f"source/{name}/samples"] = float(own_B.sum())
+            told[f"source/{name}/reward"] = float(reward_B.mean()) if len(reward_B) else 0.0
+            told[f"source/{name}/tokens"] = float(counted_BT[own_B].sum())
+        return told
 
     def pack(
         self, step: int, experience: Experience, scores: Scores, advantages: np.ndarray
@@ -148,41 +191,61 @@ class GRPO:
             placement = packing.place_samples(rollouts, chosen, self.shape)
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             put = functools.partial(placement.scatter, where_BT=loss_mask_BT[chosen])
+            own_BT, weight_B1 = self._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
             rows: Any = PolicyRows(
                 layout=placement.replayed(rollouts, chosen),
                 mask_BT=mask_BT,
                 length_BT=length_BT,
-                advantage_BT=put(self._of_update(advantage_BT, scores, loss_mask_BT, chosen)),
+                advantage_BT=put(own_BT / np.where(weight_B1 > 0, weight_B1, 1) if self._mixed else own_BT),
                 old_logprob_BT=put(scores.old_logprob_BT[chosen]),
                 sampler_logprob_BT=put(rollouts.logprob_BT[chosen]),
                 kl_scale=self._loss_kl.scale,
             )
+            if self._mixed:
+                rows = dataclasses.replace(rows, weight_BT=put(weight_B1 * np.ones_like(own_BT)))
+            if self._loss.others:
+                loss_B = np.asarray(self._config.loss_of_part)[self._config.part_of(experience)[chosen]]
+                loss_BT = np.broadcast_to(loss_B[:, None], own_BT.shape)
+                rows = dataclasses.replace(rows, loss_BT=placement.scatter(loss_BT))
             if self._loss.by_age:
                 age_BT = (step - rollouts.version_BT[chosen]).astype(np.float32)
                 rows = AgedRows(**vars(rows), age_BT=put(age_BT))
-            if weight := self._config.observed_weight:
-                observed_BT = self._config.observed(experience)[chosen]
-                scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float(observed_BT.sum()), 1.0)
-                rows = ObservedRows(rows, placement.scatter(weight * observed_BT), scale)
-            batches.append(self._placed(placement, rows, loss_mask_BT[chosen]))
+            if self._config.observed_weight:
+                weight_BT = self._of_samples("observation_coef", experience) * self._config.observed(experience)
+                scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float((weight_BT[chosen] > 0).sum()), 1.0)
+                rows = ObservedRows(rows, placement.scatter(weight_BT[chosen]), scale)
+            batches.append(self._placed(placement, rows, experience, loss_mask_BT, chosen))
         return batches
 
     def _of_update(
-        self, advantage_BT: np.ndarray, scores: Scores, loss_mask_BT: np.ndarray, chosen: np.ndarray
-    ) -> np.ndarray:
-        """Selects the advantages of an update's samples."""
-        del scores, loss_mask_BT
-        return advantage_BT[chosen]
+        self, advantage_BT: np.ndarray, experience: Experience, scores: Scores, loss_mask_BT: np.ndarray, chosen: Any
+    ) -> tuple[np.ndarray, Any]:
+        """Selects the weighed advantages of an update's samples, and the weights of their tokens' losses."""
+        del scores
+        weight_B1, factor = self._weight_of_rewards(experience, loss_mask_BT, chosen)
+        return factor * advantage_BT[chosen], factor * weight_B1
 
-    def _placed(self, placement: packing.Placement, rows: Any, loss_mask_BT: np.ndarray) -> Batch[Any]:
+    def _weight_of_rewards(self, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any) -> tuple[Any, float]:
+        """Returns `reward_coef` of an update's samples, and the divisor of its loss over that of what rewards teach.
+
+        The latter has the tokens (or sequences, as `loss_agg_mode` says) of those sources alone that learn from
+        rewards. Both are 1 without a mixture: its weight is in the advantages.
+        """
+        if not self._mixed:
+            return 1.0, 1.0
+        weight_B1, mask_BT = self._of_samples("reward_coef", experience, chosen), loss_mask_BT[chosen]
+        return weight_B1, self._loss.divisor(mask_BT) / self._loss.divisor(mask_BT * (weight_B1 > 0))
+
+    def _placed(
+        self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
+    ) -> Batch[Any]:
         """Puts the rows of an update on the mesh, with log-probabilities that are computed there."""
-        del loss_mask_BT
+        del experience, loss_mask_BT, chosen
         batch = self.cluster.actor.put(placement.batch(rows))
-        observed = self._config.observed_weight
-        rows = self._with_old(batch.rows.policy if observed else batch.rows, batch.layout())
+        alone = self._with_old(batch.rows.alone, batch.layout())
         if self._loss.needs_reference():
-            rows = rows.with_reference(self.cluster.actor.reference_logprobs(batch.layout()))
-        return Batch(dataclasses.replace(batch.rows, policy=rows) if observed else rows, batch.micro_batches)
+            alone = alone.with_reference(self.cluster.actor.reference_logprobs(batch.layout()))
+        return Batch(batch.rows.around(alone), batch.micro_batches)
 
     def _with_old(self, rows: PolicyRows, layout: Batch[Layout]) -> PolicyRows:
         if self.old != "trainer" or self._scored_first:

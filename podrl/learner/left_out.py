@@ -23,10 +23,12 @@ def left_out(
     """
     masked_B = config.masked_out(experience)
     equal_B = groups.spread(experience.reward_B, experience.rollouts.group_B) == 0
-    idle_B = ~((advantage_BT != 0) & (experience.rollouts.mask_BT > 0)).any(axis=1) & config.advantage_alone
+    idle_B = ~((advantage_BT != 0) & (experience.rollouts.mask_BT > 0)).any(axis=1)
+    idle_B &= config.of_samples(lambda part: part.advantage_alone, experience)
+    alone_B = config.of_samples(lambda part: part.policy_alone, experience)
     warmup = config.critic_warmup if isinstance(config, PPOConfig) else 0
     found: dict[Any, Any] = {
-        LeftOut.STALE: (experience.lost_B == LeftOut.STALE) & config.policy_alone,
+        LeftOut.STALE: (experience.lost_B == LeftOut.STALE) & alone_B,
         LeftOut.CRITIC_WARMUP: np.full(len(masked_B), step < warmup),
         LeftOut.EQUAL_REWARDS: idle_B & equal_B,
         LeftOut.ZERO_ADVANTAGE: idle_B,

@@ -1,7 +1,8 @@
 """Settings of the algorithms under Tunix's names: those GRPO and PPO share, and those of each."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,7 +18,15 @@ from podrl.algorithms.shaping import overlong_penalty
 from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, section
 from podrl.engine.config import RolloutConfig
 from podrl.trainer import custom
-from podrl.types import STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut, Rollouts
+from podrl.types import SOURCE, STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut, Rollouts
+
+# Settings of the loss that all samples of an update share; a source of a mixture has none of its own.
+_SHARED = ("kl_clamp_value", "entropy_coef", "loss_agg_mode", "loss_agg_scale", "length_eps", "sampler_correction")
+_SHARED += ("correction_low", "correction_high")
+# Those that pick and shape the surrogate, and all that the samples of a source may have of their own.
+_SURROGATE = tuple(f.name for f in dataclasses.fields(LossSettings) if f.name not in _SHARED)
+_ADVANTAGE = tuple(f.name for f in dataclasses.fields(GroupSettings))
+PER_SOURCE = ("reward_coef", "observation_coef", "teacher_coef", *_SURROGATE, *_ADVANTAGE)
 
 
 @section("grpo")
@@ -115,6 +124,31 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     # Objects and numbers that the learner derives from the settings.
 
+    @functools.cached_property
+    def parts(self) -> Sequence[Any]:
+        """The settings that samples may have, each once; first those of sources without any of their own."""
+        return [self]
+
+    @functools.cached_property
+    def number_of(self) -> Mapping[str, int]:
+        """Number in `parts` of each source that has settings of its own."""
+        return {}
+
+    @functools.cached_property
+    def loss_of_part(self) -> Sequence[int]:
+        """Number of the surrogate that each of `parts` has; equal where they have the same."""
+        shapes = [{name: getattr(part, name) for name in _SURROGATE} for part in self.parts]
+        different = [shape for i, shape in enumerate(shapes) if shape not in shapes[:i]]
+        return [different.index(shape) for shape in shapes]
+
+    def part_of(self, experience: Experience) -> Int[np.ndarray, " B"]:
+        """Number of each sample's settings in `parts`."""
+        return np.zeros(len(experience.rollouts.length_B), np.int32)
+
+    def of_samples(self, read: Callable[[Any], float | bool], experience: Experience) -> np.ndarray:
+        """Reads a number of each sample's settings; shape (B,)."""
+        return np.asarray([read(part) for part in self.parts])[self.part_of(experience)]
+
     @property
     def reward_kl(self) -> kl.Penalty:
         """The KL to the reference in the reward."""
@@ -127,7 +161,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def observed_weight(self) -> float:
-        """Weight of a token that the environment gave; 0 if such tokens are not learned."""
+        """Weight of a token that the environment gave, the largest of all samples'; 0 if none is learned."""
         return 0.0
 
     def observed(self, experience: Experience) -> Float[np.ndarray, "B T"]:
@@ -149,7 +183,10 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         own, settings = self._own_loss(), self
         if self.mode in SCALED_MODES and self.loss_agg_scale is None:
             settings = dataclasses.replace(self, loss_agg_scale=float(max_tokens))
-        return PolicyLoss(settings, own, oldest=self.max_staleness, stale_bound=self.stale_bound)
+        numbers = self.loss_of_part
+        first = [part for i, part in enumerate(self.parts) if numbers[i] not in numbers[:i]]
+        others = tuple(part.policy_loss(max_tokens) for part in first[1:])
+        return PolicyLoss(settings, own, oldest=self.max_staleness, stale_bound=self.stale_bound, others=others)
 
     def _own_loss(self) -> Callable[..., Any] | None:
         """Finds the user's token loss, where the settings name one."""
@@ -266,7 +303,11 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return np.select([~experience.rewarded(), *found.values()], [lost_B, *found], LeftOut.NOT)
 
     def loss_mask(self, experience: Experience) -> Float[np.ndarray, "B T"]:
-        """1 on the tokens that count in the loss."""
+        """1 on the tokens that count in the policy loss."""
+        return self.counted(experience)
+
+    def counted(self, experience: Experience) -> Float[np.ndarray, "B T"]:
+        """1 on the sampled tokens of samples that nothing takes out of the loss."""
         out_B, mask_BT = self.masked_out(experience) != LeftOut.NOT, experience.rollouts.mask_BT
         return np.where(out_B[:, None], np.float32(0), mask_BT) if out_B.any() else mask_BT
 
@@ -360,6 +401,8 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       reward_coef: weight of the rewards' advantage beside the teacher's.
       observation_coef: weight of the cross-entropy on tokens that an environment gave after a sample's first turn, such
         as the output of tools (ECHO), a mean over these tokens; 0 for none.
+      sources: what differs for samples of a mixture's sources, by their names: values of the keys `PER_SOURCE`. A job
+        takes it from `grpo` of data.sources.
       Others: see the classes inherited from.
     """
 
@@ -376,9 +419,11 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
     teacher_top_k: Count = 64
     reward_coef: NonNegative = 1.0
     observation_coef: NonNegative = 0.0
+    sources: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_sources()
         self._check_teacher()
         kl.canonical_mode(self.kl_reward_mode, key="grpo.kl_reward_mode")
         if self.own_loss and self.loss_algo != "grpo":
@@ -401,13 +446,13 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
             )
 
     def _check_teacher(self) -> None:
-        """Refuses a teacher beside another use of the reference, and a run with nothing to learn from."""
-        if not self.teacher_coef and self.teacher_kl != "sampled":
+        """Refuses a teacher beside another use of the reference, and samples with nothing to learn from."""
+        if self.distillation is None and self.teacher_kl != "sampled":
             raise ValueError(
                 f"grpo.teacher_kl={self.teacher_kl!r} says how a teacher is compared with, and there is none: set "
                 "grpo.teacher_coef above 0, or grpo.teacher_kl='sampled'."
             )
-        if not self.teacher_coef and self.teacher != "reference":
+        if self.distillation is None and self.teacher != "reference":
             raise ValueError(
                 f"grpo.teacher={self.teacher!r} says who teaches, and grpo.teacher_coef=0 gives that no weight: set "
                 "grpo.teacher_coef above 0, or grpo.teacher='reference'."
@@ -417,16 +462,10 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 f"grpo.teacher_kl={self.teacher_kl!r} compares policy and teacher behind the same prompt, and "
                 f"grpo.teacher={self.teacher!r} reads another: set grpo.teacher_kl='sampled'."
             )
-        if not self.teacher_coef and self.reward_coef != 1.0:
+        if not (self.reward_coef or self.teacher_coef or self.observation_coef):
             raise ValueError(
-                f"grpo.reward_coef={self.reward_coef:g} weighs the rewards against a teacher, and there is none: set "
-                "grpo.teacher_coef above 0, or grpo.reward_coef=1."
-            )
-        if self.teacher_kl != "sampled" and self.observation_coef:
-            raise ValueError(
-                f"grpo.observation_coef={self.observation_coef:g} does not go with grpo.teacher_kl="
-                f"{self.teacher_kl!r}, whose update has no room for a second term: set grpo.teacher_kl='sampled', or "
-                "grpo.observation_coef=0."
+                "grpo.reward_coef=0, grpo.teacher_coef=0 and grpo.observation_coef=0 leave nothing to learn from: set "
+                "one of them above 0."
             )
         if self.teacher_coef and any(self.kl_coefs().values()):
             used = ", ".join(f"grpo.{field}={coef:g}" for field, coef in self.kl_coefs().items() if coef)
@@ -435,15 +474,79 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 "hold the policy once more: set it to 0, or grpo.teacher_coef=0."
             )
 
+    def _check_sources(self) -> None:
+        """Refuses settings of a source that are those of the whole update."""
+        for name, own in self.sources.items():
+            where = f"The settings of the source {name!r} (data.sources: grpo)"
+            if wrong := [key for key in own if key not in PER_SOURCE]:
+                raise ValueError(
+                    f"{where} have {', '.join(wrong)}, which all samples of an update share: set config.grpo.{wrong[0]}"
+                    f" instead. A source may have {', '.join(PER_SOURCE)}."
+                )
+            if self.loss_algo != "grpo" and "policy_loss_fn" in own:
+                raise ValueError(
+                    f"{where} name a loss, and so does grpo.loss_algo={self.loss_algo!r}: set it to 'grpo'."
+                )
+            try:
+                part = self._part(own)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            if part.estimator().needs_greedy and not self.estimator().needs_greedy:
+                raise ValueError(
+                    f"{where} have advantage_estimator='remax', whose greedy samples are drawn for all prompts or for "
+                    "none: set grpo.advantage_estimator='remax', too, or choose another."
+                )
+
+    def _part(self, own: Mapping[str, Any]) -> "GRPOConfig":
+        """Makes the settings of a source's samples."""
+        taught = own.get("teacher_coef", self.teacher_coef)
+        teacher = {} if taught else {"teacher_kl": "sampled", "teacher": "reference"}
+        return dataclasses.replace(self, sources={}, **teacher, **own)
+
+    @functools.cached_property
+    def number_of(self) -> Mapping[str, int]:
+        return {name: self.parts.index(self._part(own)) for name, own in self.sources.items()}
+
+    @functools.cached_property
+    def parts(self) -> "Sequence[GRPOConfig]":
+        found = [self._part({})] if self.sources else [self]
+        for part in map(self._part, self.sources.values()):
+            found += [part] * (part not in found)
+        return found
+
+    def part_of(self, experience: Experience) -> Int[np.ndarray, " B"]:
+        rollouts = experience.rollouts
+        if len(self.parts) == 1:
+            return super().part_of(experience)
+        if SOURCE not in rollouts.prompts.fields:
+            raise ValueError(
+                f"grpo.sources={list(self.sources)} are told apart by the field `{SOURCE}` of prompts, and these have "
+                "none: give each prompt the name of its source there, or leave grpo.sources out."
+            )
+        part_P = np.array([self.number_of.get(name, 0) for name in rollouts.prompts.fields[SOURCE]], np.int32)
+        return part_P[rollouts.group_B]
+
+    def loss_mask(self, experience: Experience) -> Float[np.ndarray, "B T"]:
+        mask_BT = self.counted(experience)
+        if len(self.parts) == 1:
+            return mask_BT
+        used_B = self.of_samples(lambda part: part.policy_weight > 0, experience)
+        return np.where(used_B[:, None], mask_BT, np.float32(0))
+
+    @property
+    def policy_weight(self) -> float:
+        """Weight of the samples in the policy loss: that of the rewards, else of a teacher's sampled tokens."""
+        return self.reward_coef or self.teacher_coef * (self.teacher_kl == "sampled")
+
     @property
     def distillation(self) -> Distillation | None:
-        if not self.teacher_coef:
+        if not any(part.teacher_coef for part in self.parts):
             return None
         return Distillation(self.teacher_coef, self.reward_coef, self.teacher_kl, self.teacher_top_k, self.teacher)
 
     @property
     def observed_weight(self) -> float:
-        return self.observation_coef
+        return max(part.observation_coef for part in self.parts)
 
     @property
     def kind(self) -> str:
@@ -456,6 +559,10 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     def kl_coefs(self) -> dict[str, float]:
         return {"beta": self.beta, "kl_in_reward": self.kl_in_reward}
+
+    def describe(self, max_tokens: int) -> list[str]:
+        own = {name: ", ".join(f"{key}={value!r}" for key, value in of.items()) for name, of in self.sources.items()}
+        return [*(f"samples of {name}: {said}" for name, said in own.items()), *super().describe(max_tokens)]
 
     def estimator(self) -> AdvantageEstimator:
         if not self.own_advantage:

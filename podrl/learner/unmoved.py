@@ -63,7 +63,7 @@ def _without_advantage(
     algo: GRPOConfig, rollout: RolloutConfig, reward: RewardConfig, environment: EnvironmentConfig
 ) -> list[str]:
     """Says why no sample can have an advantage; a KL to the reference moves nothing, as the policy begins there."""
-    if algo.distillation is not None or algo.observation_coef:
+    if algo.distillation is not None or algo.observed_weight:
         return []
     weights = list(reward.weights or [1.0] * len(reward.fns)) + [1.0] * len(reward.named)
     weights += [reward.model_weight] * bool(reward.model) + [environment.reward_weight] * environment.used

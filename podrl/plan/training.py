@@ -20,7 +20,7 @@ from podrl.algorithms.policy_loss import with_old
 from podrl.algorithms.policy_rows import PolicyRows
 from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.job.weights import device_bytes
-from podrl.learner.settings import PPOConfig
+from podrl.learner.settings import AlgorithmConfig, PPOConfig
 from podrl.mesh import rules
 from podrl.models import decoder, moe, scalar
 from podrl.models.attention import BLOCK
@@ -63,15 +63,16 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     batch = state_lib.abstract_batch(loss.rows, shape, mesh, route_bytes=route_bytes)
     whole = decoder.join_trainable(state.params, frozen)
     held, teacher = setting.reference_params(mesh), algo.distillation
+    joined: Any = with_old(loss, old)
+    batch = _of_sources(batch, algo, several=bool(loss.others))
+    if algo.observed_weight:
+        joined = with_observations(joined)
+        batch = Batch(ObservedRows(batch.rows, batch.rows.mask_BT, batch.rows.kl_scale), batch.micro_batches)
     how = Taught({})
     if teacher is not None:
         forward = Forward(config=model, temperature=job.rollout.temperature, mesh=mesh, dtype=training.dtype)
         how = taught(teacher, forward, cast(ModelConfig, setting.reference))
         batch = _with_teacher(batch, teacher, mesh)
-    joined: Any = with_old(loss, old)
-    if algo.observed_weight:
-        joined = with_observations(joined)
-        batch = Batch(ObservedRows(batch.rows, batch.rows.mask_BT, batch.rows.kl_scale), batch.micro_batches)
     update = make_train_step(
         model,
         joined,
@@ -129,18 +130,26 @@ def _layout(batch: Batch[Any]) -> Batch[Layout]:
     return Batch(batch.rows.layout, batch.micro_batches)
 
 
-def _with_teacher(batch: Batch[PolicyRows], teacher: Distillation, mesh: Mesh) -> Batch[Any]:
-    """Adds to a packed batch, as shapes, what the update reads of a teacher beside its weights."""
+def _of_sources(batch: Batch[PolicyRows], algo: AlgorithmConfig, *, several: bool) -> Batch[PolicyRows]:
+    """Adds what the update reads of sources with settings of their own; `several` where they have different losses."""
     rows = batch.rows
+    given: Any = {"weight_BT": rows.mask_BT} if len(algo.parts) > 1 else {}
+    given |= {"loss_BT": rows.layout.segment_BT} if several else {}
+    return Batch(dataclasses.replace(rows, **given), batch.micro_batches)
+
+
+def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch[Any]:
+    """Adds to a packed batch, as shapes, what the update reads of a teacher beside its weights."""
+    rows, alone = batch.rows, batch.rows.alone
     if teacher.sampled:
         return batch
     if teacher.kl == "full":
-        return Batch(TaughtRows(rows, rows.kl_scale), batch.micro_batches)
-    dims = (*rows.mask_BT.shape, teacher.top_k)
+        return Batch(TaughtRows(rows, alone.mask_BT, alone.kl_scale), batch.micro_batches)
+    dims = (*alone.mask_BT.shape, teacher.top_k)
     place = rules.sharding_for(("layers", "batch", "time", "act"), dims, mesh)
     ids, values = (jax.ShapeDtypeStruct(dims, dtype, sharding=place) for dtype in (jnp.int32, jnp.float32))
     given: Any = {"id_BTK": ids, "teacher_logprob_BTK": values}
-    return Batch(TopKRows(rows, rows.kl_scale, **given), batch.micro_batches)
+    return Batch(TopKRows(rows, alone.mask_BT, alone.kl_scale, **given), batch.micro_batches)
 
 
 def _critic_programs(setting: Setting) -> tuple[list[Program], float]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows, top_k_kl
+from podrl.algorithms.segments import masked
 from podrl.mesh import rules
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
@@ -56,18 +57,17 @@ def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
     trunk = Trunk(config=teacher, mesh=forward.mesh, dtype=forward.dtype)
     if how.kl == "full":
         join = lambda params, fixed: (decoder.join_trainable(params, fixed[0]), fixed[1])  # noqa: E731
-        objective = functools.partial(full_objective, teacher=trunk, coef=how.coef)
+        objective = functools.partial(full_objective, teacher=trunk)
         return Taught({"objective_of": objective, "join": join}, whole=True)
     if how.top_k > ids:
         raise ValueError(
             f"grpo.teacher_top_k={how.top_k} is more than the {ids} token ids there are: set grpo.teacher_kl='full'."
         )
-    objective = functools.partial(top_k_objective, coef=how.coef)
-    return Taught({"objective_of": objective}, score=make_top_k_fn(forward, trunk, how.top_k))
+    return Taught({"objective_of": top_k_objective}, score=make_top_k_fn(forward, trunk, how.top_k))
 
 
-def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk, coef: float) -> Objective:
-    """Builds the objective loss + coef x KL(policy || teacher) over the whole vocabulary, the mean over loss tokens.
+def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk) -> Objective:
+    """Builds the objective loss + KL(policy || teacher) over the whole vocabulary, the weighted mean over its tokens.
 
     Its parameters are a pair: the policy's, and the teacher's, whose hidden states are computed anew in every
     micro-batch, so that a batch holds none of them.
@@ -76,7 +76,6 @@ def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk, coef: f
       forward: the policy's forward pass.
       loss: the policy loss, on `rows.policy`; divided as it is without a teacher.
       teacher: a teacher of the same token ids as the policy, or more.
-      coef: loss per nat.
     """
 
     def objective(params: tuple[PyTree, PyTree], rows: TaughtRows, key: PRNGKeyArray):
@@ -87,13 +86,13 @@ def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk, coef: f
         taught = Output(theirs, hidden_BTE, teacher.config, ids=forward.config.vocab_size)
         of = {"temperature": forward.temperature, "mesh": forward.mesh}
         logprob_BT, entropy_BT, kl_BT = token_divergence(policy, taught, layout.tokens_BT, layout.segment_BT, **of)
-        return _joined(loss(logprob_BT, entropy_BT, rows.policy), kl_BT, rows, coef)
+        return _joined(loss(logprob_BT, entropy_BT, rows.policy), kl_BT, rows)
 
     return objective
 
 
-def top_k_objective(forward: Forward, loss: TokenLoss, *, coef: float) -> Objective:
-    """Builds the objective loss + coef x KL(policy || teacher) over the ids of the rows, all others being one more."""
+def top_k_objective(forward: Forward, loss: TokenLoss) -> Objective:
+    """Builds the objective loss + KL(policy || teacher) over the ids of the rows, all others being one more."""
 
     def objective(params: PyTree, rows: TopKRows, key: PRNGKeyArray):
         layout = rows.layout
@@ -102,19 +101,23 @@ def top_k_objective(forward: Forward, loss: TokenLoss, *, coef: float) -> Object
         of = {"temperature": forward.temperature, "mesh": forward.mesh}
         logprob_BTJ, entropy_BT = chosen_logprobs(policy, id_BTJ, layout.segment_BT, **of)
         kl_BT = top_k_kl(logprob_BTJ[..., 1:], rows.teacher_logprob_BTK)
-        return _joined(loss(logprob_BTJ[..., 0], entropy_BT, rows.policy), kl_BT, rows, coef)
+        return _joined(loss(logprob_BTJ[..., 0], entropy_BT, rows.policy), kl_BT, rows)
 
     return objective
 
 
 def _joined(
-    found: tuple[Ratio, Mapping[str, Ratio]], kl_BT: Float[Array, "B T"], rows: TaughtRows, coef: float
+    found: tuple[Ratio, Mapping[str, Ratio]], kl_BT: Float[Array, "B T"], rows: TaughtRows
 ) -> tuple[Ratio, Mapping[str, Ratio]]:
     """Adds the divergence to a loss whose denominator is another; opd/reverse_kl is its mean, nats per token."""
     loss, metrics = found
-    kl = token_mean(kl_BT, rows.policy.mask_BT)
-    total = loss.total + coef * rows.scale * kl.total
-    return Ratio(total, loss.count), {**metrics, "opd/reverse_kl": jax.lax.stop_gradient(kl)}
+    taught_BT = (rows.weight_BT > 0).astype(kl_BT.dtype)
+    kl_BT = masked(kl_BT, taught_BT)
+    told = jax.lax.stop_gradient(token_mean(kl_BT, taught_BT))
+    return Ratio(loss.total + rows.scale * jnp.sum(rows.weight_BT * kl_BT), loss.count), {
+        **metrics,
+        "opd/reverse_kl": told,
+    }
 
 
 def make_top_k_fn(forward: Forward, teacher: Trunk, k: int) -> Callable[[PyTree, PyTree, Batch[Layout]], Any]:

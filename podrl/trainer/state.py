@@ -108,7 +108,10 @@ def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh, *, route_byte
     count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=rules.replicated(mesh))
     if issubclass(rows, Layout):
         return Batch(cast(Any, layout), count)
-    scalar, names = placed(jnp.float32, "layers"), [field.name for field in dataclasses.fields(cast(Any, rows))]
+    scalar, names = (
+        placed(jnp.float32, "layers"),
+        [field.name for field in dataclasses.fields(cast(Any, rows)) if field.default is dataclasses.MISSING],
+    )
     fields: Any = {name: value if name.endswith("_BT") else scalar for name in names}
     return Batch(rows(**(fields | {"layout": layout})), count)
 

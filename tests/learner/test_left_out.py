@@ -106,7 +106,7 @@ def counted(config: Any, experience: Experience) -> tuple[dict[str, float], np.n
     """Metrics of a step's samples, and the weight of every token in the gradient, by the algorithm's own lines."""
     algorithm: Any = object.__new__(GRPO)
     algorithm._config = config
-    algorithm._estimator, algorithm._reward_kl = config.estimator(), types.SimpleNamespace(active=False)
+    algorithm._estimators, algorithm._reward_kl = [config.estimator()], types.SimpleNamespace(active=False)
     algorithm.pack = lambda *of: []
     algorithm.update = lambda *of: {}
     algorithm.state = algorithm.restore = None
