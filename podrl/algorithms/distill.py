@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from podrl.algorithms import kl
 from podrl.algorithms.policy_rows import Wrapped
+from podrl.algorithms.spans import over_spans
 
 TeacherKL = Literal["sampled", "top_k", "full"]
 # Which model teaches: that of model.reference, or the policy as it was at first, as it is, or its moving average.
@@ -65,17 +66,29 @@ class Distillation:
         logprob_BT: Float[np.ndarray, "B T"],
         teacher_logprob_BT: Float[np.ndarray, "B T"],
         mask_BT: Float[np.ndarray, "B T"],
+        span_BT: Int[np.ndarray, "B T"] | None = None,
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
         """Returns the teacher's advantages, 0 on tokens that were not sampled, and opd/reverse_kl, nats per token.
+
+        With spans also opd/compared, the share of the sampled tokens that have one.
 
         Args:
           logprob_BT: under the policy before the update, nats.
           teacher_logprob_BT: log-probabilities of the same tokens under the teacher, nats.
           mask_BT: 1 on sampled tokens.
+          span_BT: number of the span of text that a token is compared in, -1 for none; the sum of a span's tokens is
+            what counts, and is the advantage of each of them: log p(span) has the gradient of all. None: each alone.
         """
+        sampled = max(float((mask_BT > 0).sum()), 1.0)
+        if span_BT is not None:
+            mask_BT = np.where(span_BT >= 0, mask_BT, np.float32(0))
         arrays: tuple = (logprob_BT, teacher_logprob_BT, mask_BT)
         kl_BT: np.ndarray = kl.sampled_kl(*arrays, mode="k1")  # pyright: ignore[reportAssignmentType]
-        return -self.coef * kl_BT, {"opd/reverse_kl": float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))}
+        mean = {"opd/reverse_kl": float(kl_BT.sum() / max(float((mask_BT > 0).sum()), 1.0))}
+        of_spans_BT = kl_BT if span_BT is None else over_spans(kl_BT, span_BT)
+        if span_BT is not None:
+            mean["opd/compared"] = float((mask_BT > 0).sum() / sampled)
+        return -self.coef * of_spans_BT, mean
 
     def formula(self, rewards: str, policy: str) -> str:
         """Writes advantage and loss with the teacher's part for the dry run, without terms of weight 0.

@@ -22,6 +22,7 @@ class Role(enum.Enum):
     REFERENCE = "reference"
     REWARD = "reward"
     ROLLOUT = "rollout"
+    TEACHER = "teacher"
 
 
 class Mode(enum.Enum):
@@ -46,7 +47,8 @@ class ClusterConfig:
 
     Attributes:
       role_to_mesh: mesh of every role used; the same mesh for two roles is a colocated pair. The reference must share
-        the actor's mesh; the critic's is the actor's where none is given, the reward model's the rollout's.
+        the actor's mesh; the critic's and the teachers' is the actor's where none is given, the reward model's the
+        rollout's.
       training_config: steps, optimizer, batch sizes.
       rollout_config: sampling and engine settings; may differ between training and evaluation.
       rollout_engine: 'vanilla' or 'podrl' (two names of podrl's engine), or a class with

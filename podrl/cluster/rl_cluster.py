@@ -16,6 +16,7 @@ from podrl.cluster.critic import Critic
 from podrl.cluster.engines import able
 from podrl.cluster.pull_link import PullLink
 from podrl.cluster.reward_model import RewardModel
+from podrl.cluster.teacher import Teacher
 from podrl.cluster.weights import WeightSync
 from podrl.cluster.worker import rollout_worker
 from podrl.config import Elsewhere, as_settings, known_arguments, refused_arguments
@@ -38,6 +39,7 @@ class RLCluster:
     Attributes:
       actor, model: the policy that is trained, with its reference; its configuration.
       weights: moves the actor's weights to the rollout mesh.
+      teachers: models that score samples for distillation, where this process trains.
       critic, reward_model: the other models; None where there are none, or none of their devices is here.
       trains, generates: whether devices of the actor's and of the rollout's mesh belong to this process. Where it does
         not train, `state` and `frozen` are shapes only.
@@ -76,6 +78,7 @@ class RLCluster:
         lora: LoraConfig | Mapping[str, Any] | None = None,
         seed: int = 0,
         link: PullLink | None = None,
+        teachers: Mapping[Any, Sequence[str]] | None = None,
     ):
         """Puts the models on their meshes.
 
@@ -93,6 +96,8 @@ class RLCluster:
           seed: seed of everything random in the cluster.
           link: way of the weights between trainers and rollouts where these are separate clusters; this process then
             has the role the link says, and the other role's mesh is not used.
+          teachers: directories of models that teach, each with the labels of the sources whose samples it scores (none:
+            all others), on Role.TEACHER's mesh, by default the actor's.
 
         Raises:
           ValueError: a role podrl does not have in this form, or settings that do not fit together.
@@ -124,6 +129,13 @@ class RLCluster:
         self.directories = directories_of(path=actor, reference=reference, critic=critic)
         if critic is not None:
             self.make_critic()
+        mesh = cluster_config.role_to_mesh.get(Role.TEACHER, self.actor_mesh)
+        more = {"temperature": rollout.temperature, "longest": rollout.longest}
+        self.teachers = [
+            Teacher(on_this_host(path), mesh, self.training_config, self.tokenizer, sources=names, **more)
+            for path, names in (teachers or {}).items()
+            if self.trains
+        ]
         moves = (self.actor, self.rollout_mesh, self._local_mesh, rollout)
         self.weights = WeightSync(*moves, generates=self.generates, link=link)
         self.reward_source = "" if reward is None else os.fspath(reward)

@@ -110,12 +110,13 @@ class PromptStream(Batches[_Task]):
         prompts_per_step: int,
         max_prompt_length: int,
         hint_tokens: int = 0,
+        teachers: Mapping[str, Tokenizer] | None = None,
     ) -> "PromptStream":
-        """Builds the training stream of a configuration, hints included; see the constructor and `DataConfig`."""
+        """Builds the training stream of a configuration, with the prompts that teachers read; see the constructor."""
         opened = split(config)
         made = cls(
             opened.train,
-            renderer(config, tokenizer),
+            renderer(config, tokenizer, teachers or {}),
             tokenizer,
             prompts_per_step=prompts_per_step,
             max_prompt_length=max_prompt_length,
@@ -305,19 +306,31 @@ def system_prompt(config: DataConfig) -> str:
     return "" if config.system_prompt == AUTO else config.system_prompt
 
 
-def renderer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], tuple[template.Part, Mapping[str, Any]]]:
-    """Renders what a training stream over a configuration's records is given: records, or those of a mixture."""
+def renderer(
+    config: DataConfig, tokenizer: Tokenizer, teachers: Mapping[str, Tokenizer]
+) -> Callable[[Any], tuple[template.Part, Mapping[str, Any]]]:
+    """Renders what a training stream over a configuration's records is given: records, or those of a mixture.
+
+    Args:
+      config: the data.
+      tokenizer: the policy's.
+      teachers: tokenizers of teachers that have another, by the label of a source; '' for all others.
+    """
     if not config.sources:
-        return Renderer(config, tokenizer, hinted=True)
-    renders = [PartRenderer(part, tokenizer, hinted=True) for part in split(config).parts]
+        return Renderer(config, tokenizer, reader=teachers.get("") or (tokenizer if config.hint else None))
+
+    def reader(part: Part) -> Tokenizer | None:
+        return teachers.get(part.name) or teachers.get("") or (tokenizer if part.config.hint else None)
+
+    renders = [PartRenderer(part, tokenizer, reader=reader(part)) for part in split(config).parts]
     return (lambda item: renders[item.part](item.record)) if len(renders) > 1 else renders[0]
 
 
 class PartRenderer:
     """Renders the records of one source of a mixture, with the fields that it gives them."""
 
-    def __init__(self, part: Part, tokenizer: Tokenizer, *, hinted: bool = False) -> None:
-        self._render, self._fields = Renderer(part.config, tokenizer, hinted=hinted), part.fields
+    def __init__(self, part: Part, tokenizer: Tokenizer, *, reader: Tokenizer | None = None) -> None:
+        self._render, self._fields = Renderer(part.config, tokenizer, reader=reader), part.fields
 
     def __call__(self, record: Any) -> tuple[template.Part, Mapping[str, Any]]:
         prompt, fields = self._render(record)
@@ -327,13 +340,12 @@ class PartRenderer:
 class Renderer:
     """Renders a record's prompt text and reward fields by the configuration's template.
 
-    With `hinted`, and where the configuration has a hint, the token ids of the prompt that a teacher reads are among
-    the fields.
+    With a `reader`, the tokenizer of a teacher, the token ids of the prompt that the teacher reads are among the
+    fields, with the configuration's hint if it has one.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, hinted: bool = False) -> None:
-        self._config, self._tokenizer = config, tokenizer
-        self._hint = config.hint if hinted else ""
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, reader: Tokenizer | None = None) -> None:
+        self._config, self._tokenizer, self._reader = config, tokenizer, reader
         self._system = system_prompt(config)
         names = [str(tool["function"]["name"]) for tool in tokenizer.tools]
         unnamed = tokenizer.unnamed_tools if config.template == "chat" else names
@@ -347,19 +359,20 @@ class Renderer:
     def __call__(self, record: Record | Problem) -> tuple[template.Part, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
         asked = record if isinstance(record, Mapping) else fields
-        if self._hint:
-            told = with_hint(asked, fields, self._hint, self._field_of(asked))
-            fields = {**fields, TEACHER_PROMPT: _tokens_of(self.prompt(told), self._tokenizer)}
+        if self._reader is not None:
+            hint = self._config.hint
+            told = with_hint(asked, fields, hint, self._field_of(asked)) if hint else asked
+            fields = {**fields, TEACHER_PROMPT: _tokens_of(self.prompt(told, self._reader), self._reader)}
         return self.prompt(asked), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
 
     def _field_of(self, record: Record) -> str:
         return self._config.question_field if self._config.question_field in record else shape.QUESTION
 
-    def prompt(self, record: Record) -> template.Part:
-        """Renders a record's prompt."""
+    def prompt(self, record: Record, tokenizer: Tokenizer | None = None) -> template.Part:
+        """Renders a record's prompt, by another tokenizer's chat template where one is given."""
         return conversation.prompt(
             record,
-            self._tokenizer,
+            tokenizer or self._tokenizer,
             system=self._system,
             form=self._config.template,
             question_field=self._field_of(record),

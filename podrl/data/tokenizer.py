@@ -53,6 +53,8 @@ class _Backend(Protocol):
 
     def token_text(self, token: int) -> str: ...
 
+    def token_bytes(self, token: int) -> bytes: ...
+
 
 class Tokenizer:
     """A tokenizer with the ids and the chat template of its model.
@@ -224,6 +226,21 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """Returns the piece with this id, special or not."""
         return self._backend.token_text(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes of text that a token stands for; none for a special one, and for what is not known."""
+        return b"" if token in self._textless else self._backend.token_bytes(token)
+
+    @functools.cached_property
+    def _textless(self) -> set[int]:
+        unknown = (self._tokens.get("unk_token", ""), "<unk>", "[UNK]")
+        return self._special | {i for text in unknown if (i := self._backend.token_id(text)) is not None}
+
+    @functools.cached_property
+    def splits_text(self) -> bool:
+        """True where the bytes of a text's tokens are those of the text, as `token_bytes` reads them."""
+        text = "It is 42, or (1.5)x!\n\n a  b"  # other characters may be unknown to a small vocabulary
+        return b"".join(map(self.token_bytes, self.encode_plain(text))) == text.encode()
 
     @property
     def bos_token(self) -> str:
@@ -556,6 +573,20 @@ class _Json:
     def token_text(self, token: int) -> str:
         return self._tokenizer.id_to_token(token) or ""
 
+    def token_bytes(self, token: int) -> bytes:
+        if token in self.marks:
+            return self.marks[token].encode()
+        piece = self.token_text(token)
+        if self._by_bytes:
+            return bytes(_BYTES.get(character, 0x3F) for character in piece)
+        return _bytes_of(piece)
+
+    @functools.cached_property
+    def _by_bytes(self) -> bool:
+        """True where each character of a piece stands for a byte, as in GPT-2's vocabulary."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b"ByteLevel" in decoder.__getstate__()
+
 
 class _SentencePiece:
     """Runs a SentencePiece model; recognises its control pieces in text, as `tokenizers` does."""
@@ -635,6 +666,24 @@ class _SentencePiece:
 
     def token_text(self, token: int) -> str:
         return self._beyond.get(token) or self._model.id_to_piece(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        if token in self.marks:
+            return self.marks[token].encode()
+        return b"" if self._model.is_unknown(token) else _bytes_of(self._model.id_to_piece(token))
+
+
+# GPT-2 writes the bytes that are printable in Latin-1 as they are, and the others as the characters from 256 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _bytes_of(piece: str) -> bytes:
+    """The bytes of a SentencePiece piece: one byte, or text with another character for its spaces."""
+    byte = _BYTE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
 
 
 def foreign(directory: str | epath.PathLike, model: str | epath.PathLike) -> str:

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from podrl import config
 from podrl.algorithms.presets import PRESETS, preset
+from podrl.cluster.teacher import tokenizer_of
 from podrl.config import Count, Devices, Natural, Seed, build, defaults, hint_at, merge, section
 from podrl.data import labels, pairs, sft, template
 from podrl.data.chat import Tools
@@ -55,6 +56,21 @@ TINY = EMBEDDED["tiny"]
 SCRATCH = "scratch"
 
 
+@section("model.teachers")
+@dataclasses.dataclass(frozen=True)
+class TeacherSource:
+    """Settings of one teacher of distillation.
+
+    Attributes:
+      path: a Hugging Face directory, local or gs://; with another tokenizer than the policy's, tokens are compared by
+        the text that they stand for.
+      sources: names of the sources in data.sources whose samples it scores; none for all that no other teacher scores.
+    """
+
+    path: str
+    sources: tuple[str, ...] = ()
+
+
 @section("model")
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
@@ -65,6 +81,7 @@ class ModelSource:
         checkpoints shipped with podrl, 'scratch' is a small model with random weights (the section `scratch`).
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy; '' for the starting weights.
+      teachers: models that teach by `grpo.teacher_coef`, instead of `reference`.
       critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
       lora: adapters; rank 0 trains all parameters.
     """
@@ -72,6 +89,7 @@ class ModelSource:
     path: str = "tiny"
     size: str = ""
     reference: str = ""
+    teachers: tuple[TeacherSource, ...] = ()
     critic: str = ""
     lora: LoraConfig = LoraConfig()
 
@@ -198,8 +216,20 @@ def _prompts(job: "Job", tokenizer: Tokenizer) -> PromptStream:
         tokenizer,
         prompts_per_step=job.rollout.prompts_per_step * job.algo.prompt_batches,
         max_prompt_length=job.rollout.max_prompt_length,
-        hint_tokens=job.algo.teacher_hint_tokens if job.data.hinted else 0,
+        hint_tokens=getattr(job.algo, "teacher_hint_tokens", 0),
+        teachers=_other_tokenizers(job, tokenizer),
     )
+
+
+def _other_tokenizers(job: "Job", tokenizer: Tokenizer) -> dict[str, Tokenizer]:
+    """The tokenizers of teachers that have another than the policy's, by the sources that these teach; '' for the rest.
+
+    A source whose teacher has the policy's tokenizer has that.
+    """
+    own = {teacher: tokenizer_of(hub.local(teacher.path), tokenizer) for teacher in job.model.teachers}
+    if not any(own.values()):
+        return {}
+    return {name: other or tokenizer for teacher, other in own.items() for name in teacher.sources or ("",)}
 
 
 def _examples(job: "Job", tokenizer: Tokenizer) -> SFTStream:
@@ -541,14 +571,26 @@ def _check_models(job: Job) -> None:
 def _check_teacher(job: Job) -> None:
     """Refuses a teacher without a model or without anything to teach, and hints that nobody reads."""
     taught = job.algo.distillation if job.section == "grpo" else None
+    if job.roles.teacher.mesh != TRAINER and not job.model.teachers:
+        raise ValueError(
+            f"roles.teacher.mesh={job.roles.teacher.mesh!r} sets devices aside for teachers, and there are none: say "
+            f"{TRAINER!r}, or give model.teachers."
+        )
     if taught is None:
+        if job.model.teachers:
+            raise ValueError(
+                "model.teachers teach by the weight grpo.teacher_coef, and that is 0: set it above 0, or leave "
+                "model.teachers out."
+            )
         if job.data.hinted:
             raise ValueError(
                 "data.hint is what a teacher reads, and the job has none: set grpo.teacher_coef above 0 and "
                 "grpo.teacher='current', or leave data.hint out (and 'hint' in data.sources)."
             )
         return
-    if taught.teacher == "reference":
+    if job.model.teachers:
+        _check_teachers(job)
+    elif taught.teacher == "reference":
         if not job.model.reference:
             raise ValueError(
                 f"grpo.teacher_coef={taught.coef:g} distills a teacher, and model.reference, which names it, is empty: "
@@ -569,6 +611,35 @@ def _check_teacher(job: Job) -> None:
             f"grpo.teacher_kl={taught.kl!r} compares policy and teacher behind the same prompt, and data.hint gives "
             "the teacher another: set grpo.teacher_kl='sampled', or leave data.hint out."
         )
+
+
+def _check_teachers(job: Job) -> None:
+    """Refuses teachers beside another, and sources that none or several of them would teach."""
+    taught, teachers = job.algo.distillation, job.model.teachers
+    beside = {
+        f"model.reference={job.model.reference!r}": job.model.reference,
+        f"grpo.teacher={taught.teacher!r}": taught.teacher != "reference",
+        f"grpo.teacher_kl={taught.kl!r}": not taught.sampled,
+    }
+    if wrong := [key for key, found in beside.items() if found]:
+        raise ValueError(
+            f"model.teachers does not go with {wrong[0]}: its teachers score the sampled tokens, so leave "
+            "model.reference empty, with grpo.teacher='reference' and grpo.teacher_kl='sampled'."
+        )
+    known = [source.label for source in job.data.sources]
+    named = [name for teacher in teachers for name in teacher.sources]
+    if unknown := [name for name in named if name not in known]:
+        raise ValueError(
+            f"model.teachers has a teacher of {unknown[0]!r}, and data.sources has {', '.join(known) or 'nothing'}: "
+            "name one of them."
+        )
+    if len(set(named)) < len(named) or sum(not teacher.sources for teacher in teachers) > 1:
+        raise ValueError(
+            "model.teachers gives some samples several teachers: name each source once, and leave 'sources' out of at "
+            "most one teacher, which has the rest."
+        )
+    if len({teacher.path for teacher in teachers}) < len(teachers):
+        raise ValueError("model.teachers names a directory twice: give one teacher all of its sources.")
 
 
 def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:

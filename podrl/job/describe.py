@@ -66,7 +66,8 @@ def _processes(role: str, pod: Pod | None, shown: int = 8) -> str:
     if pod is None:
         return f"{os.getpid()}"
     all_hosts = pod.seat.hosts
-    hosts = {TRAINER: all_hosts.trainer, "critic": all_hosts.trainer, EVAL: all_hosts.eval}.get(role, all_hosts.rollout)
+    of_trainer = dict.fromkeys((TRAINER, "critic", "teacher"), all_hosts.trainer)
+    hosts = {**of_trainer, EVAL: all_hosts.eval}.get(role, all_hosts.rollout)
     here, said = socket.gethostname(), []
     for host in [host for host in hosts if host in pod.ids][:shown]:
         number, machine = pod.ids[host]
@@ -256,6 +257,8 @@ def given_lines(job: Job) -> list[str]:
 def _auxiliary_models(job: Job) -> dict[str, str]:
     """Describes the job's auxiliary models."""
     critic = {"critic": "critic: values and their updates"} if job.section == "ppo" else {}
+    names = ", ".join(f"{t.path} ({', '.join(t.sources) or 'all others'})" for t in job.model.teachers)
+    critic |= {"teacher": f"teachers: log-probabilities of samples: {names}"} if names else {}
     return critic | ({"reward": "reward model: scores of samples"} if job.reward.model else {})
 
 

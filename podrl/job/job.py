@@ -76,7 +76,7 @@ def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Too
     """Loads the models of a job onto its meshes; `tools` are those that prompts name."""
     roles = {Role.ACTOR: on.trainer, Role.REFERENCE: on.trainer, Role.ROLLOUT: on.rollout}
     config = ClusterConfig(
-        role_to_mesh=roles | {Role.CRITIC: on.critic, Role.REWARD: on.reward},
+        role_to_mesh=roles | {Role.CRITIC: on.critic, Role.REWARD: on.reward, Role.TEACHER: on.teacher},
         training_config=job.trainer,
         rollout_config=job.rollout,
     )
@@ -105,6 +105,7 @@ def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Too
         lora=job.model.lora,
         seed=job.seed,
         link=link,
+        teachers={teacher.path: teacher.sources for teacher in job.model.teachers},
     )
 
 

@@ -33,7 +33,7 @@ class RoleConfig:
 @section(
     "roles",
     {
-        "hosts": "a critic lies on the hosts that train and a reward model on those that generate: say "
+        "hosts": "a critic and teachers lie on the hosts that train and a reward model on those that generate: say "
         "roles.trainer.hosts and roles.rollout.hosts.",
     },
 )
@@ -42,8 +42,8 @@ class AuxiliaryConfig:
     """Settings of an auxiliary model: its devices and mesh.
 
     Attributes:
-      mesh: the role whose mesh it shares ('trainer' for a critic, 'rollout' for a reward model); or a mesh such as
-        'fsdp=2' of devices of its own, equally many of each host of that role, which goes without them.
+      mesh: the role whose mesh it shares ('trainer' for a critic and teachers, 'rollout' for a reward model); or a mesh
+        such as 'fsdp=2' of devices of its own, equally many of each host of that role, which goes without them.
     """
 
     mesh: str
@@ -77,6 +77,7 @@ class RolesConfig:
       trainer: the actor and the reference.
       rollout: the engine that decodes.
       critic: of PPO. It learns in turn with the actor: a mesh of its own gives both more memory, and no time.
+      teacher: of `model.teachers`. They score before the actor learns: a mesh of their own gives memory, and no time.
       reward: the model of `reward.model`.
       eval: hosts for evaluations, which training then does not wait for.
       colocated: all roles get all devices.
@@ -85,6 +86,7 @@ class RolesConfig:
     trainer: RoleConfig = RoleConfig()
     rollout: RoleConfig = RoleConfig()
     critic: AuxiliaryConfig = AuxiliaryConfig(TRAINER)
+    teacher: AuxiliaryConfig = AuxiliaryConfig(TRAINER)
     reward: AuxiliaryConfig = AuxiliaryConfig(ROLLOUT)
     eval: EvaluationConfig = EvaluationConfig()
     colocated: bool = False
@@ -93,6 +95,7 @@ class RolesConfig:
         check_decodes(self.rollout.mesh, key="roles.rollout.mesh")
         for name, mesh, host, other in (
             ("critic", self.critic.mesh, TRAINER, ROLLOUT),
+            ("teacher", self.teacher.mesh, TRAINER, ROLLOUT),
             ("reward", self.reward.mesh, ROLLOUT, TRAINER),
         ):
             if mesh == other:
@@ -115,12 +118,19 @@ class Meshes:
     Attributes:
       critic: the trainer's mesh or one of its own.
       reward: the rollout's mesh or one of its own.
+      own_teacher: the teachers' mesh where it is one of their own.
     """
 
     trainer: Mesh
     rollout: Mesh
     critic: Mesh
     reward: Mesh
+    own_teacher: Mesh | None = None
+
+    @property
+    def teacher(self) -> Mesh:
+        """The teachers' mesh: one of their own, else the trainer's."""
+        return self.own_teacher or self.trainer
 
 
 def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = False, role: str = TRAINER) -> Meshes:
@@ -140,21 +150,26 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
         return _of_a_rollout_cluster(roles, hosts)
     if hosts is not None and split:
         mine, values = _cut(devices, roles.critic, "critic", TRAINER)
+        mine, teaches = _cut(mine, roles.teacher, "teacher", TRAINER)
         trainer = _whole(roles.trainer, mine, TRAINER)
-        return Meshes(trainer, trainer, _own(roles.critic, values, "critic", trainer), trainer)
+        critic = _own(roles.critic, values, "critic", trainer)
+        return Meshes(trainer, trainer, critic, trainer, _own(roles.teacher, teaches, "teacher", trainer))
     if hosts is not None:
         mine, theirs = ([d for d in devices if d.process_index in which] for which in (hosts.trainer, hosts.rollout))
         mine, values = _cut(mine, roles.critic, "critic", TRAINER)
+        mine, teaches = _cut(mine, roles.teacher, "teacher", TRAINER)
         theirs, scores = _cut(theirs, roles.reward, "reward", ROLLOUT)
     elif roles.colocated or len(devices) == 1:
-        mine = theirs = scores = values = devices
+        mine = theirs = scores = values = teaches = devices
     else:
         left, scores = _cut(devices, roles.reward, "reward", ROLLOUT)
         left, values = _cut(left, roles.critic, "critic", TRAINER)
+        left, teaches = _cut(left, roles.teacher, "teacher", TRAINER)
         mine, theirs = split_devices(left, roles.trainer.mesh, roles.rollout.mesh)
     trainer, rollout = _whole(roles.trainer, mine, TRAINER), _whole(roles.rollout, theirs, ROLLOUT)
     reward = _own(roles.reward, scores, "reward", rollout)
-    return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward)
+    teacher = _own(roles.teacher, teaches, "teacher", trainer)
+    return Meshes(trainer, rollout, _own(roles.critic, values, "critic", trainer), reward, teacher)
 
 
 def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:

@@ -5,25 +5,27 @@ every sampled token an advantage, or the exact divergence from its distribution 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+from jax.sharding import Mesh
 
 from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows
 from podrl.algorithms.policy_loss import starting_from
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.cluster.teacher import Teacher
 from podrl.data.hint import TEACHER_PROMPT
 from podrl.learner.grpo import GRPO
 from podrl.learner.hinted import Hinted
-from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
+from podrl.learner.scoring import ComparedScores, ReferencedScores, Scores, policy_scores
 from podrl.learner.settings import GRPOConfig
+from podrl.learner.translated import Translated
 from podrl.models.pretrained import check_positions
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.state import fetch
-from podrl.types import Batch, Experience, unrouted
+from podrl.types import SOURCE, Batch, Experience, Layout, Rollouts, unrouted
 
 
 def make_grpo(cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]) -> GRPO:
@@ -43,7 +45,12 @@ class Distilled(GRPO):
         assert config.distillation is not None
         self._teacher = config.distillation
         self._exact = not self._teacher.sampled
-        if self._teacher.teacher == "reference" and not cluster.directories["reference"]:
+        if cluster.teachers and (self._exact or self._teacher.teacher != "reference"):
+            raise ValueError(
+                f"grpo.teacher_kl={self._teacher.kl!r} with grpo.teacher={self._teacher.teacher!r}: teachers of the "
+                "cluster score sampled tokens, so set 'sampled' and 'reference', or leave model.teachers out."
+            )
+        if self._teacher.teacher == "reference" and not (cluster.directories["reference"] or cluster.teachers):
             raise ValueError(
                 f"grpo.teacher_coef={self._teacher.coef:g} needs a teacher, and the cluster has none: give "
                 "model.reference (reference=, of RLCluster), or set grpo.teacher_coef=0."
@@ -53,21 +60,22 @@ class Distilled(GRPO):
             cluster.actor.keep_average()
         super().__init__(cluster, config, samples=samples, say=say)
         if self._teacher.teacher != "reference":
-            assert self._hinted_shape  # settings that do not fit together fail here, not in the first step
+            self._shape_on(cluster.actor_mesh)  # settings that do not fit together fail here, not in the first step
 
-    @functools.cached_property
-    def _hinted_shape(self) -> PackShape:
-        """The packed shape of a mini-batch as the teacher reads it.
+    def _shape_on(self, mesh: Mesh) -> PackShape:
+        """Computes the packed shape of a mini-batch as a teacher on a mesh reads it.
 
         Raises:
           ValueError: the policy has no positions for a hint, or rows no room.
         """
         more, config = self._hint_tokens, self.cluster.config
-        check_positions(self.cluster.model, config.rollout().max_prompt_length + more, config.longest + more)
-        return self.pack_shape(self.cluster.actor_mesh, more=more)
+        if not self.cluster.teachers:
+            check_positions(self.cluster.model, config.rollout().max_prompt_length + more, config.longest + more)
+        return self.pack_shape(mesh, more=more)
 
     def _reference_use(self) -> tuple[bool, bool]:
-        return self._reward_kl.active or not self._exact, self._teacher.teacher in ("reference", "initial")
+        kept = self._teacher.teacher in ("reference", "initial") and not self.cluster.teachers
+        return self._reward_kl.active or not self._exact, kept
 
     def _prepare(self) -> None:
         def weigh(logprob_BT: Any, rows: Any) -> Any:
@@ -76,39 +84,92 @@ class Distilled(GRPO):
         self.cluster.actor.prepare(self._token_loss(), weigh, self._teacher)
 
     def score(self, step: int, experience: Experience) -> Scores:
-        """Scores the policy and its teacher, which reads the prompts' hints where they have some."""
-        rollouts = experience.rollouts
-        if TEACHER_PROMPT not in rollouts.prompts.fields:
-            if self._teacher.teacher != "reference":
-                raise ValueError(
-                    f"grpo.teacher={self._teacher.teacher!r} teaches by prompts with a hint, and no prompt of step "
-                    f"{step} has one: give data.hint, or set grpo.teacher='reference'."
-                )
+        """Scores the policy and its teachers, each of which reads the samples in its own way."""
+        readings, rollouts = self._readings(step, experience), experience.rollouts
+        if not readings:
             return super().score(step, experience)
-        actor = self.cluster.actor
-        teacher = {"current": lambda batch: actor.logprobs(unrouted(batch)), "ema": actor.average_logprobs}
-        score = teacher.get(self._teacher.teacher, actor.reference_logprobs)
-        hinted = Hinted.of(rollouts)
 
         def read(chosen: np.ndarray) -> np.ndarray:
-            placement = packing.place_samples(hinted.rollouts, chosen, self._hinted_shape)
-            layout = placement.layout(hinted.rollouts.tokens_BT[chosen])
-            found = fetch(score(actor.put(placement.batch(layout))), self.cluster.actor_mesh)
-            return hinted.back(placement.unpack(found, hinted.rollouts.tokens_BT.shape[1]), chosen, rollouts)
+            found_nT = np.zeros((len(chosen), rollouts.tokens_BT.shape[1]), np.float32)
+            for reading in readings:
+                own_n = reading.of_B[chosen]
+                if own_n.any():
+                    found_nT[own_n] = self._read(reading, chosen[own_n], rollouts)
+            return found_nT
 
         old = "sampler" if self.old == "sampler" else "trainer"
         mini_batches = self.mini_batches(step, 0, len(rollouts.length_B))
-        return policy_scores(self.cluster, rollouts, self.shape, mini_batches, old=old, reference=read)
+        scores = policy_scores(self.cluster, rollouts, self.shape, mini_batches, old=old, reference=read)
+        if not self.cluster.teachers:
+            return scores
+        span_BT = np.full(rollouts.tokens_BT.shape, -1, np.int64)
+        for reading in readings:
+            alone = np.arange(rollouts.tokens_BT.shape[1])[None]  # each token is compared by itself
+            own_BT = reading.view.span_BT if isinstance(reading.view, Translated) else alone
+            span_BT = np.where(reading.of_B[:, None], own_BT, span_BT)
+        return ComparedScores(**vars(scores), span_BT=span_BT)
+
+    def _readings(self, step: int, experience: Experience) -> list["_Reading"]:
+        """Lists the teachers with what each reads; none where the reference reads the samples as they were drawn."""
+        rollouts, actor, of = experience.rollouts, self.cluster.actor, self._teacher.teacher
+        if self.cluster.teachers:
+            return [
+                _Reading(self._view(teacher, rollouts, of_B), of_B, teacher.mesh, teacher.logprobs)
+                for teacher, of_B in self._taught_by(experience)
+            ]
+        if TEACHER_PROMPT not in rollouts.prompts.fields:
+            if of != "reference":
+                raise ValueError(
+                    f"grpo.teacher={of!r} teaches by prompts with a hint, and no prompt of step {step} has one: give "
+                    "data.hint, or set grpo.teacher='reference'."
+                )
+            return []
+        own = {"current": lambda batch: actor.logprobs(unrouted(batch)), "ema": actor.average_logprobs}
+        score = own.get(of, actor.reference_logprobs)
+        every_B = np.ones(len(rollouts.length_B), bool)
+        return [_Reading(Hinted.of(rollouts), every_B, actor.mesh, lambda batch: score(actor.put(batch)))]
+
+    def _taught_by(self, experience: Experience) -> list[tuple[Teacher, np.ndarray]]:
+        """Lists the teachers of a cluster that has several, with the samples (B,) that each scores."""
+        rollouts, teachers = experience.rollouts, self.cluster.teachers
+        names = rollouts.prompts.fields.get(SOURCE, [""] * len(rollouts.prompts.length_P))
+        known = {name for teacher in teachers for name in teacher.sources}
+        of = [lambda name, t=teacher: name in t.sources if t.sources else name not in known for teacher in teachers]
+        return [
+            (teacher, np.array([takes(str(name)) for name in names], bool)[rollouts.group_B])
+            for teacher, takes in zip(teachers, of, strict=True)
+        ]
+
+    def _view(self, teacher: Teacher, rollouts: Rollouts, of_B: np.ndarray) -> "Hinted | Translated":
+        if teacher.tokenizer is None:
+            return Hinted.of(rollouts)
+        longest = self.cluster.config.longest + self._hint_tokens
+        return Translated.of(rollouts, self.cluster.tokenizer, teacher.tokenizer, longest=longest, of_B=of_B)
+
+    def _read(self, reading: "_Reading", chosen: np.ndarray, rollouts: Rollouts) -> np.ndarray:
+        """Scores some samples as a teacher reads them, and moves the scores to their places in the samples."""
+        read = reading.view.rollouts
+        placement = packing.place_samples(read, chosen, self._shape_on(reading.mesh))
+        found = fetch(reading.score(placement.batch(placement.layout(read.tokens_BT[chosen]))), reading.mesh)
+        return reading.view.back(placement.unpack(found, read.tokens_BT.shape[1]), chosen, rollouts)
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose rows lie on this process's devices as they were drawn, or as the teacher reads."""
-        own = super().needed(step, experience)
-        if TEACHER_PROMPT not in experience.rollouts.prompts.fields:
+        """Lists the samples whose rows lie on this process's devices as they were drawn, or as a teacher reads them."""
+        own, teachers = super().needed(step, experience), self.cluster.teachers
+        if any(teacher.tokenizer is not None for teacher in teachers):
+            return np.arange(len(experience.rollouts.length_B))  # lengths in other tokens are known of read samples
+        if not teachers and TEACHER_PROMPT not in experience.rollouts.prompts.fields:
             return own
         read = dataclasses.replace(experience, rollouts=Hinted.of(experience.rollouts).rollouts)
-        updates = self.mini_batches(step, 0, len(experience.rollouts.length_B))
-        where = (self._hinted_shape, self.cluster.actor_mesh)
-        return np.unique(np.concatenate([own, *(self.held(read, chosen, *where) for chosen in updates)]))
+        every_B = np.ones(len(experience.rollouts.length_B), bool)
+        where = [(teacher.mesh, of_B) for teacher, of_B in self._taught_by(experience)] if teachers else []
+        held = [
+            self.held(read, chosen[of_B[chosen]], self._shape_on(mesh), mesh)
+            for mesh, of_B in where or [(self.cluster.actor_mesh, every_B)]
+            for chosen in self.mini_batches(step, 0, len(every_B))
+            if of_B[chosen].any()
+        ]
+        return np.unique(np.concatenate([own, *held]))
 
     def update(self, step: int, batches: Sequence[Batch[Any]], weighed: list[Any] | None = None) -> Mapping[str, Any]:
         """Makes the updates of a step; a teacher that is the policy's moving average follows it then."""
@@ -128,7 +189,8 @@ class Distilled(GRPO):
         own_BT, told = teacher.rewards(by_reward_BT, mask_BT), self._told(experience)
         if self._exact:
             return own_BT, told
-        theirs_BT, metrics = teacher.advantages(*_compared(scores), mask_BT * (np.asarray(teacher.coef) > 0))
+        taught_BT = mask_BT * (np.asarray(teacher.coef) > 0)
+        theirs_BT, metrics = teacher.advantages(*_compared(scores), taught_BT, _spans(scores))
         return own_BT + theirs_BT, {**told, **metrics}
 
     def _of(self, experience: Experience) -> Distillation:
@@ -147,7 +209,7 @@ class Distilled(GRPO):
         coef = self._of_samples("teacher_coef", experience, chosen)
         taught_BT = mask_BT * (np.asarray(coef) > 0)
         teacher = dataclasses.replace(self._teacher, coef=coef)
-        theirs_BT, _ = teacher.advantages(policy_BT[chosen], their_BT[chosen], taught_BT)
+        theirs_BT, _ = teacher.advantages(policy_BT[chosen], their_BT[chosen], taught_BT, _spans(scores, chosen))
         share_B1 = self._loss.as_token_mean(mask_BT, taught_BT)
         _, factor = self._weight_of_rewards(experience, loss_mask_BT, chosen)
         return own_BT + (share_B1 - factor) * theirs_BT, np.where(np.asarray(weight) > 0, weight, share_B1 * coef)
@@ -182,3 +244,25 @@ class Distilled(GRPO):
 def _compared(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
     """The policy's log-probabilities before the step, and the teacher's."""
     return scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT
+
+
+def _spans(scores: Scores, chosen: Any = slice(None)) -> np.ndarray | None:
+    """Spans in which tokens of some samples are compared; None where each is compared by itself."""
+    return scores.span_BT[chosen] if isinstance(scores, ComparedScores) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """A teacher and what it reads.
+
+    Attributes:
+      view: the samples as it reads them.
+      of_B: which samples it scores.
+      mesh: where it lies.
+      score: scores a packed host batch there.
+    """
+
+    view: Hinted | Translated
+    of_B: np.ndarray
+    mesh: Mesh
+    score: Callable[[Batch[Layout]], Any]

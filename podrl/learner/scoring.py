@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from podrl.algorithms.mismatch import mismatch
 from podrl.algorithms.policy_rows import PolicyRows
@@ -33,6 +33,18 @@ class ReferencedScores(Scores):
     """Scores with log-probabilities under the reference policy, for a KL in the reward."""
 
     ref_logprob_BT: Float[np.ndarray, "B T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedScores(ReferencedScores):
+    """Scores of teachers, some of which read other tokens than the policy's.
+
+    Attributes:
+      span_BT: number of the span of text that a token is compared in, -1 for none. A teacher's log-probability of a
+        span is the sum over its tokens.
+    """
+
+    span_BT: Int[np.ndarray, "B T"]
 
 
 def policy_scores(

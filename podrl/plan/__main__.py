@@ -65,7 +65,8 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
         )
     trainer, rollout = _topologies(_TRAINER.value or "", _ROLLOUT.value or "")
     job = parse(with_prompt_length(values))
-    for name, model, shared in (("critic", job.roles.critic, "trainer"), ("reward", job.roles.reward, "rollout")):
+    for name, shared in (("critic", "trainer"), ("teacher", "trainer"), ("reward", "rollout")):
+        model = getattr(job.roles, name)
         if model.mesh != shared:
             raise ValueError(
                 f"roles.{name}.mesh={model.mesh!r} must be {shared!r} to be planned: podrl.plan lays trainer and "

@@ -94,7 +94,8 @@ class Setting:
         """
         algo, given = self.job.algo, self.job.model.reference
         loss = algo.policy_loss(self.job.rollout.max_tokens_to_generate)
-        if not (loss.needs_reference() or algo.reward_kl.coef or algo.distillation):
+        taught = algo.distillation and not self.job.model.teachers  # which are counted by themselves
+        if not (loss.needs_reference() or algo.reward_kl.coef or taught):
             return None
         if given in SIZES:
             return config_of(given)
@@ -114,6 +115,11 @@ class Setting:
         if model.lora.rank and not self.job.model.reference:
             return None
         return decoder.abstract_params(model, mesh, jnp.dtype(self.job.trainer.param_dtype))
+
+    def teachers(self) -> list[tuple[str, ModelConfig]]:
+        """The directories (or published sizes) of `model.teachers` on the trainer's mesh, and their models."""
+        paths = [teacher.path for teacher in self.job.model.teachers]
+        return [(path, config_of(path) if path in SIZES else read_config(locate(hub.local(path)))) for path in paths]
 
     @property
     def longest(self) -> int:

@@ -88,6 +88,9 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         make_logprob_fn, mesh=mesh, temperature=job.rollout.temperature, dtype=training.dtype
     )
     reference, moments = device_bytes(held), device_bytes(state.opt_state)
+    several = setting.teachers()
+    weights = [decoder.abstract_params(other, mesh, jnp.dtype(training.param_dtype)) for _, other in several]
+    reference += sum(map(device_bytes, weights))
     # Scoring always loops over the filled micro-batches, the update only where there can be several.
     scored = _training_trips(setting, shape, looped=True)
     passes = job.updates_per_step / algo.num_iterations
@@ -111,6 +114,14 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         programs.append(
             Program("reference log-probabilities", TRAINER, lower, passes, resident=moments + own, trips=scored)
         )
+    longer = job.pack_shape(mesh, more=algo.teacher_hint_tokens) if several else shape
+    for (path, other), params in zip(several, weights, strict=True):
+        score = logprobs(other)
+        rows = state_lib.abstract_batch(loss.rows, longer, mesh)
+        lower = lambda score=score, params=params, rows=rows: score.lower(params, unrouted(_layout(rows)))  # noqa: E731
+        resident = moments + device_bytes(whole) + reference - device_bytes(params)
+        name = f"log-probabilities of {path}"
+        programs.append(Program(name, TRAINER, lower, passes, resident=resident, trips=scored))
     if how.score is not None:
         teach = cast(Any, how.score)
         lower = lambda: teach.lower(whole, held, _layout(batch))  # noqa: E731

@@ -1,0 +1,86 @@
+"""A frozen model that scores the samples of some sources, with a tokenizer and a mesh of its own where it has them."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from podrl.data.tokenizer import Tokenizer, foreign
+from podrl.mesh.backlog import Backlog
+from podrl.models.pretrained import check_positions, check_vocab, from_pretrained
+from podrl.trainer.config import RLTrainingConfig
+from podrl.trainer.state import put_batch
+from podrl.trainer.step import make_logprob_fn
+from podrl.types import Batch, Layout, unrouted
+
+
+def tokenizer_of(source: str | os.PathLike, policy: Tokenizer) -> Tokenizer | None:
+    """The tokenizer of a teacher's directory; None where it is the policy's, or the directory has none.
+
+    Raises:
+      ValueError: tokens of one of the two do not say which bytes of a text they stand for.
+    """
+    if not foreign(policy.directory, source):
+        return None
+    own = Tokenizer(source)
+    for tokenizer in (policy, own):
+        if not tokenizer.splits_text:
+            raise ValueError(
+                f"The tokenizer of the teacher in {own.directory} is not that of the policy in {policy.directory}, and "
+                f"{tokenizer.directory} changes the text that it encodes (such as its case), so that tokens of the two "
+                "cannot be compared: choose a teacher with the policy's tokenizer."
+            )
+    return own
+
+
+class Teacher:
+    """A model that scores samples.
+
+    Attributes:
+      name: its directory.
+      mesh: where it lies.
+      sources: labels of the sources whose samples it scores; none for all that no other teacher scores.
+      tokenizer: its own; None where it reads the policy's tokens.
+      model: its configuration.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike,
+        mesh: Mesh,
+        training: RLTrainingConfig,
+        policy: Tokenizer,
+        *,
+        sources: Sequence[str] = (),
+        temperature: float,
+        longest: int,
+    ):
+        """Loads the model.
+
+        Args:
+          source: a Hugging Face directory.
+          mesh: where it goes.
+          training: its dtypes.
+          policy: the policy's tokenizer.
+          sources: see the attribute.
+          temperature: of the distribution whose log-probabilities are meant: that of sampling.
+          longest: tokens of the longest sequence of the policy.
+
+        Raises:
+          ValueError: a model without embeddings of the ids that it reads, or tokens that cannot be compared.
+        """
+        self.name, self.mesh, self.sources = os.fspath(source), mesh, tuple(sources)
+        self.tokenizer = tokenizer_of(source, policy)
+        given = from_pretrained(self.name, mesh=mesh, dtype=jnp.dtype(training.param_dtype))
+        check_vocab(given.config, (self.tokenizer or policy).vocab_size)
+        check_positions(given.config, 1, longest)
+        self.model, self._params, self._backlog = given.config, given.params, Backlog()
+        self._score = make_logprob_fn(given.config, mesh, temperature=temperature, dtype=training.dtype)
+
+    def logprobs(self, batch: Batch[Layout]) -> Any:
+        """Scores every token of a packed host batch of its own ids: log p (A, B, T), nats, on its mesh."""
+        found = self._score(self._params, unrouted(put_batch(batch, self.mesh)))
+        self._backlog.add(found)
+        return found

@@ -1,0 +1,138 @@
+"""Samples as a teacher with another tokenizer reads them, and the spans of text at whose ends both have a token's end.
+
+A teacher reads the prompt that its own chat template wrote, and what the policy said up to the first token that is no
+text: a special token, or one that an environment gave. Where that is the token that ends the policy's turn, the
+teacher's own stands in its place. All tokens beyond are not compared; neither are those of a character that was cut.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from podrl.algorithms.spans import common_spans
+from podrl.data.hint import TEACHER_PROMPT
+from podrl.data.tokenizer import Tokenizer, right_padded
+from podrl.types import Rollouts
+
+
+@dataclasses.dataclass(frozen=True)
+class Translated:
+    """A batch in the tokens of its teacher, behind the prompts that it reads.
+
+    Attributes:
+      rollouts: the samples in these tokens.
+      span_BT: number of each token's span in the samples as they were drawn; -1 for a token without one.
+      theirs_BU: the same of the teacher's tokens.
+    """
+
+    rollouts: Rollouts
+    span_BT: Int[np.ndarray, "B T"]
+    theirs_BU: Int[np.ndarray, "B U"]
+
+    @staticmethod
+    def of(
+        rollouts: Rollouts, own: Tokenizer, theirs: Tokenizer, *, longest: int, of_B: Bool[np.ndarray, " B"]
+    ) -> "Translated":
+        """Translates samples.
+
+        Args:
+          rollouts: samples whose prompts have the field `teacher_prompt`.
+          own: the policy's tokenizer.
+          theirs: the teacher's.
+          longest: the most tokens that the teacher reads of a sample; what is beyond is not compared.
+          of_B: the samples to translate; others get a token that means nothing.
+        """
+        prompts = rollouts.prompts.fields[TEACHER_PROMPT]
+        length_P = np.array([len(prompt or ()) for prompt in prompts], np.int64)
+        begin_B = rollouts.prompts.length_P[rollouts.group_B]
+        span_BT = np.full(rollouts.tokens_BT.shape, -1, np.int64)
+        rows: list[list[int]] = []
+        spans: list[np.ndarray] = []
+        for b, (begin, end) in enumerate(zip(begin_B, rollouts.length_B, strict=True)):
+            if not of_B[b]:
+                rows.append([theirs.pad_id])
+                spans.append(np.array([-1]))
+                continue
+            prompt = list(prompts[rollouts.group_B[b]])
+            said = rollouts.tokens_BT[b, begin:end].tolist()
+            sampled = (rollouts.mask_BT[b, begin:end] > 0).tolist()
+            ids, own_n, their_n = aligned(said, sampled, own, theirs, behind=prompt[-1], most=longest - len(prompt))
+            span_BT[b, begin : begin + len(own_n)] = own_n
+            rows.append(prompt + ids)
+            spans.append(np.concatenate([np.full(len(prompt), -1), their_n]))
+        tokens_BU, length_B = right_padded(rows, theirs.pad_id)
+        theirs_BU, _ = right_padded([row.tolist() for row in spans], -1)
+        blank_BU = np.zeros(tokens_BU.shape, np.float32)
+        columns: Mapping[str, np.ndarray] = {
+            field.name: blank_BU.astype(getattr(rollouts, field.name).dtype)
+            for field in dataclasses.fields(rollouts)
+            if field.name.endswith("_BT") and getattr(rollouts, field.name) is not None
+        }
+        return Translated(
+            dataclasses.replace(
+                rollouts,
+                prompts=dataclasses.replace(rollouts.prompts, length_P=length_P),
+                length_B=length_B,
+                route_BTX=None,
+                **{**columns, "tokens_BT": tokens_BU, "mask_BT": (theirs_BU >= 0).astype(np.float32)},
+            ),
+            span_BT,
+            theirs_BU,
+        )
+
+    def back(
+        self, value_nU: Float[np.ndarray, "n U"], chosen_n: Int[np.ndarray, " n"], rollouts: Rollouts
+    ) -> Float[np.ndarray, "n T"]:
+        """Adds up the values of the teacher's tokens over each span, and writes a sum at its first sampled token."""
+        span_nT, theirs_nU = self.span_BT[chosen_n], self.theirs_BU[chosen_n]
+        row_X, at_X = np.nonzero(theirs_nU >= 0)
+        total = np.zeros((len(chosen_n), rollouts.tokens_BT.shape[1] + 1), value_nU.dtype)
+        np.add.at(total, (row_X, theirs_nU[row_X, at_X]), value_nU[row_X, at_X])
+        first_nT = (span_nT >= 0) & (np.diff(span_nT, axis=1, prepend=-1) != 0)
+        return np.where(first_nT, np.take_along_axis(total, np.maximum(span_nT, 0), axis=1), 0)
+
+
+def aligned(
+    said: Sequence[int], sampled: Sequence[bool], own: Tokenizer, theirs: Tokenizer, *, behind: int, most: int
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Translates what follows a prompt: (the teacher's ids, spans of the policy's tokens, spans of the teacher's).
+
+    The policy's tokens from the first one on that has no span are left out.
+
+    Args:
+      said: the policy's ids behind the prompt.
+      sampled: whether the policy drew each of them.
+      own: the policy's tokenizer.
+      theirs: the teacher's.
+      behind: the teacher's token before them.
+      most: the most tokens of the teacher's.
+    """
+    pieces: list[bytes] = []
+    for token, drawn in zip(said, sampled, strict=True):
+        if not drawn or not (piece := own.token_bytes(token)):
+            break
+        pieces.append(piece)
+    whole = b"".join(pieces)
+    text = _whole_characters(whole)
+    given = theirs.encode_plain(text, behind=behind) if text else []
+    end_X = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    end_Y = np.cumsum([len(theirs.token_bytes(i)) for i in given], dtype=np.int64)
+    if b"".join(map(theirs.token_bytes, given)) != text.encode():
+        given, end_Y = [], end_Y[:0]  # their tokens say something else
+    given, end_Y = given[: max(most, 0)], end_Y[: max(most, 0)]
+    span_X, span_Y = common_spans(end_X, end_Y)
+    stop, compared = len(pieces), bool((span_X >= 0).all())
+    if compared and len(given) < most and stop < len(said) and sampled[stop] and said[stop] in own.eos_ids:
+        last = int(span_X[-1]) + 1 if stop else 0
+        return [*given, theirs.turn_end_id], np.append(span_X, last), np.append(span_Y, last)
+    return given, span_X, span_Y
+
+
+def _whole_characters(text: bytes) -> str:
+    """The characters before the first bytes that are none."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        return text[: error.start].decode()
