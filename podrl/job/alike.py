@@ -179,7 +179,8 @@ def _models(job: Job) -> Iterator[tuple[str, str]]:
     """Yields (key, directory) of the models and the tokenizer that the job names."""
     named = {"model.path": job.model.path, "tokenizer": job.tokenizer, "model.reference": job.model.reference}
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
-    for key, path in named.items():
+    teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
+    for key, path in [*named.items(), *teachers]:
         path = "tiny" if path == SCRATCH else path  # whose tokenizer it has
         if path and not is_remote(path) and not hub.named(path):
             yield key, str(MODELS.get(path) or path)

@@ -25,7 +25,7 @@ from podrl.data.pipeline import has_format
 from podrl.data.tokenizer import Tokenizer, foreign
 from podrl.environments.config import EnvironmentConfig
 from podrl.job import alike, describe
-from podrl.job.config import SCRATCH, Job, ScratchModel, parse, unset, with_prompt_length
+from podrl.job.config import SCRATCH, Job, ModelSource, ScratchModel, parse, unset, with_prompt_length
 from podrl.job.evaluation import held_out, make_evaluator, unmeasured
 from podrl.job.placement import Meshes, meshes
 from podrl.job.ready import check_all, check_models, check_records, check_rewards
@@ -310,6 +310,8 @@ def check_storage(workdir: str, values: Mapping[str, Any]) -> None:
         group, _, key = place.partition(".")
         named = values.get(group, {}).get(key)
         storage.check(named if isinstance(named, str) else "", place)
+    for teacher in build(ModelSource, values.get("model", {}), "config.model").teachers:
+        storage.check(teacher.path, "model.teachers")
     for source in build(DataConfig, values.get("data", {}), "config.data").sources:
         storage.check(source.path, "data.sources")
     for one in build(EvalConfig, values.get("eval", {}), "config.eval").sets:
@@ -325,7 +327,7 @@ def _loads(pod: Pod | None) -> list[str]:
     return [*(_LOADERS[TRAINER] if trains else ()), *(_LOADERS[ROLLOUT] if generates else ())]
 
 
-_LOADERS = {TRAINER: ("model.path", "model.reference", "model.critic"), ROLLOUT: ("reward.model",)}
+_LOADERS = {TRAINER: ("model.path", "model.reference", "model.teachers", "model.critic"), ROLLOUT: ("reward.model",)}
 
 
 @contextlib.contextmanager

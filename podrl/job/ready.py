@@ -34,14 +34,16 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 
     Args:
       job: the job.
-      keys: which of its models this process loads: 'model.path', 'model.reference', 'model.critic', 'reward.model'.
+      keys: which of its models this process loads: 'model.path', 'model.reference', 'model.teachers', 'model.critic',
+        'reward.model'.
 
     Raises:
       ValueError: names the key and what is missing or damaged.
     """
     named = {"model.path": job.model.path, "model.reference": job.model.reference}
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
-    for key, path in named.items():
+    teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
+    for key, path in [*named.items(), *teachers]:
         if key not in keys or not path or path == SCRATCH or (key == "model.path" and path in EMBEDDED):
             continue
         directory = storage.locate(hub.local(path))
@@ -105,7 +107,7 @@ def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
 
 def check_all(job: Job) -> None:
     """Makes all checks of a start, and loads the code of environments and tools, for a dry run. Raises ValueError."""
-    check_models(job, ("model.path", "model.reference", "model.critic", "reward.model"))
+    check_models(job, ("model.path", "model.reference", "model.teachers", "model.critic", "reward.model"))
     read_plan(job.log.plan)
     for one in job.eval.sets:
         split(one.data(job.data))

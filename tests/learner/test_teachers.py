@@ -17,6 +17,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.job import job
 from podrl.job.config import TINY, ScratchModel, _other_tokenizers
 from podrl.job.placement import AuxiliaryConfig, Meshes, RolesConfig, meshes
+from podrl.job.ready import check_models
 from podrl.learner.distilled import make_grpo
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
@@ -183,4 +184,6 @@ def test_teachers_that_contradict_each_other_are_refused(said, changes):
         parsed(changes.get("algorithm", "opd"), changes.get("grpo", {}), model=model, data={"sources": SOURCES})
     with pytest.raises(ValueError, match=r"roles.teacher.mesh='fsdp=2' sets devices aside for teachers"):
         parsed("grpo", {}, roles={"teacher": {"mesh": "fsdp=2"}})
+    with pytest.raises(ValueError, match=r"model.teachers='nowhere' is not a directory"):
+        check_models(parsed("opd", {}, model={"teachers": ({"path": "nowhere"},)}), ["model.teachers"])
     assert LIMIT
