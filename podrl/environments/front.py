@@ -21,7 +21,7 @@ class FrontSettings:
       port: port to listen at; 0 takes any free port.
       models: model names that clients may use, each also with ':aside' appended; the first is the default.
       parser: format in which the model writes a tool call (env.parser).
-      context_tokens: most tokens of a prompt and its answer; /v1/models reports it.
+      context_tokens: most tokens of a prompt and its answer, which /v1/models reports; 0 reports nothing.
       max_requests: most open requests of one key; further requests wait.
       body_bytes: longest body of a request, in bytes.
       grace_s: seconds for which a request stays open after its last client has hung up, so that a retry can join it.

@@ -289,7 +289,8 @@ class Endpoint:
 
     def _listed(self) -> dict[str, Any]:
         names = [name + end for name in self._models for end in ("", ASIDE)]
-        shared = {"object": "model", "created": 0, "owned_by": "podrl", "max_model_len": self._context}
+        shared: dict[str, Any] = {"object": "model", "created": 0, "owned_by": "podrl"}
+        shared |= {"max_model_len": self._context} if self._context else {}
         return {"object": "list", "data": [{"id": name, **shared} for name in names]}
 
     async def _answer(self, client: _Client, episode: _Episode) -> None:

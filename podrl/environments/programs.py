@@ -51,7 +51,12 @@ class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of th
 class Asked(Protocol):
     """The model as programs need it; podrl.environments.worker.Told implements it, and documents the methods."""
 
+    @property
+    def answers(self) -> int: ...
+
     async def answer(self, wanted: Wanted) -> Answer: ...
+
+    def drop(self, request: int) -> None: ...
 
     def clock(self, *, runs: bool) -> None: ...
 
@@ -66,6 +71,8 @@ class _Session:
       turn: lock of the model.
       open: requests whose answers have not arrived yet.
       settled: event that is set whenever `open` gets shorter.
+      numbers: numbers of the model's requests, by the numbers of the front's requests.
+      dropped: requests whose clients hung up before they had the answer.
       jobs: tasks of the requests, by their numbers.
       full: True once a request found no room or no turns left.
       overridden: number of requests that set what belongs to the job.
@@ -77,6 +84,8 @@ class _Session:
     open: set[int] = dataclasses.field(default_factory=set)
     settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     jobs: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
+    dropped: set[int] = dataclasses.field(default_factory=set)
+    numbers: dict[int, int] = dataclasses.field(default_factory=dict)
     full: bool = False
     overridden: int = 0
 
@@ -170,16 +179,14 @@ class Program:
             reply = working.result()
             while session.open:
                 session.settled.clear()
-                if not all(session.jobs[number].done() for number in session.open):
-                    raise AgentFailure("agent", "The program ended while a request of it was open: await every answer.")
                 settling = asyncio.ensure_future(session.settled.wait())
                 await asyncio.wait({settling, session.lost}, return_when=asyncio.FIRST_COMPLETED, timeout=2 * _GRACE_S)
                 late = not settling.done()
                 settling.cancel()
                 if session.lost.done():
                     session.lost.result()
-                if late:
-                    raise AgentFailure("agent", "The program ended and left an answer of the model unread.")
+                if late and not any(number in session.dropped for number in session.open):
+                    raise AgentFailure("agent", "The program ended while a request of it was open: await every answer.")
         finally:
             working.cancel()
         counted = _counted(None) | {"overridden": float(session.overridden)}
@@ -199,11 +206,15 @@ class Program:
         try:
             _check(wanted)
             async with session.turn:
+                if number in session.dropped:
+                    return
+                session.numbers[number] = session.model.answers
                 answer = await session.model.answer(wanted)
             session.overridden += any(getattr(wanted.ask, name) is not None for name in _RESENT)
             front.answer(number, answer)
         except (Refused, Ended) as error:
             session.settle(number)
+            session.numbers.pop(number, None)
             if isinstance(error, Ended):
                 session.full = True
                 why = f"The maximum context length of this episode is reached, or its turns are over. {error}"
@@ -221,10 +232,17 @@ class Program:
         session.jobs[number] = asyncio.create_task(self._answer(session, number, wanted))
 
     def dropped(self, number: int) -> None:
-        """Loses the episode of a client that hung up: its answer may not be trained, as nobody acted on it."""
+        """Takes the answer that a client did not wait for out of the row, as nobody acted on it."""
         if (session := self._of.get(number)) is not None:
-            why = "The program hung up before it had its answer: give its client timeout=None."
-            session.lose("agent", why)
+            session.dropped.add(number)
+            session.jobs[number].add_done_callback(lambda job: self._drop(session, number, job))
+
+    def _drop(self, session: _Session, number: int, job: "asyncio.Task[None]") -> None:
+        if job.cancelled() or self._of.pop(number, None) is None:
+            return  # its episode has ended
+        if job.exception() is None and number in session.numbers:
+            session.model.drop(session.numbers[number])
+        session.settle(number)
 
     def delivered(self, number: int) -> None:
         """Takes the news that an answer has arrived."""
@@ -333,14 +351,9 @@ def _check(wanted: Wanted) -> None:
     Raises:
       Refused: names the field.
     """
-    ask = wanted.ask
-    if ask.messages is None:
-        why = "Training answers /v1/chat/completions: a request by text or token ids is not served yet."
-        raise Refused(400, "unsupported_parameter", why)
-    unserved = {"n": ask.samples > 1, "stop_token_ids": bool(ask.stop_ids), "logprobs": wanted.logprobs}
-    for name, given in unserved.items():
-        if given:
-            raise Refused(400, "unsupported_parameter", f"{name} is not served in training: leave it out.", name)
+    if wanted.ask.samples > 1:
+        why = f"n={wanted.ask.samples} is not served in training: make {wanted.ask.samples} requests."
+        raise Refused(400, "unsupported_parameter", why, "n")
 
 
 def _object(line: bytes) -> dict[str, Any]:

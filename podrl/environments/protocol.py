@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeVar
 T = TypeVar("T")
 Role = Literal["raw", "user", "tool"]
 FULL = "full"  # Turn.stop where there was no room for an observation: `say` raises Ended
-REFUSED = "refused"  # Turn.stop where a conversation cannot be rendered; the text says why
+REFUSED = "refused"  # Turn.stop where a request cannot be honoured; the text is the JSON of a Refused's fields
 
 
 class Ended(Exception):  # noqa: N818 - no error, as StopIteration
@@ -49,6 +49,7 @@ class Turn:
       tokens: the sampled token ids.
       calls: the tool calls that the text holds, where the environment names a parser.
       prompt: token ids of the conversation that was answered; empty for `say`.
+      logprobs, pieces: log-probability and text of each token; empty unless the request of an agent program wants them.
     """
 
     text: str
@@ -56,6 +57,8 @@ class Turn:
     tokens: Sequence[int] = ()
     calls: Sequence[Any] = ()
     prompt: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    pieces: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)

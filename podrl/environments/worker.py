@@ -39,6 +39,7 @@ class Told:
         self._turn: asyncio.Future[Turn] | None = None
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._records: list[dict[str, Any]] = []
+        self._dropped: list[int] = []
 
     async def say(
         self,
@@ -79,7 +80,7 @@ class Told:
             "reward": float(reward),
             "cuts": cuts,
             "cut_tokens": cut_tokens,
-        } | ({} if chat is None else {"chat": chat})
+        } | ({} if chat is None else {"chat": chat, "dropped": self.dropped()})
         self._turn = asyncio.get_running_loop().create_future()
         self._send({"say": self._life, "said": said, "records": [*self._records, *records]})
         self._records = []
@@ -88,7 +89,7 @@ class Told:
         finally:
             self._turn = None
         if turn.stop == REFUSED:
-            raise Refused(400, "invalid_request", turn.text, "messages")
+            raise Refused(**json.loads(turn.text))
         if turn.stop == FULL:
             raise Ended("There is no room for the observation (rollout.max_response_tokens).")
         self._turns += 1
@@ -112,19 +113,34 @@ class Told:
         return wire_chat.message(answer.choices[0], stop=wanted.stop, tools=wanted.ask.tools, parser=parser, id=id_)
 
     async def answer(self, wanted: Wanted) -> Answer:
-        """`chat` for a request of the wire, which has messages and asks for one answer.
+        """`chat` for a request of the wire, which asks for one answer.
 
         Raises:
-          Refused: the conversation cannot be rendered.
+          Refused: the request cannot be rendered.
           Ended: as `chat`.
         """
         ask, answer = wanted.ask, Answer(str(self._turns), 0, (), ())
-        asked = {"messages": ask.messages, "tools": ask.tools, "stop": wanted.stop, "parser": self._config.parser}
-        asked |= {"max_new": ask.max_new, "aside": ask.aside, "id": wire_chat.call_ids(answer, 0)}
+        names = ("messages", "text", "ids", "tools", "stop_ids", "max_new", "aside", "pieces")
+        asked = {name: getattr(ask, name) for name in names} | {"stop": wanted.stop, "logprobs": wanted.logprobs}
+        asked |= {"parser": self._config.parser, "id": wire_chat.call_ids(answer, 0)}
         asked = json.loads(json.dumps(asked))  # as the other side gets it
         turn = await self.observe("", role="raw", stop=ask.stop, max_new=ask.max_new, reward=0.0, chat=asked)
-        choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
+        choice = Choice(turn.text, turn.tokens, turn.logprobs, turn.pieces, turn.stop)
         return dataclasses.replace(answer, prompt_ids=turn.prompt, choices=[choice])
+
+    @property
+    def answers(self) -> int:
+        """Number of requests that were answered, which is the number of the next one."""
+        return self._turns
+
+    def drop(self, request: int) -> None:
+        """Says that nobody received the answer to a request: it leaves the row."""
+        self._dropped.append(request)
+
+    def dropped(self) -> list[int]:
+        """Returns the requests that were dropped since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def clock(self, *, runs: bool) -> None:
         """Starts or stops the time of env.deadline_s, which is that of the episode's own work."""
@@ -256,7 +272,7 @@ class _Worker:
                 result = await self._environment_of(task).run(task, self._models[life]) or result
             model = self._models[life]
             reason = "turns" if model.over else "calls" if model.spent else "ended"
-            self.send({"done": life, "reason": reason, **_checked(result)})
+            self.send({"done": life, "reason": reason, "dropped": model.dropped(), **_checked(result)})
         except asyncio.CancelledError:
             raise
         except AgentFailure as failure:

@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 import queue
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from podrl.environments.calls import Cuts
@@ -34,7 +34,8 @@ class Say:
       cuts: ranges [start, end) of characters of `observation`, ascending, in a group for each tool output in it.
       cut_tokens: tokens that each group may have. This side has no tokenizer: `observation` comes whole, and the
         engine's side makes `podrl.environments.calls.shortened` of it before it encodes it.
-      chat: fields of a podrl.rollout.branches.Conversation, which is answered instead of an observation; None for none.
+      chat: fields of a podrl.rollout.branches.Asked, which is answered instead of an observation; None for none.
+      dropped: numbers of earlier requests of the episode whose answers nobody received.
     """
 
     episode: int
@@ -47,6 +48,7 @@ class Say:
     cuts: Cuts = ()
     cut_tokens: int = 0
     chat: Mapping[str, Any] | None = None
+    dropped: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Done:
       reason: 'ended' by its own return, or because `say` found no room; 'turns': env.max_turns were over; 'calls': it
         ended after a call beyond env.max_tool_calls; 'deadline': env.deadline_s or env.blocked_s passed; 'failed': its
         program failed. After the last two the sample must leave the loss.
+      dropped: as in Say.
       why: error of a program that failed, with the end of what it wrote to standard error.
     """
 
@@ -67,6 +70,7 @@ class Done:
     text: str | None
     reason: Literal["ended", "turns", "calls", "deadline", "failed"]
     why: str = ""
+    dropped: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +153,11 @@ class Episodes:
 
     def turn(self, episode: int, turn: Turn) -> None:
         """Answers a Say; `Turn("", stop=protocol.FULL)` says that there was no room for it, and `say` raises Ended."""
-        value = {"text": turn.text, "stop": turn.stop, "tokens": [int(token) for token in turn.tokens]}
+        value: dict[str, Any] = {"text": turn.text, "stop": turn.stop, "tokens": [int(token) for token in turn.tokens]}
         if turn.prompt:
             value["prompt"] = [int(token) for token in turn.prompt]
+        if turn.logprobs:
+            value |= {"logprobs": [float(logprob) for logprob in turn.logprobs], "pieces": list(turn.pieces)}
         self._loop.soon(self._host.turn, episode, value)
 
     def cancel(self, episode: int) -> None:

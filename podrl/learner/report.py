@@ -187,7 +187,8 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     for episode in rollouts.episodes:
         for name, value in episode["metrics"].items():
             named.setdefault(name, []).append(value)
-    return metrics | {f"env/{name}": float(np.mean(values)) for name, values in named.items()}
+    means = {name: float(np.mean(values)) for name, values in named.items()}
+    return metrics | {name if name.startswith("front/") else f"env/{name}": mean for name, mean in means.items()}
 
 
 def _turns(episode: Mapping[str, Any]) -> dict[str, Any]:

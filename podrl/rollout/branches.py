@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -13,32 +13,46 @@ from podrl.engine.config import Sampling
 from podrl.engine.session import Opening, Session, Track
 from podrl.environments.protocol import Turn
 from podrl.environments.wire import chat
-from podrl.environments.wire.asks import Choice
+from podrl.environments.wire.asks import Choice, Refused, visible_text
 from podrl.rollout.histories import Histories
 from podrl.types import DRAWN, STOP_ENV
 
+# Why a request opened a branch: it repeats no earlier answer; its tools are others; the chat template renders an
+# earlier answer otherwise than it was sampled; another request has gone on from the same point.
+Fork = Literal["history", "tools", "template", "concurrent"]
+
 
 @dataclasses.dataclass(frozen=True)
-class Conversation:
-    """A request of Model.chat, checked by the dialect of /v1/chat/completions.
+class Asked:
+    """A request to the branches of an episode; exactly one of `messages`, `text` and `ids` is set.
 
     Attributes:
-      messages: conversation to answer.
+      messages: conversation to answer, checked by a dialect of podrl.environments.wire.
+      text: text to continue.
+      ids: token ids to continue.
       tools: functions that the model may call, in the form of chat templates.
       stop: the caller's stop strings, which are cut off the answer's text.
+      stop_ids: token ids that end the answer, besides the end of the model's turn.
       parser: format in which the model writes a call.
       id: prefix of the ids of the answer's calls.
       max_new: most sampled tokens; None is limited by the room of the sample alone.
       aside: True if the answer must not be trained.
+      logprobs: True if the answer needs the log-probabilities of its tokens.
+      pieces: True if the answer needs the text of each token.
     """
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]] | None
+    text: str | None
+    ids: Sequence[int] | None
     tools: Sequence[Mapping[str, Any]]
     stop: Sequence[str]
+    stop_ids: Sequence[int]
     parser: str
     id: str
     max_new: int | None
     aside: bool
+    logprobs: bool
+    pieces: bool
 
     def message(self, turn: Turn) -> dict[str, Any]:
         """Writes the model's turn as the assistant's message."""
@@ -48,13 +62,28 @@ class Conversation:
 
 @dataclasses.dataclass(eq=False)
 class _Branch:
-    """A conversation that goes on: its record in the engine, and the records of its turns."""
+    """A conversation that goes on.
+
+    Attributes:
+      track: its record in the engine.
+      request: number of its newest request.
+      before: (tokens of the track, records) before that request.
+      turns: records of its turns.
+      count: number of the track's tokens that stay in the row; None for all. A branch that was cut ends there.
+    """
 
     track: Track
+    request: int = 0
+    before: tuple[int, int] = (0, 0)
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    count: int | None = None
 
     def tokens(self) -> list[int]:
         return [*self.track.prompt.tolist(), *self.track.tokens]
+
+    def kept(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the values, one for each token of the track, of the tokens that stay in the row."""
+        return list(values[: self.count])
 
 
 class Branches:
@@ -66,6 +95,8 @@ class Branches:
 
     Attributes:
       current: branch of the request that was asked last.
+      forks: number of branches that are trained and were opened for each reason, after the first branch.
+      dropped: number of answers that nobody received.
       text: text of the last answer that is trained.
       read: token ids of the request that was asked last.
     """
@@ -98,14 +129,17 @@ class Branches:
         self._branches: list[_Branch] = []
         self._asides: list[Track] = []
         self._opened: collections.Counter[bytes] = collections.Counter()
-        self._asked: Conversation | None = None
+        self._asked: Asked | None = None  # newest request
         self._requests = 0
+        self._toolsets: list[Sequence[Mapping[str, Any]]] = []  # of the requests that were answered
+        self.forks: collections.Counter[Fork] = collections.Counter()
+        self.dropped = 0
         self.current: _Branch | None = None
         self.text = ""
         self.read: Sequence[int] = ()
 
     def ask(
-        self, session: Session, asked: Conversation, strings: tuple[str, ...], ids: Sequence[int], *, urgent: bool
+        self, session: Session, asked: Asked, strings: tuple[str, ...], ids: Sequence[int], *, urgent: bool
     ) -> list[int] | None:
         """Goes on with a branch, or opens one.
 
@@ -122,12 +156,12 @@ class Branches:
         Raises:
           Refused: the conversation cannot be rendered.
         """
-        tokens = self._of(asked.parser).encode(asked.messages, asked.tools)
+        tokens = self._encoded(asked)
         branch = None if asked.aside else self._continued(tokens)
         first = not self._branches and tokens[: len(self._prompt)] == self._prompt.tolist()
         known = len(branch.tokens()) if branch else len(self._prompt) if first or asked.aside else 0
         left = self._response - (0 if asked.aside else self._used()) - (len(tokens) - known)
-        sampled = sum(one.track.sampled for one in self._branches)
+        sampled = sum(version >= 0 for one in self._branches for version in one.kept(one.track.versions))
         assert self._sampling.max_new is not None
         most = [left, self._sampling.max_new - (0 if asked.aside else sampled)]
         if asked.max_new is not None:
@@ -138,6 +172,7 @@ class Branches:
             return None
         opening = Opening(tokens[known:], strings, tuple(ids), min(most))
         if branch is not None:
+            branch.request, branch.before = self._requests, (len(branch.track.tokens), len(branch.turns))
             session.extend(branch.track, opening)
         else:
             head = self._prompt if first else np.asarray(tokens[: self._head], np.int32)
@@ -148,10 +183,12 @@ class Branches:
             if not track.limit:
                 return None
             session.seat([track], urgent=urgent)
-            branch = _Branch(track)
+            branch = _Branch(track, self._requests)
             if asked.aside:
                 self._asides.append(track)
             else:
+                if self._branches:
+                    self.forks[self._reason(asked, tokens)] += 1
                 self._branches.append(branch)
         self.current, self._asked, self.read = branch, asked, tokens
         self._requests += 1
@@ -164,14 +201,44 @@ class Branches:
         if asked.aside:
             session.end(track, STOP_ENV)
             return
-        message = asked.message(turn)
+        choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
+        if asked.messages is None:
+            self.text = visible_text(choice, asked.stop)
+            return
+        if asked.tools not in self._toolsets:
+            self._toolsets.append(asked.tools)
+        message = chat.message(choice, stop=asked.stop, tools=asked.tools, parser=asked.parser, id=asked.id)
         self._of(asked.parser).remember(asked.messages, asked.tools, [(message, self.current.tokens())])
         self.text = str(message["content"] or "")
 
+    def drop(self, session: Session, request: int) -> None:
+        """Takes an answer that nobody received out of the row; its branch ends before the request.
+
+        An answer that a later request went on with was received.
+        """
+        branch = next((one for one in self._branches if one.request == request and one.count is None), None)
+        if branch is None:
+            return
+        self.dropped += 1
+        if branch.track.stop is None:
+            session.end(branch.track, STOP_ENV)
+        branch.count, records = branch.before
+        del branch.turns[records:]
+        if not branch.count:
+            self._branches.remove(branch)
+
+    @property
+    def asked(self) -> Asked:
+        """The newest request."""
+        assert self._asked is not None
+        return self._asked
+
     def metrics(self) -> dict[str, float]:
-        """Counts requests, those among them that are not trained, and forks: trained branches after the first."""
+        """Counts requests, those among them that are not trained, forks with their reasons, and lost answers."""
         forks, asides = max(len(self._branches) - 1, 0), len(self._asides)
-        return {"chat_requests": float(self._requests), "chat_forks": float(forks), "chat_asides": float(asides)}
+        counts = {"chat_requests": self._requests, "chat_forks": forks, "chat_asides": asides}
+        counts |= {f"front/forks/{reason}": self.forks[reason] for reason in get_args(Fork)}
+        return {name: float(count) for name, count in {**counts, "front/dropped": self.dropped}.items()}
 
     def joined(self, session: Session) -> tuple[Track | None, list[int], list[dict[str, Any]]]:
         """Ends all branches, and writes those that are trained one after the other as one completion.
@@ -193,18 +260,18 @@ class Branches:
         first = self._branches[0].track.prompt is not self._prompt
         for number, branch in enumerate(self._branches, int(first)):
             track = branch.track
-            given = track.prompt.tolist() if number else []
-            whole.tokens += [*given, *track.tokens]
-            whole.versions += [*[-1] * len(given), *track.versions]
+            given, kept = track.prompt.tolist() if number else [], branch.kept(track.versions)
+            whole.tokens += [*given, *branch.kept(track.tokens)]
+            whole.versions += [*[-1] * len(given), *kept]
             for name, values in whole.drawn.items():
-                values += [*[DRAWN[name].fill] * len(given), *track.drawn[name]]
-            whole.sampled += track.sampled
-            piece_X += [number] * (len(given) + len(track.tokens))
+                values += [*[DRAWN[name].fill] * len(given), *branch.kept(track.drawn[name])]
+            whole.sampled += sum(version >= 0 for version in kept)
+            piece_X += [number] * (len(given) + len(kept))
         whole.paused = self._branches[-1].track.paused
-        self._join_routes(whole)
+        self._join_routes(session, whole)
         return whole, piece_X, [turn for branch in self._branches for turn in branch.turns]
 
-    def _join_routes(self, whole: Track) -> None:
+    def _join_routes(self, session: Session, whole: Track) -> None:
         """Gives the sample the routes of its branches, which may still be on their way from the device to the host."""
         tracks = [branch.track for branch in self._branches]
         known = [track.routes for track in tracks if track.routes is not None]
@@ -212,12 +279,49 @@ class Branches:
             return
         whole.routes = np.zeros((len(whole.prompt) + len(whole.tokens), known[0].shape[1]), np.uint8)
         end = 0 if tracks[0].prompt is self._prompt else len(whole.prompt)
-        for track in tracks:
-            start, end = end, end + len(track.prompt) + len(track.tokens)
-            if track.routes is not None:
+        if any(branch.count is not None for branch in self._branches):
+            session.finish_routes()  # those of a branch that was cut are copied now
+        for branch, track in zip(self._branches, tracks, strict=True):
+            start, end = end, end + len(track.prompt) + len(branch.kept(track.tokens))
+            if track.routes is not None and branch.count is not None:
+                whole.routes[start:end] = track.routes[: end - start]
+            elif track.routes is not None:
                 part = whole.routes[start:end]
                 part[:] = track.routes
                 track.routes = part  # so that what arrives later is written there
+
+    def _encoded(self, asked: Asked) -> list[int]:
+        """Encodes a request.
+
+        Raises:
+          Refused: the conversation cannot be rendered, or the request has no token, or one that the model has not.
+        """
+        if asked.messages is not None:
+            return self._of(asked.parser).encode(asked.messages, asked.tools)
+        tokens = list(asked.ids or ())
+        if asked.text is not None:
+            try:
+                tokens = self._tokenizer.encode(asked.text, start=True)
+            except ValueError as error:
+                raise Refused(400, "invalid_prompt", str(error), "prompt") from None
+        if not tokens or max(tokens) >= self._tokenizer.vocab_size:
+            size = self._tokenizer.vocab_size
+            why = f"The prompt has {len(tokens)} tokens; it must have at least one, with ids below {size}."
+            raise Refused(400, "invalid_prompt", why)
+        return tokens
+
+    def _reason(self, asked: Asked, tokens: list[int]) -> "Fork":
+        """Finds out why a request goes on with no branch."""
+        if asked.messages is not None:
+            histories = self._of(asked.parser)
+            if histories.forked:
+                return "template"
+            if histories.continued:
+                return "concurrent"
+            if any(histories.knows(asked.messages, tools) for tools in self._toolsets):
+                return "tools"
+        begun = any(one.tokens()[: len(tokens)] == tokens for one in self._branches)
+        return "concurrent" if begun else "history"
 
     def _of(self, parser: str) -> Histories:
         if parser not in self._histories:
@@ -226,14 +330,16 @@ class Branches:
 
     def _continued(self, tokens: list[int]) -> _Branch | None:
         """Finds the longest branch that the tokens begin with and go beyond."""
-        fits = [(known, branch) for branch in self._branches if tokens[: len(known := branch.tokens())] == known]
+        open_ = [branch for branch in self._branches if branch.count is None]
+        fits = [(known, branch) for branch in open_ if tokens[: len(known := branch.tokens())] == known]
         fits = [(len(known), branch) for known, branch in fits if len(known) < len(tokens)]
         return max(fits, key=lambda fit: fit[0])[1] if fits else None
 
     def _used(self) -> int:
         """Counts the tokens of the row after the data's prompt."""
         return sum(
-            len(b.track.tokens) + len(b.track.prompt) * (b.track.prompt is not self._prompt) for b in self._branches
+            len(b.kept(b.track.tokens)) + len(b.track.prompt) * (b.track.prompt is not self._prompt)
+            for b in self._branches
         )
 
     def _key(self, tokens: Sequence[int], aside: bool) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The pump: plays samples whose environments answer them, and passes the words both ways."""
 
 import dataclasses
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -15,7 +16,7 @@ from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.asks import Refused
 from podrl.environments.workers import Anew, Done, Message, Say
-from podrl.rollout.branches import Branches, Conversation
+from podrl.rollout.branches import Asked, Branches
 from podrl.rollout.partial import Partial, fill
 from podrl.rollout.points import Points
 from podrl.types import (
@@ -344,7 +345,7 @@ class Pump:
     def _on_say(self, b: int, say: Say) -> None:
         episode = self._episodes[b]
         if say.chat is not None:
-            self._on_chat(b, say, Conversation(**say.chat))
+            self._on_chat(b, say, Asked(**say.chat))
             return
         if episode.branches is not None:
             raise BatchError(f"{self._name(b)} asks by model.chat and by model.say: an episode may use one of them.")
@@ -395,7 +396,7 @@ class Pump:
         self._episodes[b].stops, self._episodes[b].strings = dict(ids), texts
         return texts
 
-    def _on_chat(self, b: int, say: Say, asked: Conversation) -> None:
+    def _on_chat(self, b: int, say: Say, asked: Asked) -> None:
         """Goes on with the branch that a conversation continues, or opens one."""
         episode, request, session = self._episodes[b], self.request, self._session
         p, g = divmod(b, request.group_size)
@@ -416,11 +417,17 @@ class Pump:
                 head=int(np.max(request.prompts.length_P)),
                 recording=request.route_bytes > 0,
             )
+        for number in say.dropped:
+            episode.branches.drop(session, number)
         texts = self._stops(b, say)
+        ids = tuple(dict.fromkeys((*episode.stops, *asked.stop_ids)))
         try:
-            given = episode.branches.ask(session, asked, texts, tuple(episode.stops), urgent=self._points.urgent)
+            if (most := session.spare_stop_ids(request.sampling)) < len(ids):
+                why = f"{len(ids)} stop ids, those of stop strings among them, are more than {most}: give fewer."
+                raise Refused(400, "unsupported_parameter", why, "stop_token_ids")
+            given = episode.branches.ask(session, asked, texts, ids, urgent=self._points.urgent)
         except Refused as error:
-            self._tell(b, Turn(str(error), REFUSED))
+            self._tell(b, Turn(json.dumps(error.fields()), REFUSED))
             return
         if given is None:
             self._fill(b)
@@ -450,6 +457,9 @@ class Pump:
                     f"The programs of {self._failed} of {self.request.samples} samples failed, and env.failed_share="
                     f"{share:g} of them may. The last one was {self._name(b)}: {done.why}"
                 )
+        if episode.branches is not None:
+            for number in done.dropped:
+                episode.branches.drop(self._session, number)
         self._join(episode)
         self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
         counted = {} if episode.branches is None else episode.branches.metrics()
@@ -540,8 +550,15 @@ class Pump:
         turn = Turn(text, stop, tuple(tokens))
         if episode.branches is not None:
             episode.branches.answered(self._session, turn)
-            turn = dataclasses.replace(turn, prompt=episode.branches.read)
+            turn = dataclasses.replace(turn, prompt=episode.branches.read, **self._shown(episode.branches.asked, track))
         self._tell(b, turn)
+
+    def _shown(self, asked: Asked, track: Track) -> dict[str, Sequence[Any]]:
+        """What an answer shows of its tokens beside their ids."""
+        logprobs = track.drawn["raw_logprob"][track.first :] if asked.logprobs else ()
+        tokenizer, tokens = self._dialogue.tokenizer, track.tokens[track.first :] if asked.pieces else ()
+        pieces = [tokenizer.decode([token]) or tokenizer.token_text(token) for token in tokens]
+        return {"logprobs": tuple(logprobs), "pieces": tuple(pieces)}
 
     # Records.
 

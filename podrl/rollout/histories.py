@@ -34,6 +34,7 @@ class Histories:
       extended: number of conversations that continued a known answer.
       forks: number of conversations that repeated a known answer but were encoded from their text, because the chat
         template renders earlier turns differently from how they were sampled.
+      continued, forked: True if the conversation that was encoded last is counted in `extended`, in `forks`.
     """
 
     def __init__(self, tokenizer: Tokenizer, parser: str) -> None:
@@ -46,6 +47,7 @@ class Histories:
         self._tokenizer, self._parser = tokenizer, parser
         self._known: collections.OrderedDict[bytes, np.ndarray] = collections.OrderedDict()
         self._tokens = self.extended = self.forks = 0
+        self.continued = self.forked = False
 
     def encode(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Encodes a conversation as a prompt.
@@ -54,21 +56,26 @@ class Histories:
           Refused: the chat template cannot render the conversation.
         """
         form = format_of(self._parser, [tool["function"]["name"] for tool in tools])
+        self.continued = self.forked = False
         try:
             offered = tools if isinstance(form, Json) else []
             known, count = self._last_answer(messages, tools)
             if known is not None:
                 new = self._new(messages, count, offered, form, int(known[-1]))
                 if new is not None:
-                    self.extended += 1
+                    self.extended, self.continued = self.extended + 1, True
                     return [*known.tolist(), *new]
-                self.forks += 1
+                self.forks, self.forked = self.forks + 1, True
             written = self._parts(_folded(messages, form), offered)
         except ValueError as error:
             raise Refused(
                 400, "invalid_messages", f"The conversation cannot be rendered: {error}", "messages"
             ) from None
         return self._encoded(written, None)
+
+    def knows(self, messages: Sequence[Message], tools: Tools) -> bool:
+        """Returns True if a conversation goes on with a known answer."""
+        return self._last_answer(messages, tools)[0] is not None
 
     def remember(
         self, messages: Sequence[Message], tools: Tools, answers: Iterable[tuple[Message, Sequence[int]]]

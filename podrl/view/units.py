@@ -30,7 +30,7 @@ _UNITS = (
     (r"eval/(.*/)?(greedy|sampled)_reward(/.*)?|reward/.*|group/.*/reward(/.*)?", "reward"),
     (r"eval/(.*/)?(greedy|sampled)_(answer|partial|format|pass|majority)", "share of 1"),
     (r"critic/(advantage_abs|return|value)", "reward"),
-    (r"(data|dynamic_sampling|loss|pod|queue|episode|rollout)/.*|(.*/)?(prompts|records)", "count"),
+    (r"(data|dynamic_sampling|front|loss|pod|queue|episode|rollout)/.*|(.*/)?(prompts|records)", "count"),
     (r"perf/(decode_steps|dispatches|prefill_calls)|tools/.*/(calls|failures)", "count"),
 )
 

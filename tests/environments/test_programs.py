@@ -26,18 +26,19 @@ from podrl.workers.user_code import Limits
 pytest.importorskip("uvicorn", reason="needs the extra [agents]")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 AGENT = """
-import http.client, json, os, subprocess, sys, time, urllib.error, urllib.parse, urllib.request
+import concurrent.futures, http.client, json, os, subprocess, sys, time, urllib.error, urllib.parse, urllib.request
 import podrl.agent
 
 USER = {"role": "user", "content": "What is 4 + 5?"}
 SURE = {"role": "user", "content": "Sure?"}
 
 
-def ask(messages, path="/chat/completions", **settings):
+def ask(messages, path="/v1/chat/completions", headers={}, **settings):
     said = {"messages": messages} if messages else {}
-    body = json.dumps({"model": "policy", "max_tokens": 5, **said, **settings}).encode()
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, body, headers)
+    said |= {} if "generate" in path else {"max_tokens": 5}
+    body = json.dumps({"model": "policy", **said, **settings}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json", **headers}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + path, body, headers)
     try:
         with urllib.request.urlopen(request, timeout=600) as response:
             return json.load(response)
@@ -72,10 +73,52 @@ def random(task):
 
 
 def refused(task):
-    codes = [ask([USER], **{name: value})["error"]["param"] for name, value in [("n", 2), ("logprobs", True)]]
-    assert codes == ["n", "logprobs"], codes
-    assert "not served" in ask([], path="/completions", prompt="a")["error"]["message"]
+    many = list(range(5, 14))
+    for name, value in [("n", 2), ("logit_bias", {"5": 1}), ("top_logprobs", 2), ("stop_token_ids", many)]:
+        assert ask([USER], **{name: value})["error"]["param"] == name, name
+    assert "below" in ask([], path="/v1/completions", prompt=[10**6])["error"]["message"]
     ask([USER])
+
+
+def by_ids(task):
+    # Goes on by token ids and by text, and reads log-probabilities.
+    first = ask([USER], return_token_ids=True, logprobs=True)
+    ids = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    given = {"token_ids": ids + [108], "sampling_params": {"logprobs": 1, "max_tokens": 4, "stop_token_ids": [1, 107]}}
+    second = ask([], path="/inference/v1/generate", **given)
+    third = ask([], path="/v1/completions", prompt=ids[:-1], logprobs=0)
+    lists = [body["choices"][0]["logprobs"] for body in (first, second, third)]
+    sums = [sum(one["logprob"] for one in found["content"]) for found in lists[:2]] + [sum(lists[2]["token_logprobs"])]
+    assert [one["token"] for one in lists[1]["content"]] == [f"token_id:{i}" for i in second["choices"][0]["token_ids"]]
+    assert len(lists[0]["content"]) == len(first["choices"][0]["token_ids"])
+    assert all(isinstance(one["token"], str) for one in lists[0]["content"])
+    return {"reward": 1.0, "metrics": {"logprob": sum(sums), "length": float(len(ids) + 1)}}
+
+
+def twins(task):
+    # Asks the same twice at once, then with other tools, then with another history.
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = min(pool.map(ask, [[USER], [USER]]), key=lambda body: says(body)["content"])
+    tool = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+    ask([USER, says(first), SURE])
+    ask([USER, says(first), SURE], tools=[tool])
+    ask([USER, {"role": "assistant", "content": "changed"}, SURE])
+
+
+def send(body):
+    # Sends a request and hangs up.
+    place = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+    client = http.client.HTTPConnection(place.hostname, place.port)
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    client.request("POST", place.path + "/chat/completions", json.dumps(body), headers)
+    time.sleep(0.05)
+    client.close()
+
+
+def retries(task):
+    send({"model": "policy", "messages": [USER], "max_tokens": 5})
+    ask([USER], headers={"x-stainless-retry-count": "1"})
+    return 1.0
 
 
 def fails(task):
@@ -107,16 +150,12 @@ def hangs(task):
 
 
 def hangs_up(task):
-    if task["sample"]:
-        ask([USER])
-        return
-    place = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
-    client = http.client.HTTPConnection(place.hostname, place.port)
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    body = json.dumps({"model": "policy", "max_tokens": 5, "messages": [USER]})
-    client.request("POST", place.path + "/chat/completions", body, headers)
-    client.close()
-    ask([USER])  # by when the front has seen the request before
+    first = ask([USER])
+    if task["sample"] == 0:
+        send({"model": "policy", "max_tokens": 6, "messages": [USER, says(first), SURE]})
+        send({"model": "policy", "max_tokens": 7, "messages": [SURE]})
+    ask([{"role": "user", "content": "Other"}])
+    return 1.0
 
 
 def long(task):
@@ -145,7 +184,7 @@ def play(serving, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(serve.__file__).parent.parent))
     (tmp_path / "agent.py").write_text(AGENT.replace("PIDS", f"{tmp_path}/pids").replace("ASKED", f"{tmp_path}/asked"))
 
-    def run(name, failed_share=0.25, processes=2, journal=None, temperature=1.0, **settings):
+    def run(name, failed_share=0.25, processes=2, journal=None, temperature=1.0, response=100, **settings):
         tokens_P = np.asarray([serving._tokenizer.encode(ASKED, start=True)], np.int32)
         prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [ASKED], {}, b"")
         worker, policy = serving._worker, serving._policy
@@ -155,7 +194,7 @@ def play(serving, tmp_path, monkeypatch):
             worker.partner = Partner(host, Dialogue(serving._tokenizer), failed_share=failed_share)
             try:
                 player = worker.player(
-                    prompts, group_size=4, step=1, sampling=Sampling(max_new=100, temperature=temperature)
+                    prompts, group_size=4, step=1, sampling=Sampling(max_new=response, temperature=temperature)
                 )
                 for _ in worker.advance(policy, [(player, None)]):
                     pass
@@ -230,11 +269,51 @@ def test_a_record_of_an_episode_holds_each_message_once():
     assert len(json.dumps(record)) < 60_000
 
 
+def test_token_ids_go_on_with_a_branch_and_log_probabilities_are_those_of_the_row(play):
+    rollouts = play("by_ids")
+    assert not faults(rollouts, step=1, max_staleness=1)
+    for b in range(4):
+        found = metrics_of(rollouts, b)
+        assert found["chat_requests"] == 3.0 and found["chat_forks"] == found["front/forks/concurrent"] == 1.0
+        sampled_T = rollouts.mask_BT[b] > 0
+        assert found["logprob"] == pytest.approx(rollouts.raw_logprob_BT[b][sampled_T].sum(), abs=1e-3)
+        assert rollouts.tokens_BT[b, int(found["length"]) - 1] == 108
+
+
+def test_requests_that_open_a_branch_are_counted_by_their_reason_and_twins_draw_the_same_in_every_run(play):
+    one, two = play("twins", response=140), play("twins", response=140, workers=2)
+    for b in range(4):
+        forks = {name: value for name, value in metrics_of(one, b).items() if name.startswith("front/forks/")}
+        wanted = {"history": 1.0, "tools": 1.0, "template": 0.0, "concurrent": 1.0}
+        assert forks == {f"front/forks/{name}": count for name, count in wanted.items()}
+        drawn = [sorted(run.tokens_BT[b][run.mask_BT[b] > 0].tolist()) for run in (one, two)]
+        assert drawn[0] == drawn[1]
+
+
+def test_an_answer_that_nobody_received_leaves_the_row(play):
+    rollouts = play("hangs_up", processes=4)
+    assert not faults(rollouts, step=1, max_staleness=1)
+    assert not any(metrics_of(rollouts, b)["failed/agent"] for b in range(4))
+    for b in range(4):
+        # An answer that came before the client hung up was received.
+        received = metrics_of(rollouts, b)["chat_requests"] - metrics_of(rollouts, b)["front/dropped"]
+        answers = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
+        assert 2 <= len(answers) == received and sum(turn["tokens"] for turn in answers) == rollouts.mask_BT[b].sum()
+        assert rollouts.turn_reward_BT[b].sum() == 1.0
+
+
+def test_a_retry_joins_the_request_that_is_open_or_answered(play):
+    rollouts = play("retries", processes=4)
+    for b in range(4):
+        wanted = {"chat_requests": 1.0, "front/dropped": 0.0, "failed/agent": 0.0}
+        assert metrics_of(rollouts, b).items() >= wanted.items()
+
+
 def test_what_training_cannot_honour_is_refused_by_name(play):
     assert not any(metrics_of(play("refused"), b)["failed/agent"] for b in range(4))
 
 
-@pytest.mark.parametrize("name", ["fails", "leaves", "wrong", "hangs_up"])
+@pytest.mark.parametrize("name", ["fails", "leaves", "wrong"])
 def test_a_program_that_fails_is_a_lost_sample(play, name):
     rollouts = play(name)
     assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]

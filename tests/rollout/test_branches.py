@@ -38,6 +38,21 @@ class Forks:
         return podrl.Result(1.0, {"last": float(len(last["content"] or ""))})
 
 
+class Drops:
+    """Two of its answers are received by nobody: one that goes on with a branch, and one that opens a branch."""
+
+    async def run(self, task, model):
+        first = await model.chat([USER], max_tokens=6)
+        for asked in ([USER, first, SURE], [SURE]):
+            await model.chat(asked, max_tokens=5)
+            model.drop(model.answers - 1)
+        await model.chat([USER, first, {"role": "user", "content": "Why?"}], max_tokens=5)
+        await model.chat([USER, first, SURE], max_tokens=4)
+        if task.sample % 2:
+            model.drop(model.answers - 1)
+        return podrl.Result(1.0)
+
+
 class Repeats:
     async def run(self, task, model):
         for _ in range(2):
@@ -135,6 +150,21 @@ def test_what_continues_extends_a_piece_and_what_does_not_opens_one(play, servin
         turns = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
         assert sum(turn["tokens"] for turn in turns) == rollouts.mask_BT[b].sum()
     assert len({str(pieces_of(rollouts, b)[0][0]) for b in range(4)}) > 1
+
+
+def test_answers_that_nobody_received_leave_the_row(play, serving):
+    rollouts = play("Drops")
+    assert not faults(rollouts, step=1, max_staleness=1)
+    for b in range(4):
+        dropped, metrics = 2 + b % 2, rollouts.episodes[b]["metrics"]
+        assert metrics["chat_requests"] == 5.0 and metrics["front/dropped"] == dropped
+        answers = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
+        assert len(answers) == 5 - dropped and sum(t["tokens"] for t in answers) == rollouts.mask_BT[b].sum()
+        first, *others = pieces_of(rollouts, b)
+        texts = [serving._tokenizer.decode(tokens) for tokens, _ in (first, *others)]
+        assert len(others) == 2 - b % 2 and "Sure?" not in texts[0] and "Why?" in texts[1]
+        assert first[1].sum() <= 6 and not first[1][: -int(first[1].sum())].any()
+        assert rollouts.turn_reward_BT[b].sum() == 1.0
 
 
 def test_rows_do_not_depend_on_when_agents_ask(play):
