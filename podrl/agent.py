@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+_OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anthropic's clients add /v1 themselves
 
 
 def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
@@ -33,13 +34,15 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
     Args:
       solve: gets a task, {"prompt", "fields", "seed", "index", "sample", "step", "mode"}, and returns the reward, or
         {"reward", "metrics", "text"} with any of them left out, or None for reward functions alone. While it runs,
-        OPENAI_BASE_URL and OPENAI_API_KEY in the environment are those of the task.
+        OPENAI_BASE_URL and OPENAI_API_KEY in the environment are those of the task, and so are ANTHROPIC_BASE_URL and
+        ANTHROPIC_API_KEY.
     """
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
         given = json.loads(line)
         os.environ[BASE_URL], os.environ[API_KEY] = given["base_url"], given["api_key"]
+        os.environ.update(zip(_OTHERS, (given["base_url"].removesuffix("/v1"), given["api_key"]), strict=True))
         try:
             result = _fields(solve(given["task"]))
             written = json.dumps({**result, "id": given["id"]})

@@ -16,7 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, BinaryIO
 
-from podrl.environments.wire import chat, completions, generate
+from podrl.environments.wire import chat, completions, generate, messages, responses
 from podrl.environments.wire.asks import ASIDE, Answer, Choice, Part, Refused, Wanted
 from podrl.environments.wire.fields import parse
 from podrl.runtime.sockets import raise_descriptor_limit
@@ -33,9 +33,12 @@ _DRAINED = 4
 _KEPT = 32  # most requests of an episode, open ones included, before answered ones are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
+    "/v1/responses": responses,
+    "/v1/messages": messages,
     "/v1/completions": completions,
     "/inference/v1/generate": generate,
 }
+_TYPED = ("/v1/responses", "/v1/messages")  # whose errors and events say their type
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -246,10 +249,11 @@ class Endpoint:
             try:
                 await self._handle(client)
             except Refused as refused:
+                error = refused.error() | ({"type": "error"} if client.path in _TYPED else {})
                 if client.began:
-                    await client.say(_event(refused.error()), more=False)
+                    await client.say(_event(error), more=False)
                 else:
-                    await client.json(refused.status, refused.error())
+                    await client.json(refused.status, error)
 
     async def _handle(self, client: _Client) -> None:
         if client.path == "/health" and client.method == "GET":
@@ -375,7 +379,8 @@ class Endpoint:
                 raise ConnectionError
             turn.delivered = True
             chunks += stream.end(turn.outcome)
-            await client.say("".join(map(_event, chunks)) + "data: [DONE]\n\n", more=False)
+            done = "" if client.path in _TYPED else "data: [DONE]\n\n"
+            await client.say("".join(map(_event, chunks)) + done, more=False)
             self._tell({"delivered": turn.number})
             return
 
@@ -402,8 +407,9 @@ async def _either(changed: asyncio.Event, gone: "asyncio.Future[None]", seconds:
 
 
 def _event(body: Mapping[str, Any]) -> str:
-    """Writes JSON as a server-sent event."""
-    return f"data: {json.dumps(body)}\n\n"
+    """Writes JSON as a server-sent event, named by its type if it has one."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {json.dumps(body)}\n\n"
 
 
 def _ended() -> Refused:

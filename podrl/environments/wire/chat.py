@@ -130,7 +130,7 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     choices = []
     for index, choice in enumerate(answer.choices):
-        said = _message_of(wanted, answer, index, parser)
+        said = message_of(wanted, answer, index, parser)
         reason = "tool_calls" if "tool_calls" in said else finish_reason(choice)
         made = {"index": index, "message": said, "finish_reason": reason, "logprobs": token_logprobs(wanted, choice)}
         choices.append(made | ({"token_ids": list(choice.tokens)} if wanted.return_ids else {}))
@@ -163,7 +163,7 @@ class Stream:
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Yields the last chunks, with everything that `part` has not written."""
         for index, left in self._unsent.rest(answer):
-            said = _message_of(self._wanted, answer, index, self._parser)
+            said = message_of(self._wanted, answer, index, self._parser)
             delta: dict[str, Any] = {"content": left.text}
             reason = finish_reason(left)
             if "tool_calls" in said:
@@ -192,7 +192,8 @@ def ending(wanted: Wanted, head: Mapping[str, Any], answer: Answer) -> Iterator[
         yield {**head, "choices": [], **more, **({"usage": usage(answer)} if wanted.usage else {})}
 
 
-def _message_of(wanted: Wanted, answer: Answer, index: int, parser: str) -> dict[str, Any]:
+def message_of(wanted: Wanted, answer: Answer, index: int, parser: str) -> dict[str, Any]:
+    """Writes choice `index` of an answer as the assistant's message, see `message`."""
     choice, tools = answer.choices[index], wanted.ask.tools
     return message(choice, stop=wanted.stop, tools=tools, parser=parser, id=call_ids(answer, index))
 

@@ -1,0 +1,189 @@
+"""The dialect of /v1/messages, Anthropic's: blocks in and blocks out, translated to and from chat completions."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from podrl.environments.wire import chat
+from podrl.environments.wire.asks import Answer, Choice, Refused, Unsent, Wanted, usage
+from podrl.environments.wire.fields import Fields
+
+# Fields that are not served, with the values that change nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
+    "container": (),
+    "context_management": (),
+    "output_config": ({},),
+    "service_tier": ("auto", "standard_only"),
+}
+_SAME = ("model", "temperature", "top_p", "top_k", "stream", "return_token_ids")
+
+
+def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
+    """Parses the body of a request; arguments and errors as of wire.chat.read."""
+    fields = Fields(body)
+    given = {name: fields.take(name) for name in _SAME}
+    if (most := fields.whole("max_tokens", 1, 2**31 - 1)) is None:
+        raise fields.wrong("max_tokens", None, "must be a whole number from 1 on")
+    given |= {"max_tokens": most, "stop": fields.listed("stop_sequences")}
+    for name, values in _NEUTRAL.items():
+        fields.neutral(name, *values)
+    choice = Fields(fields.take("tool_choice") or {"type": "auto"}, "tool_choice")
+    given["tool_choice"] = choice.text("type")
+    if choice.flag("disable_parallel_tool_use"):
+        given["parallel_tool_calls"] = False
+    choice.end()
+    system = _text(fields.take("system"), "system")
+    asked = fields.listed("messages") or []
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.listed("tools") or [])]
+    fields.end()
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, message in enumerate(asked):
+        _add(messages, message, f"messages[{i}]")
+    if messages and messages[-1]["role"] == "assistant":
+        why = "The last message is the assistant's, and a begun answer cannot be continued: end with the user's."
+        raise Refused(400, "unsupported_parameter", why, "messages")
+    return chat.read(given | {"messages": messages, "tools": tools}, models, parser)
+
+
+def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
+    """Writes the body of the response."""
+    choice = answer.choices[0]
+    said = chat.message_of(wanted, answer, 0, parser)
+    content: list[dict[str, Any]] = [{"type": "text", "text": said["content"]}] if said["content"] else []
+    for call in said.get("tool_calls", ()):
+        made = {"name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
+        content.append({"type": "tool_use", "id": call["id"], **made})
+    stopped = choice.stop if choice.stop in wanted.stop else None
+    reason = "max_tokens" if choice.stop == "length" else "stop_sequence" if stopped else "end_turn"
+    ended = {"stop_reason": "tool_use" if "tool_calls" in said else reason, "stop_sequence": stopped}
+    ids = {"prompt_token_ids": list(answer.prompt_ids), "token_ids": list(choice.tokens)}
+    counts = usage(answer)
+    body = _head(wanted, answer.id) | {"content": content, **ended}
+    body["usage"] = _usage(counts["prompt_tokens"], counts["completion_tokens"])
+    return body | (ids if wanted.return_ids else {})
+
+
+class Stream:
+    """Writes a streamed answer as events; arguments as of wire.chat.Stream."""
+
+    def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+        del created
+        self._wanted, self._parser, self._id = wanted, parser, id
+        self._unsent, self._started, self._opened = Unsent(wanted), False, False
+
+    def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Yields the events of a part of the answer."""
+        yield from self._text(self._unsent.part(index, choice).text)
+
+    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """Yields the last events, with everything that `part` has not written."""
+        body = write(self._wanted, answer, self._parser)
+        (_, left), *_ = self._unsent.rest(answer)
+        yield from self._start()
+        calls = body["stop_reason"] == "tool_use"
+        for at, block in enumerate(body["content"]):
+            if block["type"] == "text":
+                yield from self._text(block["text"] if calls else left.text)
+            else:
+                begun = {**block, "input": {}}
+                yield {"type": "content_block_start", "index": at, "content_block": begun}
+                written = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+                yield {"type": "content_block_delta", "index": at, "delta": written}
+            yield {"type": "content_block_stop", "index": at}
+        ended = {name: body[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": ended, "usage": body["usage"]}
+        yield {"type": "message_stop"}
+
+    def _start(self) -> Iterator[dict[str, Any]]:
+        if not self._started:
+            self._started = True
+            # The tokens of the prompt are counted by the last event: a part does not hold them.
+            begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0)}
+            yield {"type": "message_start", "message": _head(self._wanted, self._id) | begun}
+
+    def _text(self, text: str) -> Iterator[dict[str, Any]]:
+        yield from self._start()
+        if not text:
+            return
+        if not self._opened:
+            self._opened = True
+            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+
+
+def _head(wanted: Wanted, id: str) -> dict[str, Any]:
+    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": wanted.model}
+
+
+def _usage(prompt: int, sampled: int) -> dict[str, int]:
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": prompt, **cached, "output_tokens": sampled}
+
+
+def _add(messages: list[dict[str, Any]], given: Any, where: str) -> None:
+    """Translates a message: each of its tool results becomes a message of its own."""
+    fields = Fields(given, where)
+    role, content = fields.take("role"), fields.take("content")
+    fields.end()
+    if role not in ("user", "assistant"):
+        raise fields.wrong("role", role, "must be user or assistant")
+    if not isinstance(content, list):
+        messages.append({"role": role, "content": content})
+        return
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    begin = len(messages)
+    for i, block in enumerate(content):
+        own = Fields(block, f"{where}.content[{i}]")
+        own.take("cache_control")  # a label, which changes nothing
+        kind = own.text("type")
+        if kind == "text":
+            own.take("citations")
+            texts.append(own.text("text") or "")
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": own.text("name"), "arguments": json.dumps(own.take("input") or {})}
+            calls.append({"id": own.text("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            if texts:
+                raise own.wrong("type", kind, "must come before the texts of its message")
+            own.flag("is_error")  # the result's text says so
+            result = _text(own.take("content"), f"{where}.content[{i}].content")
+            messages.append({"role": "tool", "tool_call_id": own.text("tool_use_id"), "content": result})
+        else:
+            raise own.wrong("type", kind, "cannot be honoured: only 'text', 'tool_use' and 'tool_result' are served")
+        own.end()
+    if texts or calls or begin == len(messages):
+        made: dict[str, Any] = {"role": role, "content": "".join(texts) or (None if calls else "")}
+        messages.append(made | ({"tool_calls": calls} if calls else {}))
+
+
+def _text(value: Any, where: str) -> str:
+    """Joins the texts of a system prompt or of a tool's result."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise Refused(400, "invalid_type", f"{where} must be a text or a list of blocks.", where)
+    texts = []
+    for i, block in enumerate(value):
+        fields = Fields(block, f"{where}[{i}]")
+        for label in ("cache_control", "citations"):  # which change nothing
+            fields.take(label)
+        if (kind := fields.text("type")) != "text":
+            raise fields.wrong("type", kind, "cannot be honoured: only 'text' is served")
+        texts.append(fields.text("text") or "")
+        fields.end()
+    return "".join(texts)
+
+
+def _tool(given: Any, where: str) -> dict[str, Any]:
+    """Translates a tool."""
+    fields = Fields(given, where)
+    if (kind := fields.text("type")) not in (None, "custom"):
+        raise fields.wrong("type", kind, "cannot be honoured: only 'custom' is served")
+    fields.take("cache_control")
+    function = {name: fields.take(name) for name in ("name", "description", "strict")}
+    function["parameters"] = fields.take("input_schema")
+    fields.end()
+    return {"type": "function", "function": function}

@@ -1,0 +1,239 @@
+"""The dialect of /v1/responses: items in and items out, translated to and from a request of /v1/chat/completions."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from podrl.environments.wire import chat
+from podrl.environments.wire.asks import Answer, Choice, Refused, Unsent, Wanted, finish_reason, token_logprobs, usage
+from podrl.environments.wire.fields import Fields
+
+OBJECT = "response"
+_LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+# Fields that are not served, with the values that change nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "reasoning": ({},),
+    "max_tool_calls": (),
+    "top_logprobs": (0,),
+    "text": ({}, {"format": {"type": "text"}}),
+}
+_SAME = ("model", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "stream", "return_token_ids")
+
+
+def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
+    """Parses the body of a request; arguments and errors as of wire.chat.read."""
+    fields = Fields(body)
+    given = {name: fields.take(name) for name in _SAME}
+    given["max_completion_tokens"] = fields.whole("max_output_tokens", 1, 2**31 - 1)
+    include = fields.listed("include") or []
+    if unknown := [one for one in include if one not in (_LOGPROBS, _ENCRYPTED)]:
+        raise fields.wrong("include", unknown[0], f"cannot be honoured: only {_LOGPROBS!r} is served")
+    for name, values in _NEUTRAL.items():
+        fields.neutral(name, *values)
+    if (options := fields.take("stream_options")) is not None:
+        Fields(options, "stream_options").neutral("include_obfuscation", False, True)
+    instructions, asked = fields.text("instructions"), fields.take("input")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.listed("tools") or [])]
+    fields.end()
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    if not isinstance(items, list) or not items:
+        raise fields.wrong("input", asked, "must be a text or a list of at least one item")
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    for i, item in enumerate(items):
+        _add(messages, item, f"input[{i}]")
+    return chat.read(given | {"messages": messages, "tools": tools, "logprobs": _LOGPROBS in include}, models, parser)
+
+
+def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
+    """Writes the body of the response."""
+    reason = finish_reason(answer.choices[0])
+    counts = usage(answer)
+    body = _head(wanted, answer.id, answer.created, "incomplete" if reason == "length" else "completed")
+    body |= {"incomplete_details": {"reason": "max_output_tokens"}} if reason == "length" else {}
+    body |= {
+        "output": _items(wanted, answer, parser),
+        "usage": {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counts["total_tokens"],
+        },
+    }
+    ids = {"prompt_token_ids": list(answer.prompt_ids), "token_ids": list(answer.choices[0].tokens)}
+    return body | (ids if wanted.return_ids else {})
+
+
+class Stream:
+    """Writes a streamed answer as events; arguments as of wire.chat.Stream."""
+
+    def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+        self._wanted, self._parser, self._id = wanted, parser, id
+        self._unsent, self._number, self._opened = Unsent(wanted), 0, False
+        self._begun = _head(wanted, id, created, "in_progress")
+
+    def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Yields the events of a part of the answer."""
+        shown = self._unsent.part(index, choice)
+        yield from self._open()
+        yield self._delta(shown)
+
+    def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """Yields the last events, with everything that `part` has not written."""
+        body = write(self._wanted, answer, self._parser)
+        (_, left), *_ = self._unsent.rest(answer)
+        if not self._number:
+            yield from self._start()
+        for at, item in enumerate(body["output"]):
+            if item["type"] == "message":
+                (content,) = item["content"]
+                yield from self._open()
+                calls = len(body["output"]) > 1
+                yield self._delta(Choice(content["text"], left.tokens, left.logprobs, left.pieces) if calls else left)
+                place = {"item_id": item["id"], "output_index": at, "content_index": 0}
+                yield self._event("response.output_text.done", place | {k: content[k] for k in ("text", "logprobs")})
+                yield self._event("response.content_part.done", {**place, "part": content})
+            else:
+                begun = {**item, "arguments": "", "status": "in_progress"}
+                yield self._event("response.output_item.added", {"output_index": at, "item": begun})
+                place = {"item_id": item["id"], "output_index": at}
+                arguments = item["arguments"]
+                yield self._event("response.function_call_arguments.delta", {**place, "delta": arguments})
+                done = {**place, "name": item["name"], "arguments": arguments}
+                yield self._event("response.function_call_arguments.done", done)
+            yield self._event("response.output_item.done", {"output_index": at, "item": item})
+        yield self._event(f"response.{body['status']}", {"response": body})
+
+    def _start(self) -> Iterator[dict[str, Any]]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", {"response": self._begun})
+
+    def _open(self) -> Iterator[dict[str, Any]]:
+        """Yields the events before the first text."""
+        if self._opened:
+            return
+        self._opened = True
+        if not self._number:
+            yield from self._start()
+        item = {**_message(self._id, []), "status": "in_progress"}
+        yield self._event("response.output_item.added", {"output_index": 0, "item": item})
+        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        yield self._event("response.content_part.added", {**place, "part": _text("", [])})
+
+    def _delta(self, choice: Choice) -> dict[str, Any]:
+        place = {"item_id": _message(self._id, [])["id"], "output_index": 0, "content_index": 0}
+        shown = {"delta": choice.text, "logprobs": _logprobs(self._wanted, choice)}
+        return self._event("response.output_text.delta", place | shown)
+
+    def _event(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+
+def _head(wanted: Wanted, id: str, created: int, status: str) -> dict[str, Any]:
+    """Writes the fields of a response that do not depend on what was sampled."""
+    ask = wanted.ask
+    flat = ({"type": "function", "strict": False, **tool["function"]} for tool in ask.tools)
+    return {
+        "id": f"resp_{id}",
+        "object": OBJECT,
+        "created_at": created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "max_output_tokens": ask.max_new,
+        "model": wanted.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": ask.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": list(flat),
+        "top_p": ask.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "metadata": {},
+    }
+
+
+def _items(wanted: Wanted, answer: Answer, parser: str) -> list[dict[str, Any]]:
+    said = chat.message_of(wanted, answer, 0, parser)
+    calls = said.get("tool_calls", ())
+    items = []
+    if said["content"] or not calls:
+        items.append(_message(answer.id, [_text(said["content"], _logprobs(wanted, answer.choices[0]))]))
+    for call in calls:
+        made = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
+        items.append(made | call["function"])
+    return items
+
+
+def _message(id: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "message", "id": f"msg_{id}", "status": "completed", "role": "assistant", "content": content}
+
+
+def _text(text: str, logprobs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _logprobs(wanted: Wanted, choice: Choice) -> list[Any]:
+    return (token_logprobs(wanted, choice) or {"content": []})["content"]
+
+
+def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    """Translates an item to a message of chat completions, or adds it to the assistant's message before it."""
+    fields = Fields(item, where)
+    kind = fields.text("type") or "message"
+    for label in ("id", "status"):  # of earlier answers
+        fields.take(label)
+    if kind == "message":
+        role, content = fields.take("role"), fields.take("content")
+        messages.append({"role": role, "content": _content(content, f"{where}.content")})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        function = {name: fields.text(name) for name in ("name", "arguments")}
+        call = {"id": fields.text("call_id"), "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _content(fields.take("output"), f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": fields.text("call_id"), "content": output})
+    else:
+        why = f"{where} has type {kind!r}: only 'message', 'function_call' and 'function_call_output' are served."
+        raise Refused(400, "unsupported_parameter", why, where)
+    fields.end()
+
+
+def _content(value: Any, where: str) -> Any:
+    """Translates the parts of a content."""
+    if not isinstance(value, list):
+        return value
+    parts = []
+    for i, part in enumerate(value):
+        fields = Fields(part, f"{where}[{i}]")
+        kind = fields.text("type")
+        for label in ("annotations", "logprobs"):  # of an earlier answer
+            fields.take(label)
+        kind = "text" if kind in ("input_text", "output_text") else kind
+        parts.append({"type": kind, "text": fields.take("text")})
+        if kind == "text":  # chat refuses other kinds by their name
+            fields.end()
+    return parts
+
+
+def _tool(given: Any, where: str) -> dict[str, Any]:
+    """Translates a tool."""
+    fields = Fields(given, where)
+    if (kind := fields.text("type")) != "function":
+        raise fields.wrong("type", kind, "cannot be honoured: only 'function' is served")
+    function = {name: fields.take(name) for name in ("name", "description", "parameters", "strict")}
+    fields.end()
+    return {"type": "function", "function": function}

@@ -1,0 +1,124 @@
+"""Tests clients that agents are written with, where their packages are here: answers, calls of tools, streams."""
+
+import asyncio
+import dataclasses
+import threading
+
+import pytest
+
+from podrl.environments.front import FrontSettings
+from podrl.environments.wire.asks import Answer, Choice, Part
+from podrl.serve import Desk
+from podrl.workers.user_code import Limits
+
+pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+CALL = '<call_tool name="calculator">4+5</call_tool>'
+SCHEMA = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+DESCRIBED = {"name": "calculator", "description": "Adds."}
+
+
+def reply(wanted):
+    """Answers as a model would: with a call while it has tools and no output yet, then with the output."""
+    last = wanted.ask.messages[-1]
+    if last["role"] == "tool":
+        text, stop = f"It is {last['content']}.", "eos"
+    else:
+        text, stop = (CALL, "</call_tool>") if wanted.ask.tools else ("Hello.", "eos")
+    return Answer("a1", 5, [1, 2, 3], [Choice(text, [4, 5], [-0.5, -1.5], ["h", "o"], stop)])
+
+
+@pytest.fixture(scope="module")
+def desk():
+    """A desk whose requests are answered, and the list of them as `seen`."""
+    with Desk(FrontSettings(context_tokens=64), Limits()) as desk:
+        done = threading.Event()
+
+        def work():
+            while not done.is_set():
+                for number, wanted in desk.poll(0.05):
+                    if wanted is None:
+                        continue
+                    answer = reply(wanted)
+                    if wanted.ask.parts:
+                        whole = answer.choices[0]
+                        first = dataclasses.replace(
+                            whole, text=whole.text[:3], tokens=[4], logprobs=[-0.5], pieces=["h"]
+                        )
+                        desk.tell(number, Part("a1", 5, 0, dataclasses.replace(first, stop="")))
+                    desk.tell(number, answer)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        yield desk
+        done.set()
+        thread.join()
+
+
+def test_openais_client_speaks_responses(desk):
+    openai = pytest.importorskip("openai", reason="needs package openai, of the extra [test]")
+    tool = {"type": "function", "parameters": SCHEMA, "strict": False, **DESCRIBED}
+    with openai.OpenAI(base_url=desk.address, api_key=desk.key, max_retries=0) as client:
+        asked = [{"role": "user", "content": "What is 4+5?"}]
+        first = client.responses.create(model="policy", input=asked, tools=[tool])
+        (call,) = first.output
+        assert (call.name, call.arguments) == ("calculator", '{"query": "4+5"}')
+        asked += [item.model_dump(exclude_none=True) for item in first.output]
+        asked.append({"type": "function_call_output", "call_id": call.call_id, "output": "9"})
+        second = client.responses.create(model="policy", input=asked, tools=[tool])
+        assert second.output_text == "It is 9." and second.usage.total_tokens == 5
+        with client.responses.stream(model="policy", input="Hi") as stream:
+            deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            assert len(deltas) > 1 and "".join(deltas) == stream.get_final_response().output_text == "Hello."
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            client.responses.create(model="policy", input="Hi", previous_response_id="resp_1")
+
+
+def test_anthropics_client_speaks_messages(desk):
+    anthropic = pytest.importorskip("anthropic", reason="needs package anthropic")
+    given = {"model": "policy", "max_tokens": 9}
+    tools = [{"input_schema": SCHEMA, **DESCRIBED}]
+    with anthropic.Anthropic(base_url=desk.address.removesuffix("/v1"), api_key=desk.key, max_retries=0) as client:
+        asked = [{"role": "user", "content": "What is 4+5?"}]
+        first = client.messages.create(**given, messages=asked, tools=tools)
+        (call,) = first.content
+        assert first.stop_reason == "tool_use" and call.input == {"query": "4+5"}
+        asked.append({"role": "assistant", "content": first.content})
+        asked.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "9"}]})
+        second = client.messages.create(**given, messages=asked, tools=tools)
+        assert second.content[0].text == "It is 9." and second.usage.input_tokens == 3
+        with client.messages.stream(**given, messages=asked[:1]) as stream:
+            assert "".join(stream.text_stream) == "Hello."
+            assert stream.get_final_message().usage.input_tokens == 3
+        with client.messages.stream(**given, messages=asked[:1], tools=tools) as stream:
+            assert stream.get_final_message().content[0].input == {"query": "4+5"}
+        with pytest.raises(anthropic.BadRequestError, match="thinking"):
+            client.messages.create(**given, messages=asked[:1], thinking={"type": "enabled", "budget_tokens": 1024})
+    stranger = anthropic.Anthropic(base_url=desk.address.removesuffix("/v1"), api_key="x", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(**given, messages=asked[:1])
+
+
+@pytest.mark.parametrize("form", ["responses", "chat_completions"])
+def test_an_agent_of_openai_agents_uses_its_tool(desk, form):
+    agents = pytest.importorskip("agents", reason="needs package openai-agents")
+    import openai
+
+    def calculator(query: str) -> str:
+        """Adds."""
+        return str(sum(map(int, query.split("+"))))
+
+    async def run():
+        client = openai.AsyncOpenAI(base_url=desk.address, api_key=desk.key, max_retries=0)
+        kind = agents.OpenAIResponsesModel if form == "responses" else agents.OpenAIChatCompletionsModel
+        agent = agents.Agent(
+            name="Adder", instructions="Add.", model=kind("policy", client), tools=[agents.function_tool(calculator)]
+        )
+        whole = await agents.Runner.run(agent, "What is 4+5?")
+        streamed = agents.Runner.run_streamed(agent, "What is 4+5?")
+        async for _ in streamed.stream_events():
+            pass
+        await client.close()
+        return whole.final_output, streamed.final_output
+
+    agents.set_tracing_disabled(True)
+    assert asyncio.run(run()) == ("It is 9.", "It is 9.")
