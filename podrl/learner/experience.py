@@ -133,6 +133,12 @@ def texts(experience: Experience) -> Message:
     return Message(value, {"tokens_PT": prompts.tokens_PT})
 
 
+def whole(experience: Experience) -> Message:
+    """Packs the header and the texts in one message, which serves as either."""
+    one, other = header(experience), texts(experience)
+    return Message({**one.value, **other.value}, {**one.arrays, **other.arrays})
+
+
 def rows(experience: Experience, chosen: Int[np.ndarray, " n"], names: Sequence[str]) -> Message:
     """Packs per-token values of some samples, one after the other without padding; of those that there are."""
     keep_nT = _real(experience.rollouts.length_B[chosen], experience.rollouts.tokens_BT.shape[1])

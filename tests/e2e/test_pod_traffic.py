@@ -90,7 +90,8 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
     received = [_notes(workdir.parent, host) for host in (0, 1)]
     steps_completed, bytes_ = 0, [0, 0]
     for step in range(6):
-        known = [sum(note["tokens"] for note in notes["header", step]) for notes in received]
+        kinds = [("whole", step), ("header", step)]
+        known = [sum(note["tokens"] for kind in kinds for note in notes.get(kind, ())) for notes in received]
         assert known[0] == known[1] > 0  # both know the lengths of all samples
         tokens = known[0]
         sizes = [[note["sizes"] for note in notes["rows", step]] for notes in received]
@@ -102,13 +103,13 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
             assert mine[0] == tokens
             continue
         assert mine[0] == tokens - mine[1], (step, mine, tokens)
-        assert received[0]["texts", step] and ("texts", step) not in received[1]  # for samples.jsonl
+        assert received[0]["whole", step] and ("whole", step) not in received[1]  # texts, for samples.jsonl
         bytes_ = [
             total + sum(n["bytes"] for n in notes["rows", step]) for total, notes in zip(bytes_, received, strict=True)
         ]
     assert steps_completed == (2 if staleness else 0)  # in flight after steps 2 and 4
     assert max(bytes_) < 0.65 * sum(bytes_)
-    assert not any(notes for (key, _), notes in received[1].items() if key in ("texts", "scores"))
+    assert not any(notes for (key, _), notes in received[1].items() if key in ("whole", "scores"))
     # Rollout hosts hear when to start and go on, that an evaluation was made and that it is over; never of samples.
     for host in (2, 3):
         notes = _notes(workdir.parent, host)

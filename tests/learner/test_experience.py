@@ -93,7 +93,7 @@ def test_nothing_in_flight():
 
 
 def test_the_shares_of_two_hosts_make_one_batch():
-    """Headers go to everybody, rows to whoever trains on them, texts to the host that writes."""
+    """Headers go to everybody, rows to whoever trains on them, texts, with the header, to the host that writes."""
     shares = [_experience(0), _experience(1)]
     whole = codec.assemble([codec.header(share) for share in shares], PAD)
     assert whole.reward_FB.shape == (3, 8) and whole.rollouts.completions == [""] * 8
@@ -116,8 +116,8 @@ def test_prompts_of_two_hosts_may_have_other_fields():
     """By the wall clock a batch has prompts that were read in several batches, of other tasks of a mixture."""
     shares = [_experience(0), _experience(1)]
     names = [{"tests": ["1", "2"]}, {"hint": ["h", "i"]}]
-    whole = codec.assemble([codec.header(share) for share in shares], PAD)
-    messages = [codec.texts(share) for share in shares]
+    messages = [codec.whole(share) for share in shares]
+    whole = codec.assemble(messages, PAD)
     for message, fields in zip(messages, names, strict=True):
         message.value["fields"] = fields
     fields = codec.with_texts(whole, messages).rollouts.prompts.fields

@@ -124,7 +124,7 @@ class HostRollouts:
         for lease in [each for each in self._batches if leases.step_of(each.task) < taken]:
             del self._batches[lease]
             self._pod.channel.drop(lease.key("header"))
-            self._pod.channel.drop(lease.key("texts"))
+            self._pod.channel.drop(lease.key("whole"))
 
     def _leave(self) -> None:
         """Ends this process, which was asked to stop, and those of its replica; the others make what it has begun."""
@@ -248,10 +248,11 @@ class HostRollouts:
     def _offer(self, lease: Lease, made: Any) -> None:
         """Serves part of a batch to the trainers, or tells them why there is none."""
         if isinstance(made, BatchError):
-            self._pod.channel.put(lease.key("header"), codec.failure(made))
+            for kind in ("whole", "header"):
+                self._pod.channel.put(lease.key(kind), codec.failure(made))
         elif isinstance(made, Experience):
             self._batches[lease] = made
-            self._pod.channel.put(lease.key("texts"), codec.texts(made))
+            self._pod.channel.put(lease.key("whole"), codec.whole(made))
             self._pod.channel.put(lease.key("header"), codec.header(made))
 
     def save(self) -> None:

@@ -207,7 +207,8 @@ class RemoteRollouts:
 
     def _gather(self, step: int, held: Sequence[Lease], everything: bool) -> Experience:
         assert self._needed is not None
-        headers = self._from_each(held, self._offered("header"))
+        texts = everything or self._pod.leads
+        headers = self._from_each(held, self._offered("whole" if texts else "header"))
         codec.raise_failure(headers)
         names = codec.ALL_ROWS if everything else self._rows
         experience = codec.assemble(headers, self._cluster.tokenizer.pad_id, names)
@@ -215,9 +216,7 @@ class RemoteRollouts:
         wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
         self._fetch_rows(experience, held, counts, wanted, names)
         codec.fill_prompts(experience, wanted)
-        if everything or self._pod.leads:
-            experience = codec.with_texts(experience, self._from_each(held, self._offered("texts")))
-        return experience
+        return codec.with_texts(experience, headers) if texts else experience
 
     def traces(self, step: int) -> bool:
         """True where this host writes a trace of the batch that step `step` trains on."""
