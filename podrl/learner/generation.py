@@ -13,7 +13,7 @@ from podrl.cluster.engines import able
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
-from podrl.learner.experience import join, select, take_prompts
+from podrl.learner.experience import join, places, select, take_prompts
 from podrl.learner.settings import AlgorithmConfig
 from podrl.learner.words import scored_text
 from podrl.rewards.batch import OpenBatch
@@ -75,6 +75,9 @@ class Generator:
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
         self._greedy = config.estimator().needs_greedy
+        beside = self._greedy and able(cluster.config.rollout_engine, "greedy_members")
+        self._beside = int(beside)  # greedy samples of each prompt that are drawn with the others, before them
+        self._sampling = dataclasses.replace(cluster.config.rollout().sampling(), greedy=1) if beside else None
         self._environment_weight, self._calls = environment.reward_weight, environment.calls_per_window
         self._spans = spans
         self._worked: dict[str, float] = {}  # metrics of the engine's work for the batch that is made now
@@ -95,8 +98,11 @@ class Generator:
           BatchError: a reward function failed, or too many samples did.
         """
         started, self._worked = time.monotonic(), {}
-        draw = self._refilling if self._sees_signals() else self._scored_first
-        experience = self._completed(prompts, policy, step, draw(prompts, policy, step))
+        if self._sees_signals():
+            drawn = self._refilling(prompts, policy, step)
+        else:
+            drawn = self._scored(self._asked(prompts), policy, step)
+        experience = self._completed(prompts, policy, step, drawn)
         scoring = time.monotonic() - experience.seconds
         self._note("rollout", started, step, ended=scoring)
         self._note("reward", scoring, step)
@@ -112,17 +118,19 @@ class Generator:
     def begin(self, prompts: Prompts, step: int, partial: Partial | None = None) -> Making:
         """Opens a batch that several policies sample; `partial` is what it was in another process."""
         asked = self._asked(prompts)
-        if partial is not None and len(partial.samples) != len(asked.length_P) * self._group_size:
+        samples = len(asked.length_P) * (self._beside + self._group_size)
+        if partial is not None and len(partial.samples) != samples:
             raise ValueError(
                 f"The checkpoint holds {len(partial.samples)} samples of the batch of step {step}, which now has "
-                f"{len(asked.length_P) * self._group_size}: resume with the rollout.prompts_per_step and "
+                f"{samples}: resume with the rollout.prompts_per_step and "
                 f"{self._config.section}.num_generations that it was begun with."
             )
         return self._making(prompts, asked, step, partial)
 
     def _making(self, prompts: Prompts, asked: Prompts, step: int, partial: Partial | None = None) -> Making:
-        player = self._cluster.rollout.player(asked, group_size=self._group_size, step=step, partial=partial)
-        return Making(prompts, step, player, self._open(asked, self._index(asked)))
+        of = {"group_size": self._beside + self._group_size, "sampling": self._sampling}
+        player = self._cluster.rollout.player(asked, step=step, partial=partial, **of)
+        return Making(prompts, step, player, self._open(asked, self._index(asked), self._beside))
 
     def play(
         self,
@@ -141,7 +149,7 @@ class Generator:
         players = [(making.player, quantum) for making, quantum in makings]
         for player, sample in self._cluster.rollout.advance(policy, players, calls=self._calls, halt=halt):
             making = by_player[id(player)]
-            self._take(making.rewards, sample, self._group_size)
+            self._take(making.rewards, sample, self._beside + self._group_size)
             making.given += 1
             if making.given == player.request.samples:
                 self._score_by_model(making)
@@ -153,25 +161,27 @@ class Generator:
 
     def finish(self, making: Making, policy: Policy) -> Experience:
         """Completes a batch all of whose samples have ended; errors as when called."""
-        started = time.monotonic()
-        try:
-            rollouts = self._cluster.rollout.rows(making.player, making.seconds)
-            reward_FB = self._rewards_of(rollouts, making)
-        finally:
-            making.rewards.cancel()
-        scored = (rollouts, reward_FB, time.monotonic() - started)
-        self._note("reward", started, making.step)
-        self._worked = dict(making.worked)
-        experience = self._completed(making.prompts, policy, making.step, scored)
-        return noted(experience, {"time/window": making.seconds})
+        made = self._gather([making], making.prompts, policy, making.step, making.seconds, making.worked)
+        return noted(made, {"time/window": making.seconds})
 
     def gather(self, makings: Sequence[Making], step: int, seconds: float) -> Experience:
         """Completes a batch of several requests, all of whose samples have ended; `seconds` are those it took."""
-        started, self._worked = time.monotonic(), {}
         prompts = join_prompts([making.player.request.prompts for making in makings])
+        return self._gather(makings, prompts, Policy({}, step), step, seconds, {})
+
+    def _gather(
+        self,
+        makings: Sequence[Making],
+        prompts: Prompts,
+        policy: Policy,
+        step: int,
+        seconds: float,
+        worked: Mapping[str, float],
+    ) -> Experience:
+        started, self._worked = time.monotonic(), dict(worked)
         scored = self._gathered(makings, prompts, seconds)
         self._note("reward", started, step)
-        return self._completed(prompts, Policy({}, step), step, scored)
+        return self._completed(prompts, policy, step, scored)
 
     def _gathered(
         self, makings: Sequence[Making], prompts: Prompts, seconds: float
@@ -180,8 +190,10 @@ class Generator:
         started = time.monotonic()
         try:
             parts = [self._cluster.rollout.rows(making.player, 0.0) for making in makings]
-            each = zip(parts, makings, strict=True)
-            rewards = [self._rewards_of(part, making) for part, making in each]
+            rewards = [
+                self._scores(part, making.rewards, making.model_reward_B, beside=self._beside)
+                for part, making in zip(parts, makings, strict=True)
+            ]
         finally:
             for making in makings:
                 making.rewards.cancel()
@@ -195,7 +207,7 @@ class Generator:
 
     def _index(self, prompts: Prompts, group_size: int = 0) -> np.ndarray:
         """The index of the samples that are asked for, which are equally many of each prompt."""
-        return groups.complete(len(prompts.length_P), group_size or self._group_size)
+        return groups.complete(len(prompts.length_P), group_size or self._beside + self._group_size)
 
     def _asked(self, prompts: Prompts) -> Prompts:
         """The prompts of a batch that are sampled first."""
@@ -209,6 +221,7 @@ class Generator:
         counts: dict[str, float] = {}
         if self._config.dynamic_sampling:
             rollouts, reward_FB, seconds, counts = self._refilled(prompts, policy, step, first)
+        rollouts, reward_FB, greedy_P = self._without_greedy(rollouts, reward_FB)
         counts |= self._worked
         counts |= faults(rollouts, step=step, max_staleness=self._config.max_staleness)
         if self._config.max_staleness:
@@ -218,9 +231,11 @@ class Generator:
         reward_B = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
         greedy_B = np.zeros_like(reward_B)
         if self._greedy:
-            greedy_P, more = self._greedy_rewards(rollouts.prompts, policy, step)
-            greedy_B, seconds = greedy_P[rollouts.group_B], seconds + more
-        reward_B = of_the_others(reward_B, rollouts)
+            if greedy_P is None:
+                greedy_P, more = self._greedy_rewards(rollouts.prompts, policy, step)
+                seconds += more
+            greedy_B = greedy_P[rollouts.group_B]
+        reward_B = of_the_others(reward_B, rollouts.stop_B, rollouts.group_B)
         turn_reward_BT = np.float32(self._environment_weight) * rollouts.turn_reward_BT
         rollouts = dataclasses.replace(rollouts, turn_reward_BT=turn_reward_BT)
         lost_B = self._lost(rollouts, reward_B, greedy_B)
@@ -235,6 +250,17 @@ class Generator:
         if self._cluster.config.rollout().filtered:
             counts["rollout/kept_tokens"] = float((rollouts.kept_BT * rollouts.mask_BT).sum())
         return Experience(rollouts, reward_FB, reward_B, greedy_B, seconds, counts, lost_B)
+
+    def _without_greedy(
+        self, rollouts: Rollouts, reward_FB: np.ndarray
+    ) -> tuple[Rollouts, np.ndarray, np.ndarray | None]:
+        """Takes the greedy samples out of their groups; returns their rewards, too, or None where there are none."""
+        if not self._beside:
+            return rollouts, reward_FB, None
+        greedy_B = groups.member_of(rollouts.group_B) < self._beside
+        reward_P = self._rewards.combine(reward_FB[:, greedy_B])
+        reward_P = self._config.shaped(reward_P, places(rollouts, slice(0, self._beside)), self._limit)
+        return places(rollouts, slice(self._beside, None)), reward_FB[:, ~greedy_B], reward_P
 
     def _lost(self, rollouts: Rollouts, reward_B: np.ndarray, greedy_B: np.ndarray) -> np.ndarray:
         """LeftOut codes of the samples that leave the loss: those that failed or have no reward, and their groups."""
@@ -256,8 +282,9 @@ class Generator:
         Returns:
           Samples; the reward of each function, NaN for a failed sample; seconds of scoring after the last one ended.
         """
-        group_size = group_size or self._group_size
-        batch = self._open(prompts, self._index(prompts, group_size))
+        beside = 0 if group_size else self._beside
+        group_size, sampling = group_size or beside + self._group_size, sampling or self._sampling
+        batch = self._open(prompts, self._index(prompts, group_size), beside)
 
         def ended(sample: Finished) -> None:
             self._take(batch, sample, group_size)
@@ -268,7 +295,7 @@ class Generator:
             )
             self._count_work()
             started = time.monotonic()
-            return rollouts, self._scores(rollouts, batch), time.monotonic() - started
+            return rollouts, self._scores(rollouts, batch, beside=beside), time.monotonic() - started
         finally:
             batch.cancel()
 
@@ -292,9 +319,9 @@ class Generator:
         named = zip(self._rewards.names, reward_FB, strict=True)
         return {"reward": total_B} | {f"reward/{name}": reward_B for name, reward_B in named}
 
-    def _open(self, prompts: Prompts, group_B: np.ndarray) -> OpenBatch:
+    def _open(self, prompts: Prompts, group_B: np.ndarray, beside: int = 0) -> OpenBatch:
         texts, fields = repeated(prompts.text, prompts.fields, group_B)
-        return self._rewards.open(texts, fields, group_B=group_B)
+        return self._rewards.open(texts, fields, group_B=apart(group_B, beside))
 
     def _take(self, batch: OpenBatch, sample: Finished, group_size: int) -> None:
         own = [token for token, version in zip(sample.tokens, sample.versions, strict=True) if version >= 0]
@@ -329,11 +356,13 @@ class Generator:
         fields = repeated(rollouts.prompts.text, rollouts.prompts.fields, rollouts.group_B)[1]
         return self._cluster.reward_model.score_samples(rollouts, fields)
 
-    def _rewards_of(self, rollouts: Rollouts, making: Making) -> np.ndarray:
-        return self._scores(rollouts, making.rewards, making.model_reward_B)
+    def _scores(
+        self, rollouts: Rollouts, batch: OpenBatch, model_reward_B: np.ndarray | None = None, *, beside: int = 0
+    ) -> np.ndarray:
+        """Rewards of samples by every function, the reward model and their environments; NaN for a failed sample.
 
-    def _scores(self, rollouts: Rollouts, batch: OpenBatch, model_reward_B: np.ndarray | None = None) -> np.ndarray:
-        """Rewards of samples by every function, the reward model and their environments; NaN for a failed sample."""
+        The first `beside` samples of each group are no others of it.
+        """
         for b in batch.missing():  # of no tokens, or of an engine that does not tell
             own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
             self._end(batch, b, rollouts.stop_B[b], rollouts.completions[b], rollouts.episodes[b], own)
@@ -344,10 +373,7 @@ class Generator:
         scored_FB = batch.result()
         failed_B = (rollouts.stop_B == STOP_FAILED) | np.isnan(scored_FB).any(axis=0)
         rows = [scored_FB, *(np.where(failed_B, np.nan, row_B)[None] for row_B in more)]
-        return of_the_others(np.concatenate(rows), rollouts)
-
-    def _scored_first(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
-        return self._scored(self._asked(prompts), policy, step)
+        return of_the_others(np.concatenate(rows), rollouts.stop_B, apart(rollouts.group_B, beside))
 
     def _sees_signals(self) -> bool:
         """True where the rewards of a group are all known while others are sampled."""
@@ -364,7 +390,7 @@ class Generator:
         try:
             for player, sample in self._cluster.rollout.advance(policy, players):
                 making = next(making for making in makings if making.player is player)
-                self._take(making.rewards, sample, self._group_size)
+                self._take(making.rewards, sample, self._beside + self._group_size)
                 signal = np.concatenate([self._signals_known(making) for making in makings])
                 more = _further(signal, wanted, asked) if 2 * len(signal) >= wanted else 0  # fewer tell too little
                 if (end := min(asked + more, len(prompts.length_P))) > asked:
@@ -421,10 +447,16 @@ class Generator:
 
     def _signal(self, reward_FB: np.ndarray, group_B: np.ndarray) -> np.ndarray:
         """Marks the groups whose rewards differ, in the order of the groups."""
-        return groups.spread(self._rewards.combine(reward_FB), group_B)[groups.first_of(group_B)] > 0
+        own_B = groups.member_of(group_B) >= self._beside
+        reward_B, group_B = self._rewards.combine(reward_FB[:, own_B]), group_B[own_B]
+        return groups.spread(reward_B, group_B)[groups.first_of(group_B)] > 0
 
     def _greedy_rewards(self, prompts: Prompts, policy: Policy, step: int) -> tuple[np.ndarray, float]:
-        """Samples each prompt greedily; returns the reward of each prompt's completion, and the seconds it took."""
+        """Samples each prompt greedily, by an engine that cannot do so beside the other samples.
+
+        Returns:
+          The reward of each prompt's completion, and the seconds it took.
+        """
         sampling = Sampling(
             temperature=0.0, max_new=self._limit, stop_strings=self._cluster.config.rollout().stop_strings
         )
@@ -440,16 +472,23 @@ def _further(signal: np.ndarray, wanted: int, asked: int) -> int:
     return max(0, math.ceil(lacking / share))
 
 
-def of_the_others(reward_XB: np.ndarray, rollouts: Rollouts) -> np.ndarray:
+def apart(group_B: np.ndarray, beside: int) -> np.ndarray:
+    """Gives the first `beside` samples of each group, which are greedy, a group of their own."""
+    if not beside:
+        return group_B
+    return np.where(groups.member_of(group_B) < beside, group_B.max(initial=0) + 1 + group_B, group_B)
+
+
+def of_the_others(reward_XB: np.ndarray, stop_B: np.ndarray, group_B: np.ndarray) -> np.ndarray:
     """Rewards of samples out of time replaced by the mean of their group's others, which keeps the group's baseline.
 
     NaN where there are no others.
     """
-    late_B = rollouts.stop_B == STOP_DEADLINE
+    late_B = stop_B == STOP_DEADLINE
     if not late_B.any():
         return reward_XB
     replaced_XB = np.array(reward_XB, dtype=np.result_type(reward_XB, np.float64))
-    for rows_PG in groups.by_size(rollouts.group_B):
+    for rows_PG in groups.by_size(group_B):
         late_PG, reward_XPG = late_B[rows_PG], reward_XB[..., rows_PG]
         count_P = (~late_PG).sum(axis=1)
         total_XP = np.where(late_PG, 0.0, reward_XPG).sum(axis=-1)

@@ -307,7 +307,7 @@ class SampleLearner:
                 self._generate,
                 evaluator,
                 prompts=train_ds.prompts_per_step,
-                group_size=self.config.num_generations,
+                group_size=self.config.num_generations + int(self.config.estimator().needs_greedy),
                 whole=self._whole(),
                 curriculum=curriculum,
             )

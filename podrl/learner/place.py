@@ -30,7 +30,7 @@ class Makes:
       generate: makes experience of prompts, where this process generates.
       evaluator: scores the policy on (this process's share of) held-out prompts, or None.
       prompts: number of prompts of a batch that is generated.
-      group_size: number of samples of each prompt.
+      group_size: number of samples of each prompt, a greedy one beside the others included.
       whole: whether one host must make a share of a batch as a whole, because reward functions or dynamic sampling
         compare its prompts.
       curriculum: chooses the prompts; None where nothing does.
@@ -119,12 +119,6 @@ def _clock(
     windows = able(cluster.config.rollout_engine, "windows")
     if given or cluster.config.rollout().clock == "tokens":
         return TokenClock(cluster.config.rollout(), staleness=schedule.max_staleness if windows else 1)
-    if pod is not None and pod.seat.hosts.replica > 1:
-        raise ValueError(
-            "rollout.clock='wall' needs a whole copy of the weights on each rollout host, and here "
-            f"{pod.seat.hosts.replica} hold one together: give roles.rollout.mesh as many copies as hosts, or set "
-            "rollout.clock='tokens'."
-        )
     if run.workdir is None and (pod is None or pod.leads):
         raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")
     if not windows:

@@ -246,9 +246,6 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             f"{name}.dynamic_sampling=True: groups without a signal are not replaced, set it to False": (
                 self.dynamic_sampling
             ),
-            f"{name}.advantage_estimator='remax': its greedy samples need the engine for themselves, choose another": (
-                self.estimator().needs_greedy
-            ),
             f"rollout.window_tokens={rollout.window_tokens}: windows end by the clock, leave it out": (
                 rollout.window_tokens is not None
             ),

@@ -111,7 +111,7 @@ class Batches:
         with self._run.watchdog.stage("rollout"):
             groups = self._waited[step].result()
         del self._waited[step]
-        self._clock.journal.forget(step + 1)
+        self._clock.forget(step + 1)
         made = self._player.made(groups, step, self._open.rest())
         self._clock.saw(step, longest_of(made))
         return dataclasses.replace(made, counts={**made.counts, **self._open.counts(step)})
@@ -141,7 +141,7 @@ class Batches:
 
     def _group(self, prompts: Prompts, number: int, asked: int, repeated: bool, origin: Partial | None) -> OwnGroup:
         quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
-        recorded = self._clock.journal.group(int(prompts.index_P[0]), asked, self._at)
+        recorded = self._clock.recorded(int(prompts.index_P[0]), asked, self._at)
         return self._player.open(prompts, number, asked, repeated, origin, quantum=quantum, recorded=recorded)
 
     def _batch(self, step: int) -> Batch:
@@ -157,7 +157,7 @@ class Batches:
         step, self._playing = policy.version, policy
         try:
             self._open.ask_again(self._clock.stale(step, self._open.groups), step, self._player.give_up)
-            repeats = self._clock.journal.batch(step) is not None
+            repeats = self._clock.known(step) > step
             self._take()
             self._player.play(self._open.groups, step, halt=self._halted, repeats=repeats)
             if not self._closing.is_set():

@@ -18,22 +18,6 @@ _LOOKED_AT = 4  # number of batches whose longest sample sets the quantum
 _SHARE = 0.7  # of the longest sample per window: less fills the last windows, more leaves long samples a late start
 
 
-class NoJournal:
-    """The journal of a clock whose decisions follow from the samples alone: it is empty, and knows all steps."""
-
-    def batch(self, step: int) -> None:
-        """Returns None: nothing is recorded."""
-
-    forget = batch
-
-    def group(self, index: int, asked: int, step: int) -> None:
-        """Returns None: nothing is recorded."""
-
-    def known(self, step: int) -> int:
-        """Returns a step after all others: every step becomes the same again."""
-        return sys.maxsize
-
-
 class TokenClock:
     """Cuts samples into windows of equally many tokens, one window for each version of the weights.
 
@@ -62,12 +46,21 @@ class TokenClock:
         self._fixed, self._windows = rollout.window_tokens, staleness
         self._multiple, self._limit = rollout.steps_per_dispatch, rollout.max_tokens_to_generate
         self._longest: dict[int, int] = {}  # by step
-        self.journal = NoJournal()
 
     @property
     def used(self) -> bool:
         """True where several versions may draw a sample; with S = 1 every sample has one window."""
         return self._windows > 1
+
+    def known(self, step: int) -> int:
+        """Returns a step after all others: what is decided follows from the samples, so every step becomes the same."""
+        return sys.maxsize
+
+    def recorded(self, index: int, asked: int, step: int) -> None:
+        """Returns None: nothing is recorded."""
+
+    def forget(self, before: int) -> None:
+        """Does nothing: nothing is recorded."""
 
     def quantum(self, step: int) -> int:
         """Returns the tokens in a window of a sample whose batch is begun when `step` steps are done."""
@@ -182,8 +175,20 @@ class WallClock:
           staleness: S, the age in versions that a token may have.
           place: the run's directory, for messages.
         """
-        self.journal, self._staleness, self._place = journal, staleness, place
+        self._journal, self._staleness, self._place = journal, staleness, place
         self._cancelled = 0  # groups asked again for the newest step
+
+    def known(self, step: int) -> int:
+        """Returns the first step, from `step` on, whose batch is not decided; those before are repeated."""
+        return self._journal.known(step)
+
+    def recorded(self, index: int, asked: int, step: int) -> Mapping[str, Any] | None:
+        """Returns the journal's entry of a group that a batch of `step` or later holds; None where none does."""
+        return self._journal.group(index, asked, step)
+
+    def forget(self, before: int) -> None:
+        """Frees the memory of steps before one."""
+        self._journal.forget(before)
 
     def quantum(self, step: int) -> int:
         """Returns 0: time ends a window, no number of tokens does."""
@@ -201,12 +206,12 @@ class WallClock:
 
     def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
         """Decides which groups are given up when `step` steps are done."""
-        if self.journal.batch(step) is not None:
-            old = set(self.journal.again(step))
+        if self._journal.batch(step) is not None:
+            old = set(self._journal.again(step))
         else:
             old = {group.index for group in self._too_old(step, groups)}
             if groups:  # there are none at the beginning and at the end
-                self.journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
+                self._journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
         self._cancelled = len(old)
         return [group for group in groups if group.index in old]
 
@@ -216,10 +221,10 @@ class WallClock:
         A dispatch may outlast a step of training. The journal has these as if they had been known when the step began,
         and repeats them so.
         """
-        if self.journal.batch(step) is not None or not (late := self._too_old(step, groups)):
+        if self._journal.batch(step) is not None or not (late := self._too_old(step, groups)):
             return []
-        old = [*self.journal.again(step), *(group.index for group in late)]
-        self.journal.write({"step": step, "again": old})
+        old = [*self._journal.again(step), *(group.index for group in late)]
+        self._journal.write({"step": step, "again": old})
         self._cancelled = len(old)
         return late
 
@@ -235,7 +240,7 @@ class WallClock:
         Raises:
           ValueError: a group has not become what the journal says of it.
         """
-        if (known := self.journal.batch(step)) is None:
+        if (known := self._journal.batch(step)) is None:
             return choose(groups, step, size, self._staleness)
         places, chosen = {(group.index, group.asked): group for group in groups}, []
         for record in known["groups"]:
@@ -260,7 +265,7 @@ class WallClock:
         Returns:
           Metrics of the queue.
         """
-        if (known := self.journal.batch(step)) is None:
+        if (known := self._journal.batch(step)) is None:
             ready = sum(group.ended for group in left)
             queue = {
                 "queue/running": float(len(left) - ready),
@@ -268,7 +273,7 @@ class WallClock:
                 "queue/cancelled": float(self._cancelled),
             }
             known = {"step": step, "groups": [group.record() for group in chosen], "queue": queue}
-            self.journal.write(known)
+            self._journal.write(known)
         return known["queue"]
 
     def _too_old(self, step: int, groups: Sequence[_C]) -> list[_C]:

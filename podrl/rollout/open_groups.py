@@ -121,14 +121,13 @@ class OpenGroups(Generic[_G]):
 
         Samples that the journal says became others are begun anew: a host that had them was lost later.
         """
-        journal = self._clock.journal
-        journal.forget(step)
+        self._clock.forget(step)
         for part in pending:
             self.position = part.prompts.data_state
             for first, prompts in self._cut(part.prompts):
                 origin = cut(part, prompts, first)
                 said = {"asked": part.step, "repeated": False, **origin.samples[0]}
-                record = journal.group(int(prompts.index_P[0]), int(said["asked"]), step)
+                record = self._clock.recorded(int(prompts.index_P[0]), int(said["asked"]), step)
                 known = record is None or agrees(record, _runs(origin), step)
                 self._add(prompts, int(said["asked"]), bool(said["repeated"]), origin if known else None)
 

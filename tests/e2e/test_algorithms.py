@@ -27,7 +27,7 @@ VARIANTS = {
         *("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0"),
         *("--config.grpo.num_iterations=2", "--config.grpo.max_staleness=1"),
     ),
-    # Windows: the greedy completions are drawn when a batch's samples have ended.
+    # Windows: several versions draw a batch, its greedy completions among it.
     "remax": (
         *("--config.algorithm=remax", "--config.grpo.kl_in_reward=0.02"),
         *("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8"),

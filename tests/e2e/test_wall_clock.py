@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from processes import job, wall_clock_kept
+from processes import TWO_DEVICES, job, run, wall_clock_kept
 from test_pods import process
 
 pytestmark = pytest.mark.e2e
@@ -27,3 +27,21 @@ def test_a_pod_with_adapters_that_loses_a_host_keeps_what_is_promised(tmp_path):
     assert sum(record["pod/taken_over"] for record in records) >= 1
     assert any(record["rollout/mixed_samples"] > 0 for record in records)
     wall_clock_kept(workdir, *_POD, prompts=4, staleness=S)
+
+
+@pytest.mark.nightly("podrl/cluster/replica.py", "podrl/rollout/group_player.py", "podrl/learner/pods")
+def test_two_hosts_that_hold_a_copy_of_the_weights_keep_what_is_promised(tmp_path):
+    """The first of them decides when samples rest, and the second makes the same calls."""
+    replica = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0", "--fake_devices=1")
+    replica += ("--config.roles.trainer.mesh=data=1", "--config.roles.rollout.mesh=tensor=2")
+    finished = run(tmp_path / "run", *replica, *_SLOW, f"--config.grpo.max_staleness={S}", "--config.eval.problems=0")
+    assert any(record.get("rollout/mixed_samples", 0) > 0 for record in finished.records())
+    wall_clock_kept(tmp_path / "run", *replica, prompts=4, staleness=S)
+
+
+@pytest.mark.nightly("podrl/learner/generation.py", "podrl/rollout/batches.py")
+def test_remax_keeps_what_is_promised(tmp_path):
+    remax = ("--config.algorithm=remax", f"--config.grpo.max_staleness={S}", "--config.eval.problems=0")
+    finished = run(tmp_path / "run", TWO_DEVICES, *_SLOW, *remax)
+    assert any(record.get("rollout/mixed_samples", 0) > 0 for record in finished.records())
+    wall_clock_kept(tmp_path / "run", TWO_DEVICES, prompts=4, staleness=S)

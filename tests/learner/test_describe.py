@@ -106,6 +106,7 @@ def test_the_guarantee_of_a_killed_run_is_told():
     assert "(rollout.clock='tokens'): a run that is killed and started again ends bitwise the same." in text
     text = planned("grpo", rollout={"clock": "wall"}, grpo={"max_staleness": 3})[1]
     assert "(rollout.clock='wall')" in text and "no token is more than 3 updates old" in text
+    assert "(rollout.clock='wall')" in planned("remax", rollout={"clock": "wall"}, grpo={"max_staleness": 1})[1]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,6 @@ def test_the_guarantee_of_a_killed_run_is_told():
     [
         ("grpo", {}, "grpo.max_staleness=0"),
         ("dapo", {"grpo": {"max_staleness": 1}}, "grpo.dynamic_sampling=True"),
-        ("remax", {"grpo": {"max_staleness": 1}}, "remax"),
         ("ppo", {"ppo": {"max_staleness": 1}, "rollout": {"window_tokens": 8}}, "rollout.window_tokens=8"),
         ("grpo", {"grpo": {"max_staleness": 1}, "env": {"calls_per_window": 1}}, "env.calls_per_window=1"),
     ],

@@ -68,7 +68,7 @@ class Telling(Engine):
         self.config.rollout_engine, self.rollout, self._random = "podrl", self, np.random.default_rng(seed)
         self.meanwhile, self.stats = 0, types.SimpleNamespace(metrics=dict)
 
-    def player(self, asked, *, group_size, step, partial):
+    def player(self, asked, *, group_size, step, sampling, partial):
         return types.SimpleNamespace(request=types.SimpleNamespace(prompts=asked))
 
     def advance(self, policy, players):
@@ -189,6 +189,47 @@ def test_remax_compares_with_the_greedy_completion_of_the_prompt():
     arrays: Any = reward_BT, experience.greedy_reward_B, experience.rollouts.mask_BT
     advantage_BT = config.estimator()(*arrays, group_B=np.arange(len(arrays[0])) // G)
     np.testing.assert_array_equal(advantage_BT[:, 2], [0, 0, -2, 0, -4, -4])
+
+
+class Beside(Engine):
+    """One that draws a greedy sample of each prompt before the others."""
+
+    abilities = frozenset({"greedy_members"})
+
+    def __init__(self, failed=()):
+        super().__init__(failed)
+        self.config.rollout_engine = Beside
+
+    def generate(self, batch, policy, *, group_size, step, sampling=None, ended=None):
+        assert sampling.greedy == 1 and sampling.temperature > 0
+        made = super().generate(batch, policy, group_size=group_size, step=step)
+        names = [[int(n) for n in text.split()[:2]] for text in made.completions]
+        made.completions[:] = [f"{p} {max(g - 1, 0)} {'sampled' if g else 'greedy'}" for p, g in names]
+        return made
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_greedy_sample_drawn_with_the_others_is_no_part_of_the_group(dynamic):
+    config = GRPOConfig(num_generations=G, advantage_estimator="remax", dynamic_sampling=dynamic)
+    engine: Any = Beside()
+    grader: Any = Grader({1, 2, 4, 6})
+    experience = Generator(engine, grader, config)(prompts(12 if dynamic else 3), None, 7)  # pyright: ignore[reportArgumentType]
+    assert {size for _, size in engine.asked} == {1 + G}
+    chosen = [1, 2, 4, 6] if dynamic else [0, 1, 2]
+    assert experience.rollouts.completions == [f"{p} {g} sampled" for p in chosen for g in range(G)]
+    np.testing.assert_array_equal(experience.rollouts.group_B, np.arange(len(chosen)).repeat(G))
+    np.testing.assert_array_equal(experience.greedy_reward_B, np.repeat(chosen, G) * 2.0)
+    np.testing.assert_array_equal(experience.reward_B, [2.0 * (g == 1 and p > 0) for p in chosen for g in range(G)])
+    assert experience.reward_FB.shape == (1, len(chosen) * G)
+
+
+def test_a_failed_greedy_sample_takes_its_group_along_where_it_is_drawn_with_it():
+    config = GRPOConfig(num_generations=G, advantage_estimator="remax")
+    engine: Any = Beside(failed={(2, 0)})
+    grader: Any = Grader({1})
+    experience = Generator(engine, grader, config)(prompts(3), None, 7)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(experience.rollouts.mask_BT.any(axis=1), [1, 1, 1, 1, 0, 0])
+    np.testing.assert_array_equal(experience.greedy_reward_B, [0, 0, 2, 2, 0, 0])
 
 
 def test_shaping_comes_after_the_weighted_sum_and_before_the_advantage():

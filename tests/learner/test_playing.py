@@ -40,8 +40,9 @@ def test_a_sample_out_of_time_gets_the_mean_of_the_others():
     reward_FB = np.array([[1.0, 9.0, 4.0, 5.0, 6.0, 7.0], [0.0, 9.0, 1.0, 5.0, 6.0, 7.0]])
     nan = np.nan
     expected_FB = [[1.0, 2.5, 4.0, nan, nan, nan], [0.0, 0.5, 1.0, nan, nan, nan]]
-    np.testing.assert_array_equal(of_the_others(reward_FB, rollouts), expected_FB)
-    np.testing.assert_array_equal(of_the_others(reward_FB[0], rollouts), expected_FB[0])
+    index = rollouts.stop_B, rollouts.group_B
+    np.testing.assert_array_equal(of_the_others(reward_FB, *index), expected_FB)
+    np.testing.assert_array_equal(of_the_others(reward_FB[0], *index), expected_FB[0])
 
 
 def test_metrics_of_episodes_count_by_tool():

@@ -116,7 +116,7 @@ class Dispatcher:
           deadline_s: the longest wait for a batch.
           read: the next prompts of the data.
         """
-        self._pod, self._given, self._clock, self._journal = pod, given, clock, clock.journal
+        self._pod, self._given, self._clock = pod, given, clock
         self._size, self._group_size, self._shares = size, group_size, shares
         self._deadline_s, self._read = deadline_s, read
         self._by_tokens = clock.mode != "wall"
@@ -147,7 +147,7 @@ class Dispatcher:
         self._batches = step + sum(len(part.prompts.length_P) for part in pending) // self._size
         if self._by_tokens:  # those that are made already are not given to anybody
             self._batches = step + whole + len(pending)
-        self._clock_from = self._journal.known(step)
+        self._clock_from = self._clock.known(step)
         self._open.resume(step, pending)
 
     def advance(self, step: int, batches: int) -> dict[str, int]:
@@ -201,7 +201,7 @@ class Dispatcher:
             if not chosen:
                 self._tell(step, [], [self._failed or 0])
                 return
-            if not self._by_tokens and self._journal.batch(step) is None:
+            if self._clock.known(step) == step:
                 chosen.sort(key=lambda group: group.host)  # stable: one lease for each host
             self._open.decide(step, chosen)
             self._decided[step] = chosen
@@ -272,7 +272,7 @@ class Dispatcher:
             if group.host not in self._desks and group.host != NOBODY:
                 group.host, group.made, group.looked_up, group.moved = NOBODY, None, None, True
                 self._given.taken_over += 1
-                if self._clock.anew and self._journal.group(*group.key, self._at) is None:
+                if self._clock.anew and self._clock.recorded(*group.key, self._at) is None:
                     group.origin = None
         for step, groups in self._decided.items():
             if (task := self._given.task(leases.batch(step))) is None:
@@ -320,7 +320,7 @@ class Dispatcher:
         if self._by_tokens:
             since = self._start if group.origin is not None else group.since
             return {"record": None, "since": since}
-        record = group.made if taken else self._journal.group(*group.key, self._at)
+        record = group.made if taken else self._clock.recorded(*group.key, self._at)
         since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
         return {"record": record, "since": self._start if group.origin is not None else since}
 
@@ -340,7 +340,7 @@ class Dispatcher:
         """Frees what belongs to batches that all trainers have."""
         for step in [step for step in self._decided if self._given.task(leases.batch(step)) is None]:
             del self._decided[step]
-        self._journal.forget(self._at)
+        self._clock.forget(self._at)
         heard = min((desk.heard for desk in self._desks.values()), default=0)
         self._given.passed(min([self._at, *self._decided]), heard)
 
