@@ -106,12 +106,6 @@ class TokenGroup(OwnGroup):
     def sessions(self, version: int) -> list[Points]:
         return [points(stop_at(self.asked, version, self.quantum))]
 
-    def record(self) -> Mapping[str, Any]:
-        return {"index": self.index, "asked": self.asked}
-
-    def check(self) -> None:
-        """Accepts the group: it becomes the same again."""
-
     def part(self, step: int) -> Partial:
         """Copies the samples as they are, for a checkpoint; dynamic sampling may take prompts that have none yet."""
         del step

@@ -36,7 +36,17 @@ from podrl.runtime.channel import ChannelError, LateError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
-from podrl.types import NO_EPISODE, STOP_EOS, TOKENS, Experience, Policy, Prompts, Rollouts, blank_columns
+from podrl.types import (
+    NO_EPISODE,
+    STOP_EOS,
+    TOKENS,
+    BatchError,
+    Experience,
+    Policy,
+    Prompts,
+    Rollouts,
+    blank_columns,
+)
 
 P, G, T, STEPS, QUANTUM = 6, 2, 40, 30, 8
 DEADLINE_S = 60.0
@@ -575,6 +585,20 @@ def test_the_last_host_that_is_stopped_before_training_ends_the_job(monkeypatch)
         assert lost == [1] and not ended.is_set()
         pods[2]._tell_leader(75, "SIGTERM before there was anything new to save")
         assert ended.wait(PATIENCE_S) and lost == [1]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_what_fails_on_a_host_is_told_to_the_trainers(staleness, monkeypatch):
+    finish = Sampler.finish
+
+    def fails(self, making, policy):
+        if making.step == 4 and making.prompts.index_P[0] == 4 * P:
+            raise BatchError("no reward")
+        return finish(self, making, policy)
+
+    monkeypatch.setattr(Sampler, "finish", fails)
+    with pytest.raises(BatchError, match="no reward"):
+        train_through(staleness, seed=1, kills=0)
 
 
 def test_hosts_are_given_the_batches_that_a_checkpoint_holds_in_part():

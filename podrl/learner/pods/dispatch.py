@@ -31,7 +31,7 @@ class RemoteGroup(Group):
       since: the step at which the group was opened.
       quantum: number of tokens that a sample draws in a window, by the clock of tokens.
       host: number of the host, or NOBODY.
-      made: the journal's entry of the group; None until it has ended.
+      made: by the wall clock, the journal's entry of the group; None until it has ended.
       moved: True once a host was lost with the group.
     """
 
@@ -44,7 +44,8 @@ class RemoteGroup(Group):
 
     @property
     def ended(self) -> bool:
-        return self.made is not None
+        """Returns True once all samples have ended; by the clock of tokens once it is known which host makes them."""
+        return self.made is not None if self.samples else self.host != NOBODY
 
     @property
     def oldest(self) -> int | None:
@@ -80,13 +81,14 @@ class _Desk:
 class Dispatcher:
     """Gives every group to one rollout host at a time, and makes batches of the groups that the clock chooses.
 
-    A host keeps what it makes of a group until a batch holds it, and tells when the group has ended. When a host is
-    lost, its groups go to others.
+    When a host is lost, its groups go to others.
 
-    By the clock of tokens a group has the prompts of a batch that one host makes. Who takes it over draws it by the
+    By the clock of tokens a group has the prompts of a batch that one host makes. What a batch holds is known as soon
+    as its groups are given away, and the trainers wait for what they fetch. Who takes a group over draws it by the
     versions that were to draw it, which the trainers still hold, so it becomes what it would have become.
 
-    By the wall clock a group has one prompt. The journal has what each batch holds, and which prompts are asked again,
+    By the wall clock a group has one prompt. Its host keeps it until a batch holds it, and tells when it has ended. The
+    journal has what each batch holds, and which prompts are asked again,
     before anybody is told. A group that is taken over is begun anew, under the same keys. Where the journal knows
     already what becomes of it (a batch that some trainer has not fetched yet, or steps that are repeated), it is drawn
     by the versions that are recorded.
@@ -291,7 +293,7 @@ class Dispatcher:
             return
         load, new = dict.fromkeys(sorted(self._desks), 0), {}
         for group in self._open.groups:
-            if group.host != NOBODY and not group.ended:
+            if group.host != NOBODY and group.made is None:
                 load[group.host] += 1
         for group in (group for group in self._open.groups if group.host == NOBODY):
             group.host = min(load, key=lambda host: (load[host], host))
@@ -372,7 +374,7 @@ class Dispatcher:
         return "" if there else f"a rollout host that makes prompts of step {self._waited}: none is in the job"
 
     def _late(self, step: int) -> str:
-        who = {host: sum(not g.ended for g in self._open.groups if g.host == host) for host in sorted(self._desks)}
+        who = {host: sum(g.made is None for g in self._open.groups if g.host == host) for host in sorted(self._desks)}
         hosts = ", ".join(f"{self._pod.seat.hosts.name(h)} (host {h}) makes {n} groups" for h, n in who.items() if n)
         return (
             f"{self._pod.name} waited {self._deadline_s:.0f} s for the groups of step {step}: "

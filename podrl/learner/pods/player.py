@@ -20,15 +20,16 @@ from podrl.types import BatchError, Policy
 
 _log = logging.getLogger("podrl.hosting")
 _FOREVER_S = 1e9
+_TELL_EVERY = 4  # windows
 
 
 class Player:
-    """Plays groups window after window, tells the leader which have ended, and serves those that batches hold.
+    """Plays groups window after window, and serves those that batches hold.
 
-    A window begins when the batch of its step is first asked for. By the wall clock it ends at the next dispatch once
-    the next weights are there, and orders of the leader interrupt it, for a dispatch. By the clock of tokens it ends
-    when its samples have drawn what they may. Samples are played on `thread`; batches by the wall clock are put
-    together on another.
+    A window begins when the batch of its step is first asked for. By the wall clock it ends at the next dispatch
+    once the next weights are there, orders of the leader interrupt it, for a dispatch, and the leader is told which
+    groups have ended. By the clock of tokens a window ends when its samples have drawn what they may. Samples are
+    played on `thread`; batches by the wall clock are put together on another.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Player:
         self._policy: Policy | None = None  # of the next window
         self._failed: BatchError | None = None
         self._quiet = True  # the leader was told nothing since the window began
+        self._rested = 0  # windows that have come to their end
 
     def follow(self) -> None:
         """Begins to read the leader's orders."""
@@ -227,6 +229,7 @@ class Player:
         except BatchError as error:
             self._failed = error
             self._say(failed=True)  # the leader decides on a batch that says why there is none
+            self._serving.submit(self._serve)
         except BaseException as error:
             if not self._closed:
                 _log.exception("%s could not go on with its samples", self._pod.name)
@@ -308,7 +311,15 @@ class Player:
             self._serving.submit(self._serve)
 
     def _report(self, *, last: bool = False) -> None:
-        """Tells the leader which groups have ended, and, if all rest (`last`), the oldest version that drew each."""
+        """Tells the leader which groups have ended, and, if all rest (`last`), the oldest version that drew each.
+
+        By the clock of tokens it needs neither, and is told at times what was read, for it to free that.
+        """
+        if self._mode != "wall":
+            self._rested += last
+            if last and self._rested % _TELL_EVERY == 0:
+                self._say()
+            return
         ended = [group for group in self._groups.values() if not group.told and group.ended]
         for group in ended:
             group.check()
@@ -350,12 +361,11 @@ class Player:
             self._owed.discard(lease)
             return
         keys = [(int(index), int(asked)) for index, asked in task.groups][lease.first : lease.last]
-        if self._failed is not None and not keys:
-            self._owed.discard(lease)
-            self._offer(lease, self._failed)
-            return
         groups = [group for key in keys if (group := self._groups.get(key)) is not None and group.ended]
         if not keys or len(groups) < len(keys):
+            if self._failed is not None:
+                self._owed.discard(lease)
+                self._offer(lease, self._failed)
             return
         self._owed.discard(lease)
         for group in groups:
