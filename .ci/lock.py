@@ -21,6 +21,8 @@ LOCKS = {
     "requirements-tpu.lock": ("gcs", "hub", "tools", "tpu"),
     "requirements-pathways.lock": ("gcs", "hub", "tools", "pathways"),
 }
+# Each has a file of what it adds to the base, to be installed beside one of those; other extras add nothing to it.
+BESIDE = ("math", "wandb", "mlflow")
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
@@ -66,17 +68,27 @@ def main() -> None:
     base: dict[str, set[str]] = {}
     for name, extras in LOCKS.items():
         found = lock(extras)
-        lines = [
-            f"# podrl[{','.join(extras)}] on Linux, x86-64, Python {PYTHONS[0]} to {PYTHONS[-1]}: python .ci/lock.py"
-        ]
         if name == BASE:
             base = found
-        else:
-            lines.append(f"-r {BASE}")
-            found = {package: hashes for package, hashes in found.items() if package not in base}
-        for package in sorted(found, key=str.lower):
-            lines.append(" \\\n".join([package, *(f"    --hash=sha256:{one}" for one in sorted(found[package]))]))
-        (ROOT / name).write_text("\n".join(lines) + "\n")
+        write(
+            name, extras, {package: hashes for package, hashes in found.items() if name == BASE or package not in base}
+        )
+    for extra in BESIDE:
+        found = lock((*LOCKS[BASE], extra))
+        write(
+            f"requirements-{extra}.lock",
+            (extra,),
+            {package: found[package] for package in found if package not in base},
+        )
+
+
+def write(name: str, extras: tuple[str, ...], packages: dict[str, set[str]]) -> None:
+    """Writes a file; those of LOCKS but the base begin with it."""
+    lines = [f"# podrl[{','.join(extras)}] on Linux, x86-64, Python {PYTHONS[0]} to {PYTHONS[-1]}: python .ci/lock.py"]
+    lines += [f"-r {BASE}"] if name in LOCKS and name != BASE else []
+    for package in sorted(packages, key=str.lower):
+        lines.append(" \\\n".join([package, *(f"    --hash=sha256:{one}" for one in sorted(packages[package]))]))
+    (ROOT / name).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

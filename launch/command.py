@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from .submission import Code
 
 # podrl's own: 42 infrastructure failed (restart me), 75 preempted after saving (restart me).
-RESTART_CODES = (42, 75)
+PREEMPTED_CODE = 75
+RESTART_CODES = (42, PREEMPTED_CODE)
 # Deaths by signal that say nothing about the program: 134 abort (jax does this when a peer vanishes), 137 killed,
 # 139 segmentation fault in the runtime, 143 terminated before podrl could save.
 SIGNAL_CODES = (134, 137, 139, 143)

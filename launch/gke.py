@@ -6,11 +6,12 @@
 Without --apply the manifest is printed and nothing else happens; with --apply --dry_run the kubectl command is printed
 after it. What the hosts encrypt their channel with, and variables of --env whose names sound secret, go by a Secret
 that is never printed; a NetworkPolicy lets only the job's own pods reach them. Needs pyyaml here, and in the cluster
-JobSet 0.8 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
+JobSet 0.10 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
 
 What happens to a failure:
-  trainer pod   exit 42, 75 or death by signal: all jobs of the set are recreated, at most --max_restarts times, and
-                podrl resumes from its checkpoint. Any other exit code is the user's error: the set fails at once.
+  trainer pod   preempted, which is exit 75 or a pod that the cluster disrupts: all jobs of the set are recreated,
+                however often, and podrl resumes from its checkpoint. Exit 42 or death by signal: the same, at most
+                --max_restarts times. Any other exit code is the user's error: the set fails at once.
   rollout pod   restarted in place by the kubelet; the set goes on. So is one that got SIGTERM alone, which leaves with
                 exit 75 after its step where other rollout hosts stay; the last one stops the job, which saves. After
                 ROLLOUT_RETRIES restarts per host the job fails, and the set is recreated as above.
@@ -41,6 +42,18 @@ PORTS = {
     "coordinator": COORDINATOR_PORT,
     "channel": CHANNEL_PORT,
 }
+# What Kubernetes says of a Job whose pod matched a rule of its podFailurePolicy; JobSet 0.10 can tell by it which rule.
+_PREEMPTED = ["has condition DisruptionTarget matching", f"failed with exit code {command.PREEMPTED_CODE} matching"]
+_OF_TRAINER = {"onJobFailureReasons": ["PodFailurePolicy"], "targetReplicatedJobs": ["trainer"]}
+_SET_RULES = [
+    {
+        "name": "trainerPreempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureMessagePatterns": _PREEMPTED,
+        **_OF_TRAINER,
+    },
+    {"name": "trainerUserError", "action": "FailJobSet", **_OF_TRAINER},
+]
 _JOBSET_LABELS = {
     "PODRL_JOBSET": "jobset.sigs.k8s.io/jobset-name",
     "PODRL_ROLE": "jobset.sigs.k8s.io/replicatedjob-name",
@@ -82,7 +95,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "template.spec.priorityClassName=high; lists are appended to; may be repeated",
     )
     parser.add_argument(
-        "--max_restarts", type=int, default=50, help="recreations of the set before it counts as failed"
+        "--max_restarts",
+        type=int,
+        default=50,
+        help="recreations of the set before it counts as failed, those after a preemption not counted",
     )
     parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for every container; may be repeated")
@@ -124,14 +140,7 @@ def manifest(args: argparse.Namespace, extra: Sequence[str], code: submission.Co
             "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainer"]},
             "failurePolicy": {
                 "maxRestarts": args.max_restarts,
-                "rules": [
-                    {
-                        "name": "trainerUserError",
-                        "action": "FailJobSet",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                        "targetReplicatedJobs": ["trainer"],
-                    }
-                ],
+                "rules": _SET_RULES,
             },
             "ttlSecondsAfterFinished": 86400,
             "replicatedJobs": [
@@ -215,10 +224,14 @@ def _replicated_job(
     }
     if role == "trainer":
         codes = sorted((*command.RESTART_CODES, *command.SIGNAL_CODES))
-        user_error = {"containerName": "podrl", "operator": "NotIn", "values": codes}
-        # The empty list is for JobSets whose schema wants it: github.com/kubernetes-sigs/jobset/issues/377.
-        rule = {"action": "FailJob", "onExitCodes": user_error, "onPodConditions": []}
-        job["podFailurePolicy"] = {"rules": [rule]}
+        # The empty lists are for JobSets whose schema wants them: github.com/kubernetes-sigs/jobset/issues/377.
+        ended = [
+            {"containerName": "podrl", "operator": operator, "values": values}
+            for operator, values in (("In", [command.PREEMPTED_CODE]), ("NotIn", codes))
+        ]
+        disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+        rules = [{"action": "FailJob", "onExitCodes": one, "onPodConditions": []} for one in ended]
+        job["podFailurePolicy"] = {"rules": [disrupted, *rules]}
     job["template"] = {
         "metadata": {"labels": {**_labels(args), "app.kubernetes.io/component": role}},
         "spec": _pod(role, slices, args, podrl, trainer, rollout),

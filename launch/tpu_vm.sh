@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs podrl on every host of one Cloud TPU VM, from a laptop, through gcloud.
+# Runs podrl on every host of one TPU slice, from a laptop, through gcloud: a Cloud TPU VM, or a managed instance group.
 #
 #   launch/tpu_vm.sh TPU ZONE [options] -- --config=grpo_gemma.py --workdir=gs://bucket/run [more podrl flags]
 #   launch/tpu_vm.sh TPU ZONE --join=OTHER_TPU [options]
@@ -19,10 +19,11 @@
 #   --kill             SIGTERM (podrl saves a checkpoint), SIGKILL after --grace; frees TPU chips and the lock file
 #   --dry_run          print the commands, run none
 #   --detach           do not follow the logs after starting
+#   --group            TPU names a managed instance group of Compute Engine that forms a slice: TPU7x, v6e or v5p
 #   --project=P        project of the TPU; default: gcloud's
 #   --python=PATH      interpreter on the workers that has podrl's dependencies; nothing is installed then
 #   --lock=FILE        what to install, from the root of the checkout; default requirements-tpu.lock
-#   --extra=PACKAGE    one more package, in the version that pip finds, such as wandb
+#   --extra=NAME       what requirements-NAME.lock of the checkout adds, such as wandb or math
 #   --env=NAME=VALUE   for the processes; may be repeated
 #   --max_restarts=N   restarts on exit codes 42 and 134 (a peer or the runtime failed); default 3
 #   --grace=SECONDS    for --kill; default 120
@@ -38,13 +39,14 @@ die() {
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-action=start dry_run=0 detach=0 project='' python='' lock=requirements-tpu.lock extra='' max_restarts=3 grace=120
+action=start dry_run=0 detach=0 group=0 project='' python='' lock=requirements-tpu.lock extra='' max_restarts=3 grace=120
 environment=() positional=() podrl=() scratch='' own_code='' join='' join_zone='' secret=''
 while (($#)); do
   case $1 in
     --status | --logs | --stacks | --kill) action=${1#--} ;;
     --dry_run) dry_run=1 ;;
     --detach) detach=1 ;;
+    --group) group=1 ;;
     --code=*) own_code=${1#*=} ;;
     --join=*) join=${1#*=} ;;
     --join_zone=*) join_zone=${1#*=} ;;
@@ -87,7 +89,32 @@ run() {
   ((dry_run)) || "$@"
 }
 
+hosts=()
+find_hosts() { # of a managed instance group: the names of its instances
+  local -a list=(gcloud compute instance-groups managed list-instances "$tpu" "${where[@]}" '--format=value(instance.basename())')
+  ((!${#hosts[@]})) || return 0
+  mapfile -t hosts < <(run "${list[@]}" | sort)
+  if ((dry_run)); then hosts=(EACH_HOST); fi
+  ((${#hosts[@]})) || die "the managed instance group $tpu has no instance, or cannot be listed; see above"
+}
+
+on_every_host() { # COMMAND... with @HOST@ for the name: runs it for all hosts of the group at once, fails where one does
+  local host pid status=0
+  local -a pids=()
+  find_hosts
+  for host in "${hosts[@]}"; do
+    run "${@//@HOST@/$host}" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+  return "$status"
+}
+
 on_every_worker() { # COMMAND, for the workers' shell
+  if ((group)); then
+    on_every_host gcloud compute ssh @HOST@ "${where[@]}" --command="$1"
+    return
+  fi
   run gcloud compute tpus tpu-vm ssh "$tpu" "${where[@]}" --worker=all --command="$1"
 }
 
@@ -134,7 +161,11 @@ copy_code() {
   (umask 077 && : >"$scratch/.podrl-environment")
   for pair in "${environment[@]}"; do printf '%s\0' "$pair"; done >>"$scratch/.podrl-environment"
   run tar -czf "$scratch/$archive" -C "$scratch" .podrl-secret .podrl-environment -C "$root" --null -T "$scratch/names"
-  run gcloud compute tpus tpu-vm scp "$scratch/$archive" "$tpu:$archive" "${where[@]}" --worker=all
+  if ((group)); then
+    on_every_host gcloud compute scp "$scratch/$archive" "@HOST@:$archive" "${where[@]}"
+  else
+    run gcloud compute tpus tpu-vm scp "$scratch/$archive" "$tpu:$archive" "${where[@]}" --worker=all
+  fi
 }
 
 start() {
@@ -142,6 +173,7 @@ start() {
   [[ -z $join ]] || ((!${#podrl[@]})) || die "--join=$join takes podrl's flags from the job there: leave out what stands after --"
   [[ $join != "$tpu" || ${join_zone:-${positional[1]}} != "${positional[1]}" ]] || die "--join=$join is this TPU itself: name the one that trains"
   [[ -e $root/podrl/launch.py ]] || die "this copies a checkout of podrl, and $root is none: run launch/tpu_vm.sh of a clone"
+  [[ -z $join ]] || ((!group)) || die "--join=$join asks a Cloud TPU VM for its job, and --group names none: start podrl.launch there with --join=HOST:PORT"
   [[ -z $join || -z $own_code ]] || die "--join=$join takes the code of the job there: leave out --code=$own_code"
   local identity archive code url='' status=0
   local -a sent=()
@@ -171,7 +203,11 @@ start() {
 case $action in
   start) start ;;
   status)
-    run gcloud compute tpus tpu-vm describe "$tpu" "${where[@]}" '--format=value(state,health)'
+    if ((group)); then
+      run gcloud compute instance-groups managed list-instances "$tpu" "${where[@]}"
+    else
+      run gcloud compute tpus tpu-vm describe "$tpu" "${where[@]}" '--format=value(state,health)'
+    fi
     worker podrl-run/code status
     ;;
   logs) worker podrl-run/code follow --lines=200 ;;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The worker's half of tpu_vm.sh: installs, starts, restarts, reports and stops podrl on the host it runs on.
 #
-#   tpu_vm_worker.sh install --python=PATH --lock=FILE --extra=PACKAGE
+#   tpu_vm_worker.sh install --python=PATH --lock=FILE --extra=NAME
 #   tpu_vm_worker.sh start --run=ID --max_restarts=N -- PODRL_FLAGS...
 #   tpu_vm_worker.sh follow --lines=N | status | stacks | kill --grace=SECONDS | tell
 #
@@ -67,8 +67,12 @@ install() {
     printf '%s\n' "$python" >"$state/python"
     return
   fi
-  local stamp candidate pip=(-m pip --disable-pip-version-check install --quiet)
-  [[ -f $code/$lock ]] || die "$lock is missing from the copied checkout: nothing says what to install"
+  local stamp candidate file
+  local -a install=("$base/venv/bin/python" -m pip --disable-pip-version-check install --quiet) files=(-r "$code/$lock")
+  for file in "$lock" ${extra:+"requirements-$extra.lock"}; do
+    [[ -f $code/$file ]] || die "$file is missing from the copied checkout: nothing says what to install"
+  done
+  [[ -z $extra ]] || files+=(-r "$code/requirements-$extra.lock")
   stamp="$lock $(cat "$code"/requirements*.lock | sha256sum) $extra"
   printf '%s\n' "$base/venv/bin/python" >"$state/python"
   if [[ $(read_state installed) == "$stamp" ]]; then
@@ -80,12 +84,12 @@ install() {
   if [[ -z $candidate ]] || ! "$candidate" -m venv --clear "$base/venv" >/dev/null 2>&1; then
     say "no Python 3.11-3.13 with venv here: fetching one with uv"
     # Newer images forbid pip to touch the system's Python unless told so; this is the user's own directory.
-    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user 'uv>=0.5,<1'
+    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user --require-hashes --only-binary=:all: -r "$code/launch/uv.lock"
     rm -rf "$base/venv"
-    python3 -m uv venv --quiet --seed --python 3.12 "$base/venv"
+    python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # of which uv knows the hash; without pip, which has none
+    install=(python3 -m uv pip install --quiet "--python=$base/venv/bin/python")
   fi
-  "$base/venv/bin/python" "${pip[@]}" --require-hashes --only-binary=:all: -r "$code/$lock"
-  [[ -z $extra ]] || "$base/venv/bin/python" "${pip[@]}" "$extra"
+  "${install[@]}" --require-hashes --only-binary=:all: "${files[@]}"
   printf '%s\n' "$stamp" >"$state/installed"
   say "installed what $lock names${extra:+, and $extra}"
 }

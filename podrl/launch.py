@@ -65,6 +65,15 @@ _WORKDIR = flags.DEFINE_string(
     None,
     "Where the run writes, a directory or gs://BUCKET/RUN; an existing run there is resumed. Default: runs/<config>.",
 )
+for _name, _meaning in (
+    (
+        "coordinator",
+        "HOST[:PORT] of process 0, where no platform that podrl knows says it; the port is 8482 if left out.",
+    ),
+    ("process_id", "Number of this process among --num_processes, from 0 on; goes with --coordinator."),
+    ("num_processes", "Number of processes of the job, one per host; goes with --coordinator."),
+):
+    flags.DEFINE_string(_name, "", _meaning)
 _CODE = flags.DEFINE_string(
     "code",
     "",
@@ -205,7 +214,9 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
     Settings that cannot work there are refused.
     """
     topology = "auto" if joins else _early(argv, "topology", "auto", prefix="--")
-    cluster = detect.detect(os.environ, topology=topology, metadata=detect.tpu_vm_metadata(os.environ))
+    given = {name: _early(argv, name, "", prefix="--") for name in detect.GIVEN}
+    metadata = {} if any(given.values()) else detect.tpu_vm_metadata(os.environ)
+    cluster = detect.detect(os.environ, topology=topology, metadata=metadata, given=given)
     detect.check_pathways(cluster)
     detect.check_fresh_jax(sys.modules)
     for name in cluster.unset:

@@ -5,6 +5,7 @@ call it before jax is imported and tests can feed it recorded environments. What
 environment but on its metadata server; `tpu_vm_metadata` fetches it, and `detect` takes it as a second mapping.
 
 Variables read, by platform (the first that matches decides):
+  given         none: the flags --coordinator, --process_id and --num_processes say all, where no platform does.
   pathways      JAX_PLATFORMS names `proxy`; JAX_BACKEND_TARGET is the proxy's address.
   jobset_split  PODRL_PLATFORM=jobset_split with PODRL_ROLE, PODRL_SLICE_INDEX, PODRL_SLICES, PODRL_HOST_INDEX,
                 PODRL_HOSTS_PER_SLICE, PODRL_TRAINER_SLICES, PODRL_TRAINER_HOSTS_PER_SLICE, PODRL_ROLLOUT_SLICES,
@@ -15,8 +16,8 @@ Variables read, by platform (the first that matches decides):
   gke           TPU_WORKER_ID and TPU_WORKER_HOSTNAMES (or TPU_PROCESS_ADDRESSES), injected by GKE.
   tpu_vm        metadata attributes agent-worker-number and worker-network-endpoints.
   single        none of these.
-Of the last four all processes may train, and rollout hosts join them (--topology=split): PODRL_CHANNEL then says where
-process 0 listens for them, by default its host at port 8483; `single` has no default.
+Of the last four and of `given` all processes may train, and rollout hosts join them (--topology=split): PODRL_CHANNEL
+then says where process 0 listens for them, by default its host at port 8483; `single` has no default.
 
 Sources: jax/_src/clusters/cloud_tpu_cluster.py (jax 0.10.2) for the variables jax itself reads and the order of ranks;
 https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice for those GKE injects.
@@ -33,12 +34,13 @@ from typing import Any, Literal, get_args
 from podrl.runtime.service import ask
 from podrl.storage.storage import on_network
 
-Kind = Literal["single", "local", "tpu_vm", "gke", "multislice", "jobset_split", "pathways"]
+Kind = Literal["single", "local", "given", "tpu_vm", "gke", "multislice", "jobset_split", "pathways"]
 Topology = Literal["single", "shared", "split", "pathways"]
 
 COORDINATOR_PORT = 8482
 UNIX = "unix:"
 ROLES = ("trainer", "rollout")
+GIVEN = ("coordinator", "process_id", "num_processes")  # flags, of which all or none are given
 MEGASCALE = (
     "MEGASCALE_COORDINATOR_ADDRESS",
     "MEGASCALE_NUM_SLICES",
@@ -103,27 +105,33 @@ class Cluster:
 
 
 def detect(
-    environment: Mapping[str, str], *, topology: str = "auto", metadata: Mapping[str, str] | None = None
+    environment: Mapping[str, str],
+    *,
+    topology: str = "auto",
+    metadata: Mapping[str, str] | None = None,
+    given: Mapping[str, str] | None = None,
 ) -> Cluster:
-    """Detects this process's place from the environment alone.
+    """Detects this process's place from the environment alone, or takes it as given.
 
     Args:
       environment: usually os.environ.
       topology: the --topology flag: 'auto', 'single', 'shared', 'split' or 'pathways'.
       metadata: instance attributes of a TPU VM, from `tpu_vm_metadata`; None or empty elsewhere.
+      given: values of the flags GIVEN, '' for those left out; None or all empty leaves the environment to decide.
 
     Raises:
-      ValueError: variables that are missing, malformed or contradict one another, or a topology that this platform
-        cannot run; the message names the variable or flag to change.
+      ValueError: variables or flags that are missing, malformed or contradict one another, or a topology that this
+        platform cannot run; the message names the variable or flag to change.
     """
     if topology != "auto" and topology not in get_args(Topology):
         raise ValueError(f"--topology={topology} is unknown: use auto, {', '.join(get_args(Topology))}.")
-    cluster = _platform(environment, metadata or {})
+    flags = {name: text for name, text in (given or {}).items() if text}
+    cluster = _given(flags, environment) if flags else _platform(environment, metadata or {})
     if topology in ("auto", cluster.topology):
         return cluster
     if topology == "split" and cluster.kind == "local" and cluster.process_count > 1:
         return dataclasses.replace(cluster, topology="split")
-    if topology == "split" and cluster.kind in ("single", "tpu_vm", "gke", "multislice"):
+    if topology == "split" and cluster.kind in ("single", "given", "tpu_vm", "gke", "multislice"):
         return _trainers(cluster, environment, metadata or {})
     raise ValueError(f"--topology={topology} {_topology_needs(topology, cluster)} Use --topology=auto.")
 
@@ -142,6 +150,27 @@ def _trainers(cluster: Cluster, environment: Mapping[str, str], metadata: Mappin
         channel = f"{names[0].split(':')[0]}:{COORDINATOR_PORT + 1}"
     count = cluster.process_count
     return dataclasses.replace(cluster, topology="split", role="trainer", channel=channel, trainers=count)
+
+
+def _given(flags: Mapping[str, str], environment: Mapping[str, str]) -> Cluster:
+    if missing := [f"--{name}" for name in GIVEN if name not in flags]:
+        raise ValueError(
+            f"{' and '.join(missing)} must be given too: --coordinator=HOST:PORT of process 0, --process_id of this "
+            "host, from 0 on, and --num_processes, the same on all hosts."
+        )
+    if platform := environment.get("PODRL_PLATFORM"):
+        raise ValueError(
+            f"--process_id={flags['process_id']} says which process this is, and so does PODRL_PLATFORM={platform}, "
+            "which a launcher has set: leave --coordinator, --process_id and --num_processes out."
+        )
+    named = {f"--{name}": text for name, text in flags.items()}
+    count = _integer(named, "--num_processes", low=1)
+    index = _integer(named, "--process_id", below=count, total="--num_processes")
+    if ":" not in flags["coordinator"]:
+        named["--coordinator"] += f":{COORDINATOR_PORT}"
+    coordinator = _address(named, "--coordinator")
+    topology: Topology = "shared" if count > 1 else "single"
+    return Cluster("given", topology, index, count, coordinator=coordinator if count > 1 else "")
 
 
 def _platform(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster:
@@ -422,6 +451,8 @@ def too_few_workers(cluster: Cluster, reached: int, waited_s: float) -> str:
     remedy = {
         "local": "Read the log of the missing ranks above.",
         "tpu_vm": "Start the program on every host: run with --worker=all, as launch/tpu_vm.sh does.",
+        "given": "Start the program on every host, with the same --coordinator and --num_processes, and --process_id "
+        "from 0 on; and let the port of the coordinator through between them.",
     }.get(cluster.kind, "See which pods are not Running: kubectl get pods -o wide.")
     return (
         f"Only {reached} of {cluster.process_count} {workers} reached the coordinator {cluster.coordinator} within "

@@ -9,6 +9,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,13 @@ def main(words: list[str]) -> int:
         content = pathlib.Path(words[2]).read_bytes()
         urllib.request.urlopen(urllib.request.Request(url, content, method="POST"), timeout=30).close()
         return 0
+    if words[1:4] == ["instance-groups", "managed", "list-instances"]:
+        assert any(word.startswith("--zone=") for word in words)
+        sys.stdout.write("".join(f"{path.name}\n" for path in root.glob("w*")))
+        return 0
+    if words[1] in ("ssh", "scp"):  # of one instance, whose name is its home's
+        host = next(word for word in words[2:] if re.match(r"w\d", word))
+        words = ["compute", "tpus", "tpu-vm", *words[1:], f"--worker={host.partition(':')[0]}"]
     assert words[:3] == ["compute", "tpus", "tpu-vm"], words
     verb, rest = words[3], words[4:]
     flags = dict(word[2:].split("=", 1) for word in rest if word.startswith("--"))
@@ -34,17 +42,18 @@ def main(words: list[str]) -> int:
     if verb == "describe":
         sys.stdout.write("READY\tHEALTHY\n")
         return 0
-    assert flags["worker"] in ("all", "0") and flags["zone"], words
+    assert flags["zone"], words
     own = root / names[-1].partition(":")[0]
-    root = own if own.is_dir() else root
+    root = own if own.is_dir() and not re.match(r"w\d", own.name) else root
     homes = sorted(path for path in root.iterdir() if path.is_dir() and path.name.startswith("w"))
+    homes = [home for home in homes if flags["worker"] in ("all", home.name, home.name[1:])]
+    assert homes, words
     if verb == "scp":
         source, (_, target) = names[0], names[1].split(":")
         for home in homes:
             shutil.copy(source, home / target)
         return 0
     assert verb == "ssh", words
-    homes = homes[:1] if flags["worker"] == "0" else homes
 
     def run(home: pathlib.Path) -> int:
         environment = {

@@ -67,7 +67,7 @@ def test_a_trainer_of_several_slices_is_one_cluster():
 def test_failures_are_sorted_by_whose_they_are():
     document = jobset("--max_restarts=7")
     trainer, rollout = (job(document, role)["template"]["spec"] for role in ("trainer", "rollout"))
-    (rule,) = trainer["podFailurePolicy"]["rules"]
+    *_, rule = trainer["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["operator"] == "NotIn"
     codes = rule["onExitCodes"]["values"]
     assert {42, 75} <= set(codes) and not {0, 1} & set(codes)
@@ -77,17 +77,44 @@ def test_failures_are_sorted_by_whose_they_are():
     # In place: the kubelet restarts the container, and a podFailurePolicy is forbidden beside OnFailure.
     assert rollout["template"]["spec"]["restartPolicy"] == "OnFailure" and "podFailurePolicy" not in rollout
     assert rollout["backoffLimit"] == gke.ROLLOUT_RETRIES * 2
-    policy = document["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] == 7
-    assert policy["rules"] == [
-        {
-            "name": "trainerUserError",
-            "action": "FailJobSet",
-            "onJobFailureReasons": ["PodFailurePolicy"],
-            "targetReplicatedJobs": ["trainer"],
-        }
-    ]
+    assert document["spec"]["failurePolicy"]["maxRestarts"] == 7
     assert document["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
+
+
+def action(document: dict, code: int, disrupted: bool = False) -> str:
+    """Follows a failed trainer pod through the Job's rules and the set's, as Kubernetes and JobSet do.
+
+    The messages are those of kubernetes 1.34, pkg/controller/job/pod_failure_policy.go; a Job whose pod matches no rule
+    is past its backoffLimit of 0.
+    """
+    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    for index, rule in enumerate(job(document, "trainer")["template"]["spec"]["podFailurePolicy"]["rules"]):
+        codes, end = rule.get("onExitCodes"), f"matching {rule['action']} rule at index {index}"
+        if codes and (code in codes["values"]) == (codes["operator"] == "In"):
+            reason, message = (
+                "PodFailurePolicy",
+                f"Container podrl for pod default/p failed with exit code {code} {end}",
+            )
+            break
+        if disrupted and any(condition["type"] == "DisruptionTarget" for condition in rule["onPodConditions"]):
+            reason, message = "PodFailurePolicy", f"Pod default/p has condition DisruptionTarget {end}"
+            break
+    for rule in document["spec"]["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+def test_restarts_after_a_preemption_do_not_use_up_max_restarts():
+    document = jobset()
+    check_admission(document)
+    check_schema(document)
+    uncounted = "RestartJobSetAndIgnoreMaxRestarts"
+    assert action(document, 75) == action(document, 75, disrupted=True) == uncounted
+    assert {action(document, code, disrupted=True) for code in (1, 42, 137, 143)} == {uncounted}
+    assert {action(document, code) for code in (42, 134, 137, 139, 143)} == {"RestartJobSet"}
+    assert {action(document, code) for code in (1, 2, 130)} == {"FailJobSet"}
 
 
 def test_pods_reach_their_machines_and_each_other():
@@ -165,6 +192,9 @@ def check_admission(document: dict) -> None:
         (container,) = pod["containers"]
         for rule in batch.get("podFailurePolicy", {"rules": []})["rules"]:
             assert pod["restartPolicy"] == "Never" and rule["action"] in {"FailJob", "Ignore", "Count"}
+            assert ("onExitCodes" in rule) != bool(rule["onPodConditions"])
+            if "onExitCodes" not in rule:
+                continue
             codes = rule["onExitCodes"]["values"]
             assert codes == sorted(set(codes)) and 1 <= len(codes) <= 255
             assert rule["onExitCodes"]["operator"] in {"In", "NotIn"}

@@ -222,6 +222,25 @@ def test_another_tpu_joins_the_job_with_its_flags_its_variables_and_its_secret(p
     assert run("t", "z", "--kill", "--grace=20").stdout.count("exit status 75") == 2
 
 
+def test_a_managed_instance_group_runs_one_process_per_instance(pod):
+    run, python = pod(3), f"--python={sys.executable}"
+    done = run(
+        "my-slice", "us-central1-c", "--group", python, "--env=NOTE=n", "--", "--config=c.py", "--fails=1:7", ok=False
+    )
+    assert done.returncode == 7
+    lines = done.stdout.splitlines()
+    for rank in range(3):
+        assert f"[w{rank}] " + json.dumps(["tpu_vm", rank, 3, "10.0.0.2:8482"]) in lines
+        assert f"[w{rank}] exit status {7 * (rank == 1)}" in lines
+    assert not any("tpus" in call for call in run.calls) and all("--zone=us-central1-c" in call for call in run.calls)
+    listed = ["compute", "instance-groups", "managed", "list-instances", "my-slice"]
+    assert [call for call in run.calls if call[:5] == listed] == [run.calls[0]]
+    assert "ended with exit status 7" in run("my-slice", "us-central1-c", "--group", "--status").stdout
+    dry = printed(run("my-slice", "z", "--group", python, "--dry_run", "--", "--config=c.py"))
+    assert ["gcloud", "compute", "ssh", "EACH_HOST"] in [words[:4] for words in dry]
+    assert "--group names none" in run("my-slice", "z", "--group", "--join=t", ok=False).stderr
+
+
 def test_a_job_without_a_place_for_others_is_not_joined(pod):
     run, python = pod(1), f"--python={sys.executable}"
     (run.root / "more" / "w0" / "dev").mkdir(parents=True)
@@ -368,6 +387,8 @@ def test_installs_what_the_lock_file_names_once_and_nothing_else(pod, tmp_path, 
     assert subprocess.run([python, "-c", "import locked"], check=False).returncode == 0
     assert subprocess.run([python, "-c", "import wanted"], capture_output=True, check=False).returncode == 1
     assert "installed already" in run("t", "z", "--", "--config=c.py").stdout
+    digest = hashlib.sha256((folder / "wanted-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    (run.checkout / "requirements-wanted.lock").write_text(f"wanted==1.0 --hash=sha256:{digest}\n")
     assert "names, and wanted\n" in run("t", "z", "--extra=wanted", "--", "--config=c.py").stdout
     assert subprocess.run([python, "-c", "import wanted"], check=False).returncode == 0
     lock.write_text(f"locked==1.0 --hash=sha256:{'0' * 64}\n")
@@ -460,6 +481,20 @@ def test_refuses_by_name(words, message):
         check=False,
     )
     assert done.returncode == 1 and message in done.stderr
+
+
+def test_everything_that_is_installed_is_pinned_by_its_hash():
+    scripts = [path for pattern in ("*.sh", "Dockerfile") for path in (REPOSITORY / "launch").glob(pattern)]
+    lines = [line for path in scripts for line in re.sub(r"\\\n\s*", " ", path.read_text()).splitlines()]
+    lines = [line for line in lines if not line.lstrip().startswith("#")]
+    found = [line for line in lines if re.search(r"\binstall\b.* -r |\"\$\{install\[@\]\}\"|--user", line)]
+    assert len(found) == 3 and all("--require-hashes --only-binary=:all:" in line for line in found), found
+    # The others only say which pip is meant, or call our own action.
+    others = [line for line in lines if re.search(r"\bpip\b.*\binstall\b", line) and line not in found]
+    assert len(others) == 2 and all(re.search(r"install(\+)?=\(", line) for line in others), others
+    pinned = (REPOSITORY / "launch" / "uv.lock").read_text().splitlines()[1:]
+    assert re.fullmatch(r"uv==[\d.]+ \\", pinned[0]) and re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}", pinned[1])
+    assert not any("--seed" in line for line in lines)  # of uv: a pip in the newest version
 
 
 def test_help_is_the_header():
