@@ -9,10 +9,12 @@ needed: where model.path is empty, model.size names a published size. Exit codes
 user error. Needs the extra [tpu].
 """
 
+import dataclasses
 import json
 import logging
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 _COMPLETION = flags.DEFINE_integer("completion", None, "Planned tokens of a completion; the longest when left out.")
 _PRICE = flags.DEFINE_float("price", 0.0, "Dollars per chip and hour; the plan then says what the job costs.")
 _LENGTHS = flags.DEFINE_string("lengths", "", "A run with a trace, or a file of a completion's tokens per line.")
+_OWN = ("trainer", "rollout", "search", "quick", "json", "completion", "price", "lengths", "factor")
 _FACTOR = flags.DEFINE_float("factor", 2.5, "A step takes so many times its roofline: for the hours of the job.")
 
 
@@ -105,12 +108,29 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     for name, value, least in (("price", _PRICE.value, 0.0), ("factor", _FACTOR.value, 1.0)):
         if not least <= value < 1e6:
             raise ValueError(f"--{name}={value:g} must be a number of at least {least:g}.")
-    sides = (trainer,) if job.roles.colocated else (trainer, rollout)
-    chips_of = sum(math.prod(side.shape) * side.slices for side in sides)
+    counts = (math.prod(trainer.shape) * trainer.slices, math.prod(rollout.shape) * rollout.slices)
+    chips_of = counts[0] if job.roles.colocated else sum(counts)
+    apart = (0, 0) if job.roles.colocated else counts
     ahead = None if lengths is None or knobs else outlook(lengths, measured, setting, move_s=move.seconds)
     step = ahead.planned if ahead else prediction
     costs = cost(step, steps=job.max_steps, chips=chips_of, factor=_FACTOR.value, price=_PRICE.value)
-    return Report(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value, ahead)
+    return Report(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value, ahead, apart)
+
+
+def command_of(config: str, given: Sequence[str], chosen: Sequence[str]) -> str:
+    """Writes the shell command that runs a job with the keys that a search settled on.
+
+    Args:
+      config: value of --config.
+      given: the other arguments of the plan, each as --name=value; those for the plan alone are left out, and so are
+        keys that `chosen` sets.
+      chosen: 'KEY=VALUE', without '--config.'.
+    """
+    own = {f"--{flag}" for flag in _OWN} | {f"--no{flag}" for flag in _OWN}
+    own |= {f"--config.{key.partition('=')[0]}" for key in chosen}
+    kept = [arg for arg in given if arg.partition("=")[0] not in own]
+    words = ["python", "-m", "podrl.launch", f"--config={config}", *kept, *(f"--config.{key}" for key in chosen)]
+    return shlex.join(words)
 
 
 def _lengths(job: "Job") -> "np.ndarray | None":
@@ -147,6 +167,8 @@ def _run(argv: Sequence[str]) -> int:
     from podrl.rundir.console import make_console
 
     report = make_report(values, say=lambda line: print(line, file=sys.stderr, flush=True))
+    if _SEARCH.value:
+        report = dataclasses.replace(report, command=command_of(name, rest, report.chosen))
     if _JSON.value:
         sys.stdout.write(json.dumps(as_mapping(report)) + "\n")
     else:

@@ -11,6 +11,10 @@ from podrl.config import nearest
 from podrl.mesh.chips import CHIPS, Chip
 
 _MOST_SLICES = 512
+# Slices that GKE makes: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. In 3 dimensions also every
+# one whose sizes are multiples of 4.
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ def parse_topology(text: str, *, key: str) -> Topology:
       key: the flag it came from, for errors.
 
     Raises:
-      ValueError: an unknown generation, or a shape of the wrong number of dimensions.
+      ValueError: an unknown generation, a shape of the wrong number of dimensions, or one that no slice has.
     """
     found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip())
     if found is None:
@@ -69,6 +73,11 @@ def parse_topology(text: str, *, key: str) -> Topology:
             f"{key}={text!r}: the largest {name} slice has {chip.largest} chips, and a job at most {_MOST_SLICES} "
             f"slices; this would be {slices or 1} of {math.prod(shape)} chips."
         )
+    made = _FLAT if chip.dimensions == 2 else (*_SMALL, *([(1, 1, 1)] if name == "tpu7x" else []))
+    if shape not in made and not (chip.dimensions == 3 and all(n % 4 == 0 for n in shape)):
+        known = ", ".join("x".join(map(str, one)) for one in made)
+        more = ", or with every size a multiple of 4" if chip.dimensions == 3 else ""
+        raise ValueError(f"{key}={text!r} is no slice that GKE makes: {name} comes as {known}{more}.")
     return Topology(chip, shape, int(slices or 1))
 
 

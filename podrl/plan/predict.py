@@ -43,6 +43,19 @@ class Cost:
     dollars: float
 
 
+def rebalanced(prediction: Prediction, trainer_chips: int, rollout_chips: int) -> tuple[int, int]:
+    """Splits the same chips so that both sides would be busy equally long, if each takes time as one over its chips.
+
+    Returns:
+      (chips of the trainer, chips of the rollout), at least one each.
+    """
+    chips = trainer_chips + rollout_chips
+    trainer, rollout = prediction.trainer_s * trainer_chips, prediction.rollout_s * rollout_chips
+    own = round(chips * trainer / (trainer + rollout)) if trainer + rollout else trainer_chips
+    own = min(max(own, 1), chips - 1)
+    return own, chips - own
+
+
 class Step(Protocol):
     """A training step of so many seconds."""
 

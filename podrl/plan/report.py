@@ -11,11 +11,13 @@ from podrl.mesh.build import describe_mesh
 from podrl.mesh.chips import GIB
 from podrl.models.sizes import parameter_count
 from podrl.plan.compile import Measured
-from podrl.plan.predict import Cost, Prediction
+from podrl.plan.predict import Cost, Prediction, rebalanced
 from podrl.plan.programs import TRAINER, Move, Setting
 from podrl.plan.simulate import Outlook
 from podrl.plan.variants import Trial, shortfall
 from podrl.rundir.console import print_table
+
+_MOST_IDLE = 0.6  # share of a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Report:
       cost: of all steps.
       factor: how many times its roofline a step is taken to last there.
       outlook: the job with given lengths of samples, where they were given.
+      chips: chips of the trainer and of the rollout; zeros where both have the same ones.
+      command: the shell command that runs the job as a search found it; '' where there was none.
     """
 
     setting: Setting
@@ -45,6 +49,8 @@ class Report:
     cost: Cost | None = None
     factor: float = 1.0
     outlook: Outlook | None = None
+    chips: tuple[int, int] = (0, 0)
+    command: str = ""
 
     @property
     def fits(self) -> bool:
@@ -83,6 +89,7 @@ def as_mapping(report: Report) -> dict[str, Any]:
         "knobs": {name: [_trial(t) for t in trials] for name, trials in report.knobs.items()},
         "search": [_trial(t) for t in report.searched],
         "chosen": list(report.chosen),
+        "command": report.command,
     }
 
 
@@ -156,12 +163,16 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
     ]
     print_table(console, "A step, every program at its roofline", ["side", "seconds", "idle"], rows)
     console.print(f"Who waits: {p.waits}.")
+    if advice := _advice(report):
+        console.print(advice)
     if report.outlook is not None:
         console.print(_outlook_line(report.outlook))
     if report.cost is not None:
         console.print(_cost_line(report.cost, report.setting.job.max_steps, report.factor))
     if report.chosen:
         console.print("Best found: " + " ".join(f"--config.{key}" for key in report.chosen))
+    if report.command:
+        console.print(f"To run it:\n{report.command}", soft_wrap=True, markup=False, highlight=False)
     for m in report.measured:
         if m.fits:
             continue
@@ -176,6 +187,22 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
             keys = " ".join(f"--config.{key}" for key in trial.keys)
             console.print(f"  {keys}: {trial.peak / GIB:.2f} GiB, {verdict}")
     console.print("Everything fits." if report.fits else "It does not fit.")
+
+
+def _advice(report: Report) -> str:
+    """Says how to split the chips anew where a side has nothing to do for most of a step; '' elsewhere."""
+    p, now = report.prediction, report.chips
+    side, idle = max(("trainer", p.trainer_idle), ("rollout", p.rollout_idle), key=lambda pair: pair[1])
+    if idle <= _MOST_IDLE or not all(now):
+        return ""
+    better = rebalanced(p, *now)
+    if better == now:
+        return ""
+    return (
+        f"The {side} idles {idle:.0%} of a step: of the {sum(now):,} chips, about {better[0]:,} for the trainer and "
+        f"{better[1]:,} for the rollout, instead of {now[0]:,} and {now[1]:,}, would keep both busy equally long; "
+        "--trainer and --rollout say how many each has."
+    )
 
 
 def _outlook_line(o: Outlook) -> str:

@@ -215,6 +215,8 @@ def search(setting: Setting, *, say: Callable[[str], None], known: Known | None 
         f"search: at most {sum(most.values())} trials: trainer {most[TRAINER]} ({len(sides[TRAINER])} meshes and remat "
         f"policies, up to {MICRO_TRIES} micro-batches each), rollout {most[ROLLOUT]} meshes"
     )
+    if counted := _counted_best(setting, sides[TRAINER]):
+        say(f"search: {counted}")
     trials: list[Trial] = []
     best = setting
     for side in sides:
@@ -223,7 +225,7 @@ def search(setting: Setting, *, say: Callable[[str], None], known: Known | None 
         found: list[tuple[float, Setting]] = []
         fitting: list[str] = []
         reached: dict[str, int] = {}  # by mesh: the micro-batch that fitted with the policy before, which keeps less
-        left = most[side]
+        left, leads = most[side], "nothing fits yet"
         for group in groups:
             left -= len(group.variants)
             start = 0 if group.last else reached.get(group.mesh, 0)
@@ -240,9 +242,11 @@ def search(setting: Setting, *, say: Callable[[str], None], known: Known | None 
                 trials.append(trial)
                 verdict = f"{trial.seconds:.3g} s" if trial.fits else shortfall(trial)
                 rest = left if trial.fits else left + len(group.variants) - 1 - index
+                if trial.fits and (not found or trial.seconds < min(pair[0] for pair in found)):
+                    leads = f"{trial.seconds:.3g} s with {' '.join(trial.keys)}"
                 say(
                     f"{side}: {' '.join(trial.keys)}: peak {trial.peak / GIB:.2f} GiB ({trial.program}), {verdict}; "
-                    f"at most {rest} trials left"
+                    f"at most {rest} trials left; best so far: {leads}"
                 )
                 if trial.fits:
                     found.append((trial.seconds, variant.setting))
@@ -256,7 +260,27 @@ def search(setting: Setting, *, say: Callable[[str], None], known: Known | None 
                 best.job, roles=roles, trainer=winner.trainer if side == TRAINER else best.job.trainer
             )
             best = dataclasses.replace(best, job=job)
-    return best, trials
+    return _in_own_keys(setting, best), trials
+
+
+def _counted_best(setting: Setting, groups: Sequence["_Group"]) -> str:
+    """Names the trainer's mesh that counting alone, without a compile, finds fastest among those that may fit."""
+    chip, found = _chip(setting, TRAINER), []
+    for group in groups:
+        variant = group.variants[0]
+        if variant.setting.job.trainer.remat == "dots" and least_bytes(TRAINER, variant.setting) <= chip.hbm:
+            found.append((least_trainer_seconds(variant.setting), " ".join(variant.keys)))
+    if not found:
+        return "counted, nothing compiled yet: no mesh holds its largest micro-batch with remat=dots"
+    return f"counted, nothing compiled yet: the trainer takes at least {min(found)[0]:.3g} s, with {min(found)[1]}"
+
+
+def _in_own_keys(before: Setting, after: Setting) -> Setting:
+    """Says the micro-batch that a search found by the key that the configuration uses, where that can say it."""
+    size, group = after.job.trainer.micro_batch_sequences, after.job.group_size
+    if before.job.trainer.train_micro_batch_size and size and size % group == 0:
+        return _training(after, micro_batch_sequences=None, train_micro_batch_size=size // group)
+    return after
 
 
 def _in_order(groups: Sequence["_Group"]) -> list["_Group"]:

@@ -3,11 +3,13 @@
 import dataclasses
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +17,20 @@ import pytest
 from ml_collections import ConfigDict
 from processes import run
 
+from launch import machines
 from podrl import launch
 from podrl.job.config import complete, parse, with_prompt_length
 from podrl.mesh.build import AXES, parse_mesh
 from podrl.mesh.chips import CHIPS, GIB
 from podrl.models.sizes import parameter_count
 from podrl.plan import variants
+from podrl.plan.__main__ import command_of
 from podrl.plan.bounds import least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import Measured, _asked, measure
-from podrl.plan.predict import cost, predict
+from podrl.plan.predict import cost, predict, rebalanced
 from podrl.plan.programs import Program, Setting, _decode_work
-from podrl.plan.report import Report, _cost_line, _print_step
+from podrl.plan.report import Report, _advice, _cost_line, _print_step
 from podrl.plan.training import filled_micro_batches
 from podrl.plan.variants import (
     Trial,
@@ -53,6 +57,94 @@ def test_topologies():
         parse_topology("v5p:2x4", key="--trainer")
     with pytest.raises(ValueError, match="must look like v5e:2x4"):
         parse_topology("2x4", key="--trainer")
+
+
+def test_the_plan_takes_the_shapes_that_the_launchers_take():
+    def taken(parse: Callable[[str, str], object], spec: str) -> bool:
+        try:
+            parse(spec, "--trainer")
+        except ValueError:
+            return False
+        return True
+
+    sizes, shapes = (1, 2, 3, 4, 6, 8, 16, 32), set()
+    for name, dims in (("v4", 3), ("v5e", 2), ("v5p", 3), ("v6e", 2), ("tpu7x", 3)):
+        hosts = [machine for machine in machines.MACHINES if machine.split("-")[0] == name]
+        for shape in itertools.product(sizes, repeat=dims):
+            text = "x".join(map(str, shape))
+            launched = any(taken(machines.parse_slices, f"{host}:{text}") for host in hosts)
+            planned = taken(lambda spec, key: parse_topology(spec, key=key), f"{name}:{text}")
+            assert planned == launched, f"{name}:{text}"
+            shapes |= {f"{name}:{text}"} if planned else set()
+    assert {"v5e:2x4", "v5p:4x4x8", "v6e:16x16", "tpu7x:1x1x1"} <= shapes and "v6e:4x16" not in shapes
+    with pytest.raises(ValueError, match=r"'v5p:2x4x8' is no slice that GKE makes: v5p comes as 2x2x1, 2x2x2"):
+        parse_topology("v5p:2x4x8", key="--trainer")
+
+
+def test_a_side_that_idles_most_of_a_step_is_told_how_to_split_the_chips():
+    measured = [_program("trainer", 1, 1.0), _program("rollout", 1, 7.0)]
+    step = predict(measured, 0.0, max_staleness=1, colocated=False)
+    assert rebalanced(step, 8, 8) == (2, 14)  # 8 and 56 chip-seconds
+    assert rebalanced(step, 1, 1) == (1, 1)
+    report = Report(None, measured, None, step, {}, [], [], chips=(8, 8))  # pyright: ignore[reportArgumentType]
+    assert "trainer idles 86% of a step: of the 16 chips, about 2 for the trainer and 14 for the" in _advice(report)
+    assert not _advice(dataclasses.replace(report, chips=(0, 0)))  # both on the same ones
+    even = predict([_program("trainer", 1, 1.0), _program("rollout", 1, 2.0)], 0.0, max_staleness=1, colocated=False)
+    assert not _advice(dataclasses.replace(report, prediction=even))  # idle half of the step
+
+
+def test_a_search_prints_the_command_that_runs_what_it_found():
+    given = ["--trainer=v5e:2x4", "--search", "--noquick", "--config.trainer.remat=full", "--config.data.path=a b"]
+    chosen = ["trainer.remat=dots", "trainer.train_micro_batch_size=4"]
+    command = command_of("grpo_gemma.py:lora", given, chosen)
+    assert command == (
+        "python -m podrl.launch --config=grpo_gemma.py:lora '--config.data.path=a b' --config.trainer.remat=dots "
+        "--config.trainer.train_micro_batch_size=4"
+    )
+    step = predict([_program("trainer", 1, 1.0)], 0.0, max_staleness=0, colocated=False)
+    report = Report(None, [], None, step, {}, [], chosen, command=command)  # pyright: ignore[reportArgumentType]
+    console = make_console(60)
+    console.file = io.StringIO()
+    _print_step(console, report)
+    assert command in console.file.getvalue().splitlines()  # on one line, whatever the width
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("variant", "topology"), [("qwen3_8b_v5p16", "v5p:2x2x2"), ("qwen3_8b_v6e32", "v6e:4x4")])
+def test_a_configuration_to_start_with_8b_has_room_on_its_chips(monkeypatch, variant, topology):
+    chips = _setting(monkeypatch, topology).trainer
+    config = launch.load_config(f"{launch.find_config('grpo_real.py')}:{variant}").to_dict()
+    setting = Setting(parse(ConfigDict(complete(config)).to_dict()), chips, chips, 512)
+    assert 8e9 < parameter_count(setting.model) < 8.5e9 and setting.model.lora.rank == 0
+    assert setting.trainer_mesh().size == setting.rollout_mesh().size == len(chips.devices())
+    # Weights and two moments of 4 bytes over the trainer's chips, and no more than half of a chip's memory.
+    kept = least_bytes("trainer", setting)
+    assert 12 * 8e9 / len(chips.devices()) < kept < chips.chip.hbm / 2 > least_bytes("rollout", setting)
+
+
+@needs_libtpu
+def test_a_search_says_its_best_from_the_start_and_keeps_to_the_keys_of_the_configuration(monkeypatch):
+    job: dict = {"model": {"path": "", "size": "llama3-8b"}, "rollout": _PROMPTS, "grpo": {"beta": 0.0}}
+    said: list[str] = []
+    seconds = iter(range(100, 0, -1))
+
+    def total(side: str, variant: Variant, known: object) -> Trial:
+        """A trial that fits, and each is faster than the one before."""
+        return Trial(variant.keys, "", True, 1.0, 0.0, float(next(seconds)))
+
+    monkeypatch.setattr(variants, "_total", total)
+    for key, value in (("train_micro_batch_size", 1), ("micro_batch_sequences", 8)):
+        setting = _setting(monkeypatch, "v5p:2x2x2", **job, trainer={key: value, "remat": "full"})
+        found, _ = variants.search(setting, say=said.append)
+        changed = [one for one in differences(setting, found) if "micro" in one or "None" in one]
+        assert all(one.startswith(f"trainer.{key}=") for one in changed), changed
+        assert found.job.pack_shape(found.trainer_mesh()).micro_batches >= 1
+    counted = next(index for index, line in enumerate(said) if line.startswith("search: counted, nothing compiled yet"))
+    first = next(index for index, line in enumerate(said) if line.startswith("trainer: roles."))
+    assert counted < first and re.search(r"takes at least [\d.]+ s, with roles\.trainer\.mesh=", said[counted])
+    tried = [line for line in said if line.startswith("trainer: roles.")]
+    bests = [re.search(r"best so far: ([\d.]+) s with roles\.trainer\.mesh=", line) for line in tried]
+    assert all(bests) and float(bests[0][1]) == 100.0  # pyright: ignore[reportOptionalSubscript]
 
 
 def test_the_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch):
