@@ -62,7 +62,7 @@ def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
         @functools.wraps(call)
         def checked(*args: object, **kwargs: object) -> object:
             for name in ways.keys() & kwargs.keys():
-                if kwargs.pop(name) not in (None, False):
+                if (value := kwargs.pop(name)) is not None and value is not False:  # arrays have no `in`
                     raise TypeError(f"{call.__qualname__} has no argument {name!r}: {ways[name]}")
             return call(*args, **kwargs)
 

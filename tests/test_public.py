@@ -134,9 +134,8 @@ def test_a_mesh_with_the_axes_of_a_tunix_script_is_taken_and_another_is_one_sent
 def test_an_algorithm_has_the_same_defaults_from_python_and_from_the_command(name, cls):
     mine, commanded = cls(), cls(**unset(name)[name])
     names = {"policy_loss_fn", "kl_method"}  # texts that have several spellings
-    assert {f: getattr(mine, f) for f in vars(mine).keys() - names} == {
-        f: getattr(commanded, f) for f in vars(commanded).keys() - names
-    }
+    fields = {field.name for field in dataclasses.fields(cls)} - names
+    assert {f: getattr(mine, f) for f in fields} == {f: getattr(commanded, f) for f in fields}
     assert mine.policy_loss(64).formula() == commanded.policy_loss(64).formula()
     assert canonical_mode(mine.reward_kl.mode) == canonical_mode(commanded.reward_kl.mode)
     assert mine.warnings(1) == commanded.warnings(1) == []
@@ -184,6 +183,23 @@ def test_arguments_of_tunix_are_refused_with_the_way_of_podrl(call, name, way):
         call(None, [], **{name: 4})
     with pytest.raises(AttributeError, match="NoneType"):  # None is as if it were not given
         call(None, [], **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "way"),
+    [
+        (podrl.RLCluster.update_actor, "skip_jit", "JAX_DISABLE_JIT"),
+        (podrl.RLCluster.update_critic, "eval_ds", "learner.train"),
+        (podrl.RLCluster.get_ref_per_token_logps, "prompt_tokens", "tokens_BT"),
+        (podrl.RLCluster.get_old_per_token_logps, "micro_batch_size", "train_micro_batch_size"),
+        (podrl.RLCluster.get_actor_per_token_logps, "temperature", "RolloutConfig"),
+        (podrl.RLCluster.buffer_metrics_async, "step", "written next"),
+    ],
+)
+@pytest.mark.parametrize("value", [np.ones((2, 3)), 4], ids=["array", "number"])
+def test_arguments_of_methods_of_tunix_are_refused_whatever_their_value(call, name, way, value):
+    with pytest.raises(TypeError, match=rf"has no argument '{name}': .*{way}"):
+        call(None, **{name: value})
 
 
 def test_metrics_may_say_how_several_values_become_one():

@@ -32,6 +32,18 @@ from podrl.rollout.interface import RolloutEngine
 from podrl.rundir.metrics import MetricsLogger, UserMetrics
 from podrl.types import Batch, Policy, Prompts, Rollouts, TrainState
 
+_SAMPLES = "give tokens_BT and length_B: prompt and completion behind each other, padded on the right."
+_SCORED = {name: _SAMPLES for name in ("prompt_tokens", "completion_tokens", "pad_id", "eos_id", "completion_mask")}
+_SCORED |= {name: _SAMPLES for name in ("segment_ids", "segment_positions")}
+_SCORED |= {"temperature": "log-probabilities are at RolloutConfig.temperature."}
+_SCORED |= {"micro_batch_size": "RLTrainingConfig.train_micro_batch_size splits them as it does an update."}
+_UPDATED = {
+    "train_ds": "give one packed batch; learner.train takes a data set.",
+    "eval_ds": "learner.train takes it.",
+}
+_UPDATED |= {"skip_jit": "the update is always compiled; set JAX_DISABLE_JIT=1 to follow it step by step."}
+_STEPPED = {"step": "values go into the record of the step that is written next."}
+
 
 class RLCluster:
     """Actor, reference and rollout of one job: the parts of them on this process's devices.
@@ -201,22 +213,26 @@ class RLCluster:
     # Training. Log-probabilities by sample, `buffer_metrics` and `with_external_metrics_logger` are Tunix's interface,
     # for loops of users: podrl's own loop scores packed rows, and its recorder writes the records.
 
+    @refused_arguments(_UPDATED)
     def update_actor(self, batch: Batch[Any]) -> dict[str, Any]:
         """Makes one optimizer update from a batch on the actor's mesh; metrics stay on the device."""
         return self.actor.update(batch)
 
+    @refused_arguments(_UPDATED)
     def update_critic(self, batch: Batch[CriticRows]) -> dict[str, Any]:
         """Makes one optimizer update of the critic from a packed host batch; metrics stay on the device."""
         if self.critic is None:
             raise ValueError("There is no critic: call make_critic() first; PPOLearner does.")
         return self.critic.update(batch)
 
+    @refused_arguments(_SCORED)
     def get_actor_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
         """Scores right-padded sequences with the actor, in the sample layout, nats; index 0 and padding are 0."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest)
 
     get_old_per_token_logps = get_actor_per_token_logps  # before an update the actor is the old policy
 
+    @refused_arguments(_SCORED)
     def get_ref_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
         """Scores right-padded sequences with the reference, in the sample layout, nats."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest, reference=True)
@@ -278,6 +294,7 @@ class RLCluster:
         more: Any = ({"mode": mode.value} if tells or self.partner else {}) | ({"ended": ended} if tells else {})
         return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling, **more)
 
+    @refused_arguments(_STEPPED)
     def buffer_metrics(self, metrics: Mapping[str, Any], mode: Mode = Mode.TRAIN) -> None:
         """Adds values, or pairs (value, function), to the next step's record; without a function they are averaged."""
         self.metrics.add(metrics, prefix="" if mode is Mode.TRAIN else "eval/")
