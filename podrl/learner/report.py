@@ -188,7 +188,8 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         for name, value in episode["metrics"].items():
             named.setdefault(name, []).append(value)
     means = {name: float(np.mean(values)) for name, values in named.items()}
-    return metrics | {name if name.startswith("front/") else f"env/{name}": mean for name, mean in means.items()}
+    front = {name: mean for name, mean in means.items() if name.startswith("front/")}
+    return metrics | front | {f"env/{name}": mean for name, mean in means.items() if name not in front}
 
 
 def _turns(episode: Mapping[str, Any]) -> dict[str, Any]:
