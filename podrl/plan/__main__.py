@@ -4,9 +4,10 @@
         [--search] [--quick] [--json] [--completion=TOKENS] [--lengths=PATH] [--price=DOLLARS]
         [--config.group.key=value ...]
 
-Topologies: v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16, tpu7x:2x2x1 and their like; v5e:2x4*2 is two slices. No weights are
-needed: where model.path is empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a
-user error. Needs the extra [tpu].
+Topologies: v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16, tpu7x:2x2x1 and their like; v5e:2x4*2 is two slices. GPUs of one
+machine: h100:8, l4:4 and their like, whose figures are predicted in part. No weights are needed: where model.path is
+empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a user error. Plans for TPUs
+need the extra [tpu].
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from podrl.job.config import Job
     from podrl.plan.report import Report
 
-_TRAINER = flags.DEFINE_string("trainer", None, "Topology of the trainer, such as v5e:2x4.")
+_TRAINER = flags.DEFINE_string("trainer", None, "Topology of the trainer, such as v5e:2x4 or h100:8.")
 _ROLLOUT = flags.DEFINE_string("rollout", None, "Topology of the rollout; the trainer's when left out.")
 _SEARCH = flags.DEFINE_bool("search", False, "Try meshes, micro-batches and remat policies; plan the best that fit.")
 _QUICK = flags.DEFINE_bool("quick", False, "Compile with least effort: a sixth of the time, peaks within a tenth.")
@@ -91,7 +92,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
 
     def measure_all(side: Sequence[programs.Program], chip: chips.Chip) -> None:
         for program in side:
-            measured.append(measure(program, chip, quick=_QUICK.value, known=known))
+            measured.append(measure(program, chip, quick=_QUICK.value and not trainer.predicted, known=known))
             say(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
 
     # All of them are made before the first is compiled: what does not fit is said at once.
@@ -147,7 +148,10 @@ def _topologies(trainer: str, rollout: str) -> tuple[chips.Topology, chips.Topol
     if not trainer:
         raise ValueError("--trainer is missing: name the trainer's topology, for example --trainer=v5e:2x4.")
     first = chips.parse_topology(trainer, key="--trainer")
-    return first, chips.parse_topology(rollout, key="--rollout") if rollout else first
+    second = chips.parse_topology(rollout, key="--rollout") if rollout else first
+    if first.predicted != second.predicted:
+        raise ValueError(f"--trainer={first} and --rollout={second} are GPUs and TPUs: a job has one kind of devices.")
+    return first, second
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -159,7 +163,8 @@ def _run(argv: Sequence[str]) -> int:
     given = {arg.partition("=")[0]: arg.partition("=")[2] for arg in rest}
     trainer, rollout = _topologies(given.get("--trainer", ""), given.get("--rollout", ""))
     purpose = f"It would compile every program of the job, training for {trainer} and decoding for {rollout}, and say "
-    chips.prepare(os.environ, f"{purpose}whether they fit and how long a step takes at best.")
+    gpus = max(trainer.shape[0], rollout.shape[0]) if trainer.predicted else 0
+    chips.prepare(os.environ, f"{purpose}whether they fit and how long a step takes at best.", gpus=gpus)
     values, extra = launch.resolve(config, rest)
     if extra:
         raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")

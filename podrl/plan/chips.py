@@ -1,4 +1,4 @@
-"""TPU topologies: their devices, without the machine, for the compiler."""
+"""Machines to plan for: their devices, without the machine, for the compiler."""
 
 import dataclasses
 import importlib.util
@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from podrl.config import nearest
-from podrl.mesh.chips import CHIPS, Chip
+from podrl.mesh.chips import CHIPS, GIB, Chip
 
 _MOST_SLICES = 512
 # Slices that GKE makes: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. In 3 dimensions also every
@@ -17,9 +17,20 @@ _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
+# GPUs of one machine, by the vendor's data sheets: https://www.nvidia.com/en-us/data-center/h100/ (SXM), .../l4/. Dense
+# bfloat16; memory is what the driver leaves of it; between GPUs NVLink in one direction, or PCIe.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Chip("h100", 989e12, int(79.1 * GIB), 3350e9, 450e9, 50e9, 1, 8),
+        Chip("l4", 121e12, int(22.1 * GIB), 300e9, 32e9, 12.5e9, 1, 8),
+    )
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Slices of one shape, as in 'v5e:2x4' or, for two slices, 'v5e:2x4*2'."""
+    """Slices of one shape, as in 'v5e:2x4' or, for two slices, 'v5e:2x4*2'; or GPUs of one machine, as in 'h100:8'."""
 
     chip: Chip
     shape: tuple[int, ...]
@@ -28,14 +39,22 @@ class Topology:
     def __str__(self) -> str:
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}" + (f"*{self.slices}" if self.slices > 1 else "")
 
+    @property
+    def predicted(self) -> bool:
+        """Whether no compiler of these devices is at hand: programs are compiled for CPU devices in their place."""
+        return self.chip.name in GPUS
+
     def devices(self, *, copies: int = 1) -> list[Any]:
         """Returns the devices of `copies` such topologies side by side, for compiling only; slices one after the other.
 
         Raises:
           ValueError: a shape no machine of the generation has.
         """
+        import jax
         from jax.experimental import topologies
 
+        if self.predicted:
+            return jax.devices("cpu")[: self.shape[0] * copies]
         options = dict(self.chip.options)
         if math.prod(self.shape) == 1:
             options["chips_per_host_bounds"] = (1, 1, 1)
@@ -50,7 +69,7 @@ class Topology:
 
 
 def parse_topology(text: str, *, key: str) -> Topology:
-    """Parses 'v5e:2x4', 'v5p:2x2x4', 'v6e:16x16', or with '*2' behind for two slices.
+    """Parses 'v5e:2x4', 'v5p:2x2x4', 'v6e:16x16', or with '*2' behind for two slices; or 'h100:8'.
 
     Args:
       key: the flag it came from, for errors.
@@ -62,8 +81,12 @@ def parse_topology(text: str, *, key: str) -> Topology:
     if found is None:
         raise ValueError(f"{key}={text!r} must look like v5e:2x4, or v5e:2x4*2 for two slices.")
     name, sizes, slices = found.groups()
+    if name in GPUS:
+        if "x" in sizes or slices or not 1 <= int(sizes) <= GPUS[name].largest:
+            raise ValueError(f"{key}={text!r}: GPUs are planned for one machine of 1 to 8, as {name}:8.")
+        return Topology(GPUS[name], (int(sizes),))
     if name not in CHIPS:
-        raise ValueError(f"{key}={text!r} names the generation {name!r}.{nearest(name, CHIPS)}")
+        raise ValueError(f"{key}={text!r} names the generation {name!r}.{nearest(name, {**CHIPS, **GPUS})}")
     chip, shape = CHIPS[name], tuple(int(n) for n in sizes.split("x"))
     if len(shape) != chip.dimensions or min(shape) < 1 or int(slices or 1) < 1:
         example = "2x4" if chip.dimensions == 2 else "2x2x4"
@@ -81,16 +104,21 @@ def parse_topology(text: str, *, key: str) -> Topology:
     return Topology(chip, shape, int(slices or 1))
 
 
-def prepare(env: MutableMapping[str, str], purpose: str = "") -> None:
-    """Prepares the environment, before jax is imported, to compile for TPUs on a machine without any.
+def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) -> None:
+    """Prepares the environment, before jax is imported, to compile for TPUs, or in place of GPUs, on a machine without.
 
     Args:
       env: usually os.environ.
       purpose: what the compiler is for, a sentence of the message where it is not installed.
+      gpus: GPUs of the larger machine, where the plan is for GPUs.
 
     Raises:
-      ValueError: libtpu is not installed.
+      ValueError: libtpu is not installed, and the plan is for TPUs.
     """
+    if gpus:  # CPU devices stand for them: trainer, rollout, and one more where a move needs other ones than both
+        env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={3 * gpus}".strip()
+        env["JAX_PLATFORMS"] = "cpu"
+        return
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
             f"This needs the TPU compiler, which is not installed: pip install 'podrl[tpu]'. {purpose}".rstrip()

@@ -61,12 +61,14 @@ def as_mapping(report: Report) -> dict[str, Any]:
     """Returns the report as plain data; bytes, seconds, FLOP."""
     setting = report.setting
     shape = setting.job.pack_shape(setting.trainer_mesh())
+    how = "predicted" if setting.trainer.predicted else "counted"
     return {
         "trainer": str(setting.trainer),
         "rollout": str(setting.rollout),
         "parameters": parameter_count(setting.model),
         "batch": {**dataclasses.asdict(shape), "longest": setting.longest, "completion": setting.completion},
         "fits": report.fits,
+        "how": {"arguments": "counted", "flops": "counted", "peak": how, "bytes": how, "seconds": "predicted"},
         "outlook": None if report.outlook is None else dataclasses.asdict(report.outlook),
         "weights": {**dataclasses.asdict(copies := setting.copies()), "split_fits": _split_fits(report, copies)},
         "programs": [
@@ -91,6 +93,14 @@ def as_mapping(report: Report) -> dict[str, Any]:
         "chosen": list(report.chosen),
         "command": report.command,
     }
+
+
+PREDICTED = (
+    "No compiler of GPUs is at hand: every program was compiled for CPU devices in their place. Counted from it: "
+    "arguments and results (parameters, moments and pages are among them), operations, and the bytes that collectives "
+    "send. Predicted: what a program needs beside them, which is a part of its peak; the bytes that it moves; and all "
+    "seconds, by the vendor's peak figures. A GPU fuses and lays out otherwise: leave a fifth of the memory free."
+)
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
@@ -121,6 +131,8 @@ def print_report(console: rich.console.Console, report: Report) -> None:
         "roofline s",
         "bound",
     ]
+    if setting.trainer.predicted:
+        console.print(PREDICTED)
     print_table(console, "Programs, per chip", header, [_row(m) for m in report.measured])
     rows = [
         [m.name, c.kind, f"{c.count:,.0f}", _size(c.bytes), "between slices" if c.crosses else "inside a slice"]

@@ -24,14 +24,14 @@ from podrl.mesh.build import AXES, parse_mesh
 from podrl.mesh.chips import CHIPS, GIB
 from podrl.models.sizes import parameter_count
 from podrl.plan import variants
-from podrl.plan.__main__ import command_of
+from podrl.plan.__main__ import _topologies, command_of
 from podrl.plan.bounds import least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import Measured, _asked, measure
 from podrl.plan.predict import cost, predict, rebalanced
 from podrl.plan.programs import Program, Setting, _decode_work
-from podrl.plan.report import Report, _advice, _cost_line, _print_step
-from podrl.plan.training import filled_micro_batches
+from podrl.plan.report import PREDICTED, Report, _advice, _cost_line, _print_step
+from podrl.plan.training import filled_micro_batches, training_programs
 from podrl.plan.variants import (
     Trial,
     Variant,
@@ -79,6 +79,50 @@ def test_the_plan_takes_the_shapes_that_the_launchers_take():
     assert {"v5e:2x4", "v5p:4x4x8", "v6e:16x16", "tpu7x:1x1x1"} <= shapes and "v6e:4x16" not in shapes
     with pytest.raises(ValueError, match=r"'v5p:2x4x8' is no slice that GKE makes: v5p comes as 2x2x1, 2x2x2"):
         parse_topology("v5p:2x4x8", key="--trainer")
+
+
+def test_gpus_of_one_machine():
+    eight = parse_topology("h100:8", key="--trainer")
+    assert (str(eight), eight.predicted, eight.chip.flops) == ("h100:8", True, 989e12)
+    assert parse_topology("l4:1", key="--trainer").chip.hbm < 24e9 < eight.chip.hbm
+    for wrong in ("h100:9", "h100:0", "h100:2x4", "l4:4*2"):
+        with pytest.raises(ValueError, match="GPUs are planned for one machine of 1 to 8"):
+            parse_topology(wrong, key="--trainer")
+    with pytest.raises(ValueError, match=r"names the generation 'h10'\. Did you mean 'h100'"):
+        parse_topology("h10:8", key="--trainer")
+    env = {"XLA_FLAGS": "--a"}
+    prepare(env, gpus=2)  # without libtpu
+    assert env == {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
+    assert _topologies("h100:2", "l4:1")[1].chip.name == "l4"
+    with pytest.raises(ValueError, match="are GPUs and TPUs: a job has one kind of devices"):
+        _topologies("h100:2", "v5e:2x2")
+
+
+@pytest.mark.parametrize("gpus", ["h100:2", "l4:2"])
+def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus):
+    chips = parse_topology(gpus, key="--trainer")
+    config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
+    config["rollout"] |= {"max_prompt_length": 64}
+    config["grpo"] |= {"beta": 0.0}
+    job = parse(ConfigDict(complete(config)).to_dict())
+    setting = Setting(job, chips, chips, 16)
+    assert setting.trainer_mesh().size == setting.rollout_mesh().size == 2
+    (step,) = training_programs(setting)
+    lowered = step.lower()
+    assert "stablehlo.while" in lowered.as_text()
+    # The default job's state in float32, weights and two moments over two devices: what is counted of memory.
+    held = 12 * parameter_count(setting.model) / 2
+    assert held < least_bytes("trainer", setting) < 20 * held
+    assert least_trainer_seconds(setting) > 0
+    assert all(word in PREDICTED for word in ("Counted", "Predicted", "compiled for CPU devices"))
+
+
+def test_the_memory_of_a_program_on_gpus_holds_its_temporaries():
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    lower = lambda: jax.jit(lambda a, b: (jnp.sin(a @ b) @ b).sum(0)).lower(x, x)  # noqa: E731
+    found = measure(Program("p", "trainer", lower, 1), parse_topology("l4:1", key="--trainer").chip)
+    assert 3 * 512 * 512 * 4 <= found.peak < 6 * 512 * 512 * 4  # two arguments, and at least one product
+    assert found.flops == pytest.approx(2 * 2 * 512**3, rel=0.1) and found.fits
 
 
 def test_a_side_that_idles_most_of_a_step_is_told_how_to_split_the_chips():
