@@ -8,11 +8,13 @@ GRPO teaches it to, on a CPU machine with 2 cores: greedy answers 0 -> 83 %, sam
 
 Variants:
     grpo_tools.py:mcp       the same calculator as an MCP server over stdio (extra [tools]), bit for bit
+    grpo_tools.py:mixture   three sources in one update: RL with the calculator, a cross-entropy on what it answers,
+                            and the policy as its own teacher, who reads the answer, on sums by heart
 """
 
 from ml_collections import ConfigDict
 
-VARIANTS = ("python", "mcp")
+VARIANTS = ("python", "mcp", "mixture")
 
 
 def get_config(variant: str = "python") -> ConfigDict:
@@ -30,7 +32,18 @@ def get_config(variant: str = "python") -> ConfigDict:
     config.env = ConfigDict({"environment": "tools", "tools": ("calculator",), "mcp": (), "max_tool_calls": 2})
     if variant == "mcp":
         config.env.update({"tools": (), "mcp": ("python -m podrl.environments.calculator_server",)})
+    if variant == "mixture":
+        observed = {"reward_coef": 0.0, "observation_coef": 0.1}
+        taught = {"reward_coef": 0.0, "teacher_coef": 0.1}
+        config.data.sources = (
+            {"path": "sums", "weight": 2.0, "grpo": {"policy_loss_fn": "ipo", "epsilon": 0.1}},
+            {"path": "sums", "name": "observed", "weight": 1.0, "grpo": observed},
+            {"path": "sums", "name": "by_heart", "weight": 1.0, "env": "none", "hint": "{answer}", "grpo": taught},
+        )
+        config.env.others = ("none",)
     config.grpo = ConfigDict({"num_generations": 8, "loss_agg_mode": "sequence-mean-token-mean", "beta": 0.0})
+    if variant == "mixture":
+        config.grpo.update({"teacher": "initial", "teacher_hint_tokens": 16})
     config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 48})
     # Of the tokens of a response, those that the model samples; the others are the calculator's.
     config.rollout.update({"max_response_tokens": 88, "max_tokens_to_generate": 56, "temperature": 1.0})

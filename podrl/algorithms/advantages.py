@@ -114,13 +114,13 @@ def group_relative(
 def maxrl(
     reward_B: Float[Array, " B"], *, group_B: GroupIndex, eps: float = 1e-6, singleton: str = "zero"
 ) -> Float[Array, " B"]:
-    """Centres each reward within its group and divides by the group's mean + eps (MaxRL, arXiv 2602.02710).
+    """Centres each reward within its group and divides by the group's mean (MaxRL, arXiv 2602.02710).
 
     With rewards of 0 and 1 this weighs a prompt by one over its success rate, as the likelihood of success does.
 
     Args:
       reward_B: task rewards, 0 or more.
-      eps: added to the mean; a group of equal rewards gives exactly 0.
+      eps: the least divisor; a group of equal rewards gives exactly 0.
 
     Raises:
       BatchError: a negative reward: the mean is no success rate then, and may be 0 where rewards differ.
@@ -128,7 +128,8 @@ def maxrl(
 
     def estimate(reward_PG: Groups) -> Groups:
         mean_P1 = reward_PG.mean(axis=1, keepdims=True)
-        return _singleton(reward_PG, _centred(reward_PG, mean_P1) / (mean_P1 + eps), singleton)
+        divisor_P1 = namespace(reward_PG).maximum(mean_P1, eps)  # not their sum: 1/8 + 1e-6 would be off by 8e-6
+        return _singleton(reward_PG, _centred(reward_PG, mean_P1) / divisor_P1, singleton)
 
     if isinstance(reward_B, np.ndarray) and (reward_B < 0).any():
         raise BatchError(

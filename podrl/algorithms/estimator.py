@@ -22,7 +22,7 @@ KINDS = {
     "opo": "R - length-weighted mean of the group",
     "gpg": "(R - mean of the group) B / (samples in groups with a spread)",
     "pass_at_k": "best of the group: R - second best; others: 0",
-    "maxrl": "(R - mean of the group) / (mean of the group + {advantage_eps:g})",
+    "maxrl": "(R - mean of the group) / max(mean of the group, {advantage_eps:g})",
     "gae": "generalised advantage over sampled tokens (gamma {gamma:g}, lambda {gae_lambda:g})",
 }
 # Compare a sample with its group, so that in a group of one `singleton` decides.
@@ -84,7 +84,7 @@ class GroupSettings(AdvantageSettings):
       advantage_scale: "std" divides grpo and pass_at_k by the group's standard deviation, "batch" grpo by that of the
         whole batch, "none" by nothing (Dr. GRPO).
       advantage_ddof: 1 for the sample standard deviation, 0 for the population's; grpo only.
-      advantage_eps: added to the standard deviation.
+      advantage_eps: added to the standard deviation; of maxrl, the least divisor.
       singleton: advantage of a group of one, "zero" or "raw".
     """
 

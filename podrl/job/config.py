@@ -457,7 +457,8 @@ def parse(values: Mapping[str, Any]) -> Job:
             raise ValueError(
                 f"config.{key} means nothing with algorithm={section}, whose answers are given: remove it."
             )
-    job = build(Job, common | {"algo": build(kind.settings, values.get(section, {}), f"config.{section}")})
+    algo = build(kind.settings, _with_sources(values, section), f"config.{section}")
+    job = build(Job, common | {"algo": algo})
     if kind.given and job.trainer.mini_batch_size is not None:
         raise ValueError(
             f"trainer.mini_batch_size={job.trainer.mini_batch_size} means nothing with algorithm={section}, where "
@@ -470,7 +471,6 @@ def parse(values: Mapping[str, Any]) -> Job:
         )
     if job.trainer.max_steps is None:
         raise ValueError("config.trainer lacks max_steps: set --config.trainer.max_steps=...")
-    job = _with_sources(job)
     _check_models(job)
     check_evaluation(job)
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
@@ -491,19 +491,22 @@ def parse(values: Mapping[str, Any]) -> Job:
     return job
 
 
-def _with_sources(job: Job) -> Job:
-    """Gives the algorithm what sources of the data have of its settings."""
-    own = {source.label: source.grpo for source in job.data.sources if source.grpo}
-    if own and job.section != "grpo":
+def _with_sources(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """Returns the algorithm's section, with what sources of the data have of its settings."""
+    sources = build(DataConfig, values.get("data", {}), "config.data").sources
+    own = {source.label: dict(source.grpo) for source in sources if source.grpo}
+    given = values.get(section, {})
+    if own and section != "grpo":
         raise ValueError(
-            f"data.sources: {', '.join(own)} has settings 'grpo', and algorithm={job.algorithm!r} is not of that kind: "
-            "leave them out, or choose algorithm=grpo."
+            f"data.sources: {', '.join(own)} has settings 'grpo', and algorithm={section!r} is not of that kind: leave "
+            "them out, or choose algorithm=grpo."
         )
-    if job.section == "grpo" and job.algo.sources:
+    if given.get("sources"):
         raise ValueError(
-            f"grpo.sources={dict(job.algo.sources)!r}: a job takes them from its data, so say 'grpo' in data.sources."
+            f"{section}.sources={dict(given['sources'])!r}: a job takes them from its data, so say 'grpo' in "
+            "data.sources."
         )
-    return dataclasses.replace(job, algo=dataclasses.replace(job.algo, sources=own)) if own else job
+    return {**given, "sources": own} if own else given
 
 
 def _check_program(job: Job) -> None:

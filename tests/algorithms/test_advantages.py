@@ -46,8 +46,8 @@ def test_group_relative_by_hand(fields, expected):
 
 def test_maxrl_by_hand():
     reward_B = np.array([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0])  # success rates 1/4 and 3/4
-    found_B = advantages.maxrl(reward_B, group_B=of(reward_B, 4), eps=0.0)
-    np.testing.assert_allclose(found_B, [3, -1, -1, -1, 1 / 3, 1 / 3, -1, 1 / 3])
+    found_B = advantages.maxrl(reward_B.astype(np.float32), group_B=of(reward_B, 4))
+    np.testing.assert_allclose(found_B, [3, -1, -1, -1, 1 / 3, 1 / 3, -1, 1 / 3], rtol=1e-6)
     assert np.all(advantages.maxrl(np.zeros(4), group_B=np.zeros(4)) == 0)
     assert np.all(advantages.maxrl(np.ones(4), group_B=np.zeros(4)) == 0)
     with pytest.raises(BatchError, match=r"a reward is -0\.5: rewards must be 0 or more"):

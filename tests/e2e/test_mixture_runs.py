@@ -67,3 +67,16 @@ def test_the_mixture_of_the_data_page_runs_as_it_is_printed(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout[done.stdout.rindex("\n[\n") :])
     assert [row["source"] for row in rows] == ["problems", "pens"] and rows[1]["map few"] == 10, rows
+
+
+@pytest.mark.nightly("podrl/learner/grpo.py", "podrl/learner/settings.py", "podrl/algorithms/policy_loss.py", "configs")
+def test_sources_with_algorithms_of_their_own_train_in_one_update(tmp_path):
+    """RL with a calculator, a cross-entropy on what it answers, and the policy as its own teacher with a hint."""
+    few = ("--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=0", "--config.checkpoint.every=2")
+    done = run(tmp_path / "run", base=("--config=grpo_tools.py:mixture", *few, "--config.log.to=()"))
+    steps = [record for record in done.records() if "actor/grad_norm" in record]
+    assert len(steps) == 2
+    for step in steps:
+        assert all(step[f"loss/tokens/{name}"] > 0 for name in ("rl", "teacher", "ce")), step
+        assert step["source/sums/samples"] == 64 and step["source/by_heart/samples"] == 32
+        assert 0 < step["actor/grad_norm"] < 100 and step["opd/reverse_kl"] > 0 and step["echo/nll"] > 0
