@@ -118,12 +118,13 @@ class Distilled(GRPO):
                 for teacher, of_B in self._taught_by(experience)
             ]
         if TEACHER_PROMPT not in rollouts.prompts.fields:
-            if of != "reference":
+            if of == "reference":
+                return []
+            if np.any(self._of_samples("teacher_coef", experience)):  # a mixture's step may have no sample to teach
                 raise ValueError(
                     f"grpo.teacher={of!r} teaches by prompts with a hint, and no prompt of step {step} has one: give "
                     "data.hint, or set grpo.teacher='reference'."
                 )
-            return []
         own = {"current": lambda batch: actor.logprobs(unrouted(batch)), "ema": actor.average_logprobs}
         score = own.get(of, actor.reference_logprobs)
         every_B = np.ones(len(rollouts.length_B), bool)
@@ -158,7 +159,8 @@ class Distilled(GRPO):
         own, teachers = super().needed(step, experience), self.cluster.teachers
         if any(teacher.tokenizer is not None for teacher in teachers):
             return np.arange(len(experience.rollouts.length_B))  # lengths in other tokens are known of read samples
-        if not teachers and TEACHER_PROMPT not in experience.rollouts.prompts.fields:
+        hinted = TEACHER_PROMPT in experience.rollouts.prompts.fields or self._teacher.teacher != "reference"
+        if not (teachers or hinted):
             return own
         read = dataclasses.replace(experience, rollouts=Hinted.of(experience.rollouts).rollouts)
         every_B = np.ones(len(experience.rollouts.length_B), bool)

@@ -86,6 +86,23 @@ def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
         assert any(r["dynamic_sampling/groups_replaced"] > 0 for r in records.values())
 
 
+SYSTEMS = ("trl_grpo", "prime_rl", "verl_grpo", "open_instruct_grpo", "nemo_grpo", "slime_grpo", "areal", "tinker_ppo")
+
+
+@pytest.mark.nightly("podrl/algorithms/presets.py", "podrl/algorithms/surrogates.py", "podrl/algorithms/corrections.py")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_preset_named_after_a_system_learns_in_20_steps(name, tmp_path):
+    """Each of them takes greedy answers from 25 % to about 80 % on the embedded task."""
+    few = ("--config.trainer.max_steps=20", "--config.trainer.eval_every_n_steps=20", "--config.checkpoint.every=20")
+    few += ("--config.eval.problems=64", "--config.eval.samples=1", "--config.log.to=()")
+    records = run(tmp_path / "run", f"--config.algorithm={name}", *few, base=("--config=grpo_gemma.py",)).records()
+    before, after = (record["eval/greedy_answer"] for record in records if "eval/greedy_answer" in record)
+    rewards = [record["reward/mean"] for record in records if "actor/grad_norm" in record]
+    assert before < 0.4 and after > before + 0.25, (before, after)
+    assert len(rewards) == 20 and np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 1, rewards
+
+
 def test_nothing_drifts_at_learning_rate_0(tmp_path):
     """In float32, weights stay bitwise the same; policy and reference, scored by one program, are exactly 0 apart."""
     args = (

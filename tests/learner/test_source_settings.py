@@ -191,6 +191,18 @@ def test_sources_that_have_the_runs_settings_change_no_bit(cluster):
     assert a[0].tobytes() == b[0].tobytes() and a[1:] == b[1:]
 
 
+def test_a_step_without_a_sample_to_teach_needs_no_hint(cluster):
+    """A source of small weight may be in no prompt of a step, and its hints are in none, then."""
+    sources = {"chat": {"teacher_coef": 1.0, "reward_coef": 0.0}}
+    rest, rows_B = only(mixture(), ["math", "plain", "tools"])
+    algorithm: Any = make_grpo(cluster, config(sources=sources, teacher="current"), samples=len(rows_B), say=print)
+    (reading,) = algorithm._readings(0, rest)
+    np.testing.assert_array_equal(reading.view.rollouts.tokens_BT, rest.rollouts.tokens_BT)
+    np.testing.assert_array_equal(algorithm.needed(0, rest), np.arange(len(rows_B)))
+    with pytest.raises(ValueError, match=r"no prompt of step 0 has one: give data\.hint"):
+        algorithm._readings(0, mixture())
+
+
 def test_every_host_that_trains_knows_the_sources_of_prompts():
     whole = mixture()
     parts = [messages.select(whole.rollouts, np.array(rows)) for rows in ([0, 1, 2], [3, 4])]
