@@ -218,11 +218,11 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
                 f"sampler already ({name}.old_logprob='sampler'), so the correction is 1. Set {name}.old_logprob="
                 f"'auto', or {name}.sampler_correction='none'."
             )
-        if old == "sampler" and self.kind == "reinforce":
+        if old == "sampler" and (bare := [part for part in self.parts if part.kind == "reinforce"]):
             found.append(
-                f"{name}.policy_loss_fn={self.policy_loss_fn!r} has no ratio, so {name}.old_logprob='sampler' corrects "
-                f"nothing: samples of older weights count as if they were new. Set {name}.old_logprob='auto' and "
-                f"{name}.sampler_correction='auto'."
+                f"{name}.policy_loss_fn={bare[0].policy_loss_fn!r} has no ratio, so {name}.old_logprob='sampler' "
+                f"corrects nothing: samples of older weights count as if they were new. Set {name}.old_logprob="
+                f"'auto' and {name}.sampler_correction='auto'."
             )
         if old == "current" and updates_per_step > 1:
             found.append(
@@ -328,7 +328,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def formula(self, max_tokens: int) -> str:
         """Writes the advantage and the loss with their numbers in plain text, a teacher's part included."""
         rewards, policy, teacher = self.estimator().formula(), self.policy_loss(max_tokens), self.distillation
-        if teacher is None:
+        if teacher is None or not teacher.coef:  # then sources alone have one, and `describe` names them
             return f"{rewards}\n{policy.formula()}"
         if teacher.sampled or teacher.reward_coef:
             return teacher.formula(rewards, policy.formula())
@@ -488,6 +488,11 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 part = self._part(own)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
+            if self.dynamic_sampling and not part.reward_coef:
+                raise ValueError(
+                    f"{where} have reward_coef=0, and grpo.dynamic_sampling=True replaces groups of equal rewards, "
+                    "from which these samples would learn all the same: set grpo.dynamic_sampling=False."
+                )
             if part.estimator().needs_greedy and not self.estimator().needs_greedy:
                 raise ValueError(
                     f"{where} have advantage_estimator='remax', whose greedy samples are drawn for all prompts or for "
@@ -559,7 +564,10 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     def describe(self, max_tokens: int) -> list[str]:
         own = {name: ", ".join(f"{key}={value!r}" for key, value in of.items()) for name, of in self.sources.items()}
-        return [*(f"samples of {name}: {said}" for name, said in own.items()), *super().describe(max_tokens)]
+        lines = [f"samples of {name}: {said}" for name, said in own.items()]
+        if self.reward_coef != 1.0 and not self.teacher_coef:
+            lines.append(f"advantages times {self.reward_coef:g}")
+        return [*lines, *super().describe(max_tokens)]
 
     def estimator(self) -> AdvantageEstimator:
         if not self.own_advantage:

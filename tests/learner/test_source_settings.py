@@ -233,12 +233,21 @@ def test_every_host_that_trains_knows_the_sources_of_prompts():
         ({"advantage_estimator": "remax"}, {}, r"greedy samples are drawn for all prompts or for none"),
         ({"reward_coef": 0.0}, {}, r"leave nothing to learn from"),
         ({"teacher_coef": 1.0}, {"beta": 0.1}, r"takes model.reference for the teacher, to which grpo.beta=0.1"),
+        ({"reward_coef": 0.0, "teacher_coef": 1.0}, {"dynamic_sampling": True}, r"set grpo.dynamic_sampling=False"),
         ({"policy_loss_fn": "gmpo"}, {}, r"must be 'sequence-mean-token-mean' for gmpo"),
     ],
 )
 def test_what_a_source_cannot_have_is_refused_by_name(own, changes, message):
     with pytest.raises(ValueError, match=message):
         config(sources={"chat": own}, **changes)
+
+
+def test_the_dry_run_tells_what_differs_for_samples_of_a_source():
+    told = config(sources={"chat": {"teacher_coef": 0.5, "reward_coef": 0.0}}, reward_coef=2.0)
+    assert "teacher" not in told.formula(8) and "clip" in told.formula(8)
+    assert told.describe(8) == ["samples of chat: teacher_coef=0.5, reward_coef=0.0", "advantages times 2"]
+    plain = {"chat": {"policy_loss_fn": "gpg"}}
+    assert any("has no ratio" in warning for warning in config(sources=plain).warnings(1))
 
 
 def test_a_job_takes_the_settings_from_its_sources_and_asks_for_what_they_need():
