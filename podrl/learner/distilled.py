@@ -144,6 +144,12 @@ class Distilled(GRPO):
     def _view(self, teacher: Teacher, rollouts: Rollouts, of_B: np.ndarray) -> "Hinted | Translated":
         if teacher.tokenizer is None:
             return Hinted.of(rollouts)
+        if TEACHER_PROMPT not in rollouts.prompts.fields:
+            raise ValueError(
+                f"The teacher {teacher.name} has another tokenizer than the policy, and prompts lack the field "
+                f"`{TEACHER_PROMPT}` with the ids that it reads: name it in model.teachers of a configuration, which "
+                "makes them, or give a teacher with the policy's tokenizer."
+            )
         longest = self.cluster.config.longest + self._hint_tokens
         return Translated.of(rollouts, self.cluster.tokenizer, teacher.tokenizer, longest=longest, of_B=of_B)
 

@@ -108,6 +108,8 @@ def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, fo
     teacher = next(one for one in cluster.teachers if one.tokenizer is not None)
     assert [one.tokenizer is None for one in cluster.teachers] == [False, True]
     algorithm = make_grpo(cluster, found.algo, samples=B, say=print)
+    with pytest.raises(ValueError, match=r"has another tokenizer than the policy, and prompts lack the field"):
+        algorithm.score(0, told(said))
     prompt = theirs.encode("1+1?\n")
     experience = told(said, **{TEACHER_PROMPT: [prompt, said.rollouts.tokens_BT[G, :PROMPT].tolist()]})
     scores: Any = algorithm.score(0, experience)

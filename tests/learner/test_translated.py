@@ -9,6 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podrl.algorithms.distill import Distillation
 from podrl.algorithms.spans import common_spans, over_spans
 from podrl.data import problems
 from podrl.data.tokenizer import Tokenizer
@@ -70,6 +71,35 @@ def test_spans_are_the_finest_that_both_cover(ends, others):
                 own, np.arange(own[0], own[-1] + 1)
             )
         assert (span[end > (shared[-1] if shared else 0)] == -1).all()
+
+
+def test_the_advantage_of_a_span_has_the_gradient_of_the_spans_divergence():
+    """Over all texts of two of the policy's tokens, of which a teacher has one token each; float64 by torch."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    logits = [torch.tensor(rng.normal(size=shape), requires_grad=True) for shape in ((3,), (3, 3))]
+    teacher_X = torch.log_softmax(torch.tensor(rng.normal(size=9)), -1)
+    first_X, second_X = np.repeat(np.arange(3), 3), np.tile(np.arange(3), 3)
+
+    def logprobs():
+        own = torch.log_softmax(logits[0], -1)[first_X], torch.log_softmax(logits[1], -1)[first_X, second_X]
+        return torch.stack(own, dim=1)
+
+    kl = torch.sum(torch.exp(logprobs().sum(1)) * (logprobs().sum(1) - teacher_X))
+    wanted = torch.autograd.grad(kl, logits)
+    logprob_X2 = logprobs().detach().numpy()
+    theirs_X2 = np.stack([teacher_X.numpy(), np.zeros(9)], axis=1)  # what a span's sum is, at its first token
+    ones_X2, span_X2 = np.ones((9, 2)), np.zeros((9, 2), int)
+    advantage_X2, metrics = Distillation(1.0, 0.0).advantages(logprob_X2, theirs_X2, ones_X2, span_X2)
+    weight_X2 = torch.tensor(advantage_X2) * torch.exp(logprobs().detach().sum(1, keepdim=True))
+    found = torch.autograd.grad(-(weight_X2 * logprobs()).sum(), logits)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-12)
+    gap_X = logprob_X2.sum(1) - teacher_X.numpy()
+    assert metrics == {"opd/reverse_kl": pytest.approx(gap_X.sum() / 18), "opd/compared": 1.0}
+    alone_X2, _ = Distillation(1.0, 0.0).advantages(logprob_X2, theirs_X2, ones_X2, np.tile([0, 1], (9, 1)))
+    plain_X2, _ = Distillation(1.0, 0.0).advantages(logprob_X2, theirs_X2, ones_X2)
+    np.testing.assert_array_equal(alone_X2, plain_X2)  # to the bit, where every token is a span
 
 
 @settings(deadline=None, max_examples=60)
