@@ -96,8 +96,15 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Lists the dotted names that a file imports, takes from the package podrl, or has in a string."""
+    """Lists the dotted names that a file imports, takes from the package podrl, or has in a string.
+
+    A logger is called by a module's or a package's name, and uses nothing of it.
+    """
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="getLogger"), args=[name]):
+                prose.add(id(name))
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -107,4 +114,4 @@ def _names(tree: ast.AST) -> Iterator[str]:
             case ast.Attribute(value=ast.Name(id="podrl"), attr=name):
                 yield f"podrl.{name}"
             case ast.Constant(value=str(text)) if id(node) not in prose:
-                yield from (f"{found[1]}.__init__" for found in [_MODULE.fullmatch(text)] if found)  # or a logger
+                yield from (f"{found[1]}.__init__" for found in [_MODULE.fullmatch(text)] if found)

@@ -110,7 +110,7 @@ def test_a_path_that_was_renamed_is_refused():
 
 FILES = {
     "podrl/__init__.py": '_HOME = {"Loss": "podrl.late.loss"}',
-    "podrl/plain.py": "import numpy",
+    "podrl/plain.py": 'import logging\n_log = logging.getLogger("podrl.late")',
     "podrl/late/__init__.py": "",
     "podrl/late/loss.py": "def f():\n    from podrl import plain",
     "podrl/late/worker.py": "",

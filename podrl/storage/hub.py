@@ -142,7 +142,7 @@ def push(folder: str | os.PathLike, repo: str) -> str:
     if _NAME.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"--push={repo} must be ORG/NAME.")
     name = Name(repo, "main", "model")
-    api, given = _api(repo), {"folder_path": os.fspath(folder), "commit_message": "podrl.export"}
+    api, given = _api(repo), {"folder_path": os.fspath(folder), "commit_message": "Made by podrl.export"}
     try:
         api.create_repo(repo, exist_ok=True)
         return str(api.upload_folder(repo_id=repo, **given).commit_url)

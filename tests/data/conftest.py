@@ -1,13 +1,11 @@
 """The tokenizer that comes with podrl, as a fixture."""
 
-import pathlib
-
 import pytest
+from embedded import TINY
 
-import podrl
 from podrl.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer(pathlib.Path(podrl.__file__).parent / "assets" / "tiny")
+    return Tokenizer(TINY)

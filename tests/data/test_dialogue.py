@@ -4,13 +4,13 @@ import json
 import shutil
 
 import pytest
+from embedded import EMBEDDED, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces import train as pieces_file
 
 from podrl.data.dialogue import Dialogue
 from podrl.data.tokenizer import Tokenizer
-from podrl.job.config import EMBEDDED, TINY
 
 CHATML = (
     "{% for m in messages %}{{ '<start_of_turn>' + m.role + '\\n' + m.content + '<end_of_turn>\\n' }}{% endfor %}"

@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from embedded import TINY
 
 from podrl.data.config import DataConfig
 from podrl.data.hint import TEACHER_PROMPT, with_hint
 from podrl.data.pipeline import PromptStream, held_out_prompts
 from podrl.data.tokenizer import Tokenizer
-from podrl.job.config import TINY
 
 HINT = "The answer is {answer}."
 

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from embedded import TINY
 
 from podrl.data.labels import LabelStream
 from podrl.data.pipeline import DataConfig
 from podrl.data.tokenizer import Tokenizer
-from podrl.job.config import TINY
 
 
 def written(tmp_path, *records):

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from embedded import EMBEDDED
 
 from podrl.config import build
 from podrl.data.generated import Draw, held_out
@@ -14,7 +15,6 @@ from podrl.data.sums import GENERATOR
 from podrl.data.template import CALL_END, CALL_START, OUTPUT_END, OUTPUT_START, SYSTEM_PROMPT
 from podrl.data.tokenizer import Tokenizer
 from podrl.data.train_tokenizer import CALL_TAGS, write
-from podrl.job.config import EMBEDDED
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 DATA = build(DataConfig, {"path": "sums", "seed": 1})

@@ -149,7 +149,6 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
 
 
 @pytest.mark.nightly("podrl/rollout/group_player.py")
-@pytest.mark.optimised
 def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process(tmp_path):
     """Also after a kill, when each host gets its share of the samples back that were open.
 
@@ -261,7 +260,6 @@ def test_a_host_that_evaluates_alone_is_killed_and_all_is_as_where_rollout_hosts
 
 
 @pytest.mark.nightly("podrl/learner/control.py", "podrl/data/curriculum.py")
-@pytest.mark.optimised
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
 

@@ -1,0 +1,8 @@
+"""Finds the models that come with podrl without importing what configures a job, so that a test depends on less."""
+
+import importlib.resources
+import pathlib
+
+_ASSETS = pathlib.Path(str(importlib.resources.files("podrl"))) / "assets"
+EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_tools")}
+TINY = EMBEDDED["tiny"]
