@@ -141,13 +141,14 @@ def test_an_algorithm_has_the_same_defaults_from_python_and_from_the_command(nam
     assert mine.warnings(1) == commanded.warnings(1) == []
 
 
-def test_roles_are_those_of_the_field():
+def test_roles_are_those_of_the_field_and_a_teacher():
     assert {r.name: r.value for r in podrl.Role} == {
         "ACTOR": "actor",
         "CRITIC": "critic",
         "REFERENCE": "reference",
         "REWARD": "reward",
         "ROLLOUT": "rollout",
+        "TEACHER": "teacher",
     }
 
 
