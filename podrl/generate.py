@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--question_field", default=None, help="field that asks; default: that of the run")
     parser.add_argument("--env", default="", help="environment of every completion: file.py:Name or module:Name")
+    parser.add_argument("--program", default="", help="agent program of every completion, such as 'python agent.py'")
     parser.add_argument("--tool", action="append", default=[], help="a tool it may call; may be given several times")
     parser.add_argument("--parser", choices=get_args(env.Parser), default="call_tool", help="how a tool is called")
     parser.add_argument(
@@ -344,7 +345,18 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
 
 
 def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
-    """The environment of all completions; one that is not used without --env and --tool."""
+    """The environment of all completions; one that is not used without --env, --tool and --program.
+
+    Raises:
+      ValueError: a program beside another environment.
+    """
+    if args.program and (args.env or args.tool):
+        raise ValueError(
+            f"--program={args.program!r} beside --env={args.env!r} and --tool={args.tool}: a program brings its own "
+            "tools, so leave the others out."
+        )
+    if args.program:
+        return env.EnvironmentConfig(environment=env.PROGRAM, program=args.program, parser=args.parser)
     if not args.env and not args.tool:
         return env.EnvironmentConfig()
     return env.EnvironmentConfig(environment=args.env or "tools", tools=tuple(args.tool), parser=args.parser)
@@ -397,6 +409,7 @@ def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int
             "stop": STOP_NAMES[sample.stop],
             "seconds": round(seconds, 3),
             **({"turns": sample.episode["turns"]} if sample.episode["turns"] else {}),
+            **({"metrics": sample.episode["metrics"]} if sample.episode["metrics"] else {}),
         }
         if len(group) == n:
             index = wanted[sample.prompt]

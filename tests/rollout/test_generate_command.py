@@ -82,6 +82,21 @@ def _goes_on_after_a_kill(tmp_path, arguments, records):
     assert again[1] == kept and texts == [[c["text"] for c in record["completions"]] for record in records]
 
 
+def test_an_agent_program_completes_prompts(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(generate.__file__).parent.parent))
+    prompts = write(tmp_path / "p.jsonl", '{"question": "What is 3+4?", "answer": "7"}\n')
+    arguments = ["--model=tiny_tools", f"--prompts={prompts}", f"--out={tmp_path}/o.jsonl", "--n=2", "--max_new=40"]
+    arguments += ["--max_response=120", "--program=python -m podrl.environments.sums_agent"]
+    assert generate.main(arguments) == 0, capsys.readouterr().err
+    completions = json.loads((tmp_path / "o.jsonl").read_text())["completions"]
+    assert len(completions) == 2
+    for one in completions:
+        assert one["metrics"]["failed/agent"] == 0 and one["metrics"]["chat_requests"] >= 1 and one["turns"]
+    assert generate.main([*arguments, "--tool=calculator"]) == 1
+    assert "a program brings its own tools" in capsys.readouterr().err
+
+
 def test_other_prompts_to_the_same_model_need_no_other_programs():
     """Programs are compiled for a prompt's length and for lanes, both of which take few values."""
     asked = [(longest, samples) for longest in range(1, 257) for samples in range(1, 300, 7)]
