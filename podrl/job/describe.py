@@ -214,7 +214,11 @@ def _route_lines(job: Job) -> list[str]:
     """States what recorded routes take, for a model with experts."""
     if not job.rollout.router_replay or not (job.model.path or job.model.size):
         return []
-    if not (size := moe.route_bytes(model_of(job))):
+    try:
+        size = moe.route_bytes(model_of(job))
+    except ValueError:  # files that cannot be read: `ready.check_models` names the key, after all of this is told
+        return []
+    if not size:
         return []
     total = size * job.samples_per_step * job.longest / 2**20
     return [
