@@ -363,6 +363,26 @@ def test_a_command_that_does_not_exist_is_named():
         Episodes(config, Limits(), journal=None)
 
 
+MIXED = ({"path": "sums", "name": "by_heart", "env": "none"}, {"path": "sums"})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": {"lora": {"rank": 4}}},
+        {"algorithm": "ppo"},
+        {"roles": {"colocated": False}, "grpo": {"max_staleness": 1}},
+        {"env": {"others": ("none",)}, "data": {"path": "", "sources": MIXED}},
+        {"env": {"others": ("none",)}, "eval": {"sets": ({"name": "by_heart", "path": "sums", "env": "none"},)}},
+    ],
+)
+def test_what_goes_with_programs_is_accepted(more):
+    given = load_config(find_config("grpo_agents.py")).to_dict()
+    if "algorithm" in more:
+        del given["grpo"]
+    assert parse(merge(given, more)).env.choices[0] == "program"
+
+
 def test_windows_are_refused_before_the_run_starts():
     given = load_config(find_config("grpo_agents.py")).to_dict()
     assert parse(given).env.choices == ("program",)
