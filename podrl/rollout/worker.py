@@ -264,12 +264,12 @@ class RolloutWorker:
         """
         session = self.session(policy)
         for player, b, sample in self._run(session, players, calls, halt):
+            if len(player.done) == player.request.samples:
+                session.finish_routes()  # here, as `rows` may be called on another thread
             yield player, _finished(b, sample, player.request.group_size)
 
     def rows(self, player: Player, seconds: float) -> Rollouts:
         """The samples of a request, all of which have ended; `seconds` are those that it took."""
-        if self._session is not None:
-            self._session.finish_routes()
         asked = player.request
         longest = asked.response if self.partner else asked.sampling.max_new or 0
         answered, pad_id = bool(self.partner), self._pad_id
