@@ -30,11 +30,11 @@ from podrl.types import Layout, Ratio
 # Four sequences as (prompt tokens, loss tokens); the second has a tool token in the middle, the last is all prompt.
 SEQUENCES = ((2, 4), (1, 3), (1, 2), (3, 0))
 ROWS, WIDTH = 4, 12
-# Per-token inputs of the policy loss beside its mask and lengths.
+# Per-token inputs that every policy loss reads beside its mask and lengths: those without a default.
 NAMES = [
     field.name.removesuffix("_BT")
     for field in dataclasses.fields(ReferencedRows)
-    if field.name.endswith("_BT") and field.name not in ("mask_BT", "length_BT")
+    if field.name.endswith("_BT") and field.name not in ("mask_BT", "length_BT") and field.default is not None
 ]
 Loss = Callable[..., tuple[Ratio, dict[str, Ratio]]]
 

@@ -39,6 +39,7 @@ KINDS = {
     "reinforce": "-A logprob",
 }
 ALIASES = {"grpo": "clip", "ppo": "clip", "gspo-token": "gspo_token", "gpg": "reinforce", "geo_mean": "gmpo"}
+PENALISED = ("kl_cov", "dppo", "ipo", "dro")  # kinds whose loss is not 0 on a token whose advantage is 0
 RANKED = ("clip_cov", "kl_cov")  # kinds that compare the tokens of one call with each other
 SAMPLE_RATIOS = ("gspo", "gspo_token", "gmpo")  # kinds whose ratio is one number of a whole sample
 AGGREGATION_FORMULAS = {

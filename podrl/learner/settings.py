@@ -13,7 +13,7 @@ from podrl.algorithms.aggregate import SCALED_MODES
 from podrl.algorithms.distill import Distillation, Teacher, TeacherKL
 from podrl.algorithms.echo import observed
 from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GAESettings, GroupSettings
-from podrl.algorithms.policy_loss import KLLossSettings, LossSettings, PolicyLoss
+from podrl.algorithms.policy_loss import PENALISED, KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
 from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, section
 from podrl.engine.config import RolloutConfig
@@ -323,7 +323,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     @property
     def _scaled_by_advantage(self) -> bool:
         """True if the surrogate of a token whose advantage is 0 is 0."""
-        return not self.own_loss and self.kind not in ("kl_cov", "dppo", "ipo", "dro")
+        return not self.own_loss and self.kind not in PENALISED
 
     def formula(self, max_tokens: int) -> str:
         """Writes the advantage and the loss with their numbers in plain text, a teacher's part included."""

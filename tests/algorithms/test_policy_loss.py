@@ -1,5 +1,6 @@
 """PolicyLoss: published constants, hand-worked numbers, and properties of every loss in every layout."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from podrl import testing
 from podrl.algorithms.mismatch import divided
-from podrl.algorithms.policy_loss import KINDS, KLLossSettings, LossSettings, PolicyLoss, with_old
+from podrl.algorithms.policy_loss import KINDS, PENALISED, KLLossSettings, LossSettings, PolicyLoss, with_old
 from podrl.algorithms.policy_rows import AgedReferencedRows
 from podrl.testing import lay_out, packed_layout, policy_rows, sequences
 
@@ -241,6 +242,9 @@ def test_no_advantage_no_gradient(kind):
     # The penalties of dppo and kl_cov do not ask for an advantage, and every covariance is tied at 0.
     quiet = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0, dppo_kl_coef=0.0, dro_beta=0.0))
     testing.check_no_advantage(quiet, but=1 if kind == "kl_cov" else 0)
+    loud = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0))
+    with pytest.raises(AssertionError) if kind in PENALISED else contextlib.nullcontext():
+        testing.check_no_advantage(loud)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kl_cov"])
