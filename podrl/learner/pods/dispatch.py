@@ -24,15 +24,15 @@ _AGAIN_S = 0.05
 
 @dataclasses.dataclass(eq=False)
 class RemoteGroup(Group):
-    """A group whose samples a rollout host makes, as far as the leader was told.
+    """A group whose samples a rollout host makes, as the leader knows it.
 
     Attributes:
-      samples: number of samples; 0 by the clock of tokens, where the host counts them.
-      since: the step at which the group was opened.
-      quantum: number of tokens that a sample draws in a window, by the clock of tokens.
-      host: number of the host, or NOBODY.
-      made: by the wall clock, the journal's entry of the group; None until it has ended.
-      moved: True once a host was lost with the group.
+      samples: number of samples; 0 under the token clock, where only the host counts them.
+      since: step at which the group was opened.
+      quantum: number of tokens that a sample draws in a window; used by the token clock only.
+      host: number of the host that makes the group, or NOBODY.
+      made: the journal's entry of the group once the group has ended; None before, and under the token clock.
+      moved: True once a host that had the group was lost.
     """
 
     samples: int
@@ -44,7 +44,10 @@ class RemoteGroup(Group):
 
     @property
     def ended(self) -> bool:
-        """Returns True once all samples have ended; by the clock of tokens once it is known which host makes them."""
+        """Returns True once all samples have ended; under the token clock, once a host has the group.
+
+        Under the token clock the trainers wait for the rows that they fetch, so the leader need not know more.
+        """
         return self.made is not None if self.samples else self.host != NOBODY
 
     @property
@@ -52,7 +55,7 @@ class RemoteGroup(Group):
         return self.asked if self.drawn is None and self.repeated and self.made is None else self.drawn
 
     def states(self) -> Sequence[tuple[Mapping[str, Any], None]]:
-        """Returns samples that are not begun: what its host has drawn is not here."""
+        """Returns one empty record per sample: only the host knows the tokens that it has drawn."""
         return [({}, None)] * self.samples
 
     def record(self) -> Mapping[str, Any]:
@@ -62,13 +65,14 @@ class RemoteGroup(Group):
 
 @dataclasses.dataclass
 class _Desk:
-    """The orders that the leader has sent to one rollout host, and its answers so far.
+    """The leader's account of one rollout host: the orders sent to it, and its answers so far.
 
     Attributes:
-      address: of its endpoint.
-      since: the step at which it came.
-      sent, dropped: orders so far, and those of them that it has read.
-      heard: changes of the leases that it has heard of.
+      address: address of the host's channel endpoint.
+      since: step that the host had reached when this account was opened.
+      sent: number of orders sent so far.
+      dropped: number of orders that the host has read, and that the channel offers no longer.
+      heard: number of the newest change of the leases that the host has heard of.
     """
 
     address: str
@@ -81,17 +85,18 @@ class _Desk:
 class Dispatcher:
     """Gives every group to one rollout host at a time, and makes batches of the groups that the clock chooses.
 
-    When a host is lost, its groups go to others.
+    When a host is lost, its groups go to other hosts.
 
-    By the clock of tokens a group has the prompts of a batch that one host makes. What a batch holds is known as soon
-    as its groups are given away, and the trainers wait for what they fetch. Who takes a group over draws it by the
-    versions that were to draw it, which the trainers still hold, so it becomes what it would have become.
+    Under the token clock a group has the prompts of a batch that one host makes. A batch can be decided as soon as all
+    of its groups have hosts; the trainers then wait for the rows that they fetch. A host that takes a group over draws
+    it under the same versions of the weights as the lost host would have, because the trainers still hold them. So the
+    group becomes what it would have become.
 
-    By the wall clock a group has one prompt. Its host keeps it until a batch holds it, and tells when it has ended. The
-    journal has what each batch holds, and which prompts are asked again,
-    before anybody is told. A group that is taken over is begun anew, under the same keys. Where the journal knows
-    already what becomes of it (a batch that some trainer has not fetched yet, or steps that are repeated), it is drawn
-    by the versions that are recorded.
+    Under the wall clock a group has one prompt. Its host keeps the group until all trainers have its batch, and tells
+    the leader when the group has ended. The leader writes to the journal which groups each batch holds, and which
+    prompts are asked again, before it tells any other process. A group that is taken over is begun anew, under the same
+    keys. If the journal already records the group (some trainer has not fetched its batch yet, or the steps are
+    repeated after a restart), the group is drawn under the recorded versions.
     """
 
     def __init__(
@@ -106,63 +111,63 @@ class Dispatcher:
         deadline_s: float,
         read: Callable[[], Prompts],
     ):
-        """Asks nothing yet.
+        """Begins to listen to the hosts; gives no group yet.
 
         Args:
           pod: the job's processes.
-          given: the leases of batches, and who is there.
-          clock: decides which groups make a batch, and which are asked again.
-          size: number of prompts of a batch.
-          group_size: number of samples of a prompt.
-          shares: number of groups that a batch is cut into by the clock of tokens; 0 for one for each host.
-          deadline_s: the longest wait for a batch.
-          read: the next prompts of the data.
+          given: table of the leases, and of the rollout hosts in the job.
+          clock: decides which groups make a batch, and which prompts are asked again.
+          size: number of prompts in a batch.
+          group_size: number of samples per prompt.
+          shares: number of groups that a batch is cut into under the token clock; 0 for one group per host.
+          deadline_s: the longest wait for a batch, in seconds.
+          read: function that reads the prompts of the next batch from the data.
         """
         self._pod, self._given, self._clock = pod, given, clock
         self._size, self._group_size, self._shares = size, group_size, shares
         self._deadline_s, self._read = deadline_s, read
         self._by_tokens = clock.mode != "wall"
         self._open = OpenGroups(clock, size, self._group, self._ends)
-        self._decided: dict[int, list[RemoteGroup]] = {}  # by step: what hosts still serve to trainers
-        self._desks: dict[int, _Desk] = {}
-        self._start = self._at = 0  # the step that this process began at, and the one it has come to
-        self._clock_from = 0  # steps before that are repeated from the journal
-        self._batches = 0  # of prompts, read before
-        self._begun = 0  # of these, read before the step
+        self._decided: dict[int, list[RemoteGroup]] = {}  # by step: groups that hosts still serve to trainers
+        self._desks: dict[int, _Desk] = {}  # by host
+        self._start = self._at = 0  # the step that this process began at, and the step that it has reached
+        self._clock_from = 0  # steps before this one are repeated from the journal
+        self._batches = 0  # batches of prompts read since the start of the run
+        self._begun = 0  # batches of prompts that had been read before the current step
         self._failed: int | None = None  # a host that could not go on
-        self._unread: tuple[int, BatchError] | None = None  # the batch that could not be read, and why
-        self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})
+        self._unread: tuple[int, BatchError] | None = None  # the batch whose prompts could not be read, and the error
+        self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})  # the last `_collected`, with its step
         self._waited: int | None = None  # the step whose groups this process waits for
         given.regroup = self._regroup
         pod.waiting.append(self._waits)
         pod.channel.serve("groups", self._on_told)
 
     def resume(self, step: int, pending: Sequence[Partial], whole: int) -> None:
-        """Takes over the open groups of a checkpoint, before any host is let in.
+        """Takes over the open groups of a checkpoint; called before any host is let in.
 
         Args:
-          step: steps done.
-          pending: batches that are made in part.
-          whole: number of batches in the checkpoint that are made.
+          step: number of steps done.
+          pending: batches of the checkpoint that are made in part.
+          whole: number of batches in the checkpoint that are complete.
         """
         self._start = self._at = step
         self._batches = step + sum(len(part.prompts.length_P) for part in pending) // self._size
-        if self._by_tokens:  # those that are made already are not given to anybody
+        if self._by_tokens:  # complete batches count as read, and no host makes them again
             self._batches = step + whole + len(pending)
         self._clock_from = self._clock.known(step)
         self._open.resume(step, pending)
 
     def advance(self, step: int, batches: int) -> dict[str, int]:
-        """Goes on to a step: asks again what is too old for it, and reads and gives the prompts of new batches.
+        """Goes on to a step: asks prompts again whose groups are too old, and gives out the prompts of new batches.
 
-        What cannot be read is raised by `decide`, when the batches before are trained on.
+        If the prompts of a batch cannot be read, `decide` raises the error once the batches before it are trained on.
 
         Args:
-          step: steps done.
-          batches: of prompts, that are asked for in all then.
+          step: number of steps done.
+          batches: number of batches, since the start of the run, whose prompts must have been read when this returns.
 
         Returns:
-          By its address, how many orders each host must have read before it begins this window.
+          The number of orders that each host must have read before it begins this window, by the host's address.
         """
         self._begun = self._batches
         new = self._new(batches)
@@ -177,12 +182,12 @@ class Dispatcher:
             return {desk.address: desk.sent for desk in self._desks.values()}
 
     def decide(self, step: int) -> None:
-        """Waits until there are the groups of a step's batch, writes them to the journal, and tells all.
+        """Waits until a step's batch has its groups, records them in the journal, and tells all processes.
 
         Raises:
           BatchError: the prompts of the batch could not be read.
-          LateError: there were too few within the deadline.
-          ValueError: a group does not become what the journal says of it.
+          LateError: too few groups had ended within the deadline.
+          ValueError: a group has not become what the journal recorded of it.
         """
         end = time.monotonic() + self._deadline_s
         with self._given.lock:
@@ -204,20 +209,26 @@ class Dispatcher:
                 self._tell(step, [], [self._failed or 0])
                 return
             if self._clock.known(step) == step:
-                chosen.sort(key=lambda group: group.host)  # stable: one lease for each host
+                # The decision is new: a stable sort puts each host's groups side by side, so that each host has one
+                # lease. A repeated decision keeps the order of the journal.
+                chosen.sort(key=lambda group: group.host)
             self._open.decide(step, chosen)
             self._decided[step] = chosen
             self._tell(step, [group.key for group in chosen], [group.host for group in chosen])
 
     def counts(self, step: int) -> Mapping[str, float]:
-        """Returns the metrics of the queue when the batch of a step was decided."""
+        """Returns, once, the metrics of the queue at the time when the batch of a step was decided."""
         return self._open.counts(step)
 
     def state(self, step: int, first: int) -> Partial:
-        """Collects a part of the open groups when `first` steps are done: as many as the batch of `step` will have.
+        """Collects, for a checkpoint, as many open groups as the batch of a step will have.
 
-        The last batch that was begun in an earlier step has also those of prompts that were read for this one. Hosts
-        serve what they have at the begin of each window that a checkpoint is made in.
+        The last batch that was begun in an earlier step also gets the groups of the prompts that were read for this
+        step. Hosts offer the state of their groups at the start of each window in which a checkpoint is made.
+
+        Args:
+          step: step that trains on the batch.
+          first: number of steps done.
         """
         if self._by_tokens:
             return join([self._part(group, first) for group in self._open.groups if group.asked == step])
@@ -225,7 +236,7 @@ class Dispatcher:
             self._saved = (first, self._collected(first))
         return self._open.state(step, step - first, last=step == self._begun - 1, found=self._saved[1])
 
-    # Under the lock of the leases.
+    # Called under the lock of the leases.
 
     def _group(self, prompts: Prompts, number: int, asked: int, repeated: bool, origin: Partial | None) -> RemoteGroup:
         quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
@@ -235,15 +246,19 @@ class Dispatcher:
         return RemoteGroup(prompts, number, asked, repeated, origin, samples, self._at, quantum)
 
     def _ends(self, prompts: int) -> Sequence[int]:
-        """Cuts the prompts of a batch into groups, as equal as can be; returns 0 and the end of each group."""
+        """Cuts a number of prompts into groups; returns 0 and the end of each group.
+
+        Under the wall clock each prompt is a group; under the token clock group sizes differ by at most one prompt.
+        """
         if not self._by_tokens:
             return range(prompts + 1)
-        there = len(self._desks) or len(self._pod.seat.hosts.heads)  # before the first has come, as many as will
+        # Before the first host has come, the batch is cut for the rollout hosts of the configuration.
+        there = len(self._desks) or len(self._pod.seat.hosts.heads)
         count = min(self._shares or max(there, 1), prompts)
         return [i * prompts // count for i in range(count + 1)]
 
     def _chosen(self, step: int) -> list[RemoteGroup]:
-        """Returns the groups of a step's batch; none as long as it has to wait."""
+        """Returns the groups of a step's batch; an empty list as long as the batch has to wait."""
         if late := self._clock.stale_since(step, self._open.groups):
             self._open.ask_again(late, step, self._give_up)
             self._assign()
@@ -259,7 +274,7 @@ class Dispatcher:
             self._order(group.host, {"drop": [list(group.key)]})
 
     def _regroup(self) -> None:
-        """Notes who has come and who is lost, and gives what these had to others."""
+        """Notes which hosts have come and which are lost, and gives the groups of lost hosts to others."""
         self._give_again()
         self._given.lock.notify_all()
 
@@ -267,7 +282,8 @@ class Dispatcher:
         there = {host: self._pod.address(host) for host in self._given.members}
         for host in [host for host, desk in self._desks.items() if there.get(host) != desk.address]:
             self._drop(self._desks.pop(host), None)
-            self._failed = None if self._failed == host else self._failed  # others make what it could not
+            # The lost host was the one that could not go on: other hosts make its groups.
+            self._failed = None if self._failed == host else self._failed
         for host, address in there.items():
             self._desks.setdefault(host, _Desk(address, self._given.members[host]))
         for group in self._open.groups:
@@ -288,7 +304,7 @@ class Dispatcher:
         self._assign()
 
     def _assign(self) -> None:
-        """Gives the groups that nobody makes to the hosts with the least to do."""
+        """Gives the groups that no host makes to the hosts with the fewest unfinished groups."""
         if not self._desks:
             return
         load, new = dict.fromkeys(sorted(self._desks), 0), {}
@@ -303,8 +319,9 @@ class Dispatcher:
             self._give(host, groups)
 
     def _give(self, host: int, groups: Sequence[RemoteGroup], *, taken: bool = False) -> None:
-        """Has a host make groups; `taken`: a batch holds them already, and they have to become the same again."""
-        for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):  # joined they gain fields
+        """Orders a host to make groups; `taken`: a batch holds them already, so they must become the same again."""
+        # One order per set of fields: join() gives every prompt the fields of all others, as None.
+        for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):
             self._give_alike(host, list(alike), taken)
 
     def _give_alike(self, host: int, groups: Sequence[RemoteGroup], taken: bool) -> None:
@@ -318,7 +335,11 @@ class Dispatcher:
         self._order(host, {"partial": whole.value, "groups": said}, whole.arrays)
 
     def _becomes(self, group: RemoteGroup, taken: bool) -> dict[str, Any]:
-        """Returns what a host must know to make a group what it is to become."""
+        """Returns the part of an order that says how a group is drawn.
+
+        `record`: the journal's entry that the group must become, or None. `since`: the first version of the weights
+        that the host plays the group under.
+        """
         if self._by_tokens:
             since = self._start if group.origin is not None else group.since
             return {"record": None, "since": since}
@@ -333,13 +354,13 @@ class Dispatcher:
         desk.sent += 1
 
     def _drop(self, desk: _Desk, read: int | None) -> None:
-        """Stops offering orders that a host has read; all of them where it is lost."""
+        """Stops offering the first `read` orders to a host; all orders if `read` is None, as the host is lost."""
         for number in range(desk.dropped, desk.sent if read is None else read):
             self._pod.channel.drop(order(desk.address, number))
             desk.dropped = number + 1
 
     def _forget(self) -> None:
-        """Frees what belongs to batches that all trainers have."""
+        """Frees the memory of batches that all trainers have."""
         for step in [step for step in self._decided if self._given.task(leases.batch(step)) is None]:
             del self._decided[step]
         self._clock.forget(self._at)
@@ -347,7 +368,7 @@ class Dispatcher:
         self._given.passed(min([self._at, *self._decided]), heard)
 
     def _on_told(self, message: Message) -> Message:
-        """Notes, on the channel's thread, what a host says of its groups."""
+        """Notes a host's report about its groups; runs on the channel's thread."""
         said = message.value
         with self._given.lock:
             host = next((host for host, desk in self._desks.items() if desk.address == said["address"]), None)
@@ -382,10 +403,10 @@ class Dispatcher:
             "stacks), add a host (docs/hosts.md), or raise log.stall_s."
         )
 
-    # Not under it.
+    # Called without the lock.
 
     def _new(self, batches: int) -> list[Prompts]:
-        """Reads the prompts of new batches; `batches` is how many are asked for in all."""
+        """Reads prompts until `batches` batches have been read since the start of the run; keeps an error for later."""
         new: list[Prompts] = []
         while self._unread is None and self._batches + len(new) < batches:
             try:
@@ -395,10 +416,10 @@ class Dispatcher:
         return new
 
     def _part(self, group: RemoteGroup, at: int) -> Partial:
-        """Waits for what the group's host, whoever that is, has of it at the begin of a window.
+        """Fetches the state of a group at the start of a window, from whichever host has the group by then.
 
         Raises:
-          LateError: there was no host within the deadline.
+          LateError: no host had the group within the deadline.
         """
         key, end = part_of(at, group.key), time.monotonic() + self._deadline_s
         while True:
@@ -413,11 +434,11 @@ class Dispatcher:
             time.sleep(_AGAIN_S)
 
     def _has_moved(self, host: int, desk: _Desk) -> Callable[[], bool]:
-        """Returns what tells whether a host is lost, or another process is in its place."""
+        """Returns a function that tells whether a host is lost, or another process has taken its place."""
         return lambda: self._desks.get(host) is not desk
 
     def _collected(self, at: int) -> dict[tuple[int, int], Partial]:
-        """Collects what hosts have of their groups at the begin of a window."""
+        """Collects the state of all groups at the start of a window; hosts that are lost meanwhile are left out."""
         with self._given.lock:
             asked = {host: desk for host, desk in self._desks.items() if desk.since < at}
         found: dict[tuple[int, int], Partial] = {}
@@ -432,17 +453,22 @@ class Dispatcher:
 
 
 def order(address: str, number: int) -> str:
-    """The channel's key of an order to the host at an address."""
+    """Returns the channel's key of an order to the host at an address; `number` counts its orders from 0."""
     return f"orders/{address}/{number}"
 
 
 def part_of(step: int, group: tuple[int, int] | None = None) -> str:
-    """The channel's key of what a host has when a step is done: of a group, or joined of all."""
+    """Returns the channel's key of a host's state after a step: the state of one group, or of all groups joined."""
     return f"groups@{step}" if group is None else f"group/{group[0]}/{group[1]}@{step}"
 
 
 def parts_of(message: Message, prompts: Sequence[int] = ()) -> list[Partial]:
-    """Unpacks groups that were joined in one message; `prompts` says how many each has, which is one by default."""
+    """Unpacks groups that were joined in one message.
+
+    Args:
+      message: the joined groups.
+      prompts: number of prompts of each group; empty if every group has one prompt.
+    """
     whole = of_message(message)
     ends = np.cumsum([0, *(prompts or [1] * len(whole.prompts.length_P))])
     return [cut(whole, take_prompts(whole.prompts, np.arange(i, j)), int(i)) for i, j in itertools.pairwise(ends)]

@@ -31,9 +31,9 @@ _log = logging.getLogger("podrl.hosting")
 
 
 class HostRollouts:
-    """Runs on a rollout host: receives weights, makes and scores the groups it is given, serves them to the trainers.
+    """Runs on a rollout host: receives weights, makes and scores the groups it is ordered to, serves them to trainers.
 
-    Evaluations it makes by leases, of which some come late, from a host that was lost.
+    It also evaluates held-out prompts, by leases. Some leases come late, from a host that was lost.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class HostRollouts:
         mode: Mode = "whole",
         last: int | None = None,
     ):
-        """Nothing runs yet.
+        """Stores the collaborators and begins to answer requests for rows; samples nothing yet.
 
         Args:
           cluster: the cluster with this host's part of the rollout mesh.
           run: signals and the watchdog; writes nothing.
-          pod: the job's processes, all there.
-          accord: this process's accord.
-          generate: a podrl.learner.generation.Generator; None where `submit` is never called.
-          evaluator: evaluator on the held-out prompts.
-          deadline_s: the longest wait for any of the other processes.
-          mode: see Mode.
-          last: the step after which hosts go; None for none.
+          pod: the job's processes, all connected.
+          accord: agreement with the leader on continuing or stopping after each step.
+          generate: a podrl.learner.generation.Generator; None if `submit` is never called.
+          evaluator: scores the policy on the held-out prompts; None disables evaluation.
+          deadline_s: the longest wait for another process, in seconds.
+          mode: the clock of the samples, 'wall', 'windows' or 'whole' (podrl.rollout.group_player.Mode).
+          last: last step of the job, after whose evaluation the hosts leave; None for no such step.
         """
         self._last = last
         self._cluster, self._run, self._pod, self._accord = cluster, run, pod, accord
@@ -82,22 +82,29 @@ class HostRollouts:
         )
         self._lock, self._closed = threading.Lock(), False
         self._tasks: set[str] = set()  # evaluations begun here
-        self._accepted: set[Lease] = set()
-        self._batches: dict[Lease, Experience] = {}
-        self._offered: list[tuple[int, str]] = []  # what checkpoints hold, with the step they were saved after
-        self._evaluations: list[tuple[int, str]] = []  # offered and not dropped yet, with their step
-        self._policy: Policy | None = None  # on the rollout mesh; of the thread
+        self._accepted: set[Lease] = set()  # leases of these evaluations that are begun
+        self._batches: dict[Lease, Experience] = {}  # parts of batches that trainers may fetch rows of
+        self._offered: list[tuple[int, str]] = []  # (step, key) of each offered state that a checkpoint after it holds
+        self._evaluations: list[tuple[int, str]] = []  # (step, key) of the scores that are offered
+        self._policy: Policy | None = None  # the policy on the rollout mesh; used on the rollout thread only
         self._replica = Head(pod, stops=run.stop) if pod.seat.hosts.replica > 1 else None
         if self._replica is not None and cluster.generates:
             cluster.rollout.tell = self._replica.tell
         pod.channel.serve("rows", self._rows)
 
     def enter(self) -> Mapping[str, Any]:
-        """Asks the leader to be let in; returns the point at which this host begins."""
+        """Asks the leader to let this host into the job.
+
+        Returns:
+          The leader's answer, with `step`, at which this host begins, and `evaluated`, the steps evaluated so far.
+        """
         return self._leases.enter()
 
     def resume(self, start: Start) -> Sequence[InFlight]:
-        """Begins to read what the leader gives; of the batches in a checkpoint it gives what is not made."""
+        """Begins to read the leader's orders and leases; returns no batch.
+
+        The unfinished groups of a checkpoint come to hosts as orders of the leader.
+        """
         self._leases.follow()
         if self._generates:
             self._player.follow()
@@ -115,7 +122,7 @@ class HostRollouts:
         taken = self._accord.taken
         self._player.agreed(step, self._accord.orders, taken)
         _drop_before(taken, self._offered, self._pod)
-        _drop_before(step, self._evaluations, self._pod)  # the leader has read it: its word came after
+        _drop_before(step, self._evaluations, self._pod)  # the leader read the scores before it sent word of this step
         with self._lock:
             done = {name for name in self._tasks if leases.is_over(name, taken)}
             self._tasks -= done
@@ -127,7 +134,7 @@ class HostRollouts:
             self._pod.channel.drop(lease.key("whole"))
 
     def _leave(self) -> None:
-        """Ends this process, which was asked to stop, and those of its replica; the others make what it has begun."""
+        """Ends this host and its replica after a stop signal; other hosts take over its groups."""
         if self._replica is not None:
             self._replica.tell("leave", ())
         self._pod.quit("it was asked to stop, and the job goes on without it", EXIT_PREEMPTED)
@@ -141,24 +148,25 @@ class HostRollouts:
 
     def move(self, step: int, *, in_place: bool) -> Policy:
         with self._run.watchdog.stage("publish"):
-            # Not on the thread, which may have to make what a lost host has not given to every trainer yet: without
-            # that the trainers cannot make these weights.
+            # This wait must not block the rollout thread. Some trainer may still miss groups of a lost host, which the
+            # rollout thread has to make again, and without them the trainers cannot make these weights.
             self._cluster.weights.await_version(step)
         self._player.end_window()
-        # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
+        # Runs after every batch in flight, so that one thread at a time enqueues on the rollout mesh.
         with self._run.watchdog.stage("publish"):
             return self._thread.submit(self._move, step, in_place).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        return Batch(self._player.begin, self.save)  # the leader reads the prompts, and gives them
+        return Batch(self._player.begin, self.save)  # the leader reads the prompts, and sends them as orders
 
     def next_batch(self) -> None:
-        """Reads nothing: rollout hosts train on no answers."""
+        """Does nothing: no rollout host trains on answers from data (SFT, DPO)."""
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        """Sends the evaluation of the held-out prompts that this host has leases of to the leader.
+        """Evaluates the held-out prompts of this host's leases, and offers the scores to the leader.
 
-        The last one it stays for until the leader has all of it: a host may be lost that has not made its share.
+        After the last evaluation the host stays until the leader has the scores of all hosts: another host may be lost
+        before it has made its share.
         """
         name = leases.evaluation(step)
         self._leases.await_task(name)
@@ -181,7 +189,7 @@ class HostRollouts:
     # Leases.
 
     def _accept(self, name: str) -> list[Lease]:
-        """Begins an evaluation; returns the leases that this host has of it. Later ones come to `_take_over`."""
+        """Begins an evaluation; returns this host's leases of it. Leases that come later go to `_take_over`."""
         with self._lock:
             self._tasks.add(name)
             mine = self._leases.mine(name)
@@ -189,7 +197,10 @@ class HostRollouts:
             return mine
 
     def _take_over(self, name: str) -> None:
-        """Serves its part of a batch; evaluates what a lost host was to, once it has begun that evaluation itself."""
+        """Serves this host's part of a batch, or evaluates leases of a lost host; called when a task's leases change.
+
+        Leases of an evaluation that has not begun here are left to `evaluate`.
+        """
         if leases.is_batch(name):
             self._player.told(name)
             return
@@ -205,17 +216,17 @@ class HostRollouts:
                 self._player.aside(functools.partial(self._score_again, lease))
 
     def _score_again(self, lease: Lease) -> None:
-        """Evaluates, on the thread, what another host was to evaluate."""
+        """Evaluates the lease of a lost host, on the rollout thread."""
         try:
             self._score(lease, Policy({}, leases.step_of(lease.task)))
         except BatchError:
-            return  # offered, as a reason
+            return  # `_score` has offered the error in place of the scores
         except BaseException as error:
             _log.exception("%s could not take over %s", self._pod.name, lease)
             self._pod.quit(f"shares {lease.first}-{lease.last - 1} of {lease.task} could not be taken over: {error}")
             raise
 
-    # On the thread.
+    # Called on the rollout thread.
 
     def _move(self, step: int, in_place: bool) -> Policy:
         if self._replica is not None:
@@ -224,13 +235,13 @@ class HostRollouts:
         return self._policy
 
     def _held(self, policy: Policy) -> Policy:
-        """Returns the policy of this version, moved again if another is in its place."""
+        """Returns the policy with the weights of this version, moved again if the mesh holds another version."""
         if self._policy is None or self._policy.version != policy.version:
             return self._move(policy.version, True)
         return self._policy
 
     def _score(self, lease: Lease, policy: Policy) -> None:
-        """Evaluates a share of the held-out prompts; more hosts than problems leave some without."""
+        """Evaluates one lease of the held-out prompts, which is empty if there are more shares than prompts."""
         assert self._evaluator is not None
         task = self._leases.task(lease.task)
         assert task is not None, lease
@@ -243,10 +254,10 @@ class HostRollouts:
         offer(self._pod, lease, made)
         self._evaluations.append((leases.step_of(lease.task), lease.key("scores")))
 
-    # What others ask for.
+    # Answers to requests of other processes.
 
     def _offer(self, lease: Lease, made: Any) -> None:
-        """Serves part of a batch to the trainers, or tells them why there is none."""
+        """Serves a part of a batch (an Experience) to the trainers, or the BatchError that says why there is none."""
         if isinstance(made, BatchError):
             for kind in ("whole", "header"):
                 self._pod.channel.put(lease.key(kind), codec.failure(made))
@@ -256,21 +267,21 @@ class HostRollouts:
             self._pod.channel.put(lease.key("header"), codec.header(made))
 
     def save(self) -> None:
-        """Serves what this host has of batches that are not whole yet to the leader, who saves it."""
+        """Offers the state of unfinished groups to the leader, which writes the checkpoint; at most once per step."""
         if self._saved != self._at:
             self._saved = self._at
             self._player.save()
 
     def _keep(self, at: int, name: str, message: Message) -> None:
-        """Serves what a checkpoint after a step holds."""
+        """Offers a state that the checkpoint after step `at` holds, under the channel's key `name`."""
         self._offered.append((at, name))
         self._pod.channel.put(name, message)
 
     def _rows(self, message: Message) -> Message:
-        """Answers, on the channel's thread, a request for rows of some samples of a part."""
+        """Answers a request for rows of some samples of a lease; runs on the channel's thread."""
         names, (first, last) = message.value["names"], message.value["part"]
         lease = Lease(message.value["task"], int(first), int(last), self._pod.seat.process)
-        if lease not in self._batches:  # lost with the process that this one is in the place of
+        if lease not in self._batches:  # the rows were lost with the process whose number this process took over
             return Message({"gone": True})
         if not set(names) <= set(codec.ALL_ROWS):
             raise ValueError(f"{names} are not all rows of a batch: {codec.ALL_ROWS} are")
@@ -278,7 +289,7 @@ class HostRollouts:
 
 
 def _drop_before(step: int, offered: list[tuple[int, str]], pod: Pod) -> None:
-    """Stops offering what belongs to earlier steps."""
+    """Stops offering messages of steps before `step`, and removes them from `offered`, a list of (step, key)."""
     for old in [each for each in offered if each[0] < step]:
         offered.remove(old)
         pod.channel.drop(old[1])

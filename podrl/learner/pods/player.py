@@ -20,16 +20,16 @@ from podrl.types import BatchError, Policy
 
 _log = logging.getLogger("podrl.hosting")
 _FOREVER_S = 1e9
-_TELL_EVERY = 4  # windows
+_TELL_EVERY = 4  # windows between two reports to the leader under the token clock
 
 
 class Player:
-    """Plays groups window after window, and serves those that batches hold.
+    """Plays groups window after window, and serves the groups that batches hold.
 
-    A window begins when the batch of its step is first asked for. By the wall clock it ends at the next dispatch
-    once the next weights are there, orders of the leader interrupt it, for a dispatch, and the leader is told which
-    groups have ended. By the clock of tokens a window ends when its samples have drawn what they may. Samples are
-    played on `thread`; batches by the wall clock are put together on another.
+    A window begins when the batch of its step is first asked for. Under the wall clock a window ends after the running
+    dispatch once the next weights have arrived; the leader's orders interrupt it after the running dispatch, and the
+    leader is told which groups have ended. Under the token clock a window ends when its samples have drawn their
+    tokens. Samples are played on `thread`; under the wall clock a second thread puts batches together.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Player:
           thread: the thread that uses the rollout mesh.
           pod: the job's processes.
           told: the leases as this host knows them.
-          mode: see Mode.
-          held: returns the weights of a policy's version, where others may have taken their place.
-          offer: serves a part of a batch, or why there is none.
-          keep: (step, key, message): serves what a checkpoint after a step holds.
-          taking: called before groups are begun that another host had.
-          deadline_s: the longest wait for the leader's orders.
+          mode: the clock of the samples, 'wall', 'windows' or 'whole' (podrl.rollout.group_player.Mode).
+          held: function that returns a policy with the weights of its version, moved again if the mesh holds others.
+          offer: function that serves a part of a batch, or the error that says why there is none.
+          keep: function of (step, key, message) that offers a state which the checkpoint after the step holds.
+          taking: function called before this host begins groups of a lost host.
+          deadline_s: the longest wait for the leader's orders, in seconds.
         """
         self._thread, self._pod, self._leases, self._mode = thread, pod, told, mode
         self._offer, self._keep, self._taking, self._deadline_s = offer, keep, taking, deadline_s
@@ -70,33 +70,38 @@ class Player:
             closed=lambda: self._closed,
         )
         self._serving = ThreadPoolExecutor(1, thread_name_prefix="podrl-serving")
-        self._more = threading.Condition()  # of the next eleven
-        self._orders: list[Message] = []  # not carried out yet
-        self._unfinished: int | None = None  # a window that is repeated, and has not come to its end
-        self._asides: list[Callable[[], None]] = []  # not done yet
-        self._read = 0  # orders that have come
-        self._at = 0  # the step that this host has come to
-        self._window: int | None = None  # the version that samples are drawn by now
+        self._more = threading.Condition()  # guards the next eleven attributes
+        self._orders: list[Message] = []  # orders that are not carried out yet
+        self._unfinished: int | None = None  # version of the newest window, until the window has come to its end
+        self._asides: list[Callable[[], None]] = []  # work for between two dispatches that is not done yet
+        self._read = 0  # number of orders that have come
+        self._at = 0  # the step that this host has reached
+        self._window: int | None = None  # version of the window that is open; None between windows
         self._closed = False
         self._owed: set[Lease] = set()  # parts of batches that are not served yet
-        self._known: set[Lease] = set()  # these, and those that were served
-        self._passed: list[tuple[int, int]] = []  # groups that all trainers have
-        self._groups: dict[tuple[int, int], OwnGroup] = {}  # by prompt and the step it was asked at; of the thread
-        self._clock_from = 0  # windows before that are repeated as they are recorded
-        self._policy: Policy | None = None  # of the next window
+        self._known: set[Lease] = set()  # parts of batches that are owed or were served
+        self._passed: list[tuple[int, int]] = []  # keys of groups that all trainers have
+        self._groups: dict[tuple[int, int], OwnGroup] = {}  # by `OwnGroup.key`; changed on the rollout thread only
+        self._clock_from = 0  # windows of earlier versions are repeated from the journal
+        self._policy: Policy | None = None  # policy of the next window
         self._failed: BatchError | None = None
         self._quiet = True  # the leader was told nothing since the window began
-        self._rested = 0  # windows that have come to their end
+        self._rested = 0  # number of windows that have come to their end
 
     def follow(self) -> None:
         """Begins to read the leader's orders."""
         threading.Thread(target=self._follow, name="podrl-orders", daemon=True).start()
 
     def agreed(self, step: int, orders: Mapping[str, int], taken: int) -> None:
-        """Waits for the orders that the leader has counted; trainers have all of the batches before `taken`.
+        """Waits for the leader's orders before a window, and notes which groups all trainers have.
+
+        Args:
+          step: number of steps done.
+          orders: number of orders that each host must have read, by the host's address.
+          taken: a step; every trainer host has all it needs of the batches before this step.
 
         Raises:
-          ChannelError: they did not come within the deadline.
+          ChannelError: the orders did not come within the deadline.
         """
         count = orders.get(self._pod.channel.address, 0)
         with self._more:
@@ -113,11 +118,11 @@ class Player:
                     self._passed += [(int(index), int(asked)) for index, asked in task.groups]
 
     def publish(self, policy: Policy) -> None:
-        """Gives the policy of the next window."""
+        """Sets the policy of the next window."""
         self._policy = policy
 
     def begin(self) -> None:
-        """Begins the window that belongs to the newest policy."""
+        """Begins the window of the newest policy, unless it has begun."""
         if self._policy is not None:
             with self._more:
                 self._window = self._unfinished = self._policy.version
@@ -126,19 +131,23 @@ class Player:
             self._policy = None
 
     def end_window(self) -> None:
-        """Has all samples rest, so that the thread is free to move weights."""
+        """Closes the window, so that the rollout thread comes free to move weights.
+
+        Under the wall clock samples stop after the running dispatch. Samples whose tokens in the window are fixed (the
+        token clock, repeated windows) draw them first.
+        """
         with self._more:
             self._player.end_window()
             self._window = None
 
     def aside(self, work: Callable[[], None]) -> None:
-        """Has the thread do something between two dispatches."""
+        """Has the rollout thread do `work` between two dispatches."""
         with self._more:
             self._asides.append(work)
             self._submit()
 
     def told(self, name: str) -> None:
-        """Serves what this host has of a batch that the leader has decided on, or given to it since."""
+        """Serves this host's parts of a batch; called when the leader has decided the batch, or has moved a part."""
         with self._more:
             news = set(self._leases.mine(name)) - self._known
             self._known |= news
@@ -147,28 +156,28 @@ class Player:
                 self._serving.submit(self._serve)
 
     def save(self) -> None:
-        """Serves what this host has of its groups between windows, for a checkpoint."""
+        """Offers the state of this host's groups between two windows, for a checkpoint."""
         self._thread.submit(self._save, self._at).result()
 
     def closing(self) -> None:
-        """Ends the threads' work, whatever it is."""
+        """Has both threads end their work as soon as they can."""
         with self._more:
             self._closed, self._window = True, None
 
     def close(self) -> None:
-        """Gives up what is open."""
+        """Ends both threads, and cancels every open group."""
         self.closing()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._serving.shutdown(wait=True, cancel_futures=True)
         self._give_up(list(self._groups))
 
     def _submit(self) -> None:
-        """Has the thread carry out orders and play on; under the lock."""
+        """Has the rollout thread carry out orders and play on; called under the lock."""
         if not self._closed:
             self._thread.submit(self._play, self._window)
 
     def _follow(self) -> None:
-        """Reads orders, one after the other."""
+        """Reads the leader's orders, one after the other; runs on a thread of its own."""
         address = self._pod.channel.address
         while True:
             key = order(address, self._read)
@@ -189,7 +198,7 @@ class Player:
                 self._more.notify_all()
                 self._submit()
 
-    # On the thread.
+    # Called on the rollout thread.
 
     def _save(self, at: int) -> None:
         groups = list(self._groups.values())
@@ -200,14 +209,14 @@ class Player:
             self._save_each([group for group in groups if group.asked > at], at)
 
     def _save_each(self, groups: Sequence[OwnGroup], at: int) -> None:
-        """Serves, by the clock of tokens, what there is of each group when a window begins."""
+        """Offers, under the token clock, the state of each group at the start of a window."""
         for group in groups:
             self._keep(at, part_of(at, group.key), group.part(at).message())
 
     def _play(self, version: int | None) -> None:
-        """Does what is asked aside, then plays a window until it ends or all samples rest, with the orders that come.
+        """Does the work of `aside`, carries out orders, and plays the window of a version until it ends or is closed.
 
-        A window that is repeated does not end before its samples are where they were then.
+        A window that is repeated from the journal ends only when its samples have drawn the recorded tokens.
         """
         try:
             while not self._closed:
@@ -228,7 +237,7 @@ class Player:
                 return
         except BatchError as error:
             self._failed = error
-            self._say(failed=True)  # the leader decides on a batch that says why there is none
+            self._say(failed=True)  # the leader then decides a batch without groups, whose lease serves the error
             self._serving.submit(self._serve)
         except BaseException as error:
             if not self._closed:
@@ -237,11 +246,11 @@ class Player:
             raise
 
     def _rests(self, version: int) -> bool:
-        """True where samples are to rest, because the window ends or something else is to be done before."""
+        """True if samples must stop: the window was closed, or orders or other work must be done first."""
         return self._hurried(version) or self._window != version
 
     def _hurried(self, version: int) -> bool:
-        """True where something is to be done before samples go on."""
+        """True if orders or other work must be done before samples go on."""
         due = any(one.value["window"] <= version for one in list(self._orders))
         return due or bool(self._asides) or self._closed
 
@@ -252,7 +261,7 @@ class Player:
             work()
 
     def _carry_out(self, version: int) -> None:
-        """Carries out the orders up to those for a window."""
+        """Carries out the orders of a version's window and of the windows before it."""
         with self._more:
             due = [one for one in self._orders if one.value["window"] <= version]
             self._orders = [one for one in self._orders if one.value["window"] > version]
@@ -285,7 +294,7 @@ class Player:
         )
 
     def _catch_up(self, version: int) -> None:
-        """Plays fixed groups, taken over from another host, through the windows before a version's."""
+        """Plays groups taken over from another host through the windows that they missed, up to a version's window."""
         late = [g for g in self._groups.values() if g.fixed and g.since < version and not g.ended]
         for before in range(min((group.since for group in late), default=version), version):
             self._save_late(late, before)
@@ -295,25 +304,29 @@ class Player:
             group.since = version
 
     def _save_late(self, groups: Sequence[OwnGroup], version: int) -> None:
-        """Serves, by the clock of tokens, what there is of groups when a window begins that a checkpoint may be of."""
+        """Offers the state of groups at the start of a window, if a checkpoint of that window may still be made.
+
+        Under the wall clock it does nothing.
+        """
         if self._mode == "windows" and version >= self._at - 1:
             self._save_each([group for group in groups if not group.ended], version)
 
     def _pass(self, version: int) -> None:
-        """Notes that fixed groups have been played to the end of a window."""
+        """Notes that all groups have been played to the end of a version's window."""
         for group in self._groups.values():
             group.since = max(group.since, version + 1)
 
     def _took(self) -> None:
-        """A sample has ended: tells the leader of groups that have, and serves what was waited for."""
+        """Called when a group may have ended: tells the leader, and serves parts of batches that are owed."""
         self._report()
         if self._owed:
             self._serving.submit(self._serve)
 
     def _report(self, *, last: bool = False) -> None:
-        """Tells the leader which groups have ended, and, if all rest (`last`), the oldest version that drew each.
+        """Tells the leader which groups have ended and, at the end of a window (`last`), the oldest version of each.
 
-        By the clock of tokens it needs neither, and is told at times what was read, for it to free that.
+        Under the token clock the leader needs neither. Every few windows it is told how many orders and changes of
+        leases were read, so that it can free them.
         """
         if self._mode != "wall":
             self._rested += last
@@ -344,10 +357,10 @@ class Player:
             if (group := self._groups.pop(key, None)) is not None:
                 self._player.give_up(group)
 
-    # On the thread that serves.
+    # Called on the serving thread.
 
     def _serve(self) -> None:
-        """Puts together and serves the parts of batches that are owed, and whose groups have all ended."""
+        """Puts together and serves the owed parts of batches whose groups have all ended."""
         try:
             for lease in list(self._owed):
                 self._serve_part(lease)
@@ -378,5 +391,5 @@ class Player:
 
 
 def _moved(order: Message) -> list[Mapping[str, Any]]:
-    """Lists what an order says of groups that a lost host had."""
+    """Lists the entries of an order that are about groups which a lost host had."""
     return [said for said in order.value.get("groups", ()) if said["moved"]]

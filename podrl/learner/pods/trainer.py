@@ -27,15 +27,15 @@ from podrl.runtime.message import Message
 from podrl.runtime.pod import MovedError, Pod
 from podrl.types import Experience, Policy
 
-_ASKING = 256  # hosts asked at a time
-_AGAIN_S = 0.05  # until the news is here of who has a lease now
+_ASKING = 256  # number of hosts asked at a time
+_AGAIN_S = 0.05  # pause after a lease has moved, until news of its new host may be here
 
 
 class RemoteRollouts:
     """Runs on a trainer host: receives batches from the rollout hosts and sends weights to them.
 
-    Every trainer host runs the same steps in the same order; the leader also tells the rollout hosts where to begin,
-    and collects what they measured.
+    Every trainer host runs the same steps in the same order. The leader also tells the rollout hosts at which step they
+    begin, and collects their evaluations.
     """
 
     def __init__(
@@ -55,24 +55,25 @@ class RemoteRollouts:
         whole: bool = False,
         group_size: int = 0,
     ):
-        """Nothing runs yet.
+        """Stores the collaborators, and makes the dispatcher on the leader; asks for nothing yet.
 
         Args:
           cluster: the cluster with this host's part of the trainer's mesh.
-          stream: the data; read where batches are given answers, and on the leader.
+          stream: the data; the leader reads prompts from it, and every trainer host reads answers from it (SFT, DPO).
           run: the watchdog.
-          pod: the job's processes, all there.
-          accord: this process's accord.
-          needed: (step, batch) -> samples whose rows this host's devices train on; None where `submit` is never called.
-          deadline_s: the longest wait for any of the rollout hosts.
-          clock: when weights change inside samples, and which groups make a batch, as the leader decides; None for the
-            wall clock on other hosts.
-          rows: the arrays of samples that training reads.
-          begun: (steps done) -> steps whose batches may be under way then.
-          prompts: number of prompts of a batch; 0 where batches are given answers.
-          whole: a batch is made in as many shares as the configuration has rollout hosts, whoever makes them: what is
-            made of a prompt may depend on the others of its share.
-          group_size: samples of a prompt.
+          pod: the job's processes, all connected.
+          accord: agreement of all processes to continue or stop after the same step.
+          needed: function (step, batch) -> samples whose rows this host's devices train on; None if `submit` is never
+            called.
+          deadline_s: the longest wait for a rollout host, in seconds.
+          clock: the leader's clock, which decides when weights change inside samples and which groups make a batch;
+            None under the wall clock on other hosts.
+          rows: names of the per-token arrays that training reads.
+          begun: function (steps done) -> steps whose batches may be under way then.
+          prompts: number of prompts per batch; 0 if batches are answers from data.
+          whole: True cuts a batch into as many shares as the configuration has rollout hosts, whichever hosts make
+            them, because the samples of a prompt may depend on the other prompts of its share.
+          group_size: number of samples per prompt.
         """
         self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
         self._needed, self._clock, self._deadline_s = needed, clock or ONE_WINDOW, deadline_s
@@ -93,13 +94,13 @@ class RemoteRollouts:
                 deadline_s=deadline_s,
                 read=self.next_batch,
             )
-        done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - for hosts that come from then on
+        done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - hosts that join later are told
         self._shares_apart = EvaluationShares(pod, deadline_s, accord.ending) if pod.leads and self._apart else None
         scores: Any = (self._given, deadline_s, self._scores, done)
         if (shares := self._shares_apart) is not None:
             scores = (shares, deadline_s, shares.collect, done, shares.wait)
         self._evaluations = GivenEvaluations(pod, *scores)
-        self._taken_over = 0  # leases, as far as metrics tell
+        self._taken_over = 0  # leases and groups taken over that the metrics have counted
         self._at = 0  # the step agreed on last
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="podrl-gather")
         self._start = Start(0, b"", (), set())
@@ -111,7 +112,7 @@ class RemoteRollouts:
                 partial = [batch for batch in start.pending if isinstance(batch, Partial)]
                 self._dispatcher.resume(start.step, partial, len(start.pending) - len(partial))
             self._given.serve(start.step, self._begins(start.step))
-        else:  # all evaluate after the same steps; metrics.jsonl is the leader's
+        else:  # only the leader has metrics.jsonl, and all trainer hosts must evaluate after the same steps
             with self._run.watchdog.stage("waiting for trainer 0 to restore"):
                 told = self._leases.enter()
             start.evaluated.clear()
@@ -155,24 +156,24 @@ class RemoteRollouts:
             return next(self._stream)
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
-        """Has other hosts evaluate, and joins their scores on the leader; errors as of `evaluated`."""
+        """Has other hosts evaluate, and joins their scores on the leader; raises what `evaluated` raises."""
         self.begin_evaluation(policy, step)
         made = self.evaluated(wait=True)
         return made and made[1:]
 
     def begin_evaluation(self, policy: Policy, step: int) -> None:
-        """Gives an evaluation to the rollout hosts, which have the weights, or to evaluation hosts, which pull them."""
+        """Begins an evaluation on the rollout hosts, which have the weights, or on evaluation hosts that pull them."""
         del policy
         if self._apart:
             self._cluster.weights.hold(step)
         self._evaluations.begin(step)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
-        """As podrl.learner.evaluations.hosts.GivenEvaluations.evaluated."""
+        """Returns the evaluation that was begun, like podrl.learner.evaluations.hosts.GivenEvaluations.evaluated."""
         return self._evaluations.evaluated(wait=wait)
 
     def unsaved(self) -> bool:
-        """True where a checkpoint would have to wait for an evaluation that the rollout hosts make no more."""
+        """True if a checkpoint would have to wait for an evaluation that the rollout hosts will not make any more."""
         return self._evaluations.unsaved()
 
     def _scores(self, name: str, deadline_s: float) -> list[Message]:
@@ -182,12 +183,13 @@ class RemoteRollouts:
         """Collects the batch of a step from all rollout hosts.
 
         Args:
-          step: whose batch.
-          everything: all rows and texts, not only what this host needs.
+          step: step that trains on the batch.
+          everything: whether all rows and texts are fetched, or only those that this host needs.
 
         Raises:
-          BatchError: a reward function, or too many samples, failed on one of them, or a service it asks was away.
-          ChannelError: one of them was late.
+          BatchError: a reward function or too many samples failed on a rollout host, or a service that a reward
+            function asks was away.
+          ChannelError: a rollout host did not answer within the deadline.
         """
         assert self._needed is not None
         name = leases.batch(step)
@@ -201,7 +203,7 @@ class RemoteRollouts:
             counts |= {} if self._dispatcher is None else self._dispatcher.counts(step)
             experience = dataclasses.replace(experience, counts={**experience.counts, **counts})
             if len(self._pod.seat.hosts.trainer) == 1:
-                self._given.forget([name])  # nobody asks for it again
+                self._given.forget([name])  # no other trainer host will ask for the batch
         self._clock.saw(step, longest_of(experience))
         return experience
 
@@ -219,14 +221,15 @@ class RemoteRollouts:
         return codec.with_texts(experience, headers) if texts else experience
 
     def traces(self, step: int) -> bool:
-        """True where this host writes a trace of the batch that step `step` trains on."""
+        """True if this host writes a trace of the batch that step `step` trains on."""
         traced = self._run.traced
         return self._pod.leads and traced is not None and traced.wants(step + 1)
 
     def drawn(self, step: int) -> Partial | None:
-        """Collects, on the leader, what the rollout hosts have of a batch at the begin of a window.
+        """Collects, on the leader, the unfinished state of a batch at the start of a window.
 
-        None where they have all of it.
+        Returns:
+          The state; None if the rollout hosts have the whole batch, or if this host is not the leader.
         """
         if self._dispatcher is None or not (self._clock.mode == "wall" or (self._clock.used and step > self._at)):
             return None
@@ -256,7 +259,7 @@ class RemoteRollouts:
             value = {"task": lease.task, "part": [lease.first, lease.last], "names": list(names)}
             request, moved = Message(value, {"chosen": mine - starts[lease]}), self._moved(lease)
             found = self._pod.call(lease.host, "rows", request, self._deadline_s, moved=moved)
-            if found.value is not None:  # another process is in that one's place
+            if found.value is not None:  # a new process has taken the host's place, and the rows are lost
                 raise MovedError(lease.task)
             return mine, found
 
@@ -265,7 +268,7 @@ class RemoteRollouts:
                 codec.fill_rows(experience, *fetched)
 
     def _collect(self, task: str, ask: Callable[[list[Lease]], Any]) -> Any:
-        """Asks the hosts that have a task's leases, again from the start where one of these changes hands."""
+        """Calls `ask` with a task's leases; starts again when one of the leases moves to another host."""
         while True:
             held = self._leases.held(task)
             try:
@@ -284,7 +287,7 @@ class RemoteRollouts:
         return list(self._asking.map(ask, held))
 
     def _begins(self, step: int) -> Callable[[], dict[str, Any]]:
-        """Returns what makes the answer to a process that enters the job at a step."""
+        """Returns a function that makes the answer to a process that joins the job at a step."""
         return lambda: {"step": step, "evaluated": sorted(self._start.evaluated)}
 
 
@@ -292,22 +295,23 @@ class RemoteBatch:
     """A batch that the rollout hosts are making."""
 
     def __init__(self, rollouts: RemoteRollouts, step: int, *, whole: bool):
-        """Starts nothing; `whole`: this host's copy is the one that checkpoints hold."""
+        """Starts nothing; `whole`: whether this host's copy is the one that goes into checkpoints."""
         self._rollouts, self._step, self._whole = rollouts, step, whole
         self._experience: Experience | None = None
         self._complete = False
 
     def result(self) -> Experience:
-        """Waits for the batch, with the rows of this host's devices; with all where this host writes its trace."""
+        """Waits for the batch and returns it with this host's rows, or with all rows if this host writes its trace."""
         if self._experience is None:
             self._complete = self._rollouts.traces(self._step)
             self._experience = self._rollouts.gather(self._step, everything=self._complete)
         return self._experience
 
     def complete(self) -> Experience | Partial:
-        """Waits for the batch with all its rows and texts, on the leader: other hosts' copies are not written.
+        """Returns the content of a checkpoint: on the leader the batch with all rows and texts.
 
-        A batch that is made in windows is not waited for: what there is of it is enough.
+        An unfinished batch that is made in windows is not waited for; its state is returned as a Partial. Other hosts'
+        copies are not written, so they need no more than `result`.
         """
         if not self._whole:
             return self.result()
