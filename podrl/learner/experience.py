@@ -21,21 +21,21 @@ from podrl.runtime.message import Message
 from podrl.runtime.service import ServiceError
 from podrl.types import NO_EPISODE, SOURCE, TOKENS, BatchError, Experience, LeftOut, Prompts, Rollouts, blank_columns
 
-ROUTES = "route_BTX"  # where routes are recorded
+ROUTES = "route_BTX"  # exists only if routes are recorded
 ALL_ROWS = (*(f"{name}_BT" for name in TOKENS), ROUTES)
-NEEDED_ROWS = ("tokens_BT", "logprob_BT", ROUTES)  # what training reads
-TRAINED_FIELDS = (SOURCE, TEACHER_PROMPT)  # of prompts: what training reads
-AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # and where it tells tokens apart by age
+NEEDED_ROWS = ("tokens_BT", "logprob_BT", ROUTES)  # per-token arrays that training reads
+TRAINED_FIELDS = (SOURCE, TEACHER_PROMPT)  # fields of prompts that training reads
+AGED_ROWS = (*NEEDED_ROWS, "version_BT")  # arrays that training reads if it tells tokens apart by age
 
 
 def share_of(prompts: Prompts, index: int, count: int) -> Prompts:
-    """Cuts the contiguous share `index` of `count` from a batch."""
+    """Cuts the contiguous share `index`, from 0, of `count` nearly equal shares from a batch."""
     bounds = np.linspace(0, len(prompts.length_P), count + 1).astype(int)
     return take_prompts(prompts, np.arange(bounds[index], bounds[index + 1]))
 
 
 def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"]) -> Rollouts:
-    """Selects the samples of some prompts, in the order given."""
+    """Selects the samples of some prompts, in the order of `groups_P`, and numbers their groups anew from 0."""
     chosen = _rows_of(rollouts, groups.rows_of(rollouts.group_B, groups_P))
     sizes = [np.count_nonzero(rollouts.group_B == p) for p in groups_P]
     chosen["group_B"] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
@@ -43,7 +43,7 @@ def select(rollouts: Rollouts, groups_P: Int[np.ndarray, " P"]) -> Rollouts:
 
 
 def places(rollouts: Rollouts, chosen: slice) -> Rollouts:
-    """Selects some places of every group of samples."""
+    """Selects some members of every group; `chosen` slices their numbers within the group, from 0."""
     member_B = groups.member_of(rollouts.group_B)
     wanted = np.arange(member_B.max(initial=-1) + 1)[chosen]
     return dataclasses.replace(rollouts, **_rows_of(rollouts, np.flatnonzero(np.isin(member_B, wanted))))
@@ -63,8 +63,8 @@ def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
     """Concatenates the samples of consecutive prompts of one batch.
 
     Args:
-      parts: samples of the first prompts, of the next ones, ...; rows of one width.
-      prompts: the batch they were taken from.
+      parts: samples of consecutive prompts, the first prompts of the batch first; all rows have one width.
+      prompts: prompts of the batch, of which the parts may be the first ones only.
     """
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
@@ -84,7 +84,12 @@ def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
 
 
 def joined_groups(parts: Sequence[Int[np.ndarray, " B"]], prompts: Sequence[int]) -> Int[np.ndarray, " B"]:
-    """Joins the indexes of parts whose prompts, so many of each, are joined in the same order."""
+    """Joins the group numbers of parts whose prompts are joined in the same order.
+
+    Args:
+      parts: row of each sample's prompt, for each part.
+      prompts: number of prompts of each part.
+    """
     firsts = np.cumsum([0, *prompts[:-1]])
     return np.concatenate([part + first for part, first in zip(parts, firsts, strict=True)]).astype(np.int32)
 
@@ -122,7 +127,7 @@ def header(experience: Experience) -> Message:
 
 
 def texts(experience: Experience) -> Message:
-    """Prompts, their fields, the completions and what passed between samples and environments."""
+    """Packs prompts, their fields, completions, and the episodes of samples with their environments."""
     prompts = experience.rollouts.prompts
     value = {
         "text": list(prompts.text),
@@ -140,17 +145,23 @@ def whole(experience: Experience) -> Message:
 
 
 def rows(experience: Experience, chosen: Int[np.ndarray, " n"], names: Sequence[str]) -> Message:
-    """Packs per-token values of some samples, one after the other without padding; of those that there are."""
+    """Packs per-token values of some samples, one sample after the other without padding.
+
+    Args:
+      experience: the batch.
+      chosen: numbers of the samples.
+      names: fields of Rollouts to pack; a field that is None is left out.
+    """
     keep_nT = _real(experience.rollouts.length_B[chosen], experience.rollouts.tokens_BT.shape[1])
     values = {name: getattr(experience.rollouts, name) for name in names}
     return Message(None, {name: x_BT[chosen][keep_nT] for name, x_BT in values.items() if x_BT is not None})
 
 
 def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL_ROWS) -> Experience:
-    """Builds the whole batch from every rollout host's header, in their order; rows and texts are still empty.
+    """Builds a whole batch from the headers of its shares; rows and texts are still empty.
 
     Args:
-      headers: headers of the hosts' shares.
+      headers: headers of the shares, in the order of the batch.
       pad_id: token id that pads the samples' rows.
       names: the rows that `fill_rows` will write; the others are blank views, which take no memory.
     """
@@ -195,7 +206,13 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
 
 
 def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Message) -> None:
-    """Writes received per-token rows into the batch, in place."""
+    """Writes received per-token rows into the batch, in place.
+
+    Args:
+      experience: the batch, whose written fields `assemble` named.
+      chosen: numbers of the samples in the batch, in the order of the message.
+      message: the answer of `rows`.
+    """
     rollouts = experience.rollouts
     keep_nT = _real(rollouts.length_B[chosen], rollouts.tokens_BT.shape[1])
     row_X, column_X = np.nonzero(keep_nT)
@@ -204,9 +221,14 @@ def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Me
 
 
 def fill_prompts(experience: Experience, held: Int[np.ndarray, " n"]) -> None:
-    """Writes the prompts of samples whose rows are here into the others of their groups, in place.
+    """Copies prompt tokens from samples whose rows were received to the others of their groups, in place.
 
-    Packing has the samples of a prompt share its tokens, also in rows of other hosts, which are not sent anywhere.
+    Packing compares the prompt tokens of all samples of a group that share them. Some of these samples train on other
+    hosts, so their rows are not sent to this host.
+
+    Args:
+      experience: the batch.
+      held: numbers of the samples whose rows were received.
     """
     tokens_BT, length_P = experience.rollouts.tokens_BT, experience.rollouts.prompts.length_P
     group_B, held_B = experience.rollouts.group_B, np.isin(np.arange(len(tokens_BT)), held)
@@ -218,7 +240,7 @@ def fill_prompts(experience: Experience, held: Int[np.ndarray, " n"]) -> None:
 
 
 def with_texts(experience: Experience, messages: Sequence[Message]) -> Experience:
-    """Adds every rollout host's texts to the batch, in their order."""
+    """Adds the texts of every share to the batch; `messages` are in the order of the batch."""
 
     def joined(name: str) -> list[Any]:
         return [item for message in messages for item in message.value[name]]
@@ -239,7 +261,11 @@ def with_texts(experience: Experience, messages: Sequence[Message]) -> Experienc
 
 
 def dump(batches: Sequence[Experience | Partial]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Turns batches into checkpoint content: (JSON part of each, all arrays keyed by batch, part and name)."""
+    """Turns batches into checkpoint content.
+
+    Returns:
+      The JSON value of each batch, and all arrays, keyed by 'BATCH.PART.NAME'.
+    """
     host, arrays = [], {}
     for i, batch in enumerate(batches):
         parts = {"partial": batch.message()} if isinstance(batch, Partial) else _parts(batch)
@@ -254,7 +280,7 @@ def _parts(experience: Experience) -> dict[str, Message]:
 
 
 def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pad_id: int) -> list[Any]:
-    """Restores the batches that `dump` stored; `pad_id` as in the samples' rows."""
+    """Restores the batches that `dump` stored; `pad_id` is the token id that pads the samples' rows."""
 
     def part(i: int, name: str) -> Message:
         prefix = f"{i}.{name}."
@@ -275,7 +301,7 @@ def load(host: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray], pa
 def content(
     host: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, pad_id: int
 ) -> tuple[bytes, dict[str, Any], list[Any]]:
-    """Splits a checkpoint's content: (data stream's state, controllers' state, batches in flight).
+    """Splits a checkpoint's content into (data stream's state, controllers' state, batches in flight).
 
     Raises:
       KeyError, TypeError, AttributeError, ValueError: `host` is not what a recorder saved.
@@ -284,12 +310,17 @@ def content(
 
 
 def failure(error: BatchError) -> Message:
-    """Tells the trainer hosts why there is no batch, or no evaluation."""
+    """Packs, for the trainer hosts, the reason why there is no batch or no evaluation."""
     return Message({"error": str(error), "away": isinstance(error, ServiceError)})
 
 
 def raise_failure(messages: Sequence[Message]) -> None:
-    """Raises the first failure among what the rollout hosts sent."""
+    """Raises the first error that a rollout host sent in place of its share.
+
+    Raises:
+      RewardServiceError: a service that a reward function asks was away.
+      BatchError: the share could not be made for another reason.
+    """
     for message in messages:
         if "error" in message.value:
             error = RewardServiceError if message.value["away"] else BatchError
@@ -306,26 +337,26 @@ def _unpacked(message: Message, width: int) -> np.ndarray:
 
 
 def _group(message: Message) -> np.ndarray:
-    """The prompt of each sample; old checkpoints, which do not say it, have equally many samples of each."""
+    """Returns the row of each sample's prompt; an old checkpoint without it has equally many samples per prompt."""
     prompts, samples = len(message.arrays["length_P"]), len(message.arrays["length_B"])
     return message.arrays.get("group_B", groups.complete(prompts, samples // max(prompts, 1)))
 
 
 def _fields(headers: Sequence[Message]) -> dict[str, Sequence[Any]]:
-    """The fields of prompts that every trainer host needs; no field that no host's prompts have."""
+    """Joins the fields of prompts that training reads; a host's prompts without a field that others have get None."""
     given = [(h.value.get("fields", {}), [None] * len(h.arrays["length_P"])) for h in headers]
     names = dict.fromkeys(name for fields, _ in given for name in fields)
     return {name: [value for fields, none in given for value in fields.get(name, none)] for name in names}
 
 
 def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:
-    """Why samples left the loss; in an old checkpoint, which does not say it, one without tokens has lost its group."""
+    """Returns each sample's LeftOut code; in an old checkpoint without codes, GROUP if the sample's mask is empty."""
     silent_B = np.where(mask_BT.any(axis=1), LeftOut.NOT, LeftOut.GROUP).astype(np.int32)
     return message.arrays.get("lost_B", silent_B)
 
 
 def _write_pieces(rollouts: Rollouts, messages: Sequence[Message]) -> None:
-    """Numbers the pieces of samples by where they begin; an old checkpoint, which does not say it, has one each."""
+    """Numbers the pieces of samples from their first tokens; an old checkpoint without these has one piece each."""
     first = 0
     for message in messages:
         for b, t in message.value.get("pieces", ()):
@@ -343,7 +374,7 @@ def _turn_rewards(headers: Sequence[Message], rows: int, width: int) -> np.ndarr
 
 
 def _blank_routes(headers: Sequence[Message], rows: int, width: int) -> np.ndarray | None:
-    """Makes room for routes, none of them recorded; None where no part has any, as in old checkpoints."""
+    """Makes an array of zeros for the routes; None if no part has routes, as in old checkpoints."""
     size = max(h.value.get("route_bytes", 0) for h in headers)
     return np.zeros((rows, width, size), np.uint8) if size else None
 

@@ -33,14 +33,14 @@ class Making:
     """A batch that is made in windows.
 
     Attributes:
-      prompts: its batch of prompts, with those that dynamic sampling may take.
-      step: the step that trains on it.
-      player: its samples.
-      rewards: scores those that have ended.
-      given: number of these.
+      prompts: prompts of the batch, those in reserve for dynamic sampling included.
+      step: step that trains on the batch.
+      player: samples of the batch on the engine.
+      rewards: scores samples that have ended.
+      given: number of samples that have been passed to `rewards`.
       model_reward_B: the reward model's score of each sample; None until all samples have ended, and without a model.
       seconds: duration of the last window.
-      worked: metrics of the engine's work in it.
+      worked: metrics of the engine's work in the last window.
     """
 
     prompts: Prompts
@@ -53,8 +53,8 @@ class Making:
     worked: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-_LEAST_SHARE = 0.125  # of groups with a signal that is reckoned with
-_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # what a sample loses that leaves the loss
+_LEAST_SHARE = 0.125  # smallest share of groups with a signal that `_further` assumes
+_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays that are 0 for a sample that leaves the loss
 
 
 class Generator:
@@ -69,33 +69,42 @@ class Generator:
         *,
         spans: Spans | None = None,
     ):
-        """Of the cluster's samples, with the environment that they have; `spans` takes note of what happens when."""
+        """Stores the collaborators.
+
+        Args:
+          cluster: the cluster that samples.
+          rewards: the reward functions.
+          config: the algorithm's settings.
+          environment: settings of the samples' environment; None for no environment.
+          spans: records when sampling and scoring ran; None records nothing.
+        """
         environment = environment or EnvironmentConfig()
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
         self._greedy = config.estimator().needs_greedy
         beside = self._greedy and able(cluster.config.rollout_engine, "greedy_members")
-        self._beside = int(beside)  # greedy samples of each prompt that are drawn with the others, before them
+        self._beside = int(beside)  # number of greedy samples at the front of each group, drawn with the others
         self._sampling = dataclasses.replace(cluster.config.rollout().sampling(), greedy=1) if beside else None
         self._environment_weight, self._calls = environment.reward_weight, environment.calls_per_window
         self._spans = spans
-        self._worked: dict[str, float] = {}  # metrics of the engine's work for the batch that is made now
+        self._worked: dict[str, float] = {}  # metrics of the engine's work for the batch that is being made
         self._limit = cluster.config.rollout().max_tokens_to_generate
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
         """Samples and scores every prompt; with dynamic sampling, keeps the first groups whose rewards differ.
 
-        A group that is found to have no signal while others are sampled has its place taken at once. Which groups are
-        kept does not depend on when that is: they are the first ones with a signal in the order of the prompts.
+        When a group turns out to have no signal while others are sampled, a further prompt is sampled at once. The
+        groups that are kept do not depend on this timing: they are the first groups with a signal, in the order of the
+        prompts.
 
         Args:
-          prompts: `config.prompt_batches` batches; what dynamic sampling does not need of them is passed over.
+          prompts: prompts of `config.prompt_batches` batches; dynamic sampling leaves those that it does not need.
           policy: weights on the rollout mesh.
           step: part of every sample's random key.
 
         Raises:
-          BatchError: a reward function failed, or too many samples did.
+          BatchError: a reward function failed, or too many samples failed.
         """
         started, self._worked = time.monotonic(), {}
         if self._sees_signals():
@@ -116,7 +125,16 @@ class Generator:
     # In windows.
 
     def begin(self, prompts: Prompts, step: int, partial: Partial | None = None) -> Making:
-        """Opens a batch that several policies sample; `partial` is what it was in another process."""
+        """Opens a batch that is sampled under several policies.
+
+        Args:
+          prompts: prompts of `config.prompt_batches` batches.
+          step: part of every sample's random key.
+          partial: samples of the batch that another process began; None if there are none.
+
+        Raises:
+          ValueError: `partial` has another number of samples than the settings ask for.
+        """
         asked = self._asked(prompts)
         samples = len(asked.length_P) * (self._beside + self._group_size)
         if partial is not None and len(partial.samples) != samples:
@@ -140,9 +158,14 @@ class Generator:
         halt: Callable[[], bool] | None = None,
         took: Callable[[], None] = lambda: None,
     ) -> None:
-        """Plays batches under one policy until each sample has ended or drawn its quantum; None is without limit.
+        """Plays batches under one policy until each sample has ended or has drawn its tokens of this window.
 
-        `halt` as in RolloutWorker.advance; `took` is called when samples of a request have ended, and are scored.
+        Args:
+          makings: the batches, each with the number of tokens that a sample draws, None for all that it has left, or
+            with the points where its samples stop.
+          policy: weights on the rollout mesh.
+          halt: asked between dispatches, where True ends the call; None never ends it early.
+          took: called when samples of a batch have ended and all of them are with the reward functions.
         """
         started = time.monotonic()
         by_player = {id(making.player): making for making, _ in makings}
@@ -153,19 +176,25 @@ class Generator:
             making.given += 1
             if making.given == player.request.samples:
                 self._score_by_model(making)
-            if making.given == len(player.done):  # else others ended with it, and come next
+            if making.given == len(player.done):  # else more samples have ended at the same time, and come next
                 took()
         for making, _ in makings:
             making.seconds, making.worked = time.monotonic() - started, self._cluster.rollout.stats.metrics()
         self._note("rollout", started, makings[0][0].step)
 
     def finish(self, making: Making, policy: Policy) -> Experience:
-        """Completes a batch all of whose samples have ended; errors as when called."""
+        """Completes a batch all of whose samples have ended; raises what `__call__` raises."""
         made = self._gather([making], making.prompts, policy, making.step, making.seconds, making.worked)
         return noted(made, {"time/window": making.seconds})
 
     def gather(self, makings: Sequence[Making], step: int, seconds: float) -> Experience:
-        """Completes a batch of several requests, all of whose samples have ended; `seconds` are those it took."""
+        """Joins requests all of whose samples have ended into one batch; raises what `__call__` raises.
+
+        Args:
+          makings: the requests, in the order of the batch.
+          step: step that trains on the batch.
+          seconds: wall time that sampling the batch took.
+        """
         prompts = join_prompts([making.player.request.prompts for making in makings])
         return self._gather(makings, prompts, Policy({}, step), step, seconds, {})
 
@@ -186,7 +215,7 @@ class Generator:
     def _gathered(
         self, makings: Sequence[Making], prompts: Prompts, seconds: float
     ) -> tuple[Rollouts, np.ndarray, float]:
-        """Samples of the first of `prompts`, those of several requests, and as `_scored`."""
+        """Joins the samples of requests, whose prompts are the first of `prompts`; returns what `_scored` returns."""
         started = time.monotonic()
         try:
             parts = [self._cluster.rollout.rows(making.player, 0.0) for making in makings]
@@ -201,22 +230,25 @@ class Generator:
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
     def give_up(self, making: Making) -> None:
-        """Ends what a batch has under way."""
+        """Cancels the open samples of a batch, and the reward calls that have not begun."""
         making.player.abandon()
         making.rewards.cancel()
 
     def _index(self, prompts: Prompts, group_size: int = 0) -> np.ndarray:
-        """The index of the samples that are asked for, which are equally many of each prompt."""
+        """Returns the row of each sample's prompt, `group_B`, for equally many samples of each prompt."""
         return groups.complete(len(prompts.length_P), group_size or self._beside + self._group_size)
 
     def _asked(self, prompts: Prompts) -> Prompts:
-        """The prompts of a batch that are sampled first."""
+        """Returns the prompts of a batch that are sampled first; the others are in reserve for dynamic sampling."""
         return take_prompts(prompts, np.arange(len(prompts.length_P) // self._config.prompt_batches))
 
     def _completed(
         self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
     ) -> Experience:
-        """Replaces groups without a signal, and makes the rewards that the algorithm sees."""
+        """Replaces groups without a signal, and computes the rewards that the algorithm sees.
+
+        `first`: samples, rewards and scoring seconds of the prompts that were sampled first, as `_scored` returns them.
+        """
         rollouts, reward_FB, seconds = first
         counts: dict[str, float] = {}
         if self._config.dynamic_sampling:
@@ -254,7 +286,12 @@ class Generator:
     def _without_greedy(
         self, rollouts: Rollouts, reward_FB: np.ndarray
     ) -> tuple[Rollouts, np.ndarray, np.ndarray | None]:
-        """Takes the greedy samples out of their groups; returns their rewards, too, or None where there are none."""
+        """Takes the greedy samples out of the groups.
+
+        Returns:
+          The other samples; their rewards; the reward of each prompt's greedy sample, or None if no greedy samples were
+          drawn with the others.
+        """
         if not self._beside:
             return rollouts, reward_FB, None
         greedy_B = groups.member_of(rollouts.group_B) < self._beside
@@ -263,11 +300,15 @@ class Generator:
         return places(rollouts, slice(self._beside, None)), reward_FB[:, ~greedy_B], reward_P
 
     def _lost(self, rollouts: Rollouts, reward_B: np.ndarray, greedy_B: np.ndarray) -> np.ndarray:
-        """LeftOut codes of the samples that leave the loss: those that failed or have no reward, and their groups."""
+        """Returns each sample's LeftOut code: samples that failed or have no reward leave the loss with their groups.
+
+        A sample has no reward if its own reward is NaN, or the greedy reward of its prompt.
+        """
         unknown_B = np.isnan(reward_B) | np.isnan(greedy_B)
         found = {
             LeftOut.FAILED: rollouts.stop_B == STOP_FAILED,
-            LeftOut.OUT_OF_TIME: unknown_B & (rollouts.stop_B == STOP_DEADLINE),  # and so are all others of its group
+            # A sample out of time has the mean reward of its group's others; it is NaN if there are none.
+            LeftOut.OUT_OF_TIME: unknown_B & (rollouts.stop_B == STOP_DEADLINE),
             LeftOut.NO_REWARD: unknown_B,
         }
         own_B = np.select([*found.values()], [*found], LeftOut.NOT)
@@ -277,10 +318,11 @@ class Generator:
     def _scored(
         self, prompts: Prompts, policy: Policy, step: int, *, group_size: int = 0, sampling: Sampling | None = None
     ) -> tuple[Rollouts, np.ndarray, float]:
-        """Generates, and scores what has ended meanwhile.
+        """Samples prompts, and scores samples that have ended while others are still sampled.
 
         Returns:
-          Samples; the reward of each function, NaN for a failed sample; seconds of scoring after the last one ended.
+          The samples; each function's reward of each sample, (F, B), NaN for a failed sample; the seconds that scoring
+          took after the last sample had ended.
         """
         beside = 0 if group_size else self._beside
         group_size, sampling = group_size or beside + self._group_size, sampling or self._sampling
@@ -300,7 +342,7 @@ class Generator:
             batch.cancel()
 
     def _count_work(self) -> None:
-        """Adds what the engine counted in its last call to the batch's metrics, where it counts."""
+        """Adds the engine's counts of its last call to the batch's metrics, if the engine keeps counts."""
         if able(self._cluster.config.rollout_engine, "tells"):
             added = self._cluster.rollout.stats.metrics()
             self._worked = {name: self._worked.get(name, 0.0) + value for name, value in added.items()}
@@ -309,8 +351,8 @@ class Generator:
         """Scores samples that are not trained on: 'reward' as in training, 'reward/NAME' of each function.
 
         Args:
-          rollouts: samples, NaN being the reward of those that failed.
-          at_once: prompts whose samples reward functions are given together.
+          rollouts: the samples; a failed one gets the reward NaN.
+          at_once: number of prompts whose samples are one batch to the reward functions.
         """
         prompts_P = np.arange(len(rollouts.prompts.length_P))
         cuts = [select(rollouts, prompts_P[i : i + at_once]) for i in range(0, len(prompts_P), at_once)]
@@ -331,7 +373,16 @@ class Generator:
     def _end(
         self, batch: OpenBatch, b: int, stop: int, completion: str, episode: Mapping[str, Any], own: Sequence[int]
     ) -> None:
-        """Gives a sample to the reward functions; where it has an environment, with turns and the model's own words."""
+        """Passes a sample that has ended to the reward functions; with an environment, also turns and the model's text.
+
+        Args:
+          batch: the batch that the reward functions score.
+          b: number of the sample in the batch.
+          stop: reason why the sample ended.
+          completion: text of the sample after the prompt.
+          episode: record of the sample's episode.
+          own: token ids that the model sampled.
+        """
         said, text = {}, completion
         if self._cluster.partner is not None:
             text, words = scored_text(completion, episode), self._cluster.tokenizer.decode(own)
@@ -344,8 +395,8 @@ class Generator:
     def _score_by_model(self, making: Making) -> None:
         """Scores a batch whose samples have all ended with the reward model, on the thread that uses the rollout mesh.
 
-        By the wall clock another thread puts the batch together while the engine goes on. Programs that two threads
-        launch on the same devices could wait for each other.
+        Under the wall clock another thread puts the batch together while the engine goes on. If both threads launched
+        programs on the same devices, the programs could wait for each other.
         """
         if self._cluster.reward_model is not None:
             making.model_reward_B = self._model_rewards(self._cluster.rollout.rows(making.player, 0.0))
@@ -359,11 +410,12 @@ class Generator:
     def _scores(
         self, rollouts: Rollouts, batch: OpenBatch, model_reward_B: np.ndarray | None = None, *, beside: int = 0
     ) -> np.ndarray:
-        """Rewards of samples by every function, the reward model and their environments; NaN for a failed sample.
+        """Returns the rewards of samples, (F, B), by every function, the reward model and their environments.
 
-        The first `beside` samples of each group are no others of it.
+        A failed sample has NaN. A sample out of time has the mean of the others of its group, to which the first
+        `beside` samples, the greedy ones, do not belong.
         """
-        for b in batch.missing():  # of no tokens, or of an engine that does not tell
+        for b in batch.missing():  # samples without tokens, or all samples of an engine that does not report endings
             own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
             self._end(batch, b, rollouts.stop_B[b], rollouts.completions[b], rollouts.episodes[b], own)
         model_reward_B = self._model_rewards(rollouts) if model_reward_B is None else model_reward_B
@@ -376,13 +428,13 @@ class Generator:
         return of_the_others(np.concatenate(rows), rollouts.stop_B, apart(rollouts.group_B, beside))
 
     def _sees_signals(self) -> bool:
-        """True where the rewards of a group are all known while others are sampled."""
+        """True if all rewards of a group can be known while other groups are still sampled."""
         if not self._config.dynamic_sampling or self._cluster.reward_model or self._cluster.partner:
             return False
         return able(self._cluster.config.rollout_engine, "windows")
 
     def _refilling(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
-        """Samples a batch, and meanwhile further prompts in the place of groups that are found without a signal."""
+        """Samples a batch, and adds further prompts as soon as groups turn out to have no signal."""
         started = time.perf_counter()
         asked = wanted = len(self._asked(prompts).length_P)
         makings = [self._making(prompts, self._asked(prompts), step)]
@@ -392,7 +444,8 @@ class Generator:
                 making = next(making for making in makings if making.player is player)
                 self._take(making.rewards, sample, self._beside + self._group_size)
                 signal = np.concatenate([self._signals_known(making) for making in makings])
-                more = _further(signal, wanted, asked) if 2 * len(signal) >= wanted else 0  # fewer tell too little
+                # The share of groups with a signal is not trusted before half as many groups are known as are wanted.
+                more = _further(signal, wanted, asked) if 2 * len(signal) >= wanted else 0
                 if (end := min(asked + more, len(prompts.length_P))) > asked:
                     makings.append(self._making(prompts, take_prompts(prompts, np.arange(asked, end)), step))
                     players.append((makings[-1].player, None))
@@ -405,7 +458,7 @@ class Generator:
         return self._gathered(makings, prompts, time.perf_counter() - started)
 
     def _signals_known(self, making: Making) -> np.ndarray:
-        """Marks the groups whose rewards differ, of those of a request whose rewards are there."""
+        """Marks which groups have unequal rewards, among the groups of a request that are fully scored."""
         reward_FB, known_B = making.rewards.known()
         group_B = self._index(making.player.request.prompts)
         whole_B = ~groups.any_of(~known_B, group_B)
@@ -414,10 +467,10 @@ class Generator:
     def _refilled(
         self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
     ) -> tuple[Rollouts, np.ndarray, float, dict[str, float]]:
-        """Samples more prompts until `wanted` groups have differing rewards or no prompt is left (DAPO, eq. 11).
+        """Samples more prompts until a batch of groups has unequal rewards, or no prompt is left (DAPO, eq. 11).
 
-        As many prompts are asked at a time as the share of groups with a signal so far makes likely to be enough.
-        Places that stay open go to the first groups without a signal, which the loss ignores.
+        Each round samples as many prompts as are likely to be enough, by the share of groups with a signal so far. If
+        too few groups have a signal, the first groups without one fill the batch; the loss ignores them.
         """
         wanted = len(self._asked(prompts).length_P)
         parts, seconds = [first], first[2]
@@ -432,6 +485,7 @@ class Generator:
         rollouts = join([part[0] for part in parts], prompts)
         reward_FB = np.concatenate([part[1] for part in parts], axis=1)
         chosen = np.sort(np.concatenate([np.flatnonzero(signal)[:wanted], np.flatnonzero(~signal)])[:wanted])
+        # Groups after the last one kept do not count: how many there are depends on when rewards were known.
         drawn = int(chosen[-1]) + 1 if signal[chosen].all() else asked
         counts = {
             "dynamic_sampling/groups_drawn": float(drawn),
@@ -446,16 +500,16 @@ class Generator:
         return select(rollouts, chosen), reward_FB[:, rows_B], seconds, counts
 
     def _signal(self, reward_FB: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-        """Marks the groups whose rewards differ, in the order of the groups."""
+        """Marks the groups with unequal rewards, greedy samples aside, in the order of the groups."""
         own_B = groups.member_of(group_B) >= self._beside
         reward_B, group_B = self._rewards.combine(reward_FB[:, own_B]), group_B[own_B]
         return groups.spread(reward_B, group_B)[groups.first_of(group_B)] > 0
 
     def _greedy_rewards(self, prompts: Prompts, policy: Policy, step: int) -> tuple[np.ndarray, float]:
-        """Samples each prompt greedily, by an engine that cannot do so beside the other samples.
+        """Samples each prompt greedily, for an engine that cannot draw greedy samples together with others.
 
         Returns:
-          The reward of each prompt's completion, and the seconds it took.
+          The reward of each prompt's greedy completion, and the seconds that sampling and scoring took.
         """
         sampling = Sampling(
             temperature=0.0, max_new=self._limit, stop_strings=self._cluster.config.rollout().stop_strings
@@ -466,23 +520,35 @@ class Generator:
 
 
 def _further(signal: np.ndarray, wanted: int, asked: int) -> int:
-    """How many more groups make `wanted` with a signal likely, where some of those asked for are known."""
+    """Estimates how many more groups to sample to get `wanted` groups with a signal.
+
+    Args:
+      signal: whether rewards are unequal, for each group whose rewards are known.
+      wanted: number of groups with a signal to reach.
+      asked: number of groups sampled or being sampled, known or not.
+    """
     share = max(float(signal.mean()), _LEAST_SHARE) if len(signal) else 1.0
     lacking = wanted - int(signal.sum()) - share * (asked - len(signal))
     return max(0, math.ceil(lacking / share))
 
 
 def apart(group_B: np.ndarray, beside: int) -> np.ndarray:
-    """Gives the first `beside` samples of each group, which are greedy, a group of their own."""
+    """Gives the first `beside` samples of each group, the greedy ones, a group number of their own."""
     if not beside:
         return group_B
     return np.where(groups.member_of(group_B) < beside, group_B.max(initial=0) + 1 + group_B, group_B)
 
 
 def of_the_others(reward_XB: np.ndarray, stop_B: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-    """Rewards of samples out of time replaced by the mean of their group's others, which keeps the group's baseline.
+    """Replaces the reward of a sample out of time by the mean of its group's others, which keeps the group's baseline.
 
-    NaN where there are no others.
+    Args:
+      reward_XB: rewards of B samples; X stands for any leading axes.
+      stop_B: reason why each sample ended; STOP_DEADLINE marks a sample out of time.
+      group_B: group of each sample.
+
+    Returns:
+      Rewards; NaN for a sample out of time whose whole group is out of time.
     """
     late_B = stop_B == STOP_DEADLINE
     if not late_B.any():

@@ -19,11 +19,11 @@ class InFlight(Protocol):
     """A batch that is being made."""
 
     def result(self) -> Any:
-        """Waits for the batch, with the rows that this process trains on."""
+        """Waits for the batch and returns it, with the rows that this process trains on."""
         ...
 
     def complete(self) -> Any:
-        """Waits for the batch, with everything a checkpoint must hold."""
+        """Returns everything that a checkpoint must hold of the batch, which may be unfinished."""
         ...
 
 
@@ -32,9 +32,10 @@ class Start:
     """The point at which a run begins or resumes.
 
     Attributes:
-      step: steps done.
-      data_state: position of the data stream after the last batch of `pending`, or of the last step; b'' at the start.
-      pending: batches that were made for the next steps.
+      step: number of steps done.
+      data_state: position of the data stream after the last batch of `pending`, or after the last step's batch; b'' at
+        the start of a run.
+      pending: batches of the next steps, in their order, finished or not.
       evaluated: steps whose evaluation is in metrics.jsonl; grows with every evaluation of this process.
     """
 
@@ -54,8 +55,9 @@ class RolloutSource(Protocol):
     def publish(self, step: int) -> Policy:
         """Agrees with the job's other processes on continuing, and moves the trainer's weights as version `step`.
 
-        The weights are verified on arrival. They overwrite those published before, so that sampling waits: all batches
-        in flight are made first, or, where samples are made under several versions, all that this version has to draw.
+        The weights are verified on arrival. They overwrite the weights published before, so the move waits until
+        sampling pauses: until all batches in flight are made, or, if several versions may draw a sample, until the
+        window of the old version ends (podrl/rollout/clock.py).
         """
         ...
 
@@ -72,7 +74,7 @@ class Algorithm(Protocol):
         ...
 
     def rewards(self, experience: Any, scores: Any) -> tuple[Any, Mapping[str, Any]]:
-        """Computes token rewards, less the KL to the reference if it is in the reward; and metrics about them."""
+        """Computes token rewards, less the KL to the reference if it is in the reward; and metrics about rewards."""
         ...
 
     def advantages(self, experience: Any, scores: Any, rewards: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -80,7 +82,7 @@ class Algorithm(Protocol):
         ...
 
     def pack(self, step: int, experience: Any, scores: Any, advantages: Any) -> Sequence[Any]:
-        """Packs the batches of the step's updates into rows: passes over the samples x mini-batches."""
+        """Packs the batch into rows: one packed batch for each update, passes over the samples x mini-batches."""
         ...
 
     def update(self, step: int, batches: Sequence[Any]) -> Mapping[str, Any]:
@@ -96,11 +98,11 @@ class Recorder(Protocol):
         ...
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Names a stage for the watchdog, and times it as time/`name`."""
+        """Names a stage of the step for the watchdog, and times the stage as metric time/`name`."""
         ...
 
     def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
-        """Records a step; numbers are fetched and written one step late, so that nothing waits for the device."""
+        """Records a step; its metrics are fetched and written one step late, so that nothing waits for the device."""
         ...
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
@@ -123,9 +125,9 @@ class Schedule:
     Attributes:
       max_steps: the last step (`RLTrainingConfig.steps`).
       max_staleness: number of versions a batch's policy may be behind the trainer; 0 is strictly on-policy.
-      save_every: 0 saves only at the end and on preemption.
-      eval_every: updates; 0 evaluates only before and after.
-      updates_per_step: mini-batches x passes over them.
+      save_every: number of steps between checkpoints; 0 saves only at the end and on preemption.
+      eval_every: number of updates between evaluations; 0 evaluates only before and after training.
+      updates_per_step: number of optimizer updates per step, mini-batches x passes over them.
       section: configuration section of the algorithm, for messages.
     """
 
@@ -149,7 +151,7 @@ class Schedule:
 
     @property
     def updates(self) -> int:
-        """The updates of the whole run."""
+        """The number of optimizer updates of the whole run."""
         return self.max_steps * self.updates_per_step
 
     def begun(self, step: int) -> range:
@@ -171,7 +173,7 @@ def train(rollouts: RolloutSource, algorithm: Algorithm, recorder: Recorder, sch
     step, in_flight = start.step, collections.deque(rollouts.resume(start))
     submitted, saved = step + len(in_flight), step
     policy = rollouts.publish(step)
-    if step == 0 or schedule.evaluates(step):  # a run killed between saving and evaluating still owes it
+    if step == 0 or schedule.evaluates(step):  # a run killed between saving and evaluating still owes the evaluation
         recorder.evaluate(policy, step)
     while step < schedule.max_steps and not recorder.stopping():
         while submitted < schedule.begun(step).stop:

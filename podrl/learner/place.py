@@ -27,13 +27,13 @@ class Makes:
     """The samples and evaluations of a job, and how they are made.
 
     Attributes:
-      generate: makes experience of prompts, where this process generates.
-      evaluator: scores the policy on (this process's share of) held-out prompts, or None.
-      prompts: number of prompts of a batch that is generated.
-      group_size: number of samples of each prompt, a greedy one beside the others included.
-      whole: whether one host must make a share of a batch as a whole, because reward functions or dynamic sampling
-        compare its prompts.
-      curriculum: chooses the prompts; None where nothing does.
+      generate: makes experience from prompts; None if this process does not generate.
+      evaluator: scores the policy on (this process's share of) held-out prompts; None disables evaluation.
+      prompts: number of prompts per generated batch; 0 if batches are answers from data.
+      group_size: number of samples per prompt, a greedy sample drawn with the others included.
+      whole: True if one host must make a whole share of a batch, because reward functions or dynamic sampling
+        compare the prompts of a share.
+      curriculum: chooses the prompts by their past rewards; None without a curriculum.
     """
 
     generate: Generate | None
@@ -55,9 +55,20 @@ def place_of(
     *,
     given: bool,
 ) -> tuple[Any, Callable[[], bool]]:
-    """Makes the source of this process's batches; returns it, and what says that the run was asked to stop.
+    """Makes the source of this process's batches.
 
-    Arguments as of `fit`.
+    Args:
+      cluster: the models on their meshes.
+      stream: the data; None on hosts that read none.
+      run: run directory, signals and the watchdog.
+      schedule: steps at which the loop saves, evaluates and stops, and the staleness.
+      makes: the samples and evaluations of the job.
+      trained: the algorithm on a trainer host; None on a rollout host.
+      pod: the job's processes; None for a job of one process.
+      given: whether batches are answers from data (SFT, DPO), so that none is generated.
+
+    Returns:
+      The source, and a function that returns True once the run was asked to stop.
     """
     deadline_s = 4 * run.log_config.stall_s
     clock = _clock(cluster, schedule, run, pod, given=given)
@@ -111,10 +122,10 @@ def place_of(
 def _clock(
     cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, given: bool
 ) -> TokenClock | WallClock | None:
-    """Makes the clock of rollout.clock; None where it is the wall clock and another process keeps it.
+    """Makes the clock that `rollout.clock` names; None for the wall clock if another process keeps it.
 
     Raises:
-      ValueError: a run by the wall clock cannot be here.
+      ValueError: the wall clock has no run directory for its journal, or another engine than podrl's samples.
     """
     windows = able(cluster.config.rollout_engine, "windows")
     if given or cluster.config.rollout().clock == "tokens":
@@ -137,7 +148,7 @@ def evaluate_alone(cluster: RLCluster, evaluator: Any, run: Run, pod: Pod) -> in
 
 
 def share_spans(pod: Pod, run: Run) -> None:
-    """Has the spans of a pod's processes sent to the leader, which writes them; nobody waits for that."""
+    """Has each process of a pod send its spans to the leader, which writes them; no process waits for an answer."""
     run.spans.host = pod.name
 
     def received(message: Message) -> Message:

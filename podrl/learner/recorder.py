@@ -25,7 +25,7 @@ from podrl.rundir.run import Run
 from podrl.rundir.summary import brief, eval_records
 from podrl.types import Policy
 
-_CURRICULUM = "curriculum."  # what names of its arrays begin with in a checkpoint
+_CURRICULUM = "curriculum."  # prefix of the curriculum's arrays in a checkpoint
 # Scores a policy after a step: eval/* metrics and a few samples; None where another process has them.
 Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[dict[str, Any]]] | None]
 
@@ -38,11 +38,17 @@ class BesideTraining(Protocol):
         ...
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
-        """Returns (step, eval/* metrics, a few samples) of the one that was begun, once; None as long as it lasts."""
+        """Returns (step, eval/* metrics, a few samples) of the evaluation that was begun; None while it lasts.
+
+        Each evaluation is returned once.
+        """
         ...
 
     def unsaved(self) -> bool:
-        """True where one was begun that will not be ended after a failure: the last checkpoint begins it again."""
+        """True if the evaluation that was begun will not end, after a failure.
+
+        A run that resumes from the newest checkpoint then begins the evaluation again.
+        """
         ...
 
 
@@ -110,16 +116,16 @@ class Recorder:
         """Opens nothing yet.
 
         Args:
-          cluster: whose weights are saved.
-          stream: the data, whose position is.
+          cluster: the cluster whose weights are saved.
+          stream: the data, whose position is saved.
           run: files, checkpoints, and the watchdog.
-          schedule: when the loop does what.
-          report: the algorithm's report.
-          controllers: the algorithm's controllers.
-          evaluate: None for no evaluation.
-          beside: makes all evaluations but the last on evaluation hosts; None where training stops for them.
-          stopping: True if the run was asked to stop, the same in all processes of the job.
-          curriculum: the data's curriculum, where it has one.
+          schedule: steps at which the loop saves, evaluates and stops.
+          report: the algorithm's description of a step.
+          controllers: the algorithm's adaptive state.
+          evaluate: scores the policy on held-out prompts; None disables evaluation.
+          beside: evaluation hosts, which make all evaluations but the last; None if training stops for evaluations.
+          stopping: function that returns True once the run was asked to stop, in all processes of the job alike.
+          curriculum: the data's curriculum; None without one.
         """
         self._curriculum = curriculum
         self._cluster, self._stream, self._run, self._schedule = cluster, stream, run, schedule
@@ -127,13 +133,14 @@ class Recorder:
         self._evaluate, self._beside, self.stopping = evaluate, beside, stopping
         self._evaluated: set[int] = set()  # steps whose evaluation is in metrics.jsonl
         self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
+        # The step recorded last, until it is written: (step, host metrics, device metrics, time of its end).
         self._late: tuple[int, dict[str, float], Mapping[str, Any], float] | None = None
         self._progress: Progress | None = None
         self._examination = Examination(run.config)
         self._nonfinite = 0  # updates in a row that were skipped
         self._start, self._started, self._last = 0, time.monotonic(), time.monotonic()
         self._before: dict[str, float] = {}  # seconds of the stages before the first step
-        self._gauges: Gauges | None = None  # where this process writes metrics
+        self._gauges: Gauges | None = None  # None in processes that write no metrics
         self._compiled = 0.0  # seconds of compiling before this step
 
     def restore(self) -> Start:
@@ -163,7 +170,7 @@ class Recorder:
         self._run.open_metrics(step + 1 if step else 0, marks)
         earlier = read_metrics(self._run.workdir) if self._run.workdir is not None else []
         self._evaluated = {record["step"] for record in eval_records(earlier) if record["step"] <= step}
-        for record in earlier:  # whose warnings were said then
+        for record in earlier:  # their warnings were printed by an earlier start of the run
             self._examination.see(record)
         self._before = self._take_times()
         if self._run.leads:
@@ -203,7 +210,7 @@ class Recorder:
         if step == self._schedule.max_steps:
             self._flush()
         self._trained = (step, experience.data_state)
-        self._end_evaluation(wait=False)  # after that: where it fails, this step is saved, whose weights are here
+        self._end_evaluation(wait=False)  # after `_trained` is set: if the evaluation fails, `rescue` saves this step
 
     def _take_times(self) -> dict[str, float]:
         """Returns time/STAGE of each stage: seconds since the last call."""
@@ -213,7 +220,7 @@ class Recorder:
         if self._run.checkpoints is None:
             return
         assert self._trained is not None, "only what was trained is saved"
-        self._end_evaluation(wait=True)  # a run that resumes here has other weights
+        self._end_evaluation(wait=True)  # a run that resumes from here no longer has the weights it evaluates
         with self._run.watchdog.stage("checkpoint"):
             self._flush()
             done = [batch.complete() for batch in in_flight] if self._run.leads else []
@@ -230,21 +237,22 @@ class Recorder:
             self._run.tell_saved(self._run.saved_step())
 
     def rescue(self) -> None:
-        """Saves the steps done before a batch could not be scored; a resumed run draws that batch again."""
+        """Saves the steps done, when the next batch could not be scored; a resumed run draws that batch again."""
         if self._trained is None or self._run.checkpoints is None:
             return
         step, position = self._trained
         owed = self._beside is not None and self._beside.unsaved()
         with self._run.watchdog.stage("checkpoint"):
             self._run.checkpoints.wait()
-            # No position where batches are no part of the data: a journal is.
+            # Under the wall clock the position is empty while groups are open, and a checkpoint that holds no batch in
+            # flight would lose their prompts. The older checkpoint and the journal are resumed instead.
             if self._run.saved_step() < step and position and not owed:
                 self.save(step, [])
                 self._run.checkpoints.wait()
         self._run.console.print(f"Saved after step {self._run.saved_step()} in {self._run.place}.")
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        # Asked to stop, a run leaves its evaluation to the one that resumes it; the last step is worth the wait.
+        # A run that was asked to stop leaves its evaluation to the run that resumes it, but for that of the last step.
         postponed = self.stopping() and step < self._schedule.max_steps
         if self._evaluate is None or step in self._evaluated or postponed:
             return
@@ -256,24 +264,24 @@ class Recorder:
             return
         with self._run.watchdog.stage("evaluation"):
             found = self._evaluate(policy, step)
-        self._evaluated.add(step)  # not before: a host that enters meanwhile takes part
+        self._evaluated.add(step)  # only now: a host that joins during the evaluation must take part in it
         self._compiled = self._run.spans.compiled
         times = self._before | self._take_times()
         self._before = {}
         if found is not None:
             self._write_evaluation(step, *found, times)
         if step == self._schedule.max_steps:
-            self._run.spans.pass_on(step, last=True)  # no step follows that would
+            self._run.spans.pass_on(step, last=True)  # no later step passes these spans on
         self._last = time.monotonic()
 
     def _end_evaluation(self, *, wait: bool) -> None:
-        """Writes the evaluation made beside training, once it is made."""
+        """Writes the evaluation made on evaluation hosts, if its scores are there; `wait` waits for them."""
         if self._beside is None:
             return
         with self._run.watchdog.stage("evaluation"):
             made = self._beside.evaluated(wait=wait)
         if made is not None:
-            self._evaluated.add(made[0])  # not before: as below
+            self._evaluated.add(made[0])  # only now, as in `evaluate`
             self._write_evaluation(*made, times={})
 
     def _write_evaluation(
@@ -288,7 +296,7 @@ class Recorder:
         self._cluster.metrics.log(step, metrics)
         self._warn({"step": step, **metrics})
         if step == self._schedule.max_steps and self._run.workdir is not None:
-            return  # the table of the summary has it, beside the first evaluation
+            return  # the summary's table shows this evaluation beside the first one
         records = f" ({metrics['eval/records']:.0f} records)" if "eval/records" in metrics else ""
         self._run.console.print(f"Evaluation after step {step}{records}: {brief(metrics)}")
 
@@ -304,7 +312,7 @@ class Recorder:
             return
         step, host, device, ended = self._late
         self._late = None
-        with self._run.watchdog.stage("metrics"):  # the first to wait for an update that never ends
+        with self._run.watchdog.stage("metrics"):  # the fetch waits for the update, which may never end
             values = {**host, **self._report.finished(fetched_means(device))}
         values.update(self._cluster.metrics.take())
         if self._gauges is not None:
@@ -318,7 +326,7 @@ class Recorder:
         self._show(step, values)
 
     def _work(self) -> Work:
-        """The computing devices of this run."""
+        """Returns the devices and the sizes of the model that gauges compute utilisation from."""
         meshes = (self._cluster.actor_mesh, self._cluster.rollout_mesh)
         devices = {device for mesh in meshes for device in mesh.devices.flat}
         trainable = sum(leaf.size for leaf in jax.tree.leaves(self._cluster.state.params))
@@ -328,7 +336,7 @@ class Recorder:
         return Work(len(devices), peak, parameters, trainable, passes)
 
     def _warn(self, *records: Record) -> None:
-        """Prints what a check finds in records, once in a run: podrl/rundir/checks.py."""
+        """Prints the findings of podrl/rundir/checks.py in records, each once in a run."""
         for finding in (finding for record in records for finding in self._examination.see(record)):
             self._run.console.print(f"Warning: {finding}. It means: {finding.meaning}. Turn: {finding.key}.")
 
@@ -355,7 +363,7 @@ class Recorder:
                 self._schedule.updates_per_step,
             )
             self._started, self._start = time.monotonic(), step
-        done = step - self._start  # since the first step shown, which compiles and says nothing of the others
+        done = step - self._start  # the first step shown does not count: it compiles, so its time is untypical
         left = (time.monotonic() - self._started) / done * (self._schedule.max_steps - step) if done else None
         shown = {short: values[name] for name, short in self._report.watched() if name in values}
         named = {name for name, _ in self._report.watched()}
@@ -379,10 +387,10 @@ class HostRecorder:
 
         Args:
           run: signals and the watchdog; writes nothing.
-          schedule: the job's.
-          enter: asks the leader where this host begins.
-          evaluate: evaluation of this host's share of the held-out prompts; None for no evaluation.
-          stopping: True if the run was asked to stop, the same in all processes of the job.
+          schedule: steps at which the loop saves, evaluates and stops.
+          enter: function that asks the leader to let this host in, and returns the step at which this host begins.
+          evaluate: scores the policy on this host's share of the held-out prompts; None disables evaluation.
+          stopping: function that returns True once the run was asked to stop, in all processes of the job alike.
         """
         self._run, self._schedule = run, schedule
         self._enter, self._evaluate, self.stopping = enter, evaluate, stopping
@@ -432,12 +440,12 @@ def _in_table(name: str) -> bool:
 
 
 def _memory_peak() -> float | None:
-    """Most bytes that a device of this process held; None where the platform does not tell."""
+    """Returns the most bytes that a device of this process has held; None if the platform does not report it."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [found["peak_bytes_in_use"] for found in stats if found and "peak_bytes_in_use" in found]
     return max(peaks, default=None)
 
 
 def fetched_means(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Fetches metrics to the host, and averages those that are lists."""
+    """Fetches metrics to the host; a metric that is a list, over the step's updates, becomes its mean."""
     return {name: float(np.mean(value)) for name, value in jax.device_get(dict(metrics)).items()}
