@@ -13,20 +13,20 @@ def closed_answer(completion: str) -> str | None:
 
 
 def last_answer(completion: str) -> str | None:
-    """The text between the last pair of answer tags, or after the last opening tag where no pair is closed; or None."""
+    """The text in the last pair of answer tags, else the text after the last opening tag; None without such a tag."""
     closed = closed_answer(completion)
     _, opened, rest = completion.rpartition(_OPENED)
     return closed if closed is not None or not opened else rest
 
 
 def number_of(completion: str) -> numbers.Number | None:
-    """The number that a completion answers with; None where it has no answer tag, or no single number after it."""
+    """The number that a completion answers with; None if there is no answer tag, or no single number after the tag."""
     answer = last_answer(completion)
     return None if answer is None else numbers.read(answer)
 
 
 def is_right(answer: str | None, truth: str) -> bool:
-    """True if an answer gives the reference's number, or is the reference's text where that is no number."""
+    """True if an answer gives the number of the reference, or the text of the reference where it is no number."""
     if answer is None:
         return False
     wanted = numbers.of_reference(truth)
@@ -37,7 +37,7 @@ def is_right(answer: str | None, truth: str) -> bool:
 
 
 def vote(answer: str) -> str:
-    """The form in which answers are counted by a majority: '8', '8.0' and '8.' are one; so are '12%' and '12'."""
+    """The form in which a majority vote counts an answer: '8', '8.0' and '8.' are one vote; so are '12%' and '12'."""
     number = numbers.read(answer)
     return _words(answer) if number is None else str(number)
 

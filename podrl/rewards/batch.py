@@ -1,4 +1,4 @@
-"""Completions on their way to reward functions: scored while others of their batch are still made."""
+"""Scores the finished samples of a batch while its other samples are still being generated."""
 
 import collections
 import dataclasses
@@ -19,14 +19,16 @@ _HEAD = 160
 
 
 class RewardError(BatchError):
-    """A reward function failed; the message names it, the sample, and the key to turn."""
+    """A reward function failed; the message names the function, the sample if it is known, and the key to turn."""
 
 
 class Part:
-    """Samples that a reward function is given at once.
+    """Samples that a reward function scores in one call.
 
     Attributes:
-      prompts, completions, fields: as reward functions take them.
+      prompts: prompt of each sample, as text.
+      completions: completion of each sample, as text.
+      fields: task fields by name, each with one value per sample.
     """
 
     def __init__(
@@ -38,13 +40,21 @@ class Part:
         places: Sequence[int] | None = None,
         total: int | None = None,
     ) -> None:
-        """Samples at `places` of a batch of `total`; by default the whole batch."""
+        """Stores the samples; by default they are a whole batch.
+
+        Args:
+          prompts: prompt of each sample, as text.
+          completions: completion of each sample, as text.
+          fields: task fields by name, each with one value per sample.
+          places: position of each sample in its batch, for messages; None for 0, 1, 2, ...
+          total: number of samples in the batch, for messages; None for the number of samples here.
+        """
         self.prompts, self.completions, self.fields = prompts, completions, fields
         self._places = range(len(completions)) if places is None else places
         self._total = len(completions) if total is None else total
 
     def of(self, rows: Sequence[int]) -> "Part":
-        """Some of these samples."""
+        """The samples at `rows` of this part, in the order of `rows`."""
         return Part(
             [self.prompts[b] for b in rows],
             [self.completions[b] for b in rows],
@@ -54,12 +64,12 @@ class Part:
         )
 
     def without(self, rows: Collection[int]) -> "Part":
-        """These samples, some of them with an empty completion."""
+        """The same samples, with an empty completion for each of `rows`."""
         completions = ["" if b in rows else text for b, text in enumerate(self.completions)]
         return Part(self.prompts, completions, self.fields, places=self._places, total=self._total)
 
     def one(self, index: int) -> "Part":
-        """One of these samples."""
+        """The sample at `index` alone."""
         return self.of([index])
 
     @functools.cached_property
@@ -67,7 +77,7 @@ class Part:
         """The samples as JSON.
 
         Raises:
-          RewardError: the fields hold something that JSON does not.
+          RewardError: a field holds a value that JSON cannot represent.
         """
         content = {
             "prompts": list(self.prompts),
@@ -83,7 +93,7 @@ class Part:
             ) from error
 
     def show(self, index: int) -> str:
-        """One of these samples for a message, with its place in the whole batch."""
+        """Describes the sample at `index` for a message, with its position in the whole batch."""
         return (
             f"sample {self._places[index]} of {self._total} (prompt {_head(self.prompts[index])}, "
             f"completion {_head(self.completions[index])})"
@@ -91,13 +101,13 @@ class Part:
 
 
 class Asked:
-    """Calls of reward functions that are under way."""
+    """Records which calls of reward functions are under way, for messages about what a job waits for."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, tuple[float, str]] = {}  # by thread
+        self._calls: dict[int, tuple[float, str]] = {}  # start and description of the call, by thread id
 
     def call(self, name: str, part: Part, score: Callable[[], list[float]]) -> list[float]:
-        """Notes a function's call while it is made."""
+        """Runs `score`, which calls the function `name` with `part`; `waits` names the call until it returns."""
         thread = threading.get_ident()
         self._calls[thread] = (time.monotonic(), f"reward function {name} of {len(part.completions)} samples")
         try:
@@ -106,7 +116,7 @@ class Asked:
             del self._calls[thread]
 
     def waits(self) -> str:
-        """Names the three calls that take longest; '' for none."""
+        """Names the three calls that have been running longest; '' if none is running."""
         now = time.monotonic()
         return "; ".join(f"{what}, for {now - since:.0f} s" for since, what in sorted(list(self._calls.values()))[:3])
 
@@ -118,9 +128,10 @@ class Scorer(NamedTuple):
     """A reward function, run in the background.
 
     Attributes:
-      whole: the samples that it is given in one call, with others or without: each alone, those of a prompt, or all.
-      parallel: calls at once.
-      submit: starts a call.
+      whole: samples that are never split between two calls: one 'sample', the 'group' of a prompt, or the 'batch'. A
+        call may score several samples or groups.
+      parallel: largest number of calls at once.
+      submit: starts a call in the background, which returns one reward per sample.
     """
 
     whole: Whole
@@ -130,11 +141,14 @@ class Scorer(NamedTuple):
 
 @dataclasses.dataclass
 class _Line:
-    """Samples on their way to one function: those that wait, and calls under way and made, by their rows.
+    """The queue of one reward function: samples that wait for a call, and the calls started so far.
 
     Attributes:
-      unit_B: number of each sample's unit; the samples of a unit are given in one call.
-      left: samples of each unit that have not ended.
+      scorer: the reward function.
+      unit_B: number of each sample's unit; the samples of a unit are scored in one call (`Scorer.whole`).
+      left: number of samples in each unit that have not ended.
+      ready: indices of the samples that wait; a unit's samples enter when the last of them has ended.
+      jobs: sample indices and future rewards of every call started.
     """
 
     scorer: Scorer
@@ -145,9 +159,10 @@ class _Line:
 
 
 class OpenBatch:
-    """A batch that is being sampled, of which functions score what has ended.
+    """Scores a batch while it is sampled: reward functions are called with the samples that have ended.
 
-    A call holds all that waits, or what falls to one of several calls at once: where calls are dear they are few.
+    A call takes all samples that wait or, where several calls may run at once, its share of them. So there are few
+    calls where a call is expensive: samples pile up while the calls before are running.
     """
 
     def __init__(
@@ -157,7 +172,17 @@ class OpenBatch:
         fields: Mapping[str, Sequence[Any]],
         group_B: Int[np.ndarray, " B"],
     ) -> None:
-        """Of B samples, none of which has ended; `fields` are known before, B values each."""
+        """Begins with B samples of which none has ended.
+
+        Args:
+          scorers: reward functions, one for each row of the rewards.
+          prompts: B prompts as text, one per sample.
+          fields: task fields that are known before sampling, by name, B values each.
+          group_B: group number of each sample; samples of one prompt have the same number.
+
+        Raises:
+          ValueError: a field does not have one value per prompt.
+        """
         for name, values in fields.items():
             if len(values) != len(prompts):
                 raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts: they must match.")
@@ -169,22 +194,31 @@ class OpenBatch:
         self._changed = threading.Condition(threading.RLock())
 
     def add(self, sample: int, completion: str, fields: Mapping[str, Any]) -> None:
-        """A sample has ended; `fields` are what is known of it only now, the same names for every sample."""
+        """Takes the completion of a sample that has ended.
+
+        Args:
+          sample: index of the sample in the batch.
+          completion: text to be scored.
+          fields: values that are known only now that the sample has ended; every sample has the same names.
+        """
         self._end(sample, (completion, fields))
 
     def leave_out(self, sample: int) -> None:
-        """A sample has ended without a completion: it is not scored, the others of its prompt are."""
+        """Takes note that a sample has ended without a completion; only the other samples of its prompt are scored."""
         self._end(sample, None)
 
     def missing(self) -> list[int]:
-        """Samples that have not ended."""
+        """Indices of the samples that have not ended."""
         return [b for b in range(len(self._prompts)) if b not in self._ended]
 
     def result(self) -> Float[np.ndarray, "F B"]:
-        """Every function's rewards, NaN for samples left out; all must have ended.
+        """Waits for every function's reward of every sample; all samples must have ended.
+
+        Returns:
+          Rewards, unweighted; NaN in all rows for a sample that was left out or lacks one function's reward.
 
         Raises:
-          RewardError: a function failed. What waits is given up.
+          RewardError: a function failed; calls that have not begun are cancelled.
         """
         assert not self.missing(), self.missing()
         with self._changed:
@@ -199,7 +233,12 @@ class OpenBatch:
         return _whole(reward_FB)
 
     def known(self) -> tuple[Float[np.ndarray, "F B"], Bool[np.ndarray, " B"]]:
-        """Returns the rewards that are there by now, as `result`, and which samples have all theirs."""
+        """Reads the rewards that are known by now, without waiting.
+
+        Returns:
+          Rewards as in `result`, NaN in all rows for a sample that lacks some; and whether each sample is complete: all
+          functions have scored it, or it was left out.
+        """
         reward_FB = np.full((len(self._lines), len(self._prompts)), np.nan)
         there_FB = np.zeros(reward_FB.shape, bool)
         with self._changed:
@@ -211,7 +250,7 @@ class OpenBatch:
         return _whole(reward_FB), np.all(there_FB, axis=0)
 
     def cancel(self) -> None:
-        """Gives up what has not begun."""
+        """Cancels the calls that have not begun, and starts no others."""
         with self._changed:
             self._given_up = True
         for line in self._lines:
@@ -237,7 +276,7 @@ class OpenBatch:
                     self._go_on(line)
 
     def _go_on(self, line: _Line) -> None:
-        """Starts calls with what waits, as many as there may be at once."""
+        """Starts calls for the samples that wait, up to the number that may run at once."""
         running = sum(not job.done() for _, job in line.jobs)
         while line.ready and running < line.scorer.parallel and not self._given_up:
             units = list(dict.fromkeys(line.unit_B[b] for b in line.ready))
@@ -263,7 +302,7 @@ class OpenBatch:
 
 
 def _whole(reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, "F B"]:
-    """A sample that lacks a function's reward has none."""
+    """Makes all rewards of a sample NaN where one of them is NaN."""
     return np.where(np.isnan(reward_FB).any(axis=0), np.nan, reward_FB)
 
 

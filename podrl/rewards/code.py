@@ -35,8 +35,8 @@ _LIKE_CODE = re.compile(rf"(?m)^[ \t]*+(?:{_DEFINITION}|print\(|\w+ ?=(?!=))")
 # Code on the line of the fence that opens its block, while 'title=a.py' is a setting of the block.
 _FIRST_LINE = re.compile(rf"{_DEFINITION}|print\(|\w+ = \S")
 _log = logging.getLogger(__name__)
-_LEAVE_S = 5.0  # of every sandbox after its programs
-_START_S = 60.0  # of all sandboxes of a call, on a busy machine
+_LEAVE_S = 5.0  # seconds that a sandbox may take beyond its programs' wall_s
+_START_S = 60.0  # seconds in which all sandboxes of a call start, even on a busy machine
 
 
 @section("reward.code")
@@ -45,19 +45,21 @@ class CodeConfig:
     """Settings of the built-in function 'code': where the tests are, and what a program may take.
 
     Attributes:
-      tests: the record's field with its tests: Python statements that fail by raising, such as MBPP's assertions
-        ('test_list' there), or pairs {"input": ..., "output": ...} of what a script reads and prints. The list itself,
-        or JSON of it; also APPS' {"inputs": [...], "outputs": [...]}.
-      setup: the record's field with Python to run before its tests, such as imports; records may lack it.
+      tests: the record's field with its tests: Python statements that fail by raising, such as MBPP's assertions (its
+        field 'test_list'), or pairs {"input": ..., "output": ...} of the text that a script reads and the text that it
+        must print. The field holds a list or the JSON of a list; {"inputs": [...], "outputs": [...]}, the form of
+        APPS, will do, too.
+      setup: the record's field with Python to run before its tests, such as imports; records may lack the field.
       score: 1 if 'all' tests pass, else 0; or the 'share' of tests that pass.
-      memory_mb: address space of a program, in MiB. It can start no other process.
+      memory_mb: address space of a program, in MiB. A program can start no other process.
       cpu_s: seconds of processor time of one run of a program.
       wall_s: seconds for all tests of a sample, however busy the machine is.
       threads: threads of a program beside its first.
-      file_mb: size of one file, and of what a script prints, in MiB.
-      disk_mb: size of its /tmp, the only place where it can write, in MiB of memory.
-      at_once: sandboxes at once, in each of reward.workers.
-      packages: directories that programs may import from beside the standard library; they can read all that is there.
+      file_mb: size of one file, and of all the text that a script prints, in MiB.
+      disk_mb: size of a program's /tmp, the only place where it can write, in MiB of memory.
+      at_once: number of sandboxes at once in each of the reward.workers.
+      packages: directories that programs may import from, besides the standard library. Programs can read every file in
+        them.
     """
 
     tests: str = "tests"
@@ -73,12 +75,12 @@ class CodeConfig:
     packages: tuple[str, ...] = ()
 
     def longest_s(self, samples: int) -> float:
-        """Seconds within which a call of so many samples has ended, whatever the programs do."""
+        """Seconds within which a call for this number of samples ends, whatever the programs do."""
         return -(-samples // self.at_once) * (self.wall_s + _LEAVE_S) + _START_S
 
 
 class CodeTests:
-    """The reward function 'code', with its settings; a worker makes one of them.
+    """The reward function 'code', with its settings; every worker makes one.
 
     Attributes:
       reads: fields that every record must have.
@@ -91,7 +93,7 @@ class CodeTests:
           settings: fields of a CodeConfig.
 
         Raises:
-          podrl.rewards.sandbox.host.RefusedError: this host can isolate no program.
+          podrl.rewards.sandbox.host.RefusedError: this host cannot isolate a program.
         """
         self._config = config = CodeConfig(**settings)
         self.reads = (config.tests,)
@@ -110,7 +112,7 @@ class CodeTests:
         """Scores every completion from 0 to 1 by the tests of its record.
 
         Raises:
-          ValueError: a record without tests, or with a test that no program can pass.
+          ValueError: a record has no tests, or a test that no program can pass.
         """
         del prompts
         config = self._config
@@ -156,9 +158,9 @@ class CodeTests:
 def code_of(completion: str) -> str:
     """Finds the program in a completion: its last block of Python, blocks between the last answer tags before others.
 
-    Without a block of Python it is the last block of the highest `_rank`. Where no block looks like
-    code, what stands between fences on one line counts as well. Without blocks it is what stands between the answer
-    tags, or all of the completion.
+    Without a block of Python it is the last block of the highest `_rank`. Where no block looks like code, text between
+    fences on one line counts as a block, too. Without any block it is the text between the answer tags, or the whole
+    completion.
     """
     answer = closed_answer(completion)
     if answer is not None and not _blocks(answer) and not _ONE_LINE.search(answer) and _LIKE_CODE.search(answer):
@@ -198,13 +200,13 @@ def _inline(found: re.Match[str]) -> tuple[str, str]:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """The fenced blocks of Markdown that hold anything, by language and text.
+    """The fenced blocks of Markdown that are not empty, as pairs of language and text.
 
     As in CommonMark, a fence closes a block of the same or a shorter fence, and is not indented by more than 3 further
     spaces, and a block in a block quote has lines that begin with '>'. A fence with a language opens a block even where
     another was not closed. Code that follows the language on the line of the fence is the first line of the block. A
-    block that no line closes ends with the first of its lines that ends in a fence, or where the next block or the end
-    of the text is.
+    block that no line closes ends with the first of its lines that ends in a fence; without such a line it ends where
+    the next block begins or the text ends.
     """
     found: list[_Block] = []
     for whole in text.split("\n"):
@@ -229,7 +231,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _unquoted(line: str, most: int) -> tuple[str, int]:
-    """A line without the '>' of block quotes at its start, at most so many, and how many there were."""
+    """Removes up to `most` marks of block quotes ('>') from the start of a line; returns the rest and their number."""
     end = count = 0
     while count < most and (mark := _QUOTE.match(line, end)):
         end, count = mark.end(), count + 1
@@ -285,10 +287,14 @@ class _Block:
 
 
 def tests_of(value: object, field: str) -> list[str] | list[Printed]:
-    """A record's tests: texts, or mappings of 'input' and 'output'.
+    """Reads a record's tests: Python statements, or mappings of 'input' and 'output'.
+
+    Args:
+      value: content of the record's field.
+      field: name of the field, for the message.
 
     Raises:
-      ValueError: these are no tests.
+      ValueError: the field holds no tests.
     """
     tests: Any = value
     if isinstance(value, str):

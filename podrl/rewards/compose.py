@@ -31,8 +31,8 @@ from podrl.workers.user_objects import spec_at, spec_of
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-_JUDGE_S = 5.0  # that a request of its own may be late
-# Errors of functions that meet a limit, and the field of `limits` that sets it.
+_JUDGE_S = 5.0  # seconds beyond its own deadline in which the judge may still report an error
+# Texts in the errors of functions that exceed a limit, and the field of reward.limits that sets the limit.
 _LIMITS = {
     "MemoryError": "memory_mb",
     "Unable to allocate": "memory_mb",
@@ -48,26 +48,26 @@ class RewardConfig:
     """Settings of a job's rewards: functions, weights, deadlines and workers.
 
     Attributes:
-      fns: each a built-in name, 'path/to/file.py:function', 'package.module:function', or a Python function
-        `(prompts, completions, **fields) -> list[float]`. A name followed by '@' and the name of a data set is for
-        that data set's records only; samples of others get 0 from it.
-      weights: one per function, in the same order; empty for 1 each.
-      named: further functions, of weight 1, which score the records alone that name them in the field `reward_fns`, as
-        a source of data.sources with a `reward` does; where records name functions, others do not score them.
-      calls: what a function is never given in parts: a 'sample', a 'group' (all samples of a prompt), or the 'batch'.
-        It is called with what has ended while others are still sampled; with 'batch', training waits for it. A function
-        that only Python has is given batches.
-      deadline_s: seconds that a function may take for one sample, and for which one is called again whose service is
-        away. A call that takes longer is made again sample by sample; a sample that exceeds it alone has the reward of
-        an empty completion.
-      workers: processes the functions run in.
+      fns: reward functions, each a built-in name, 'path/to/file.py:function', 'package.module:function', or a Python
+        function `(prompts, completions, **fields) -> list[float]`. A name followed by '@' and the name of a data set
+        scores only records of that data set; all other samples get 0 from the function.
+      weights: weight of each function, in the order of `fns`; empty for 1 each.
+      named: further functions, of weight 1, which score only records that name them in the field `reward_fns`, as
+        all records of a source in data.sources with a `reward` do. Where a record names functions, no others score it.
+      calls: samples that are never split between calls of a function: one 'sample', the 'group' of a prompt, or the
+        'batch'. A function is called with samples that have ended while others are still sampled; with 'batch',
+        training waits for the call. A function without a file and a name, such as a lambda, always gets whole batches.
+      deadline_s: seconds that a call of a function may take. A call that takes longer is repeated sample by sample; a
+        sample that exceeds the deadline alone gets the reward of an empty completion. A function whose service is away
+        is called again for as long.
+      workers: number of processes that run the functions.
       dataset_field: the record's field with the name of its data set.
       model: directory of a reward model (sequence classification with one label) whose score is added; '' for none.
-      model_weight: what its score is multiplied by.
-      judge: settings of the built-in function 'judge'.
+      model_weight: weight of the reward model's score.
+      judge: settings of the built-in functions 'judge' and 'rubric'.
       code: settings of the built-in function 'code', which tests programs.
       text: settings of 'choice', 'exact_match', 'token_f1', 'rouge_l', 'regex' and 'json_schema'.
-      limits: what a worker process may take, and which environment variables it sees.
+      limits: memory, processes and files of a worker process, and the environment variables that it sees.
     """
 
     fns: tuple[str | Callable[..., Any], ...] = reference.DEFAULT
@@ -85,11 +85,11 @@ class RewardConfig:
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        if self.fns is not reference.DEFAULT:  # which a learner replaces by its reward_fns
+        if self.fns is not reference.DEFAULT:  # a learner replaces the default by its own reward_fns
             self.check_weights()
 
     def check_weights(self) -> None:
-        """Raises ValueError unless there is a weight for each function, or none."""
+        """Raises ValueError unless there is one weight for each function, or no weight at all."""
         if self.weights and len(self.weights) != len(self.fns):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} values for {len(self.fns)} functions in reward.fns: give one "
@@ -97,23 +97,30 @@ class RewardConfig:
             )
 
     def require(self, *, environment: bool) -> None:
-        """Raises ValueError where nothing gives rewards (no function, no model, no environment), or weights lack."""
+        """Raises ValueError if nothing gives rewards (no function, model or environment), or if weights are missing."""
         self.check_weights()
         if not self.fns and not self.model and not environment:
             raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
 
 
 class RewardServiceError(RewardError, ServiceError):
-    """A service that a reward function asks stayed away until the deadline; no reward is made up for it."""
+    """A service that a reward function needs was away until the deadline; no reward is invented in its place."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Function:
-    """A reward function: run by the workers when `spec` says how to import it, else in a thread of this process.
+    """A reward function: workers run it if `spec` says how to import it, else a thread of this process does.
 
-    `dataset` is the data set it is for; '' for all. `given` is how it was named; `general` where it also scores records
-    that name no functions. A spec with 'settings' names a class, which is given them. The judge is podrl's own code and
-    holds a token: it runs here.
+    The judge always runs in this process: it is podrl's own code, and holds a token that code of users must not see.
+
+    Attributes:
+      name: name in metrics and messages, different from those of all other functions.
+      spec: module or file, and name, by which a worker imports the function. With 'settings' the name is that of a
+        class, which the worker makes with these settings. None if the function runs in this process.
+      here: the function itself if it runs in this process, else None.
+      dataset: name of the data set whose records the function scores; '' for all data sets.
+      given: the function as the configuration or a record's `reward_fns` names it.
+      general: whether the function also scores records that name no functions.
     """
 
     name: str
@@ -124,15 +131,18 @@ class _Function:
     general: bool = True
 
     def scores(self, names: Sequence[str] | None) -> bool:
-        """True for records whose `reward_fns` are these."""
+        """True if the function scores a record whose field `reward_fns` holds `names`; None or empty for no such field.
+
+        The record's data set is not looked at.
+        """
         return self.given in names if names else self.general
 
 
-_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # what a tool says has its own tags escaped
+_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # these tags are escaped in the text of the tool itself
 
 
 def without_outputs(completion: str) -> str:
-    """Leaves tool outputs out of a text, in one pass; an output that is not closed is left out to the end."""
+    """Removes tool outputs from a text, in one pass; an output that is not closed is removed to the end of the text."""
     own, at = [], 0
     while (start := completion.find(_OUTPUT, at)) >= 0:
         own.append(completion[at:start])
@@ -148,7 +158,7 @@ class _Alone(NamedTuple):
 
     Attributes:
       reward: the reward; NaN where the worker died on the sample.
-      trouble: '' for none, 'late', or 'died'.
+      trouble: 'late' or 'died' if the function failed on the sample; '' for none.
     """
 
     reward: float
@@ -156,10 +166,10 @@ class _Alone(NamedTuple):
 
 
 class NamedRewards:
-    """Names of a configuration's reward functions, on processes that do not score.
+    """Names of a configuration's reward functions, for processes that do not score.
 
     Attributes:
-      names: as those of `Rewards`.
+      names: names of the rows of rewards, equal to `Rewards.names`.
     """
 
     def __init__(self, config: RewardConfig, others: Mapping[str, float] | None = None) -> None:
@@ -170,7 +180,8 @@ class Rewards:
     """Scores completions with every function of a RewardConfig; use as a context manager, or call `close`.
 
     Attributes:
-      names: one per function, for metrics and samples.
+      names: names of the rows of rewards, for metrics and samples: each function, then the reward model and the others.
+      waits: names the calls that have been running longest, see `podrl.rewards.batch.Asked.waits`.
     """
 
     def __init__(self, config: RewardConfig, others: Mapping[str, float] | None = None) -> None:
@@ -178,10 +189,11 @@ class Rewards:
 
         Args:
           config: the functions and their settings.
-          others: weights, by name, of rows that `combine` is given behind those of functions and reward model.
+          others: weights, by name, of further rows that the caller of `combine` adds after the rows of the functions
+            and of the reward model.
 
         Raises:
-          ValueError: a function that cannot be found or loaded.
+          ValueError: a function cannot be found or loaded, or a setting would have no effect.
         """
         self._config = config
         self._functions = _functions(config)
@@ -221,8 +233,8 @@ class Rewards:
         """Refuses records without answers where a function needs them.
 
         Args:
-          unanswered: (place of a record without an answer, and what it has; functions of its source, if it has its own)
-            of each source.
+          unanswered: pairs, one for each source with records that lack an answer: where such a record is and which
+            fields it has, as text; and the names of the source's own functions, empty if the source has none.
 
         Raises:
           ValueError: names the record and the functions.
@@ -243,8 +255,9 @@ class Rewards:
 
         Args:
           records: place and fields of some records of a source.
-          own: functions of this source, if it has its own.
-          given: all fields that records of the job have; a record without one of them gives a function None.
+          own: names of the source's own functions, empty if the source has none.
+          given: names of all fields that any record of the job has; a function gets None where a record lacks one of
+            these fields.
 
         Raises:
           ValueError: names the record, the function and the field.
@@ -252,7 +265,7 @@ class Rewards:
         needs, dataset = self._needs(), self._config.dataset_field
         for function in (f for f in self._functions if f.scores(own)):
             mine = [one for one in records if function.dataset in ("", str(one[1].get(dataset)))]
-            # podrl's own functions refuse a record without the field; users' are given None.
+            # podrl's own functions refuse a record without the field; functions of users get None.
             always = (function.spec or {}).get("module", "").startswith(f"{__package__}.")
             for name in needs[function.name]:
                 lacks = [(place, fields) for place, fields in mine if fields.get(name) is None]
@@ -270,12 +283,13 @@ class Rewards:
         *,
         whole: bool,
     ) -> None:
-        """Refuses records that nothing scores, and a function for a data set that no record is of.
+        """Refuses records that no function scores, and functions for a data set that has no records.
 
         Args:
           records: place and fields of some records of every source.
-          others: the same of sets that are evaluated on; they need no rewards.
-          whole: whether they show every data set there is; else an unknown one is only warned of.
+          others: place and fields of some records of the evaluation sets, which need no rewards.
+          whole: whether these records show every data set of the job. If not, a function for a data set that they do
+            not show is only warned of.
 
         Raises:
           ValueError: names the record, or the function.
@@ -296,16 +310,17 @@ class Rewards:
             _log.warning("%s %s, as far as the first ones of every source show.", text, ", ".join(known))
 
     def try_own(self, prompt: str, place: str, fields: Mapping[str, Any]) -> None:
-        """Gives the user's own functions two completions of a record, of which one is empty.
+        """Tries the user's own functions on two completions of a record, one of them empty.
 
         A function that is late or whose worker dies is left to the run, which waits longer and says more.
 
         Args:
           prompt: the record's prompt as text.
-          place, fields: of the record, as in `check_fields`.
+          place: where the record is, for the message.
+          fields: fields of the record by name.
 
         Raises:
-          ValueError: a function raised, or returned something else than two finite numbers.
+          ValueError: a function raised, or returned something other than two finite numbers.
         """
         part = Part([prompt] * 2, ["", "an answer"], {name: [value] * 2 for name, value in fields.items()})
         for function in (f for f in self._functions if f.scores(fields.get("reward_fns"))):
@@ -327,7 +342,7 @@ class Rewards:
                 )
 
     def _needs(self) -> dict[str, list[str]]:
-        """The fields that each function cannot do without."""
+        """The names of the record fields that each function requires, by name of the function."""
         needs = {f.name: worker.needs(f.here) for f in self._functions if f.here is not None}
         return needs | {name: about["needs"] for name, about in (self._pool.about if self._pool else {}).items()}
 
@@ -338,12 +353,16 @@ class Rewards:
 
         Args:
           prompts: B prompts as text.
-          completions: B completions. Tool outputs in podrl's own tags, as `podrl.generate` writes them, are left out:
-            functions find the whole texts in the field `sample_text`.
+          completions: B completions. Tool outputs in podrl's own tags, as `podrl.generate` writes them, are removed
+            first; functions find the whole texts in the field `sample_text`.
           fields: task fields by name, B values each; reward functions receive them as keyword arguments.
 
+        Returns:
+          One row for each function, in the order of `names`; NaN for a sample on which a function's worker died twice.
+
         Raises:
-          RewardError: a function raised, hung, died, or returned something else than B finite numbers.
+          ValueError: completions, prompts and fields differ in length.
+          RewardError: a function raised, hung, died, or returned something other than B finite numbers.
         """
         lengths = {"prompts": len(prompts), **{name: len(values) for name, values in fields.items()}}
         for name, length in lengths.items():
@@ -362,12 +381,12 @@ class Rewards:
     def open(
         self, prompts: Sequence[str], fields: Mapping[str, Sequence[Any]], *, group_B: Int[np.ndarray, " B"]
     ) -> OpenBatch:
-        """A batch that is sampled now, which functions score while it is.
+        """Opens a batch whose finished samples are scored while its other samples are still generated.
 
         Args:
-          prompts: the prompt of each of its B samples.
+          prompts: B prompts as text, one per sample.
           fields: task fields by name, B values each.
-          group_B: samples of equal numbers have one prompt.
+          group_B: group number of each sample; samples of one prompt have the same number.
         """
         scorers = []
         for function in self._functions:
@@ -378,12 +397,16 @@ class Rewards:
         return OpenBatch(scorers, prompts, fields, group_B)
 
     def combine(self, reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, " B"]:
-        """The weighted sum over functions, and over the rows of the reward model and of others where there are.
+        """Adds up the weighted rewards of each sample, those of the reward model and of others included.
 
-        NaN for a sample that has no rewards, all of them being NaN because it was not scored.
+        Args:
+          reward_FB: unweighted rewards, one row for each of `names`.
+
+        Returns:
+          The sums; NaN for a sample that was not scored, whose rewards are all NaN.
 
         Raises:
-          RewardError: a sum that float32, in which training computes, does not hold.
+          RewardError: a sum is too large for float32, in which training computes, or only some of its terms are NaN.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             part_FB = self._weight_F[:, None] * reward_FB
@@ -410,7 +433,7 @@ class Rewards:
         return self._threads.submit(self._asked.call, function.name, part, lambda: self._score(function, part))
 
     def _score(self, function: _Function, part: Part) -> list[float]:
-        """Computes a function's rewards of a batch; 0 for records that it is not for."""
+        """Computes a function's rewards of a batch; 0 for the samples of records that the function does not score."""
         own = part.fields.get("reward_fns") or [None] * len(part.completions)
         known = {one.given for one in self._functions}
         for names in own:
@@ -435,10 +458,10 @@ class Rewards:
         return rewards
 
     def _scored(self, function: _Function, part: Part) -> list[float]:
-        """Rewards of samples by one call, or by a call for each where that call is late or its worker dies.
+        """Scores samples in one call; if the call is late or its worker dies, in a call for each sample.
 
-        A sample that exceeds the deadline alone has the reward of an empty completion. A sample on which the worker
-        dies repeatedly has NaN: it leaves the loss.
+        A sample that exceeds the deadline alone gets the reward of an empty completion. A sample on which the worker
+        dies twice gets NaN, and leaves the loss.
         """
         limit, samples = self._config.deadline_s, range(len(part.completions))
         try:
@@ -454,7 +477,7 @@ class Rewards:
             self._late_samples += sum(one.trouble == "late" for one in alone)
         if self._config.calls == "sample" or (function.spec or {}).get("module", "").startswith("podrl."):
             return [one.reward for one in alone]
-        try:  # it may compare the samples that it is given
+        try:  # a function may compare samples, so it scores all of them together again, the bad ones emptied
             quiet = part.without(bad)
             together = self._values(function, quiet, self._patiently(function, quiet, limit * len(samples)))
         except (LateError, DiedError) as error:
@@ -462,7 +485,7 @@ class Rewards:
         return [alone[b].reward if alone[b].trouble == "died" else together[b] for b in samples]
 
     def _alone(self, function: _Function, part: Part) -> "_Alone":
-        """The reward of one sample, within a deadline of its own; a worker that dies is given it again."""
+        """Scores one sample within a deadline of its own; a sample on which the worker dies is tried once more."""
         trouble = ""
         for _ in range(2):
             try:
@@ -488,7 +511,7 @@ class Rewards:
         return _Alone(reward, trouble)
 
     def _always(self, function: _Function, error: LateError | DiedError, what: str) -> RewardError:
-        """The error of a function that no single sample is to blame for."""
+        """The error for a function that fails whatever it scores, so that no single sample is to blame."""
         if "SIGKILL" in str(error):
             return RewardServiceError(
                 f"The workers of reward function {function.name} are killed from outside ({error}), last for {what}. "
@@ -515,7 +538,7 @@ class Rewards:
         return reply["values"]
 
     def _patiently(self, function: _Function, part: Part, deadline_s: float) -> dict[str, Any]:
-        """Calls a function again, at growing intervals, while a service that it asks is away."""
+        """Calls a function, and calls it again at growing intervals while a service that it asks is away."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while "away" in (reply := self._call(function, part, deadline_s)):
             waited = time.monotonic() - started
@@ -531,16 +554,16 @@ class Rewards:
 
     def _call(self, function: _Function, part: Part, deadline_s: float) -> dict[str, Any]:
         if function.here is not None:
-            if isinstance(function.here, _Judge):  # ends by itself before it is given up
+            if isinstance(function.here, _Judge):  # it ends by itself at its deadline, with an error that says more
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
-        if function.spec is not None and function.spec["name"] == CodeTests.__name__:  # it ends what is late by itself
+        if function.spec is not None and function.spec["name"] == CodeTests.__name__:  # it ends late programs itself
             deadline_s += self._config.code.longest_s(len(part.completions))
         return self._pool.call(function.name, part.body, deadline_s)
 
     def _late(self, function: _Function, part: Part) -> RewardError:
-        """Runs the samples one by one, for as long as the batch was given, to find one that hangs."""
+        """The error for a late call; runs the samples one by one, within one more deadline, to find one that hangs."""
         limit = self._config.deadline_s
         end, index, alone = time.monotonic() + limit, 0, 0.0
         while index < len(part.completions) and end > time.monotonic():
@@ -564,7 +587,13 @@ class Rewards:
         )
 
     def _failed(self, function: _Function, part: Part, what: str) -> RewardError:
-        """Runs the samples one by one to name the first that fails alone, within one more deadline."""
+        """The error for a failed call; runs the samples one by one, within one more deadline, to find one that fails.
+
+        Args:
+          function: the function that failed.
+          part: samples of the call.
+          what: the failure, as the end of the message.
+        """
         end = time.monotonic() + self._config.deadline_s
         where = f"a batch of {len(part.completions)}; none of its samples fails alone"
         for index in range(len(part.completions)):
@@ -627,7 +656,7 @@ def _in_thread(fn: Callable[..., Any], part: Part, deadline_s: float) -> dict[st
     return replies[0]
 
 
-# Built-in functions: the module each is in.
+# Built-in functions by name, and the module of each.
 _BUILT_IN = {name: reference.__name__ for name in reference.BUILT_IN} | {
     "r1_format": formats.__name__,
     "math_equal": math_answer.__name__,
@@ -637,7 +666,8 @@ _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
-# Settings that podrl's own functions alone read, and these functions. (A majority vote reads reward.text.extract, too.)
+# Settings that nothing but built-in functions reads, and the names of these functions. reward.text.extract is not among
+# them, because a majority vote reads it, too.
 _COMPARED = ("choice", "exact_match", "token_f1", "rouge_l")
 _READ_BY = {
     "text.answer": _COMPARED,
@@ -651,7 +681,7 @@ _READ_BY = {
 
 
 def _check_read(config: RewardConfig) -> None:
-    """Refuses a setting of functions that the configuration does not name: it would change nothing.
+    """Refuses a setting that only functions missing from the configuration read: it would have no effect.
 
     Raises:
       ValueError: names the setting and the functions that read it.
@@ -679,15 +709,15 @@ def _functions(config: RewardConfig) -> list[_Function]:
 
 
 def _names(functions: Sequence[_Function], config: RewardConfig, others: Mapping[str, float]) -> tuple[str, ...]:
-    """Names of the rows of a batch's rewards."""
+    """Names the rows of a batch's rewards: functions, the reward model if there is one, others."""
     return (*(function.name for function in functions), *(MODEL_NAME,) * bool(config.model), *others)
 
 
 def _resolve(fn: str | Callable[..., Any], config: RewardConfig) -> _Function:
-    """Imports a reward function named in the configuration.
+    """Finds a reward function of the configuration; workers import it later.
 
     Raises:
-      ValueError: a name that is neither built in nor of a known form, or a file that does not exist.
+      ValueError: the name is neither built in nor of a known form, or its file does not exist.
     """
     if not isinstance(fn, str):
         if not callable(fn):
@@ -734,7 +764,7 @@ def _named(fn: str, config: RewardConfig) -> _Function:
 
 
 def _unique(functions: Sequence[_Function]) -> list[_Function]:
-    """Makes names different by a number, so that each has its own metric."""
+    """Numbers functions of the same name, so that each function has a metric of its own."""
     seen: dict[str, int] = {}
     renamed = []
     for function in functions:

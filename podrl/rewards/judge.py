@@ -37,19 +37,20 @@ class JudgeConfig:
 
     Attributes:
       url: base of the endpoint, such as 'http://host:8000/v1'; requests go to url + '/chat/completions'.
-      model: name of the model there.
+      model: name of the model at the endpoint.
       template: the question, with {prompt}, {completion}, {answer} and {max_score}; the reply must hold 'SCORE: n'.
       criterion_template: the question of 'rubric' for each criterion, which also has {criterion}.
-      criteria: of 'rubric', for records that have none of their own.
-      criteria_weights: one for each of `criteria`; empty for 1 each. Negative ones are for faults.
+      criteria: criteria of 'rubric' for records that have none of their own.
+      criteria_weights: weight of each of `criteria`; empty for 1 each. A negative weight makes a criterion a fault.
       rubric: the record's field with its criteria: a list of texts, or of {"criterion": text, "weight": number}.
-      max_score: the best score; rewards are the score divided by it.
-      max_tokens: of the reply.
+      max_score: the best score. The reward is the judge's score divided by this number.
+      max_tokens: longest reply, in tokens.
       timeout_s: seconds for one request.
-      retries: further requests after a reply that was not understood. A judge that is away or busy is asked again, more
-        and more seldom, until reward.deadline_s is over.
-      concurrency: requests under way at once.
-      key_variable: environment variable with the bearer token; '' sends none. Reward functions do not see it.
+      retries: further requests after a reply that was not understood. A judge that is away or busy is asked again, at
+        growing intervals, until reward.deadline_s is over.
+      concurrency: number of requests under way at once.
+      key_variable: environment variable with the bearer token; '' sends no token. Reward functions do not see the
+        variable.
     """
 
     url: str = ""
@@ -82,7 +83,7 @@ class JudgeConfig:
             )
 
     def default_rubric(self) -> list[tuple[str, float]]:
-        """The criteria of records that have none, with their weights."""
+        """The criteria for records that have none of their own, with their weights."""
         return list(zip(self.criteria, self.criteria_weights or [1.0] * len(self.criteria), strict=True))
 
 
@@ -100,17 +101,22 @@ def judge(
 ) -> list[float]:
     """Asks the judge for a score of every completion, from 0 to 1.
 
-    It runs in the process that trains, which alone holds the judge's token, and never in one with code of users.
+    The request comes from the training process, which alone holds the judge's token, never from a process that runs
+    code of users.
 
     Args:
-      prompts, completions: what is judged.
-      answers: reference answers, shown to the judge.
-      config: the judge.
-      deadline_s: seconds for all of them.
+      prompts: prompt of each sample, shown to the judge.
+      completions: completion of each sample, to be judged.
+      answers: reference answer of each sample, shown to the judge; '' for none.
+      config: settings of the judge.
+      deadline_s: seconds for all completions together.
+
+    Returns:
+      One score per completion, divided by `config.max_score`.
 
     Raises:
-      JudgeError: no score for one of them after all retries. It never becomes a reward of 0.
-      ServiceError: the judge was away for as long as there was time.
+      JudgeError: a completion has no score after all retries; the error never becomes a reward of 0.
+      ServiceError: the judge was away until the deadline.
     """
     shown = [
         {"prompt": prompt, "completion": completion, "answer": answer}
@@ -128,19 +134,19 @@ def judge_by_rubric(
     config: JudgeConfig,
     deadline_s: float,
 ) -> list[float]:
-    """Asks the judge about every criterion of every completion by itself, as DR-Tulu does (arXiv 2511.19399).
+    """Asks the judge about each criterion of each completion in a request of its own, as DR-Tulu (arXiv 2511.19399).
 
     Args:
-      prompts, completions, answers, config, deadline_s: as those of `judge`.
-      rubrics: of each completion, what `JudgeConfig.rubric` describes; None for `JudgeConfig.criteria`.
+      prompts, completions, answers, config, deadline_s: the same arguments as of `judge`.
+      rubrics: criteria of each sample, in a form that `JudgeConfig.rubric` describes; None for `JudgeConfig.criteria`.
 
     Returns:
-      The weighted sum of the scores (0 to 1 each) over the sum of the positive weights: at most 1, below 0 where faults
-      outweigh.
+      For each completion the weighted sum of its scores (0 to 1 each) over the sum of the positive weights: at most 1,
+      and below 0 where faults outweigh the rest.
 
     Raises:
-      ValueError: a record without criteria.
-      JudgeError, ServiceError: as `judge`.
+      ValueError: a record has no criterion of positive weight, or a rubric of another form.
+      JudgeError, ServiceError: errors of `judge`.
     """
     criteria = [_criteria(rubric, config) for rubric in rubrics]
     shown = [
@@ -155,7 +161,7 @@ def judge_by_rubric(
 
 
 def _criteria(rubric: Any, config: JudgeConfig) -> list[tuple[str, float]]:
-    """A record's criteria with their weights."""
+    """Reads a record's criteria and their weights; the default rubric for a record without criteria."""
     found = []
     for one in rubric or []:
         known = {"criterion": one} if isinstance(one, str) else one if isinstance(one, Mapping) else {}
@@ -212,7 +218,7 @@ def _score_of(config: JudgeConfig, question: str, end: float) -> float:
 
 
 def _filled(template: str, shown: Mapping[str, Any]) -> str:
-    """Fills the template's names once; braces in the judged text stay as they are."""
+    """Replaces the template's names in one pass, so that braces in the judged text stay as they are."""
     return re.sub(
         r"\{(prompt|completion|answer|criterion|max_score)\}",
         lambda match: str(shown.get(match[1], match[0])),

@@ -11,18 +11,19 @@ from podrl.runtime.plain import references
 
 # Seconds for one answer; math-verify ends a comparison that takes longer by SIGALRM, so it needs a main thread.
 _LIMIT_S = 5
-# math-verify rounds to six decimals, and takes its own decimals from 53 bits: values further apart than this differ.
+# Largest relative difference of equal values. math-verify alone would round to six decimals; its own decimals come from
+# 53 bits, so equal values may differ by rounding.
 _RELATIVE = 1e-12
 _SCIENTIFIC = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,9})(?!\w|\.\d)")
 
 
-# Mathematics in Unicode, which math-verify passes over.
+# Mathematics in Unicode, which math-verify ignores.
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
 _ROOT = re.compile("\u221a ?(?:([0-9]+|[A-Za-z])|\\(([^()]{1,200})\\))")
 _RELATIONS = str.maketrans({"\u2264": r"\le ", "\u2265": r"\ge ", "\u221e": r"\infty "})
 
 
-# An answer that denies what follows, and one that gives the value of an unknown.
+# The beginning of an answer that denies its content ('not 5'), and of one that gives the value of an unknown ('x = 5').
 _NEGATED = re.compile(r"\s*(?:is\s+|it\s+is\s+)?(?:not|isn't|never|neither)\b", re.IGNORECASE)
 _NAMED = re.compile(r"\s*([A-Za-z](?:_\{?\w+\}?)?)\s*=(?!=)")
 # Plain numbers that operators join, as in '1 + 1': a side of an equation whose value is known at once.
@@ -30,15 +31,16 @@ _CALCULATES = re.compile(r"\s*[0-9.]+(?:\s*[-+*/]\s*[0-9.]+)+\s*")
 
 
 def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
-    """Scores 1 if the answer equals a reference as mathematics (1/2, 0.5 and \frac{1}{2} are equal), else 0.
+    r"""Scores 1 if the answer equals a reference as mathematics (1/2, 0.5 and \frac{1}{2} are equal), else 0.
 
-    The answer is what stands between the last `<answer>` tags, or in a completion without them what math-verify finds:
-    the last boxed or final expression. Plain numbers are compared exactly (`podrl.rewards.numbers`). In an
-    equation such as 'x = 12', every side that is a value must equal the reference, unless that is an equation, too.
+    The answer is the text between the last `<answer>` tags. In a completion without these tags it is the last boxed or
+    final expression that math-verify finds. Plain numbers are compared exactly (`podrl.rewards.numbers`). In an
+    equation such as 'x = 12', every side that is a value must equal the reference, unless the reference is an equation,
+    too.
 
     Raises:
       ImportError: math-verify is not installed.
-      ValueError: a reference answer that is no mathematics; names it.
+      ValueError: a reference answer is no mathematics; the message quotes the answer.
     """
     del prompts, fields
     return [
@@ -86,7 +88,7 @@ def _named(text: str) -> str:
 
 
 def _parsed(text: str) -> list[Any]:
-    """What math-verify reads in a text: expressions, then the text of the last; nothing where it finds none.
+    """Reads a text with math-verify: a list of expressions, then the text of the last; empty if it finds none.
 
     Raises:
       ImportError: math-verify is not installed.
@@ -108,7 +110,7 @@ def _same(gold: list[Any], found: list[Any]) -> bool:
 
 
 def _apart(gold: list[Any], found: list[Any]) -> bool:
-    """True if both are single finite values that differ by more than rounding."""
+    """True if both are single finite values that differ by more than rounding, though math-verify takes them as equal."""
     import sympy
 
     values = [one[0] for one in (gold, found) if isinstance(one[0], sympy.Expr) and one[0].is_number]
@@ -125,6 +127,6 @@ def _is_value(side: str) -> bool:
 
 
 def _brackets(text: str) -> str:
-    r"""'set' in \{ \}, where members have no order; 'ordered' as a point or an interval has them; else ''."""
+    r"""'set' for a text in \{ \}, where the order does not matter; 'ordered' for a point or an interval; else ''."""
     bare = text.strip().strip("$").strip()
     return "set" if bare.startswith("\\{") else "ordered" if bare.startswith(("(", "[")) else ""

@@ -1,8 +1,8 @@
-"""Reads the number that an answer gives: signs, separators, fractions, percent, powers of ten, currency, units after.
+"""Reads the number that an answer gives: signs, separators, fractions, percent, powers of ten, currency and units.
 
-Every reward and every evaluation that compares numbers reads them here. A number keeps its exact value, as a fraction.
-An answer that could be several numbers, is a calculation, or has unknowns or functions ("7 or 8", "10 - 2", "2x",
-"sqrt(2)") gives none.
+Every reward and every evaluation that compares numbers reads them with this module. A number keeps its exact value, as
+a fraction. An answer that could be several numbers, is a calculation, or has unknowns or functions ("7 or 8", "10 - 2",
+"2x", "sqrt(2)") gives no number.
 """
 
 import math
@@ -35,14 +35,14 @@ class Number(NamedTuple):
         return any(mine == theirs for mine, theirs in self._ratios(other))
 
     def close(self, other: "Number", low: int, high: int) -> bool:
-        """True if this number is from `low` to `high` percent of `other`; of 0, only 0 is."""
+        """True if this number is from `low` to `high` percent of `other`; if `other` is 0, only 0 is close to it."""
         return any(
             low * abs(theirs) <= 100 * (mine if theirs > 0 else -mine) <= high * abs(theirs) if theirs else mine == 0
             for mine, theirs in self._ratios(other)
         )
 
     def _ratios(self, other: "Number") -> Iterator[tuple[int, int]]:
-        """Pairs of whole numbers in the ratio of both, for each way to understand percent."""
+        """Pairs of whole numbers in the ratio of this number to `other`, one pair for each way to understand percent."""
         mine, theirs = self.top * other.bottom, other.top * self.bottom
         yield mine, theirs
         if self.percent != other.percent:
@@ -77,7 +77,7 @@ def read(text: str) -> Number | None:
 
 
 def of_reference(text: str) -> Number | None:
-    """Reads the number that a reference gives, as `read` does, but takes more for mathematics than in an answer.
+    """Reads the number of a reference as `read` does, except where only in a reference the text must be mathematics.
 
     '5!' is a factorial, while a model that ends with '5!' may be glad; and 'x + y = 25' or 'x^2 = 25' says something
     about unknowns, while a model that ends with it may have derived 25. Neither gives a number here.
@@ -105,7 +105,7 @@ _FACTORIAL = re.compile(r"[\d)]!")
 _CURRENCY = r"(?:USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|CHF|Rs)"
 _IN_BRACES = r"\{ ?([^{}]{1,200})\}"
 _ARGUMENT = rf"(?:{_IN_BRACES}|([0-9])(?![0-9]))"
-_NO_DIGIT = "(?! ?[0-9]|[.,'_eE][-+0-9])"  # would become a part of the number before it
+_NO_DIGIT = "(?! ?[0-9]|[.,'_eE][-+0-9])"  # such a digit would become a part of the number before it
 _OTHER_FORMS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-")
     | {"\uff0b": "+", "\u2044": "/", "\u2215": "/", "\uff0f": "/", "\u00f7": "/", "\uff0e": ".", "\uff0c": ","}
@@ -117,7 +117,8 @@ _OTHER_FORMS = str.maketrans(
     | {"\u2030": "/1000", "\u2031": "/10000"}
 )
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-# What is written differently in LaTeX, HTML and Markdown; every pattern is tried at bounded cost at each place.
+# Rewrites of LaTeX, HTML and Markdown to plain text, applied in this order. Each takes time linear in the text, as the
+# time to try a pattern at one place is bounded.
 _REWRITTEN = [
     (re.compile(r"\A\s*[*\u2022][ \t]+"), ""),  # the mark of a list
     (
@@ -146,7 +147,7 @@ _REWRITTEN = [
     (re.compile(rf"\\(?:[dtcs]|nice)?frac ?{_ARGUMENT} ?{_ARGUMENT}{_NO_DIGIT}"), r" \1\2/\3\4"),
     (re.compile(rf"\\(?:[dtcs]|nice)?frac ?([0-9]) ?([0-9]){_NO_DIGIT}"), r" \1/\2"),
     (re.compile(r"\\(?:boxed|fbox) ?" + _IN_BRACES), r" \1 "),
-    (re.compile(r"</?(?!(?:answer|reasoning|think)\b)[A-Za-z][^<>]{0,200}>"), " "),  # HTML; tags of the form are none
+    (re.compile(r"</?(?!(?:answer|reasoning|think)\b)[A-Za-z][^<>]{0,200}>"), " "),  # HTML, but not the format's tags
     (re.compile(r"(?<=[\d)])\*\*(?=[-+(]?\d)"), "^"),
     (re.compile(r"(?<![\w*])(\*{1,3}|_{1,2})(?! )([^*]{1,200})\1(?![\w*])"), r" \2 "),
     (re.compile(rf"\b(?:US|CA|HK|NZ|[ACSR])(?=\$)|\b{_CURRENCY}\.?(?= ?[-+]?[.\d])"), "$"),
@@ -155,12 +156,12 @@ _REWRITTEN = [
     (re.compile(r"((?:\A|[=:(]) ?-) ?\( ?(\$?[.\d][\d.,/ ]{0,50})\)"), r"\1\2"),
     (re.compile(r"(?<=\d) and (?:a|one) half\b"), " 1/2"),
     (re.compile(r"\b[A-Za-z]'?\([^()]{1,50}\)"), " f"),
-    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),  # a factorial, as any power that is no number
+    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),  # a factorial becomes a power that is no number
 ]
 
 
 def _plain(text: str) -> str:
-    """The text with one way of writing for signs, digits, fractions, powers, currencies and markup."""
+    """Rewrites a text so that signs, digits, fractions, powers, currencies and markup have one way of writing."""
     if not text.isascii():
         text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda raised: "^" + raised[0].translate(_RAISED), text)
         text = "".join(char if char.isascii() else _ascii(char) for char in text)
@@ -170,7 +171,7 @@ def _plain(text: str) -> str:
 
 
 def _ascii(char: str) -> str:
-    """A character in the form that is read, such as '5' for a full-width 5 and ' 1/2 ' for a half."""
+    """Rewrites a character in ASCII if it matters for numbers: a full-width 5 as '5', the sign of a half as ' 1/2 '."""
     if (digit := unicodedata.decimal(char, None)) is not None:
         return str(digit)
     category = unicodedata.category(char)
@@ -303,7 +304,7 @@ class _Side:
         """Reads all of the text.
 
         Raises:
-          _MalformedError: it has digits that are no number.
+          _MalformedError: the text has digits that are no number.
         """
         self.numbers: list[Number] = []
         self.calculates = _FUNCTION.search(text) is not None
@@ -355,7 +356,11 @@ def _number(match: re.Match[str]) -> Number:
 
 
 def _term(run: str, power: str | None) -> tuple[int, int]:
-    """Numerator and denominator of digits with their separators, to a power."""
+    """Numerator and denominator of a run of digits and separators, raised to a power.
+
+    Raises:
+      _MalformedError: the run is no number, or a number too long to be computed.
+    """
     found = _DECIMAL.fullmatch(run)
     if found is None or len(run) > _MOST_DIGITS:
         raise _MalformedError
@@ -371,7 +376,7 @@ def _term(run: str, power: str | None) -> tuple[int, int]:
 
 
 def _shifted(top: int, bottom: int, ten: str | None) -> tuple[int, int]:
-    """A fraction times a power of ten."""
+    """A fraction times ten to the power of `ten`, a whole number as text; None for 0."""
     power = int(ten or 0)
     if abs(power) > _MOST_DIGITS:
         raise _MalformedError

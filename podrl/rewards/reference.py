@@ -1,4 +1,4 @@
-"""The four reference rewards of the reasoning-and-answer template, and the accuracies an evaluation reports.
+"""The reference rewards of the reasoning-and-answer template, and the accuracies that an evaluation reports.
 
 Source: the GSM8K recipe that Gemma's GRPO tutorials share. Every function takes `(prompts, completions, **fields)` with
 lists of equal length and returns one float per completion; `answer` is the reference answer, or a list of them.
@@ -25,8 +25,9 @@ _DIGITS = re.compile(r"[\d.]+")
 def answer_of(completion: str) -> str | None:
     """Extracts the text between the answer tags of a completion in the exact format; None in any other format.
 
-    The format is, from a line's start to a line's end: reasoning in its tags, an answer in its tags, with text between
-    them or none. Each tag is searched for once, behind the one before: later places fit only where the first do, too.
+    The format reaches from a line's start to a line's end: reasoning in its tags, then an answer in its tags; there may
+    be text between the two. One search for each tag, behind the tag before, is enough: if the format fits at any later
+    places, it fits at the first ones, too.
     """
     opened = _OPENS.search(completion)
     reasoned = completion.find("</reasoning>", opened.end() + 1) if opened else -1  # there is a character of reasoning
@@ -52,7 +53,8 @@ def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[
     """Scores the answer of a completion in the exact format; of several references, the best counts.
 
     3 for the reference answer, 1.5 when they are equal without surrounding space, 0.5 when the ratio of their numbers
-    is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for what is no number, 0 without the format.
+    is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for text that is no number, 0 without the
+    format.
     """
     del prompts, fields
     found = zip(map(answer_of, completions), answer, strict=True)
@@ -76,7 +78,8 @@ def recipe_number(
 ) -> list[float]:
     """Scores 1.5 when the first digits and points after `<answer>` are the reference answer: the recipe's pattern.
 
-    It knows no signs, separators or fractions: '-5' is 5, '1,200' is 1, '1/2' is 1. `number` reads them.
+    The pattern has no signs, separators or fractions: it reads '-5' as 5, '1,200' as 1 and '1/2' as 1. `number` reads
+    all of them.
     """
     del prompts, fields
     scores = []
@@ -90,7 +93,7 @@ def recipe_number(
 BUILT_IN: dict[str, Callable[..., list[float]]] = {
     fn.__name__: fn for fn in (exact_format, approximate_format, answer, number, recipe_number)
 }
-# The rewards of a job that names none.
+# The rewards of a job that names no reward functions.
 DEFAULT = ("exact_format", "approximate_format", "answer", "number")
 
 
@@ -99,8 +102,8 @@ def accuracies(completion: str, truth: Any, *, has_format: bool = True) -> dict[
 
     Returns:
       1.0 or 0.0 for each of: 'answer' (the same number, or the same text where the reference is no number), 'partial'
-      (the ratio of the numbers is within 0.9-1.1), and 'format' (the exact format), where the task has one. Of several
-      references any will do.
+      (the answer is right, or the ratio of the numbers is within 0.9-1.1), and, if `has_format`, 'format' (the
+      completion has the exact format). If there are several references, any of them will do.
     """
     given = last_answer(completion)
     guess = None if given is None else read(given)
@@ -127,7 +130,15 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], right: Sequence[float]) -> float:
-    """1 if the answer that most samples give, the first of equals, is right; numbers are equal in any form."""
+    """Looks up whether the most frequent answer is right; of equally frequent answers the first counts.
+
+    Args:
+      answers: answer of each sample. Numbers are equal in any form (`podrl.rewards.answers.vote`).
+      right: 1.0 or 0.0 for each sample: whether its answer is right.
+
+    Returns:
+      The value of `right` for the first sample with the most frequent answer.
+    """
     votes = list(map(vote, answers))
     counts = collections.Counter(votes)
     return right[votes.index(max(votes, key=counts.__getitem__))]

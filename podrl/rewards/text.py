@@ -25,19 +25,19 @@ _FENCE = re.compile(r"\A\s*```(?:json)?[^\S\n]*+\n(.*?)```\s*\Z", re.DOTALL | re
 @section("reward.text")
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Settings of the rewards that read text: where the answer stands in it, and what it is compared with.
+    """Settings of the rewards that read text: where the answer stands in it, and what the answer is compared with.
 
     Attributes:
       extract: regular expression whose last match in the completion is the answer, by its first group if it has one; a
-        completion without a match scores 0. '' takes all of it.
+        completion without a match scores 0. '' takes the whole completion.
       answer: the record's field with the reference: a text, or a list of texts of which any will do.
-      normalise: compare without case, punctuation and articles, as SQuAD does.
-      choices: the letters that multiple choice may name.
-      pattern: what 'regex' looks for in the answer; '' takes the record's field 'pattern'.
+      normalise: whether to ignore case, punctuation and articles, as SQuAD does.
+      choices: the letters that an answer to a multiple-choice question may name.
+      pattern: regular expression that 'regex' searches for in the answer; '' takes the record's field 'pattern'.
       schema: file with the JSON schema of 'json_schema'; '' takes the record's field 'schema'.
     """
 
-    extract: str = r"(?s)<answer>((?:[^<]|<(?!/?answer>))*+)</answer>"  # an opening tag within is none
+    extract: str = r"(?s)<answer>((?:[^<]|<(?!/?answer>))*+)</answer>"  # from the last opening tag before the end tag
     answer: str = "answer"
     normalise: bool = True
     choices: str = "ABCDEFGHIJ"
@@ -56,7 +56,7 @@ class TextConfig:
             raise ValueError(f"reward.text.choices={self.choices!r} must be two or more different letters.")
 
     def answer_of(self, completion: str) -> str | None:
-        """The part of a completion that is compared; None where there is none."""
+        """The part of a completion that is compared; None if `extract` does not match."""
         if not self.extract:
             return completion.strip()
         found = collections.deque(re.finditer(self.extract, completion), maxlen=1)
@@ -70,14 +70,18 @@ class TextConfig:
         return self.answer_of(completion) or last_answer(completion) or completion
 
     def words(self, text: str) -> list[str]:
-        """The words that are compared."""
+        """Splits a text into the words that are compared."""
         if not self.normalise:
             return _WORDS.findall(text)
         return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def choice(answer: str, reference: str, config: TextConfig) -> float:
-    """1 if the answer names the reference's letter and no other, such as 'B', '(B)' or 'B) Paris'; else 0."""
+    """Scores 1 if the answer names the reference's letter and no other ('B', '(B)' or 'B) Paris'), else 0.
+
+    Raises:
+      ValueError: the reference is none of `config.choices`.
+    """
     letters = "".join(map(re.escape, config.choices))
     if reference.strip() not in tuple(config.choices):
         raise ValueError(f"the reference {reference!r} is none of the letters {config.choices!r} (reward.text.choices)")
@@ -86,12 +90,12 @@ def choice(answer: str, reference: str, config: TextConfig) -> float:
 
 
 def exact_match(answer: str, reference: str, config: TextConfig) -> float:
-    """1 if the answer is the reference, else 0."""
+    """Scores 1 if the answer is the reference, else 0."""
     return float(config.words(answer) == config.words(reference) if config.normalise else answer == reference.strip())
 
 
 def token_f1(answer: str, reference: str, config: TextConfig) -> float:
-    """Computes the F1 of the words that both have (SQuAD, arXiv 1606.05250), from 0 to 1."""
+    """Computes the F1 of the words that answer and reference share (SQuAD, arXiv 1606.05250), from 0 to 1."""
     given, wanted = config.words(answer), config.words(reference)
     shared = sum((collections.Counter(given) & collections.Counter(wanted)).values())
     return 2 * shared / (len(given) + len(wanted)) if given and wanted else float(given == wanted)
@@ -113,13 +117,24 @@ def rouge_l(answer: str, reference: str, config: TextConfig) -> float:
 
 
 def regex(answer: str, pattern: str, config: TextConfig) -> float:
-    """1 if the pattern is found in the answer, else 0."""
+    """Scores 1 if the pattern is found in the answer, else 0.
+
+    Raises:
+      ValueError: the pattern is no regular expression.
+    """
     del config
     return float(_compiled(pattern).search(answer) is not None)
 
 
 def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
-    """1 if the answer is JSON that the schema allows, else 0; it may stand in a fenced block. NaN is no JSON."""
+    """Scores 1 if the answer is JSON that the schema allows, else 0.
+
+    The JSON may stand in a fenced block. NaN and numbers that no float holds are not JSON.
+
+    Raises:
+      ImportError: jsonschema is not installed.
+      ValueError: the schema is no JSON schema, or refers to itself endlessly.
+    """
     del config
     fenced = _FENCE.match(answer)
     try:
@@ -131,7 +146,7 @@ def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
     validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
     try:
         return float(validator.is_valid(value))
-    except RecursionError:  # of an answer that is nested too deeply to be compared
+    except RecursionError:  # the answer is nested too deeply to be compared
         return 0.0
 
 
@@ -141,12 +156,12 @@ def _refuse(constant: str) -> float:
 
 
 def _finite(number: str) -> float:
-    """Reads a number of JSON; one that no float holds, such as 1e999, is refused."""
+    """Reads a number of JSON; refuses a number that no float holds, such as 1e999."""
     return value if math.isfinite(value := float(number)) else _refuse(number)
 
 
 def _whole(number: str) -> int:
-    """Reads a whole number of JSON; one that no float holds is refused, as in most other readers of JSON."""
+    """Reads a whole number of JSON; refuses a number that no float holds, as most other readers of JSON do."""
     _finite(number)
     return int(number)
 
@@ -212,7 +227,7 @@ def _validator(schema: str) -> Any:
 
 
 _Scored = Callable[[str, Any, TextConfig], float]
-# The functions by name, and the record's field with what an answer is compared with.
+# The functions by name, each with the record's field that holds its reference; '' is the field `TextConfig.answer`.
 FUNCTIONS: dict[str, tuple[_Scored, str]] = {
     "choice": (choice, ""),
     "exact_match": (exact_match, ""),
@@ -231,7 +246,12 @@ class TextReward:
     """
 
     def __init__(self, function: str, **settings: Any) -> None:
-        """Takes fields of a TextConfig."""
+        """Prepares the function.
+
+        Args:
+          function: name of the function in `FUNCTIONS`.
+          settings: fields of a TextConfig.
+        """
         self._config = config = TextConfig(**settings)
         self._score, field = FUNCTIONS[function]
         self._field = field or config.answer
@@ -244,7 +264,7 @@ class TextReward:
         """Scores every completion from 0 to 1; of several references, the best.
 
         Raises:
-          ValueError: a record without a reference, or with one that cannot be one.
+          ValueError: a record has no reference, or has a value that cannot be a reference.
         """
         del prompts
         if not self._same and self._field not in fields:

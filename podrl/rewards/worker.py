@@ -1,6 +1,6 @@
 """The process that runs reward functions: `python -m podrl.rewards.worker`, started by podrl.rewards.compose.
 
-It imports the standard library and what reward functions import, never jax.
+The process imports the standard library and what reward functions import, never jax.
 """
 
 import inspect
@@ -17,8 +17,9 @@ def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fie
     """Runs a reward function and checks what it returns.
 
     Returns:
-      {'values': floats} when all is well; {'raised': last lines of the traceback}; {'away': one line} where a service
-      that the function asks cannot be reached; or {'bad': what is wrong} with 'sample' where a single value is.
+      {'values': floats} if the result is good; {'raised': last lines of the traceback}; {'away': one line} if a service
+      that the function asks cannot be reached; or {'bad': what is wrong}, with the index 'sample' if a single value is
+      wrong.
     """
     try:
         result = _apply(fn, prompts, completions, fields)
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def needs(fn: Callable[..., Any]) -> list[str]:
-    """Names the fields of a record that a reward function cannot do without: its arguments, and its own `reads`."""
+    """Names the record fields that a reward function requires: its arguments without a default, and its own `reads`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The process that tests a program: what it holds, the program's process cannot read, nor answer for it.
+"""The process that tests a program; the program's own process can neither read the tests nor answer in its place.
 
 A test of functions is Python that runs here, in a namespace with a stand-in for everything that the program defines:
 calls go to the program's process as plain values and come back as plain values, so that no object of the program can
@@ -24,21 +24,27 @@ from podrl.rewards.sandbox.program import start_programs
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
 _SAID = 300
-_PER_BYTE = 8  # bytes of memory for a byte of the request, as JSON and as objects
+_PER_BYTE = 8  # bytes of memory for each byte of the request, which is held as JSON and as objects
 T = TypeVar("T")
 _WORD = re.compile(r"[^\W\d]\w*")
 
 
 class TestError(Exception):
-    """A test that is no Python: an error of the data, whatever the program does."""
+    """A test is not valid Python: an error of the data, whatever the program does."""
 
 
 class _MalformedError(Exception):
-    """The program's process sent what podrl.rewards.sandbox.program never sends: no test of it passes."""
+    """The program's process sent a message that podrl.rewards.sandbox.program never sends: all of its tests fail."""
 
 
 class _Program:
-    """A program's process, with what it reads and prints."""
+    """A program's process, with its input, its output and the channel for messages.
+
+    Attributes:
+      channel: socket by which the program's source and requests go to the process, and replies come back.
+      output: descriptor of the pipe that the program prints to.
+      pid: id of the process.
+    """
 
     def __init__(self, control: socket.socket, kind: str, source: str, text: str) -> None:
         self._control = control
@@ -52,13 +58,13 @@ class _Program:
             os.close(one)
         theirs.close()
         self.pid = receive(control)
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             send(self.channel, source)
 
     def end(self, *, kill: bool) -> int:
-        """The status it ends with."""
+        """Waits for the end of the process, which is killed first if `kill`; returns its wait status."""
         if kill:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            with contextlib.suppress(ProcessLookupError):  # the process has ended by itself
                 os.kill(self.pid, signal.SIGKILL)
         self.channel.close()
         os.close(self.output)
@@ -66,8 +72,12 @@ class _Program:
 
 
 def check(job: socket.socket, limits: Bounds) -> None:
-    """Answers the job on a socket: isolated already, this process and those it starts are all there is."""
+    """Reads a job from a socket, tests its program, and sends the verdict.
+
+    This process must be isolated already: it and the processes that it starts are then alone in their namespaces.
+    """
     control, theirs = socket.socketpair()
+    # The process that starts programs is forked before the request is read, so that it never holds the tests.
     if os.fork() == 0:
         try:
             job.close()
@@ -80,7 +90,7 @@ def check(job: socket.socket, limits: Bounds) -> None:
     content = bytearray()
     while part := job.recv(1 << 20):
         content += part
-    # Tests and replies of the program are kept beside the request, which is read before anything of the program is.
+    # Memory for the request comes on top of the limit, which is there for tests and the program's replies.
     kernel.limit_memory((limits["memory_mb"] << 20) + _PER_BYTE * len(content))
     request = json.loads(content)
     try:
@@ -99,7 +109,7 @@ def _are_printed(tests: list[str] | list[Printed]) -> TypeGuard[list[Printed]]:
 
 
 def _scripts(control: socket.socket, request: Testing, tests: list[Printed], limits: Bounds) -> Verdict:
-    """Runs the program once for every input, and compares what it prints."""
+    """Runs the program once for every input, and compares its output with the output of the test."""
     passed, said, end = [], "", time.monotonic() + limits["wall_s"]
     for number, test in enumerate(tests):
         program = _Program(control, "script", request["program"], test["input"])
@@ -114,7 +124,10 @@ def _scripts(control: socket.socket, request: Testing, tests: list[Printed], lim
 
 
 def _read(descriptor: int, end: float, most: int) -> str | None:
-    """All that is printed until the pipe ends; None if it is too much or takes too long."""
+    """Reads all output until the pipe ends; None if there are more than `most` bytes, or the time `end` has come.
+
+    `end` is a time of the monotonic clock, in seconds.
+    """
     content, poll = bytearray(), select.poll()
     poll.register(descriptor, select.POLLIN)
     while (left := end - time.monotonic()) > 0 and poll.poll(left * 1000):
@@ -128,7 +141,7 @@ def _read(descriptor: int, end: float, most: int) -> str | None:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the space at their ends; empty ones at the end do not count."""
+    """Lines without the space at their ends; empty lines at the end of the text do not count."""
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
@@ -143,12 +156,13 @@ def _functions(control: socket.socket, request: Testing, limits: Bounds) -> Verd
     remote = _Remote(program, time.monotonic() + limits["wall_s"])
     passed, said = [], ""
     try:
-        # Python's own names and those with two underscores are never the program's, nor is one that no test mentions.
+        # Tests get only names that they mention. A program replaces neither Python's own names nor those that begin
+        # with two underscores.
         wanted = {word for source in sources for word in _WORD.findall(source) if not word.startswith("__")}
         names = {name: value for name, value in remote.names().items() if name in wanted and not _is_python(name)}
         names |= {"__name__": "tests", "__builtins__": builtins}
-        exec(codes[0], names)  # a test of the data set, in its sandbox
-    except BaseException as error:  # noqa: BLE001 - the program does not run, or has not what the set-up needs
+        exec(codes[0], names)  # code of the data set, and this process is its sandbox
+    except BaseException as error:  # noqa: BLE001 - the program does not run, or lacks a name that the set-up needs
         program.end(kill=True)
         return {"passed": [False] * len(request["tests"]), "said": _name(error)[:_SAID]}
     for number, code in enumerate(codes[1:]):
@@ -180,7 +194,7 @@ def _compiled(source: str, what: str) -> CodeType:
 def _name(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except BaseException:  # noqa: BLE001 - its text asks the program for that of a stand-in
+    except BaseException:  # noqa: BLE001 - the text may contain a stand-in, whose text the program fails to give
         return type(error).__name__
 
 
@@ -191,27 +205,48 @@ def _end_of(status: int) -> str:
 
 
 class _Remote:
-    """Requests to a program's process, and stand-ins of its objects.
+    """Sends requests to a program's process, and makes stand-ins for its objects.
 
     Attributes:
       malformed: the fault of a message from the program's process; '' while no message had one. A program can write
         to the channel itself, so a message proves nothing and is read as data.
-      unusable: a value that a test gave the program and that is not plain data; '' for none.
+      unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
     """
 
     def __init__(self, program: _Program, end: float) -> None:
+        """Takes a running program.
+
+        Args:
+          program: the process.
+          end: time of the monotonic clock, in seconds, at which requests fail.
+        """
         self._program, self._end = program, end
         self.malformed = self.unusable = ""
 
     def names(self) -> dict[str, object]:
-        """The names that the program says it defines."""
+        """The names that the program's process reports as defined, with their values or stand-ins."""
         names = self._reply("names")["names"]
         if not isinstance(names, dict):
             raise self._not_a_message("its names are no mapping")
         return {name: self._local(value) for name, value in names.items()}
 
     def ask(self, operation: str, arguments: Sequence[object], keywords: Mapping[str, object]) -> object:
-        """The result of an operation, or its exception; mutable arguments take their new values."""
+        """Has the program's process carry out an operation; mutable arguments take their new values.
+
+        Args:
+          operation: name of the operation, see `podrl.rewards.sandbox.program`.
+          arguments: the stand-in of an object of the program, then arguments of the operation.
+          keywords: keyword arguments of a call.
+
+        Returns:
+          The result, plain or a stand-in.
+
+        Raises:
+          Exception: the exception that the operation raised.
+          RuntimeError, TimeoutError: the program has ended, or is late.
+          TypeError: an argument is neither plain data nor a stand-in.
+          _MalformedError: the reply is malformed.
+        """
         refer = self._refer
         request = {"arguments": encode(list(arguments), refer), "keywords": encode(dict(keywords), refer)}
         if self.malformed:
@@ -229,12 +264,12 @@ class _Remote:
         return self._local(reply["value"])
 
     def _reply(self, *keys: str) -> dict[str, object]:
-        """The next message, which has these keys and no other.
+        """Receives the next message, which must have exactly these keys.
 
         Raises:
           Exception: the exception that the message names.
-          RuntimeError, TimeoutError: the program ended, or is late.
-          _MalformedError: it is no such message.
+          RuntimeError, TimeoutError: the program has ended, or is late.
+          _MalformedError: the message is malformed, or has other keys.
         """
         left = self._end - time.monotonic()
         if left <= 0:
@@ -273,7 +308,7 @@ class _Remote:
 
 
 def _update(given: object, now: object) -> None:
-    """Gives a mutable argument the value that the program's process left in its copy."""
+    """Gives a mutable argument the value that its copy has in the program's process after a call."""
     if type(given) is not type(now) or given == now:
         return
     match given, now:
@@ -285,18 +320,23 @@ def _update(given: object, now: object) -> None:
 
 
 def _exception(names: Sequence[str], text: str) -> BaseException:
-    """The exception that a program raised: of the nearest of Python's own types."""
+    """Makes an exception like the one that a program raised, of the nearest of Python's own types.
+
+    Args:
+      names: names of the types of the program's exception, the nearest first.
+      text: text of the program's exception.
+    """
     for kind in (getattr(builtins, str(name), None) for name in names):
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(text)
-            except TypeError:  # it takes more, as UnicodeDecodeError does
+            except TypeError:  # the type needs more arguments, as UnicodeDecodeError does
                 continue
     return RuntimeError(f"{names[0]}: {text}")
 
 
 class StandIn:
-    """An object of the program, in a test: it can be called and read, and equals nothing but itself."""
+    """Stands for an object of the program in a test: it can be called and read, and equals nothing but itself."""
 
     def __init__(self, remote: _Remote, reference: Reference) -> None:
         object.__setattr__(self, "_remote", remote)

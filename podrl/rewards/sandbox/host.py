@@ -1,4 +1,4 @@
-"""Sandboxes as the process sees them that asks for tests: started many at once, refused where none can be had."""
+"""Runs tests of programs in sandboxes, many at once; refuses a host that cannot isolate programs."""
 
 import concurrent.futures
 import json
@@ -14,33 +14,33 @@ from collections.abc import Sequence
 
 from podrl.rewards.sandbox.messages import Bounds, ProgramLimits, Testing, Verdict
 
-_ROOT = str(pathlib.Path(__file__).resolve().parents[3])  # what podrl is imported from
+_ROOT = str(pathlib.Path(__file__).resolve().parents[3])  # the directory that podrl is imported from
 _MODULE = "podrl.rewards.sandbox.server"
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_LEAVE_S = 30.0  # that an answer may take longer than programs may
+_LEAVE_S = 30.0  # seconds that an answer may take beyond the programs' wall_s
 _PROBE: Testing = {"program": "def one():\n    return 1", "setup": "", "tests": ["assert one() == 1"], "all": True}
 
 
 class RefusedError(RuntimeError):
-    """This host cannot isolate a program; says what it refuses and what would allow it."""
+    """This host cannot isolate a program; the message says what the host refuses, and which settings would allow it."""
 
 
 class Sandboxes:
-    """Tests programs, each in a sandbox of its own; use it from the thread that made it."""
+    """Tests programs, each in a sandbox of its own; the thread that made it must live on, else the kernel ends it."""
 
     def __init__(self, limits: ProgramLimits, *, at_once: int, packages: Sequence[str] = ()) -> None:
         """Starts the process that starts sandboxes, and tests a first program.
 
         Args:
-          limits: memory_mb, cpu_s, wall_s, threads, file_mb, disk_mb of every sandbox.
-          at_once: sandboxes at once.
-          packages: directories that programs may import from, beside the standard library.
+          limits: limits of every sandbox.
+          at_once: largest number of sandboxes at once.
+          packages: directories that programs may import from, besides the standard library.
 
         Raises:
-          RefusedError: the host can isolate no program.
+          RefusedError: the host cannot isolate a program.
         """
-        own = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # below a virtual environment
+        own = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # the Python below a virtual environment
         standard = [sysconfig.get_path(name, vars=own) for name in ("stdlib", "platstdlib")]
         imports = list(dict.fromkeys([*standard, f"{standard[1]}/lib-dynload", *packages]))
         paths = [path for path in dict.fromkeys((*_SYSTEM, *imports, *_DEVICES)) if os.path.exists(path)]
@@ -51,15 +51,14 @@ class Sandboxes:
         self._begin()
 
     def test(self, jobs: Sequence[Testing]) -> list[Verdict]:
-        """Tests programs, as many at once as there may be.
+        """Tests programs, up to `at_once` of them at once.
 
         Args:
-          jobs: each a 'program' (source), 'tests' (Python, or mappings of 'input' and 'output'), 'setup' (Python before
-            the tests), 'all' (True runs all tests, False ends at the first that fails).
+          jobs: programs with their tests.
 
         Returns:
-          For each 'passed', a truth value of every test that ran, and 'said', why the first failed; or 'error' for
-          tests that no program can pass.
+          The verdict on each program, in the order of `jobs`. A sandbox that ended without an answer has passed no
+          test.
         """
         return list(self._threads.map(self._test, jobs))
 
@@ -122,7 +121,7 @@ class Sandboxes:
         return json.loads(answer)
 
     def _bubblewrapped(self, job: socket.socket) -> subprocess.Popen:
-        """Starts a sandbox by bubblewrap, slower than our own: every one starts an interpreter."""
+        """Starts a sandbox by bubblewrap. It is slower than a forked one, as each sandbox starts an interpreter."""
         shown = [*self._limits["paths"], f"{_ROOT}/podrl/__init__.py", str(pathlib.Path(__file__).parents[1])]
         shown += [os.path.realpath(sys.executable), *_libraries()]
         binds = [part for path in shown for part in (_bind(path), path, path)]
@@ -141,7 +140,7 @@ class Sandboxes:
         )
 
 
-# Sets iterate in the same order in every program.
+# A fixed hash seed: sets iterate in the same order in every run of a program.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/nowhere"}
 
 
@@ -155,7 +154,7 @@ def _bind(path: str) -> str:
 
 
 def _libraries() -> list[str]:
-    """The interpreter's own shared library, where it has one outside the system's directories."""
+    """The path of the interpreter's own shared library, if it has one outside the system's directories."""
     name = sysconfig.get_config_var("LDLIBRARY") or ""
     path = os.path.join(sysconfig.get_config_var("LIBDIR") or "", name)
     return [path] if name.endswith(".so") and os.path.exists(path) and not path.startswith(_SYSTEM) else []
@@ -170,6 +169,6 @@ def _ask(channel: socket.socket, job: Testing, timeout_s: float) -> bytes:
         channel.shutdown(socket.SHUT_WR)
         while part := channel.recv(1 << 16):
             content += part
-    except OSError:  # it was ended, or is late
+    except OSError:  # the sandbox was ended, or is late
         return bytes(content) if content.endswith(b"}") else b""
     return bytes(content)
