@@ -110,7 +110,7 @@ def _same(gold: list[Any], found: list[Any]) -> bool:
 
 
 def _apart(gold: list[Any], found: list[Any]) -> bool:
-    """True if both are single finite values that differ by more than rounding, though math-verify takes them as equal."""
+    """True if both are single finite values that differ by more than rounding."""
     import sympy
 
     values = [one[0] for one in (gold, found) if isinstance(one[0], sympy.Expr) and one[0].is_number]

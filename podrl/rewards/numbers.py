@@ -42,7 +42,7 @@ class Number(NamedTuple):
         )
 
     def _ratios(self, other: "Number") -> Iterator[tuple[int, int]]:
-        """Pairs of whole numbers in the ratio of this number to `other`, one pair for each way to understand percent."""
+        """Pairs of whole numbers in the ratio of this number to `other`, one for each way to understand percent."""
         mine, theirs = self.top * other.bottom, other.top * self.bottom
         yield mine, theirs
         if self.percent != other.percent:

@@ -214,12 +214,6 @@ class _Remote:
     """
 
     def __init__(self, program: _Program, end: float) -> None:
-        """Takes a running program.
-
-        Args:
-          program: the process.
-          end: time of the monotonic clock, in seconds, at which requests fail.
-        """
         self._program, self._end = program, end
         self.malformed = self.unusable = ""
 

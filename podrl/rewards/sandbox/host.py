@@ -27,7 +27,10 @@ class RefusedError(RuntimeError):
 
 
 class Sandboxes:
-    """Tests programs, each in a sandbox of its own; the thread that made it must live on, else the kernel ends it."""
+    """Tests programs, each in a sandbox of its own.
+
+    Use it from the thread that made it: the process that starts sandboxes ends with that thread.
+    """
 
     def __init__(self, limits: ProgramLimits, *, at_once: int, packages: Sequence[str] = ()) -> None:
         """Starts the process that starts sandboxes, and tests a first program.

@@ -1,6 +1,6 @@
 """System calls that isolate a process on Linux x86-64: namespaces, mounts, a filter of system calls, limits.
 
-It imports the standard library alone: it runs in processes that have nothing else.
+This module imports the standard library alone, because it runs in processes that have nothing else.
 """
 
 import ctypes
@@ -22,8 +22,9 @@ _CLONE, _PIVOT_ROOT, _MOUNT_SETATTR, _CAPSET = 56, 155, 442, 126  # numbers of s
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _ROOT = "/proc"  # where the new root is put together: it exists everywhere, and what is below it is not used
 
-# What programs may not call, by number: the answer is EPERM. Processes and programs beside their own; memory that no
-# limit counts; networks (AF_VSOCK and AF_ALG know no namespaces); other processes; anything an administrator calls.
+# Numbers of the system calls that programs may not make; they fail with EPERM. In this order: processes and programs
+# beside their own; memory that no limit counts; sockets (namespaces do not isolate AF_VSOCK and AF_ALG); access to other
+# processes; calls of administrators.
 _PROCESSES = (57, 58, 59, 322)
 _MEMORY = (29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 319, 447)
 _NETWORK = (41,)
@@ -34,17 +35,21 @@ _ADMINISTRATION = (
     *(313, 320, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 443, 444, 445, 446),
 )
 PROGRAM = tuple(sorted({*_PROCESSES, *_MEMORY, *_NETWORK, *_OTHERS, *_ADMINISTRATION}))
-CHECKER = tuple(number for number in PROGRAM if number != 319)  # it makes the files that programs read
+CHECKER = tuple(number for number in PROGRAM if number != 319)  # memfd_create makes the file that a program reads
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: `clone` copies this thread alone
+# PyDLL keeps the interpreter's lock during a call. `clone` needs that: it copies the calling thread alone.
+_libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class IsolationError(OSError):
-    """The host does not let this process isolate a program; says which call failed."""
+    """The host does not let this process isolate a program; the message says which call failed."""
 
 
 def clone() -> int:
-    """Forks into new user, mount, process, network, IPC, host name and cgroup namespaces; 0 in the child.
+    """Forks into new user, mount, process, network, IPC, host name and cgroup namespaces.
+
+    Returns:
+      The child's process id in the parent, 0 in the child.
 
     Raises:
       IsolationError: the host does not allow it.
@@ -62,7 +67,10 @@ def clone() -> int:
 
 
 def map_user(pid: int) -> None:
-    """Gives a process in a new user namespace the user `NOBODY`, and while it sets itself up root, if we are root.
+    """Gives a process in a new user namespace the user `NOBODY`; if we are root, also root, for its set-up.
+
+    Args:
+      pid: id of the process, as this process sees it.
 
     Raises:
       IsolationError: the host does not allow it.
@@ -78,7 +86,11 @@ def map_user(pid: int) -> None:
 
 
 def enter_root(paths: Sequence[str], disk_mb: int) -> None:
-    """Makes a file system of `paths`, read-only, and an empty /tmp the only one this process sees.
+    """Replaces the files that this process sees: by `paths`, read-only, and an empty /tmp.
+
+    Args:
+      paths: files and directories of the host that stay visible; missing ones are left out.
+      disk_mb: size of /tmp, in MiB of memory.
 
     Raises:
       IsolationError: a mount failed.
@@ -108,7 +120,7 @@ def enter_root(paths: Sequence[str], disk_mb: int) -> None:
 
 
 def become_nobody() -> None:
-    """Gives up every privilege there is, for good."""
+    """Gives up every privilege of this process, for good."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -125,7 +137,7 @@ def die_with_parent() -> None:
 
 
 def close_all_but(*kept: int) -> None:
-    """Closes every descriptor of this process but these."""
+    """Closes every descriptor of this process except 0, 1, 2 and `kept`."""
     last = 2
     for one in sorted({*kept} - {0, 1, 2}):
         os.closerange(last + 1, one)
@@ -134,13 +146,13 @@ def close_all_but(*kept: int) -> None:
 
 
 def limit(limits: Bounds) -> None:
-    """Sets the limits of a program on this process."""
+    """Sets the limits of a program on this process; they cannot be raised again."""
     memory, seconds, size = limits["memory_mb"] << 20, limits["cpu_s"], limits["file_mb"] << 20
     limit_memory(memory)
     for kind, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, size),
-        (resource.RLIMIT_NPROC, limits["threads"] + 2),  # in a namespace of their own: its starter and its checker
+        (resource.RLIMIT_NPROC, limits["threads"] + 2),  # 2 for the starter and the checker, which count as well
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
@@ -159,7 +171,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def filter_calls(denied: Sequence[int]) -> None:
-    """Refuses system calls from now on, and new processes; threads are allowed.
+    """Refuses some system calls from now on, and new processes; new threads are allowed.
 
     Args:
       denied: numbers of system calls that fail with EPERM.
@@ -171,14 +183,14 @@ def filter_calls(denied: Sequence[int]) -> None:
 
 
 def prepare() -> None:
-    """Does once what every sandbox would do again."""
+    """Builds the filters of system calls once, so that sandboxes forked later have them."""
     _filter(PROGRAM)
     _filter(CHECKER)
 
 
 @functools.cache
 def _filter(denied: tuple[int, ...]) -> bytes:
-    """The program of a seccomp filter: 8 bytes of every instruction."""
+    """Builds the program of a seccomp filter, 8 bytes for each instruction."""
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
     program = [
@@ -205,7 +217,7 @@ def _filter(denied: tuple[int, ...]) -> bytes:
 
 
 def _restrict(target: str, *, device: bool) -> None:
-    """Makes a mount and all below it read-only, without devices unless it is one."""
+    """Makes a mount and all below it read-only, without set-user-id; devices in it work only if `device`."""
     flags = 0x01 | 0x02 | (0 if device else 0x04)
     attributes = struct.pack("<QQQQ", flags, 0, 0, 0)
     _call(f"mount_setattr {target}", _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, 32))

@@ -1,4 +1,4 @@
-"""The messages between the job, the checker and a program's process, as JSON holds them."""
+"""Messages between the job, the checker and a program's process, as they are in JSON."""
 
 from typing import NotRequired, TypedDict
 
@@ -24,11 +24,11 @@ class ProgramLimits(TypedDict):
 
 
 class Bounds(ProgramLimits):
-    """What a sandbox may take and see.
+    """The limits of every sandbox, and the files that it sees.
 
     Attributes:
       imports: directories that programs import from.
-      paths: files and directories that a sandbox shows.
+      paths: files and directories of the host that a sandbox sees.
     """
 
     imports: list[str]
@@ -47,9 +47,9 @@ class Testing(TypedDict):
 
     Attributes:
       program: source of the program.
-      tests: statements in Python, or what a script must print.
-      setup: statements before the first test.
-      all: True runs all tests; False ends at the first that fails.
+      tests: statements in Python that raise on failure, or texts that a script reads and must print.
+      setup: statements in Python that run before the first test.
+      all: True runs all tests; False stops at the first test that fails.
     """
 
     program: str
@@ -63,10 +63,10 @@ class Verdict(TypedDict):
 
     Attributes:
       passed: a truth value for every test that ran.
-      said: why the first test failed; '' where none did.
-      unusable: a value that a test gave the program and that is not plain data; '' for none.
-      error: why no program can pass the tests.
-      refused: why this host isolates no program.
+      said: reason why the first of the failed tests failed; '' if no test failed.
+      unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
+      error: reason why no program can pass the tests.
+      refused: reason why this host cannot isolate a program.
     """
 
     passed: list[bool]

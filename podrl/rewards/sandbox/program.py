@@ -13,14 +13,14 @@ from podrl.rewards.sandbox import kernel
 from podrl.rewards.sandbox.messages import Bounds
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
-_ITEMS = 1_000_000  # of an iterator that a test reads
+_ITEMS = 1_000_000  # most items that a test may read from an iterator
 
 
 def start_programs(control: socket.socket, limits: Bounds) -> None:
-    """Starts a process for every message on `control`, and answers with its number, then with how it ended.
+    """Starts a process for every message on `control`; answers with its process id, and at its end with its status.
 
-    A message is 'script' or 'functions' with three descriptors: standard input, standard output, and the channel by
-    which the program's source comes.
+    A message is 'script' or 'functions' with three descriptors: standard input, standard output, and the channel that
+    brings the program's source.
     """
     while True:
         kind, given, _, _ = socket.recv_fds(control, 16, 3)
@@ -43,8 +43,8 @@ def _run(kind: str, given: list[int], limits: Bounds) -> None:
     """Runs a program in this process, which then ends."""
     kernel.die_with_parent()
     nothing = os.open("/dev/null", os.O_RDWR)
-    given = [os.dup2(one, 100 + place) for place, one in enumerate(given)]  # above all that is closed or replaced
-    # Where functions are called nobody reads what the program prints: with a full pipe it would wait for ever.
+    given = [os.dup2(one, 100 + place) for place, one in enumerate(given)]  # above the descriptors replaced below
+    # Where functions are called nobody reads what the program prints: it would wait for ever once the pipe is full.
     printed = given[1] if kind == "script" else nothing
     for place, source in enumerate((given[0], printed, nothing)):
         os.dup2(source, place)
@@ -113,7 +113,7 @@ def _functions(source: str, channel: socket.socket) -> None:
 
 
 def _apply(operation: str, arguments: list[Any], keywords: dict[str, Any]) -> object:
-    """Does with an object of the program (the first argument) what a test does with its stand-in."""
+    """Carries out on an object of the program (the first argument) what a test does with its stand-in."""
     this, *rest = arguments
     if operation == "call":
         return this(*rest, **keywords)
@@ -133,7 +133,7 @@ def _raised(error: BaseException) -> dict[str, object]:
     names = [kind.__name__ for kind in type(error).__mro__]
     try:
         text = str(error)[:500]
-    except BaseException:  # noqa: BLE001 - a program's own __str__
+    except BaseException:  # noqa: BLE001 - the program's own __str__ may raise anything
         text = ""
     return {"raised": names, "text": text}
 

@@ -1,4 +1,4 @@
-"""The process that starts sandboxes: it forks one for every job, and never sees what is in them.
+"""The process that starts sandboxes: it forks a sandbox for every job, and never reads the job itself.
 
 `podrl.rewards.sandbox.host` starts it with nothing but the standard library and an empty environment.
 """
@@ -17,26 +17,29 @@ from podrl.rewards.sandbox import kernel
 from podrl.rewards.sandbox.checker import check
 from podrl.rewards.sandbox.messages import Bounds
 
-# What programs often import is there when they start.
+# Modules that programs often import: a forked sandbox has them already.
 PRELOADED = (
     *("array", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions"),
     *("functools", "heapq", "itertools", "math", "operator", "queue", "random", "re", "statistics", "string"),
     *("threading", "typing"),
 )
-_LEAVE_S = 5.0  # that a sandbox may take longer than its programs
+_LEAVE_S = 5.0  # seconds that a sandbox may take beyond its programs' wall_s
 
 
 def serve() -> None:
-    """Starts a sandbox for every socket that comes, until the pipe to the host ends; the arguments are in argv."""
+    """Starts a sandbox for every socket that the host sends, until the connection to the host ends.
+
+    sys.argv holds the descriptor of this connection, and the `Bounds` of every sandbox as JSON.
+    """
     control, limits = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     kernel.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in PRELOADED:
         __import__(name)
     kernel.prepare()
-    gc.disable()  # what it visits would be copied in every sandbox
-    alive = os.pipe()  # its other end closes when this process ends
-    running: dict[int, tuple[int, float]] = {}  # by the descriptor of its process
+    gc.disable()  # a collection writes to every object that it visits, so each sandbox would copy their memory
+    alive = os.pipe()  # the writing end closes when this process ends
+    running: dict[int, tuple[int, float]] = {}  # process id and last moment of each sandbox, by descriptor of process
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         while True:
@@ -60,7 +63,10 @@ def serve() -> None:
 
 
 def alone() -> None:
-    """Tests one program in a process that bubblewrap has isolated; the arguments are in argv."""
+    """Tests one program in a process that bubblewrap has isolated.
+
+    sys.argv holds the descriptor of the job's socket, and the `Bounds` of the sandbox as JSON.
+    """
     job, limits = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     os.chdir("/tmp")
     kernel.become_nobody()
@@ -68,7 +74,16 @@ def alone() -> None:
 
 
 def _start(descriptor: int, alive: int, limits: Bounds) -> int | None:
-    """Forks a sandbox that answers on a socket; None where there can be none, which the socket is told."""
+    """Forks a sandbox that answers on a socket; a refusal of the host is sent as the answer.
+
+    Args:
+      descriptor: descriptor of the job's socket; it is closed in this process.
+      alive: reading end of a pipe that ends with this process.
+      limits: limits of the sandbox, and the files that it sees.
+
+    Returns:
+      The sandbox's process id, or None if no process could be forked.
+    """
     job = socket.socket(fileno=descriptor)
     mapped, tell = os.pipe()
     pid = None
@@ -88,7 +103,7 @@ def _start(descriptor: int, alive: int, limits: Bounds) -> int | None:
 
 
 def _isolated(job: socket.socket, mapped: int, alive: int, limits: Bounds) -> None:
-    """Shuts this process in, and tests a program; it never returns."""
+    """Isolates this process, tests a program, and ends this process; it never returns."""
     try:
         kernel.close_all_but(job.fileno(), mapped, alive)
         nothing = os.open("/dev/null", os.O_RDWR)
@@ -99,10 +114,10 @@ def _isolated(job: socket.socket, mapped: int, alive: int, limits: Bounds) -> No
             os.close(mapped)
             kernel.enter_root(limits["paths"], limits["disk_mb"])
             kernel.become_nobody()
-            kernel.die_with_parent()  # a change of user forgets it
+            kernel.die_with_parent()  # again, because the change of user has cleared the setting
             gone = select.poll()
             gone.register(alive, select.POLLHUP)
-            if gone.poll(0):  # the parent ended before it was asked for
+            if gone.poll(0):  # the parent ended before the line above, so the kernel will not end this process
                 return
             check(job, limits)
     except kernel.IsolationError as error:

@@ -1,4 +1,4 @@
-"""Plain values and frames between a program and the tests of it: nothing that the one sends runs in the other."""
+"""Plain values and frames between a program and its tests: nothing that one side sends runs on the other side."""
 
 import json
 import socket
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
-_MOST = 1 << 24  # bytes of a frame
-_EXACT = 1 << 53
+_MOST = 1 << 24  # most bytes of a frame
+_EXACT = 1 << 53  # integers from here on are sent as hexadecimal text
 
 
 class Reference:
     """An object that stays on the program's side.
 
     Attributes:
-      number: its place in the program's list.
-      kind: the name of its type.
+      number: index of the object in the program's list.
+      kind: name of the object's type.
     """
 
     def __init__(self, number: int, kind: str) -> None:
@@ -24,9 +24,11 @@ class Reference:
 
 
 def encode(value: object, refer: Callable[[object], Reference]) -> Any:
-    """JSON for a plain value; what is not plain becomes what `refer` makes of it.
+    """Encodes a plain value for JSON. Values of subclasses of plain types become plain.
 
-    Subclasses of plain types become plain.
+    Args:
+      value: the value to send; a list and the like may hold values that are not plain.
+      refer: makes a reference to a value that is not plain, to be sent in place of the value.
     """
     if value is None or isinstance(value, bool | float):
         return value
@@ -49,10 +51,14 @@ def encode(value: object, refer: Callable[[object], Reference]) -> Any:
 
 
 def decode(value: Any, resolve: Callable[[Reference], object]) -> Any:
-    """The value that `encode` was given; `resolve` makes the object of a reference.
+    """Makes the value that was encoded.
+
+    Args:
+      value: a result of `encode`, after JSON; anything else, since the sender is not trusted, raises an error.
+      resolve: finds the object of a reference.
 
     Raises:
-      ValueError, TypeError, KeyError: this is no such JSON.
+      ValueError, TypeError, KeyError: the value is none that `encode` makes.
     """
     if isinstance(value, list):
         return [decode(one, resolve) for one in value]
@@ -78,11 +84,11 @@ def send(channel: socket.socket, message: object) -> None:
 
 
 def receive(channel: socket.socket) -> Any:
-    """The next message.
+    """Waits for the next message and reads it from JSON.
 
     Raises:
       EOFError: the other side has ended.
-      ValueError: this is no message, or too long a one.
+      ValueError: the message is no JSON, or longer than 16 MiB.
     """
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
     if length > _MOST:
