@@ -23,8 +23,8 @@ _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _ROOT = "/proc"  # where the new root is put together: it exists everywhere, and what is below it is not used
 
 # Numbers of the system calls that programs may not make; they fail with EPERM. In this order: processes and programs
-# beside their own; memory that no limit counts; sockets (namespaces do not isolate AF_VSOCK and AF_ALG); access to other
-# processes; calls of administrators.
+# beside their own; memory that no limit counts; sockets (namespaces do not isolate AF_VSOCK and AF_ALG); access to
+# other processes; calls of administrators.
 _PROCESSES = (57, 58, 59, 322)
 _MEMORY = (29, 30, 31, 64, 65, 66, 68, 69, 70, 71, 240, 319, 447)
 _NETWORK = (41,)
