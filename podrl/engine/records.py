@@ -8,7 +8,7 @@ from podrl.engine.reads import Page
 
 
 class Status(enum.Enum):
-    """State of a sample: waiting for a lane, in a lane, paused by its caller (without a lane), or ended."""
+    """State of a sample: waiting for a lane, running in a lane, paused by its caller without a lane, or ended."""
 
     WAITING = 0
     RUNNING = 1
@@ -18,14 +18,14 @@ class Status(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class Store:
-    """What the device holds of a prompt's tokens, or of a sample's own.
+    """The cache of a prompt's tokens on one shard, or of a sample's own tokens: pages, and a place for its memory.
 
     Attributes:
-      key: what it is of.
-      pages: those with its keys and values.
-      spilled: all of it is on the host.
-      place: where its memory of linear attention lies, see `EngineShape.places`: a prompt's slot, a sample's lane; -1
-        where it has none.
+      key: ("prompt", prompt handle, shard) or ("sample", sample handle, 0).
+      pages: pages with the keys and values of the tokens.
+      spilled: whether the whole store has been moved to the host.
+      place: place of the memory of linear attention (`EngineShape.places`): a slot for a prompt, the lane for a sample;
+        -1 if the store has no place.
     """
 
     key: tuple[str, int, int]
@@ -35,13 +35,13 @@ class Store:
 
     @property
     def name(self) -> str:
-        """Its key as one word."""
+        """The key as one word."""
         return "/".join(map(str, self.key))
 
 
 @dataclasses.dataclass
 class PromptRow:
-    """A prompt on one shard: its pages, and the number of unfinished samples assigned there."""
+    """A prompt on one shard: its store, the number of its unfinished samples on the shard, whether it has pages."""
 
     store: Store
     users: int = 0
@@ -53,14 +53,24 @@ class Sample:
     """The scheduler's record of one sample.
 
     Attributes:
-      prompt: handle of its prompt; `length` are the prompt's tokens.
-      left: tokens it may still sample, counted down by whole dispatches while it runs.
-      position: position of the token it feeds next.
-      urgent: it comes before others that wait for a lane.
-      grown: tokens sampled so far, at most.
-      unfed: given tokens before `position` whose keys and values are not there: they are fed when it is seated.
-      compact: feed again from the first page that is not full, not only from the last.
-      spilled_at: the plan that took its lane away; what it sampled last is known only after that plan's dispatch.
+      id: handle of the sample.
+      prompt: handle of the sample's prompt.
+      length: number of tokens of the prompt.
+      max_new: most tokens that the sample may sample.
+      expected: the caller's guess of how many tokens it will sample; None without a guess.
+      left: tokens that it may still sample, counted down by whole dispatches while it runs.
+      position: position of the token that it feeds next.
+      store: cache of the sample's own tokens.
+      urgent: whether it gets a lane before samples that are not urgent.
+      shard: number of its shard; -1 as long as it has none.
+      lane: number of its lane on the shard; -1 while it has none.
+      status: state of the sample.
+      grown: upper bound of the tokens sampled so far.
+      unfed: number of tokens before `position` without keys and values; they are prefilled when it is seated.
+      compact: whether to feed again from the first page that is not full, not only from the last page.
+      seated: count of seats before its newest seat: the larger, the later it was seated; -1 before the first.
+      spilled_at: number of the plan that took its lane away, -1 without one. The tokens that were in flight then are
+        known only at a later plan, so that plan does not seat it again.
     """
 
     id: int
@@ -83,7 +93,7 @@ class Sample:
 
 
 class Move(NamedTuple):
-    """A store to copy to the host or back: its shard, and the pages and the place that hold it."""
+    """A store to copy to the host or back: its shard, and the pages and the place on the device that hold it."""
 
     store: Store
     shard: int
@@ -92,7 +102,7 @@ class Move(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """A prompt to prefill on a shard: the pages that take it, and the place that takes its memory."""
+    """A prompt to prefill on a shard: the pages for its keys and values, and the place for its memory."""
 
     prompt: int
     shard: int
@@ -108,11 +118,11 @@ class Plan:
       spills: stores to copy to the host; their pages and places may be overwritten afterwards.
       restores: stores to copy back, with their new pages and places.
       prefills: prompts to prefill.
-      feeds: samples whose given tokens to prefill, after the prompts.
-      frees: lanes to stop.
-      copies: (shard, place, lane): memories of prompts to copy to lanes, where seated samples begin with them.
-      seats: samples to seat; shard and lane are in the sample.
-      running: (sample, shard, lane) of every lane in the dispatch; empty when there is nothing to run.
+      feeds: prefills of samples' given tokens, which run after those of prompts.
+      frees: (shard, lane) of lanes to stop.
+      copies: (shard, place, lane) of memories of prompts to copy to lanes, from which newly seated samples begin.
+      seats: samples to put into lanes; each has its shard and lane.
+      running: (sample, shard, lane) of every lane in the dispatch; empty if there is nothing to run.
     """
 
     spills: list[Move] = dataclasses.field(default_factory=list)
@@ -127,13 +137,15 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """Tokens of a sample to prefill: those at positions from `start` on and before the one it feeds next.
+    """Tokens of a sample to prefill: all from position `start` on, up to the token that the sample feeds next.
 
     Attributes:
-      prior: the full pages it has already, and its prompt's, as (page, start, count).
-      targets: the pages that take them.
-      offset: tokens that the first of these holds already.
-      place: of the memory before them, its prompt's; the sample's lane takes that after them.
+      sample: the sample.
+      start: position of the first token to prefill.
+      prior: (page, start, count) of the prompt's pages and of the full pages that the sample has already.
+      targets: indices of the pages for the new keys and values.
+      offset: number of tokens that the first target page holds already.
+      place: place of the prompt's memory, from which the prefill begins; it leaves the new memory in the sample's lane.
     """
 
     sample: Sample
@@ -146,9 +158,20 @@ class Feed:
 
 @dataclasses.dataclass(frozen=True)
 class PoolShape:
-    """Sizes the scheduler works with: shards; per shard lanes and usable pages; tokens per page and dispatch; samples
-    that share a read; pages a sample and its prompt may hold; (longest chunk, rows of a shard) of each prefill call;
-    prompts whose memory of linear attention is kept, at least the lanes; 0 for models without such layers."""
+    """Sizes that the scheduler works with.
+
+    Attributes:
+      shards: number of data-parallel shards.
+      lanes: lanes of a shard.
+      pages: usable pages of a shard.
+      page_tokens: tokens of a page.
+      steps: decode steps of a dispatch.
+      members: samples that share a read of a prompt's page.
+      sample_pages: most pages that a sample and its prompt may hold together.
+      calls: (longest chunk in tokens, rows of a shard) of each prefill call, ascending.
+      slots: prompts of a shard whose memory of linear attention is kept, at least `lanes`; 0 for models without linear
+        attention.
+    """
 
     shards: int
     lanes: int

@@ -2,7 +2,7 @@
 
 Samples of a prompt are kept on one data-parallel shard, where the prompt's pages are read by all of them. Lanes and
 pages change only between dispatches. The scheduler plans a dispatch before the results of the last one are known: it
-takes every lane to be live until told otherwise, which costs idle steps, never correctness.
+assumes that every lane is live until a sample is reported as ended. A wrong guess costs idle steps, never correctness.
 """
 
 import bisect
@@ -17,17 +17,18 @@ import numpy as np
 from podrl.engine.reads import LaneReads, Page, ReadShape
 from podrl.engine.records import Feed, Fill, Move, Plan, PoolShape, PromptRow, Sample, Status, Store
 
-_AHEAD = 2  # times a shard's lanes, or a call's rows: samples whose prompts may be prefilled before their turn
+# Prompts are prefilled ahead while a shard has fewer waiting samples than this times its lanes, or the call's rows.
+_AHEAD = 2
 
 
 class _Fit(NamedTuple):
-    """Places a sample's given tokens in its pages.
+    """Counts of the pages and tokens that are needed to prefill a sample's given tokens.
 
     Attributes:
-      keep: its first pages, which stay; the last of them takes as many of the tokens as it has places for.
-      tokens: to feed, those of its other pages included.
-      new: pages that take the rest.
-      rest: places that are then left in its last page.
+      keep: number of the sample's first pages that stay; the last of them is filled up first.
+      tokens: number of tokens to feed, which includes the tokens of pages that do not stay.
+      new: number of new pages, for the tokens that do not fit the pages that stay.
+      rest: number of free places in the sample's last page afterwards.
     """
 
     keep: int
@@ -45,10 +46,10 @@ class _Shard:
         self.free_pages = list(range(shape.pages))
         self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))
         self.prompts: dict[int, PromptRow] = {}
-        self.assigned: list[Sample] = []  # to be seated here, in order
+        self.assigned: list[Sample] = []  # samples to seat on this shard, in order
         self.running: dict[int, Sample] = {}  # by lane
-        self.vacated: list[int] = []  # lanes the device may still take for live
-        self.reserved: int | None = None  # see Scheduler._reserve; None where it must be counted again
+        self.vacated: list[int] = []  # lanes without a sample that the device may still decode
+        self.reserved: int | None = None  # the result of Scheduler._reserve; None if it must be counted again
 
     def take(self, count: int) -> list[int]:
         """Takes the lowest free pages, so that pages in use stay close together."""
@@ -62,21 +63,22 @@ class _Shard:
 class Scheduler:
     """Assigns lanes and pages to samples; moves pages to the host and back when the pool is full.
 
-    A caller adds samples, then repeats: `plan()`, carry it out, `advance()`, and as results arrive `finish`, `pause`
-    and `resume`.
+    A caller adds samples. Then it repeats: it calls `plan()`, carries the plan out and calls `advance()`; as results
+    arrive it calls `finish`, `pause` and `resume`.
     """
 
     def __init__(self, shape: PoolShape):
         self.shape = shape
         self.samples: dict[int, Sample] = {}
         self._shards = [_Shard(i, shape) for i in range(shape.shards)]
-        self._pieces: list[list[Sample]] = []  # not yet on a shard, the one to seat first last
+        # Groups of samples that have no shard yet. The group to seat first is the last one, where `pop` takes it.
+        self._pieces: list[list[Sample]] = []
         self._sorted = True
         self._seat_count = 0
         self._plans = 0
-        self._lengths: dict[int, list[int]] = {}  # by prompt: lengths of finished samples
+        self._lengths: dict[int, list[int]] = {}  # new tokens of finished samples, by prompt
 
-    # What the caller reports.
+    # Calls by which the caller reports changes.
 
     def add(
         self,
@@ -90,11 +92,11 @@ class Scheduler:
         """Queues the samples of one prompt.
 
         Args:
-          prompt: handle of the prompt, new.
-          length: its tokens.
-          samples: (handle, most new tokens, expected new tokens or None) of each.
-          pieces: into how many groups, which may sit on different shards, to cut them.
-          urgent: they come before samples that are not.
+          prompt: handle of the prompt, not used before.
+          length: number of tokens of the prompt.
+          samples: (handle, most new tokens, expected new tokens or None) of each sample.
+          pieces: number of groups to cut the samples into; groups may run on different shards.
+          urgent: whether these samples get lanes before samples that are not urgent.
         """
         made = [
             Sample(handle, prompt, length, max_new, expected, max_new, length - 1, Store(("sample", handle, 0)), urgent)
@@ -106,13 +108,18 @@ class Scheduler:
         self._sorted = False
 
     def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[Store, int, list[int]]]:
-        """Frees a sample that ended with `grown` new tokens; `live`: the device may still decode it.
+        """Frees the lane and pages of a sample that has ended, and those of its prompt after the prompt's last sample.
+
+        Args:
+          handle: handle of the sample.
+          grown: number of new tokens that the sample ended with.
+          live: whether the device may still decode the sample's lane, which must then be freed by a plan.
 
         Returns:
-          (store, shard, the pages it held on the device) of what was given up.
+          (store, shard, indices of the store's pages on the device) of each store that was freed.
         """
         sample = self.samples.pop(handle)
-        if sample.status is Status.WAITING:  # rare: only a sample that is given up ends before it was in a lane
+        if sample.status is Status.WAITING:  # rare: only a cancelled sample ends before it was in a lane
             piece = next((piece for piece in self._pieces if any(s is sample for s in piece)), None)
             if piece is not None:  # it has no shard yet, so it holds no pages
                 piece[:] = [s for s in piece if s is not sample]
@@ -141,9 +148,10 @@ class Scheduler:
         return given
 
     def stores(self, handle: int) -> list[tuple[Store, int]]:
-        """Lists what holds a sample's tokens, with the shard: its prompt's store, which others share, and its own.
+        """Lists the stores that hold a sample's tokens, each with its shard.
 
-        Nothing before the sample has a shard.
+        The first is the store of the prompt, which the prompt's other samples share; the second is the sample's own.
+        The list is empty as long as the sample has no shard.
         """
         sample = self.samples[handle]
         if sample.shard < 0:
@@ -152,7 +160,7 @@ class Scheduler:
         return [(row.store, sample.shard), (sample.store, sample.shard)]
 
     def stop(self) -> Plan:
-        """Gives up all samples; the plan frees the lanes in which the device would go on."""
+        """Drops all samples; returns a plan that frees the lanes in which the device would go on decoding."""
         plan = Plan()
         for sample in self.samples.values():
             self._vacate(sample, live=True)
@@ -165,11 +173,12 @@ class Scheduler:
     def pause(self, handle: int, *, position: int) -> list[Store]:
         """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`.
 
-        Where there are slots it keeps none of them, and all are fed again: the memory cannot be cut back to a position,
-        and tokens must be fed again by what the sample itself is, not by what happened around it.
+        In models with linear attention (`PoolShape.slots`) it keeps no token's cache, and all tokens are fed again. A
+        memory cannot be cut back to an earlier position. And it must depend on the sample alone which tokens are fed
+        again, not on other samples: the feeding changes the last bits of what is sampled next.
 
         Returns:
-          The sample's store, where its copy on the host is of no more use.
+          The sample's store, in a list, if the store's copy on the host is useless now; else an empty list.
         """
         sample = self.samples[handle]
         self._vacate(sample, live=True)
@@ -190,13 +199,13 @@ class Scheduler:
         return [sample.store]
 
     def give(self, handle: int, tokens: int) -> None:
-        """Puts given tokens behind those of a sample that is not in a lane."""
+        """Appends a number of given tokens to a sample that is not in a lane."""
         sample = self.samples[handle]
         sample.unfed += tokens
         sample.position += tokens
 
     def resume(self, handle: int, *, left: int) -> None:
-        """A paused sample may run again, before those never seated; it stops after at most `left` more tokens."""
+        """Queues a paused sample before samples that have no tokens yet; it may sample at most `left` more tokens."""
         sample = self.samples[handle]
         assert sample.status is Status.PAUSED, sample
         sample.status, sample.left = Status.WAITING, left
@@ -206,15 +215,18 @@ class Scheduler:
         assigned.insert(sum(s.grown > 0 for s in assigned), sample)
 
     def _fit(self, sample: Sample, *, compact: bool) -> _Fit:
-        """Appends a sample's given tokens to its last page; `compact`: to its first that is not full, all else anew."""
+        """Counts the pages that a sample's given tokens need when they are fed behind its last page.
+
+        With `compact` they are fed behind its first page that is not full: the tokens of all later pages are fed again.
+        """
         C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
         keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
         tokens = sum(counts[keep:]) + sample.unfed
-        end = tokens + (counts[keep - 1] if keep else C)  # counted from the begin of the last page that stays
+        end = tokens + (counts[keep - 1] if keep else C)  # counted from the first place of the last page that stays
         return _Fit(keep, tokens, -(-end // C) - 1, -end % C)
 
     def _room(self, sample: Sample, *, compact: bool) -> int:
-        """Tokens that a sample can still sample, after its given ones, in the pages it may hold."""
+        """Counts the tokens that a sample can still sample, after its given tokens, in the pages it may hold."""
         fit = self._fit(sample, compact=compact)
         left = self.shape.sample_pages - self._prompt_pages(sample) - fit.keep - fit.new
         return left * self.shape.page_tokens + fit.rest // self.shape.steps * self.shape.steps
@@ -230,13 +242,13 @@ class Scheduler:
         return bool(self._pieces) or any(shard.assigned for shard in self._shards)
 
     def free_counts(self) -> tuple[int, int]:
-        """(free lanes, free pages) over all shards."""
+        """Returns (free lanes, free pages), counted over all shards."""
         return sum(len(s.free_lanes) for s in self._shards), sum(len(s.free_pages) for s in self._shards)
 
     # Planning.
 
     def plan(self) -> Plan:
-        """Plans the next dispatch: pages for running samples first, then restored and new samples in the lanes left."""
+        """Plans the next dispatch: first pages for running samples, then restored and new samples in free lanes."""
         plan = Plan()
         self._plans += 1
         if not self._sorted:
@@ -267,7 +279,7 @@ class Scheduler:
                     sample.left -= self.shape.steps
 
     def _grow(self, shard: _Shard, plan: Plan) -> None:
-        """Gives a page to every running sample whose last one is full, oldest sample first."""
+        """Gives a page to every running sample whose last page is full; the sample seated first is served first."""
         for sample in sorted(shard.running.values(), key=lambda s: s.seated):
             if sample.status is Status.RUNNING and sample.left > 0 and self._full(sample):
                 while not shard.free_pages:
@@ -287,7 +299,10 @@ class Scheduler:
         sample.store.pages.append(Page(shard.take(1)[0], sample.position, 0))
 
     def _spill_one(self, shard: _Shard, plan: Plan) -> bool:
-        """Moves to the host what will be needed last: paused samples, then idle prompts, then the youngest sample."""
+        """Moves one store to the host: an idle one, else that of the sample seated last, which loses its lane.
+
+        Returns False if there is no sample or store to move.
+        """
         idle = self._idle_stores(shard)
         if idle:
             self._spill(shard, idle[0], plan)
@@ -303,7 +318,10 @@ class Scheduler:
         return True
 
     def _idle_stores(self, shard: _Shard) -> list[Store]:
-        """Stores on the device that no running sample reads: of paused, then of waiting samples, then of prompts."""
+        """Lists the stores on the device that no running sample reads, in the order in which they are spilled.
+
+        Stores of paused samples come first, then stores of waiting samples, then those of prompts.
+        """
         return [
             *self._resting(shard, Status.PAUSED),
             *self._resting(shard, Status.WAITING),
@@ -327,7 +345,7 @@ class Scheduler:
         store.spilled = True
 
     def _take_slot(self, shard: _Shard, store: Store) -> None:
-        """Gives a prompt a place for its memory: a slot; none where it has no tokens to prefill."""
+        """Gives a prompt a slot for its memory; a prompt without tokens to prefill gets the place `nowhere`."""
         if self.shape.slots:
             nowhere = self.shape.lanes + self.shape.slots
             store.place = heapq.heappop(shard.free_slots) if store.pages else nowhere
@@ -338,7 +356,7 @@ class Scheduler:
         store.place = -1
 
     def _lacks_slot(self, shard: _Shard, sample: Sample) -> bool:
-        """True where the sample's prompt needs a slot, and none is free."""
+        """Returns True if the sample's prompt needs a slot and none is free."""
         row = shard.prompts.get(sample.prompt)
         needs = (row is None or not row.filled or row.store.spilled) and self._prompt_pages(sample) > 0
         return bool(self.shape.slots) and needs and not shard.free_slots
@@ -351,12 +369,13 @@ class Scheduler:
         return new
 
     def _admit_one(self, plan: Plan) -> bool:
-        """Puts one waiting sample into a lane of the shard that has most free lanes and enough pages."""
+        """Puts one waiting sample into a lane of the shard that has the most free lanes and enough pages."""
         for shard in sorted(self._shards, key=lambda s: (-len(s.free_lanes), s.index)):
             if not shard.free_lanes:
                 continue
             if self._pieces and self._goes_before(shard) and self._make_room(shard, self._pieces[-1][0], plan):
                 self._assign(shard, self._pieces.pop())
+            # A sample that this plan spilled is not seated again by it: the tokens in flight are not read yet.
             ready = bool(shard.assigned) and shard.assigned[0].spilled_at < self._plans
             if ready and self._make_room(shard, shard.assigned[0], plan):
                 self._seat(shard, shard.assigned.pop(0), plan)
@@ -364,12 +383,16 @@ class Scheduler:
         return False
 
     def _goes_before(self, shard: _Shard) -> bool:
-        """True where the next piece need not wait for the assigned: it is urgent, and their first is not, nor begun."""
+        """Returns True if the next group of samples goes before the shard's assigned samples.
+
+        It does if no sample is assigned, or if the group is urgent and the first assigned sample is neither urgent nor
+        begun.
+        """
         first = shard.assigned[0] if shard.assigned else None
         return first is None or (self._pieces[-1][0].urgent and not first.urgent and not first.grown)
 
     def _fill_calls(self, plan: Plan) -> None:
-        """Prefills prompts that come next in rows that calls made for others would leave empty."""
+        """Prefills the prompts that come next in rows that the plan's prefill calls would leave empty."""
         longest = [tokens for tokens, _ in self.shape.calls]
         used = [collections.Counter[int]() for _ in longest]  # rows by call and shard
         for fill in plan.prefills if longest else ():
@@ -378,7 +401,7 @@ class Scheduler:
         while self._pieces:
             sample = self._pieces[-1][0]
             if (call := bisect.bisect_left(longest, sample.length - 1)) == len(longest):
-                return  # of several chunks
+                return  # the prompt takes several chunks
             rows, taken = self.shape.calls[call][1], used[call]
             room = -(-max(taken.values(), default=0) // rows) * rows
             fit = [s for s in self._shards if taken[s.index] < room and sample.prompt not in s.prompts]
@@ -393,15 +416,19 @@ class Scheduler:
             taken[shard.index] += 1
 
     def _make_room(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
-        """True where the sample fits, if need be after spilling: paused samples, and all idle pages if nothing runs."""
+        """Spills idle stores until the sample fits the shard, which has a free lane; returns False if it cannot fit."""
         if self._short(shard, sample) > 0 and not self._make_pages(shard, sample, plan):
             return False
-        if self._lacks_slot(shard, sample):  # then an idle prompt has one: there are as many as lanes
+        # A lane is free and there are at least as many slots as lanes, so an idle prompt holds one of the slots.
+        if self._lacks_slot(shard, sample):
             self._spill(shard, self._idle_prompts(shard)[0], plan)
         return True
 
     def _make_pages(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
-        """Spills until there are pages for the sample; False, with nothing spilled, where that would not be enough."""
+        """Spills idle stores until there are pages for the sample; while samples run, only stores of paused samples.
+
+        Returns False, with nothing spilled, if this would not free enough pages.
+        """
         needed = [sample.store]
         if sample.prompt in shard.prompts:
             needed.append(shard.prompts[sample.prompt].store)
@@ -423,7 +450,10 @@ class Scheduler:
         shard.assigned[at:at] = sorted(piece, key=lambda s: (-self._expected(s), s.id))
 
     def _expected(self, sample: Sample) -> float:
-        """Estimates a sample's new tokens: by the caller, else its finished siblings, else all finished samples."""
+        """Estimates how many new tokens a sample will have when it ends.
+
+        The estimate is the caller's, else the mean of the prompt's finished samples, else half of `max_new`.
+        """
         if sample.expected is not None:
             guess = sample.expected
         elif sample.prompt in self._lengths:
@@ -433,7 +463,10 @@ class Scheduler:
         return min(max(guess, sample.grown + self.shape.steps), sample.max_new)
 
     def _short(self, shard: _Shard, sample: Sample) -> int:
-        """Free pages that lack for seating the sample and for what its neighbours are expected to need."""
+        """Counts how many more free pages are needed to seat this sample and to let its neighbours grow as expected.
+
+        The count is 0 or less if there are enough.
+        """
         row = shard.prompts.get(sample.prompt)
         need = self._missing(sample.store) + self._new_pages(sample)
         if row is None or not row.filled:
@@ -443,14 +476,14 @@ class Scheduler:
         return need + (self._reserve(shard) if shard.running else 0) - len(shard.free_pages)
 
     def _new_pages(self, sample: Sample) -> int:
-        """Pages that seating takes besides those the sample has."""
+        """Counts the pages that seating a sample takes, besides the pages it has."""
         if not sample.unfed and not sample.compact:
             return 1 if self._full(sample) else 0
         fit = self._fit(sample, compact=sample.compact)
         return max(fit.keep + fit.new + (fit.rest < self.shape.steps) - len(sample.store.pages), 0)
 
     def _reserve(self, shard: _Shard) -> int:
-        """Pages that the running samples are expected to need besides those they have."""
+        """Counts the pages that running samples are expected to need, besides the pages they have."""
         if shard.reserved is None:
             shard.reserved = sum(self._yet_to_open(sample) for sample in shard.running.values())
         return shard.reserved
@@ -488,7 +521,7 @@ class Scheduler:
         plan.seats.append(sample)
 
     def _fill(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
-        """Gives a sample's prompt its pages, and has it prefilled, unless it was."""
+        """Gives pages to a sample's prompt and plans its prefill, unless the prompt is prefilled already."""
         row = shard.prompts[sample.prompt]
         if row.filled:
             return
@@ -501,7 +534,7 @@ class Scheduler:
             plan.prefills.append(Fill(sample.prompt, shard.index, new, row.store.place))
 
     def _feed(self, shard: _Shard, sample: Sample) -> Feed:
-        """Finds places for a sample's given tokens: what its last page has left, and new pages."""
+        """Finds places for a sample's given tokens: the free places of the last page that stays, then new pages."""
         C, pages = self.shape.page_tokens, sample.store.pages
         fit = self._fit(sample, compact=sample.compact)
         shard.give([page.index for page in pages[fit.keep :]])
@@ -529,10 +562,15 @@ class Scheduler:
             shard.vacated.append(sample.lane)
         sample.lane = -1
 
-    # The device's list.
+    # The read list of the device.
 
     def reads(self, shape: ReadShape, trash: int) -> np.ndarray:
-        """Builds the planned dispatch's `ReadList` of every shard, flat int32 (X, shape.size)."""
+        """Builds the planned dispatch's `ReadList` of every shard, flat: int32 (X, shape.size).
+
+        Args:
+          shape: sizes of a shard's read list.
+          trash: index of the page that lanes without a sample write to; it is never read.
+        """
         flat_XI = np.zeros((self.shape.shards, shape.size), np.int32)
         for shard in self._shards:
             seated = {
