@@ -1,9 +1,9 @@
-"""The read list of a dispatch: the pages of keys it reads and writes, as one flat integer array per shard.
+"""The read list of a dispatch: the pages that it reads and writes, as one flat integer array per shard.
 
-Letters of the engine besides podrl.types: X data-parallel shards, M pages in a shard's pool, U reads of shared
-(prompt) pages, O reads of own pages, W samples served by one shared read, J pages one sample may hold,
-E stop ids. A page is C consecutive token places of one sequence; `start` is the position of its first token and
-`count` how many tokens it holds. Page M - 1 is never read: what must not be kept is written there.
+The engine's dimension letters, besides those of podrl.types: X data-parallel shards, M pages in a shard's pool, U reads
+of shared (prompt) pages, O reads of own pages, W samples served by one shared read, J pages that one sample may hold,
+E stop ids. A page is C consecutive token places of one sequence; `start` is the position of its first token, and
+`count` is the number of tokens in it. Page M - 1 is never read: keys and values that need not be kept go there.
 """
 
 import dataclasses
@@ -18,19 +18,21 @@ from jaxtyping import Array, Int
 
 @flax.struct.dataclass
 class ReadList:
-    """The pages that one shard's lanes attend to during a dispatch, and those that take their new keys and values.
+    """The pages that one shard's lanes attend to during a dispatch, and the pages for their new keys and values.
 
     Attributes:
-      total_2: number of shared and of own reads filled.
-      longest_2: most shared and most own reads of any lane.
-      shared_page_U, shared_start_U, shared_count_U: prompt pages read, each for up to W lanes.
-      shared_lane_UW: those lanes.
-      shared_first_R: place of the lane in its first shared read, as read * W + member; its next reads follow at
+      total_2: number of shared reads in use, and of own reads in use.
+      longest_2: most shared reads of any lane, and most own reads of any lane.
+      shared_page_U, shared_start_U, shared_count_U: prompt pages to read, each for up to W lanes: index of the page,
+        position of its first token, number of its tokens.
+      shared_lane_UW: lanes that each shared read serves.
+      shared_first_R: place of the lane in its first shared read, as read * W + member; its other reads follow at
         strides of W.
-      shared_number_R: shared reads of the lane.
-      own_page_O, own_start_O, own_count_O, own_lane_O: pages read by one lane each, a lane's in a row.
-      own_first_R, own_number_R: the lane's first own read and how many follow.
-      write_page_R, write_offset_R: where the dispatch's keys and values of the lane go.
+      shared_number_R: number of shared reads of the lane.
+      own_page_O, own_start_O, own_count_O, own_lane_O: pages that one lane reads: index of the page, position of its
+        first token, number of its tokens, the lane. Reads of one lane follow each other.
+      own_first_R, own_number_R: index of the lane's first own read, and the number of its own reads.
+      write_page_R, write_offset_R: page for the lane's new keys and values, and the place of the first of them in it.
     """
 
     total_2: Int[Array, " 2"]
@@ -52,13 +54,13 @@ class ReadList:
 
 
 class Runs(NamedTuple):
-    """Reads of one kind, of prompts or of single lanes (`ReadList`).
+    """Reads of one kind: the shared reads or the own reads of a `ReadList`.
 
     Attributes:
       first_R: place of the lane in its first read, as read * W + member.
-      number_R: reads of the lane, which follow each other.
-      lane_UW: the lanes of each read.
-      page_U, start_U, count_U: of each read its page, the position of the page's first token, and its tokens.
+      number_R: number of reads of the lane; they follow each other.
+      lane_UW: lanes that each read serves.
+      page_U, start_U, count_U: page of each read, position of the page's first token, number of its tokens.
     """
 
     first_R: Int[Array, " R"]
@@ -71,7 +73,7 @@ class Runs(NamedTuple):
 
 @dataclasses.dataclass
 class Page:
-    """A page in use: its index, the position of its first token, its number of tokens."""
+    """A page in use: its index in the pool, the position of its first token, and the number of its tokens."""
 
     index: int
     start: int
@@ -79,7 +81,13 @@ class Page:
 
 
 class LaneReads(NamedTuple):
-    """The pages of a live lane: shared ones of its prompt, and its own; the last takes the dispatch's tokens."""
+    """The pages of a live lane.
+
+    Attributes:
+      prompt: identity of the prompt; lanes of equal prompts share reads.
+      shared: pages of the prompt.
+      own: pages of the lane's sample; the last one has room for the tokens of the dispatch.
+    """
 
     prompt: Hashable
     shared: Sequence[Page]
@@ -88,7 +96,14 @@ class LaneReads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReadShape:
-    """Fixed sizes of one shard's reads. `shared` and `own` are multiples of the blocks they are read in."""
+    """Fixed sizes of one shard's read list.
+
+    Attributes:
+      lanes: R, lanes of the shard.
+      shared: U, most shared reads; a multiple of `podrl.engine.attention.SHARED_BLOCK`.
+      own: O, most own reads; a multiple of `podrl.engine.attention.OWN_BLOCK`.
+      members: W, most lanes that a shared read serves.
+    """
 
     lanes: int
     shared: int
@@ -96,17 +111,17 @@ class ReadShape:
     members: int
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each field of ReadList, in order."""
+        """Returns the shape of each field of `ReadList`, in order."""
         size = {"U": (self.shared,), "O": (self.own,), "R": (self.lanes,), "2": (2,), "UW": (self.shared, self.members)}
         return {f.name: size[f.name.rsplit("_", 1)[1]] for f in dataclasses.fields(ReadList)}  # pyright: ignore[reportArgumentType]
 
     @property
     def size(self) -> int:
-        """Number of integers per shard."""
+        """Number of integers in a shard's read list."""
         return sum(math.prod(shape) for shape in self.fields().values())
 
     def split(self, flat: Any) -> ReadList:
-        """Splits reads into their fields: views of a numpy array, slices of a jax array."""
+        """Splits a flat read list into its fields: views of a numpy array, slices of a jax array."""
         parts, at = {}, 0
         for name, shape in self.fields().items():
             parts[name] = flat[at : at + math.prod(shape)].reshape(shape)
@@ -114,7 +129,13 @@ class ReadShape:
         return ReadList(**parts)
 
     def fill(self, flat_I: np.ndarray, seated: Mapping[int, LaneReads], trash: int) -> None:
-        """Writes one shard's reads into zeros; lanes not seated write to the page `trash`."""
+        """Writes one shard's read list into `flat_I`.
+
+        Args:
+          flat_I: zeros, int32 (size,).
+          seated: pages of each live lane, by lane.
+          trash: index of the page that all other lanes write to.
+        """
         view = self.split(flat_I)
         view.write_page_R[:] = trash
         by_prompt: dict[Hashable, list[int]] = {}

@@ -41,7 +41,7 @@ class Store:
 
 @dataclasses.dataclass
 class PromptRow:
-    """A prompt on one shard: its store, the number of its unfinished samples on the shard, whether it has pages."""
+    """A prompt on one shard: its store, the number of its unfinished samples there, and whether it is prefilled."""
 
     store: Store
     users: int = 0

@@ -1,4 +1,4 @@
-"""Runs samples to their end: executes the scheduler's plans on the engine and turns its output into host records."""
+"""Runs samples to their end: carries out the scheduler's plans on the device and records the sampled tokens."""
 
 import dataclasses
 import time
@@ -23,12 +23,12 @@ from podrl.types import DRAWN, STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, 
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """The continuation of a sample: tokens appended without sampling, and the limits of the sampling behind them.
+    """The continuation of a sample: tokens to append without sampling, and the limits of the sampling after them.
 
     Attributes:
-      tokens: given tokens.
-      stop_strings, stop_ids: texts and ids that pause it, besides the ids that end every sample.
-      max_new: tokens it may sample before it pauses; None for as many as it has left.
+      tokens: token ids to append ("given tokens").
+      stop_strings, stop_ids: texts and ids that pause the sample, besides the ids that end every sample.
+      max_new: most tokens to sample before the sample pauses; None for as many as it has left.
     """
 
     tokens: Sequence[int] = ()
@@ -39,33 +39,38 @@ class Opening:
 
 @dataclasses.dataclass(eq=False)
 class Track:
-    """Host record of one sample; the lists run over its completion.
+    """Host record of one sample; its lists have one entry per token of the completion.
 
     Attributes:
-      handle: its number in the session that it is in, in order of submission.
-      prompt: the prompt's tokens.
-      sampling: its settings, `max_new` filled in.
-      stop_ids: every id that ends, or pauses, it.
-      key: its random key, uint32 (2,).
-      pauses: it pauses where others end; its caller extends or ends it.
-      expected: guess of the tokens it samples; None where there is none.
-      tokens: sampled and given tokens.
+      handle: number of the sample in its session, in order of submission; -1 before its first session.
+      prompt: token ids of the prompt.
+      sampling: settings of the sample, with `max_new` set.
+      stop_ids: every id that ends or pauses the sample.
+      key: random key, uint32 (2,).
+      pauses: whether it pauses where other samples end; its caller then extends or ends it.
+      finder: finds the stop strings in the completion; None without stop strings.
+      expected: estimate of how many tokens it will sample; None without an estimate.
+      tokens: ids of sampled and given tokens.
       versions: version of the weights that sampled each token; -1 for a given token.
       drawn: a list over the tokens for each name of `podrl.types.DRAWN`; a given token has the column's fill.
-      sampled, limit: tokens sampled so far, and at most before it ends or pauses.
-      hold: tokens sampled at which it leaves the session, to go on in another; None for never.
-      held: it has left, or was not in one yet.
-      recorded: `hold` repeats what once happened by the clock: pages are laid out as then, when nothing foretold it.
-      stop: why it ended; None while it has not.
-      paused: why it paused; None while it runs.
-      first: the first token sampled since it was extended.
-      text: the completion without end tokens, cut after a stop string; while it is paused, what follows `first`.
-      epoch: counts pauses, so that results of a dispatch that overran one are told apart.
+      sampled: number of tokens sampled so far.
+      limit: value of `sampled` at which it ends or pauses.
+      hold: value of `sampled` at which it leaves the session, to go on in another session; None for never.
+      held: whether it is outside of a session: it has left its session, or has not entered one yet.
+      recorded: whether `hold` repeats an interruption by the wall clock. Pages are then laid out as they were when
+        nobody knew of the interruption beforehand.
+      stop: reason why it ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
+      paused: reason why it paused, as for `stop`; None while it runs.
+      first: index of the first token after those that it was extended by.
+      text: the completion without end tokens, cut after a stop string; while paused, the part from token `first` on.
+      epoch: number of pauses so far. A dispatch launched before a pause may have decoded beyond it; the epoch at the
+        launch shows that these results are void.
       breaks: numbers of sampled tokens at which the sample went on in another session under the same weights. Prefill
         computed its keys and values anew there, with other last bits than decoding, so a repeat has to break there too.
-      recording: the experts that its tokens take are wanted.
-      routes: those of prompt and completion, as in `Rollouts.route_BTX`, since it last left a session: of every token
-        the newest, as the next session computes the tokens anew. None before, and where they are not recorded.
+      recording: whether to record the experts that its tokens take.
+      routes: experts of the tokens of prompt and completion, as in `Rollouts.route_BTX`, when it last left a session.
+        Every session computes all tokens anew, so each token has the experts of its newest computation. None before
+        it has left a session, and if experts are not recorded.
     """
 
     handle: int
@@ -94,18 +99,25 @@ class Track:
     routes: UInt8[np.ndarray, "T X"] | None = None
 
     def leave_at(self, hold: int | None, *, recorded: bool) -> None:
-        """Sets where it leaves the session that it is about to enter."""
+        """Sets after how many sampled tokens it leaves the session that it is about to enter (see the attributes)."""
         self.hold, self.recorded = hold, recorded
 
     @property
     def until(self) -> int:
-        """Tokens sampled at which it ends, pauses or is held."""
+        """Value of `sampled` at which it ends, pauses or leaves the session."""
         return self.limit if self.hold is None else min(self.limit, self.hold)
 
 
 @dataclasses.dataclass
 class _Flight:
-    """A launched dispatch whose results have not been read, with the samples in its lanes and their epochs."""
+    """A launched dispatch whose results have not been read.
+
+    Attributes:
+      emitted: its results on the device.
+      lanes: (sample, lane over all shards, the sample's epoch at the launch) of each lane in use.
+      version: version of the weights.
+      launched: time of the launch, seconds of `time.perf_counter`.
+    """
 
     emitted: Emitted
     lanes: list[tuple[Track, int, int]]
@@ -114,12 +126,14 @@ class _Flight:
 
 
 class Session:
-    """Holds the samples in progress on one engine. Not thread-safe; one session at a time owns the state.
+    """Holds the samples in progress on one engine. Not thread-safe; one session at a time owns the engine's state.
 
     Attributes:
-      device: pools, lanes and weights; its state is to be handed to the next session.
+      device: pools, lanes and weights; the next session takes over its state.
+      engine: the device's programs.
       stats: counters so far.
-      took, planned: seconds of the last dispatches, and of planning them.
+      took: seconds that each of the last four dispatches took.
+      planned: seconds that each of the last four plans took.
     """
 
     def __init__(
@@ -131,7 +145,15 @@ class Session:
         eos_ids: Sequence[int],
         cache_tokens: int,
     ):
-        """Takes the device side, its weights' version, RolloutWorker's arguments, and the most tokens of a sample."""
+        """Begins with no samples.
+
+        Args:
+          device: pools, lanes and weights.
+          version: version of the weights.
+          decode: turns token ids into text, without special tokens.
+          eos_ids: ids that end every sample.
+          cache_tokens: most tokens of a sample, prompt included.
+        """
         engine, s = device.engine, device.engine.shape
         self.device, self.engine, self.stats = device, engine, Stats()
         self._version = version
@@ -168,14 +190,18 @@ class Session:
         pieces: int = 1,
         openings: Sequence[Opening] = (),
     ) -> list[Track]:
-        """Submits samples of one prompt, already checked against the engine's limits.
+        """Submits samples of one prompt; the caller has checked them against the engine's limits.
 
         Args:
-          prompt: tokens, at least 1.
-          keys_G2: a random key per sample.
-          sampling: `max_new` must be set; its stop strings are not those of samples with an opening.
-          pieces: see `Scheduler.add`.
-          openings: one per sample, with room for its tokens: the samples then pause where others end.
+          prompt: token ids of the prompt, at least 1.
+          keys_G2: a random key per sample, uint32.
+          sampling: settings with `max_new` set; an opening's stop strings replace the stop strings in it.
+          pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
+          openings: one opening per sample, whose tokens must fit the cache; the samples then pause instead of ending.
+            Empty for samples that end by themselves.
+
+        Returns:
+          The samples' records.
         """
         given = openings or [None] * len(keys_G2)
         tracks = [self.track(prompt, key, sampling, opening) for key, opening in zip(keys_G2, given, strict=True)]
@@ -191,7 +217,7 @@ class Session:
         *,
         recording: bool = False,
     ) -> Track:
-        """Makes the record of a sample that is in no session yet; arguments as of `add` and `Track`."""
+        """Makes the record of a sample that is in no session yet; for the arguments see `add` and `Track`."""
         assert sampling.max_new is not None and sampling.max_new > 0, sampling
         stop_ids = (*self._eos_ids, *sampling.stop_ids)
         finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
@@ -204,12 +230,12 @@ class Session:
         return track
 
     def seat(self, tracks: Sequence[Track], *, pieces: int = 1, urgent: bool = False) -> None:
-        """Submits samples of one prompt: new ones, or such as another session held.
+        """Submits samples of one prompt: new samples, or samples that have left another session.
 
         Args:
-          tracks: their records.
-          pieces: see `add`.
-          urgent: before samples that are not.
+          tracks: records of the samples.
+          pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
+          urgent: whether these samples get lanes before samples that are not urgent.
         """
         for track in tracks:
             track.handle, track.held = self._count, False
@@ -226,7 +252,7 @@ class Session:
             self._scheduler.give(track.handle, len(track.tokens))
 
     def refresh(self, params: PyTree, version: int) -> None:
-        """Uses new weights (prepared by the engine) from the next dispatch on; caches are kept."""
+        """Uses new weights, prepared by the engine, from the next dispatch on; cached keys and values are kept."""
         self.device.use(params)
         self._version = version
 
@@ -237,7 +263,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """True while `step` has anything to do; false also when every open sample is paused."""
+        """True while `step` has something to do; False also if every open sample is paused."""
         return bool(self._flights) or self._scheduler.busy
 
     @property
@@ -252,9 +278,9 @@ class Session:
 
     @property
     def slack_s(self) -> float:
-        """Seconds in which `step` need not be called yet: the device has work until then. 0 where it may be idle.
+        """Seconds for which the device still has work, so that `step` need not be called yet; 0 if it may be idle.
 
-        Samples that are extended meanwhile run in the next dispatch, not in the one behind it.
+        A sample that is extended within this time runs in the next dispatch, not in the one after it.
         """
         if not self._flights or not self.took:
             return 0.0
@@ -262,7 +288,11 @@ class Session:
         return max(began + 0.9 * min(self.took) - 2 * max(self.planned) - time.perf_counter(), 0.0)
 
     def step(self) -> list[Track]:
-        """Launches a dispatch if there is one, reads the one before; returns samples that ended, paused or are held."""
+        """Launches the next dispatch, if there is work for it, and reads the one launched before it.
+
+        Returns:
+          The samples that ended, paused or left the session in the dispatch that was read.
+        """
         started = time.perf_counter()
         plan = self._scheduler.plan()
         self.planned.append(time.perf_counter() - started)
@@ -275,16 +305,21 @@ class Session:
         return self.read()
 
     def read(self) -> list[Track]:
-        """Reads the dispatch in flight, if there is one, and launches none: as `step`, the device idle from then on."""
+        """Reads the dispatch in flight, if there is one, and launches none: the device is idle from then on.
+
+        Returns:
+          The samples that ended, paused or left the session, as `step` does.
+        """
         return self._read(self._flights.pop(0)) if self._flights else []
 
     def extend(self, track: Track, opening: Opening) -> None:
-        """Appends given tokens to a paused sample and lets it go on; ends it where nothing is left to sample.
+        """Appends given tokens to a paused sample and lets it go on; ends the sample if it may sample no more tokens.
 
-        A sample that has drawn all it may in this session is held; one that was held comes back.
+        If the sample has sampled all that it may in this session, it leaves the session. If it had left before the
+        answer came, it is seated again.
 
         Raises:
-          ValueError: the sample is not paused, or the tokens are more than it has room for.
+          ValueError: the sample is not paused, or it has no room for that many tokens.
         """
         if track.paused is None:
             raise ValueError(f"Sample {track.handle} is not paused: only a sample that paused can be extended.")
@@ -306,13 +341,17 @@ class Session:
             self._scheduler.resume(track.handle, left=last - track.sampled)
 
     def hold(self, track: Track) -> None:
-        """Takes an open sample out of the session, with all that another needs to go on with it."""
+        """Takes an open sample out of the session; another session can go on with its record."""
         if not track.held:
             track.held = True
             self._release(track, live=track.paused is None and track.sampled < track.until)
 
     def suspend(self) -> list[Track]:
-        """Ends the session: reads what is in flight, and holds all that is open; returns what ended or paused."""
+        """Ends the session: reads the dispatches in flight, then takes all open samples out of the session.
+
+        Returns:
+          The samples that ended or paused in these dispatches.
+        """
         events = []
         while self._flights:
             events.extend(self._read(self._flights.pop(0)))
@@ -324,20 +363,20 @@ class Session:
         return [track for track in events if track.stop is not None or track.paused is not None]
 
     def finish_routes(self) -> None:
-        """Completes the `routes` of all samples that have left."""
+        """Completes `Track.routes` of all samples that have left the session."""
         if self._routes is not None:
             self._routes.finish()
 
     def spare_stop_ids(self, sampling: Sampling) -> int:
-        """Stop ids that an opening may bring."""
+        """Returns how many stop ids an opening may have."""
         return self.engine.shape.stop_ids - len(self._eos_ids) - len(sampling.stop_ids)
 
     def room(self, track: Track) -> int:
-        """Tokens that the cache still takes of a sample."""
+        """Returns for how many more tokens of a sample the cache has room."""
         return self._cache_tokens - len(track.prompt) - len(track.tokens)
 
     def _open(self, track: Track, opening: Opening) -> None:
-        """Appends the given tokens; sets what the sample samples next, and until when."""
+        """Appends the given tokens; sets the limits and stops of the sampling after them."""
         count = len(opening.tokens)
         track.tokens.extend(int(token) for token in opening.tokens)
         for name, column in DRAWN.items():
@@ -353,14 +392,14 @@ class Session:
         track.limit = track.sampled + max(left if opening.max_new is None else min(left, opening.max_new), 0)
 
     def end(self, track: Track, stop: int = STOP_STRING) -> None:
-        """Ends a sample that is open, paused or not."""
+        """Ends an open sample, paused or not, for the reason `stop`."""
         track.paused, track.stop = None, stop
         if track.held:
             track.text = self._text(track, stop)
         else:
             self._close(track, live=True)
 
-    # Device work of a plan.
+    # The device's work for a plan.
 
     def _carry_out(self, plan: Plan) -> None:
         if self._routes is not None:
@@ -382,7 +421,7 @@ class Session:
         flat_XI = self._scheduler.reads(engine.read_shape, engine.shape.pages - 1)
         if not self._flights:
             self.stats.host_seconds += time.perf_counter() - self._idle_since
-        if self.stats.meter.alone:
+        if self.stats.meter.alone:  # wait for the prefill calls, so that they are timed without the dispatch
             jax.block_until_ready(self.device.state.token_R)
         self.stats.meter.launch()
         emitted = self.device.generate(flat_XI)
@@ -415,12 +454,12 @@ class Session:
         return updates
 
     def _prompt_chunks(self, fill: Fill) -> list[Chunk]:
-        """Cuts a prompt into prefill chunks, without its last token, which each sample feeds itself."""
+        """Cuts a prompt into prefill chunks, without its last token, which each sample feeds in its own lane."""
         shape, prompt = self.engine.shape, self._prompts[fill.prompt]
         return cut_chunks(shape, fill.shard, prompt[:-1], 0, [], fill.pages, places=(shape.nowhere, fill.place))
 
     def _given_chunks(self, feed: Feed) -> list[Chunk]:
-        """A sample's tokens from the feed's start on, all but its last, which is fed when it is seated."""
+        """Cuts a sample's tokens, from the feed's start on, into prefill chunks; its last token is fed in its lane."""
         track, n = self._tracks[feed.sample.id], len(self._tracks[feed.sample.id].prompt)
         row = [*track.prompt[feed.start :], *track.tokens[max(feed.start - n, 0) :]]
         shape, shard = self.engine.shape, feed.sample.shard
@@ -449,6 +488,7 @@ class Session:
         count_R, live_R, failed_R = out.count_R.tolist(), out.live_R.tolist(), out.failed_R.tolist()
         tokens, drawn = out.tokens_RT.tolist(), {name: x_RT.tolist() for name, x_RT in out.drawn.items()}
         for track, r, epoch in flight.lanes:
+            # The sample has ended, paused or left since the launch: its lane decoded beyond the end.
             if track.epoch != epoch or track.stop is not None or track.paused is not None or track.held:
                 continue
             count = count_R[r]
@@ -466,7 +506,11 @@ class Session:
         return events
 
     def _settle(self, track: Track, live: bool) -> bool:
-        """Ends, pauses or holds a sample after its new tokens were read; returns True if it did."""
+        """Ends or pauses a sample after its new tokens were read, or takes it out of the session, if it is time to.
+
+        Returns:
+          True if it did any of these, False if the sample goes on.
+        """
         found = track.finder.find(track.tokens) if track.finder else None
         if found is None and live:
             return False
@@ -507,7 +551,7 @@ class Session:
         self._release(track, live=live)
 
     def _record(self, track: Track) -> None:
-        """Has the experts read that the sample's tokens took; its pages may be given to others afterwards."""
+        """Requests a read of the experts that a sample's tokens took; other samples may get its pages afterwards."""
         if self._routes is None or not track.recording:
             return
         length = len(track.prompt) + len(track.tokens)
@@ -519,13 +563,14 @@ class Session:
         for store, shard, pages in self._scheduler.finish(track.handle, grown=track.sampled, live=live):
             if store.name in self.device.spilled:
                 self.device.forget(store.name)
-            # Prefills keep what is not finite, so that it is noticed; the next owner of the pages must not read it.
+            # Prefill stores keys and values that are NaN or infinite, so that decoding notices them. The next owner of
+            # the pages must not read them.
             if track.stop == STOP_FAILED and pages:
                 self.device.clear(shard, pages)
         del self._tracks[track.handle]
 
     def _text(self, track: Track, stop: int, first: int = 0) -> str:
-        """The text of a completion from its token `first` on, as far as it counts where `stop` ended it."""
+        """Decodes a completion from its token `first` on, without the end token or what follows a stop string."""
         tokens = track.tokens[first:]
         text = self._decode(tokens[:-1] if stop == STOP_EOS else tokens)
         return track.finder.cut(text) if track.finder and stop == STOP_STRING else text

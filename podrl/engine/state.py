@@ -14,7 +14,7 @@ from podrl.engine import attention
 from podrl.engine.reads import ReadShape
 from podrl.engine.sampling import LaneSampling
 
-STOP_IDS = 8  # ids that may end a sample, or a turn of one, the tokenizer's included
+STOP_IDS = 8  # most ids that may end a sample, or a turn of a sample; the tokenizer's end tokens are among them
 KEEP, SEAT, FREE = 0, 1, 2  # what `bulk_insert` does with a lane
 
 
@@ -23,17 +23,17 @@ class EngineShape:
     """Fixed sizes of the compiled programs; per data-parallel shard unless said otherwise.
 
     Attributes:
-      lanes: R.
-      pages: M, the unread last one included.
-      page_tokens: C.
+      lanes: R, lanes.
+      pages: M, pages of the pool, including the last one, which is never read.
+      page_tokens: C, tokens of a page.
       steps: decode steps per dispatch.
       prompt_pages: most pages of a prompt.
-      max_pages: J, pages one sample and its prompt may hold together.
-      members: W.
-      stop_ids: E.
-      buckets: prefill chunk lengths, ascending.
-      prefill_tokens: rows of a prefill call times its bucket, about.
-      slots: prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without such layers.
+      max_pages: J, most pages that one sample and its prompt may hold together.
+      members: W, most samples that share a read of a prompt's page.
+      stop_ids: E, ids that may end a sample.
+      buckets: lengths of prefill chunks, tokens, ascending; each has a program.
+      prefill_tokens: tokens of a prefill call; its rows are this number divided by its bucket, at least 1.
+      slots: prompts whose memory of linear attention is kept, at least `lanes`; 0 for models without linear attention.
     """
 
     lanes: int
@@ -50,12 +50,12 @@ class EngineShape:
 
     @property
     def places(self) -> int:
-        """Memories of linear attention: those of the lanes, of the prompts behind them, and `nowhere`."""
+        """Number of places for memories of linear attention: first the lanes, then the prompts' slots, then `nowhere`."""
         return self.lanes + self.slots + 1
 
     @property
     def nowhere(self) -> int:
-        """The last place: what is read from it counts as zeros, and what need not be kept is written to it."""
+        """The last place: reading it gives zeros, and memories that need not be kept are written to it."""
         return self.places - 1
 
     def prefill_rows(self, bucket: int) -> int:
@@ -64,23 +64,24 @@ class EngineShape:
 
     @property
     def prefill_calls(self) -> tuple[tuple[int, int], ...]:
-        """The longest chunk of each prefill program, ascending, and its rows."""
+        """(longest chunk in tokens, rows) of each prefill program, ascending."""
         return tuple((bucket, self.prefill_rows(bucket)) for bucket in self.buckets)
 
     def chunk_pages(self, bucket: int) -> int:
-        """Returns the most pages a chunk lies in: one more than it fills where it begins inside a page."""
+        """Returns the most pages that a chunk touches: one more than it fills, as it may begin inside a page."""
         return -(-bucket // self.page_tokens) + 1
 
     def chunk_shape(self, shards: int, bucket: int) -> tuple[int, int]:
-        """Returns the shape of what `pack_chunks` makes."""
+        """Returns the shape of the array that `pack_chunks` makes."""
         width = bucket + 2 + 3 * self.max_pages + self.chunk_pages(bucket) + 3 * bool(self.slots)
         return shards * self.prefill_rows(bucket), width
 
     def pack_chunks(self, shards: int, bucket: int, chunks: Sequence["Chunk"]) -> np.ndarray:
         """Packs chunks into the flat argument of a bucket's prefill: int32, one row per prefill row of the mesh.
 
-        Columns: tokens (bucket), start, then J pages, J starts, J counts of what came before, the targets, the offset;
-        with slots also the number of tokens, and the places that the memory is read from and written to.
+        The columns are the fields of `Chunk`: the tokens (as many columns as the bucket), start, then J pages, J starts
+        and J counts of the pages before the chunk, the target pages, the offset. With slots there follow the number of
+        tokens and the places `begins` and `ends`.
         """
         J, (rows, width) = self.max_pages, self.chunk_shape(shards, bucket)
         flat = np.zeros((shards, rows // shards, width), np.int32)
@@ -105,7 +106,7 @@ class EngineShape:
     def pack_copies(self, shards: int, copies: Sequence[tuple[int, int, int]]) -> np.ndarray:
         """Packs (shard, place, lane) into the argument of `Engine.copy_memories`: int32, a row for each shard.
 
-        Columns: their number, then R places, then R lanes.
+        The columns are the number of copies, then R places, then R lanes.
         """
         flat = np.zeros((shards, 1 + 2 * self.lanes), np.int32)
         for shard, place, lane in copies:
@@ -115,7 +116,10 @@ class EngineShape:
         return flat
 
     def reads(self) -> ReadShape:
-        """Sizes of a read list with room for every lane and page; a shared read serves at least one lane."""
+        """Returns the sizes of a read list that has room for any use of the lanes and pages.
+
+        In the worst case every shared read serves one lane, so there are as many as lanes times a prompt's pages.
+        """
         shared = self.lanes * self.prompt_pages
         up = lambda n, block: -(-n // block) * block  # noqa: E731
         return ReadShape(
@@ -128,19 +132,19 @@ class DecodeState:
     """Pools and lanes on the rollout mesh. Lanes and pages are sharded over data and fsdp, K over tensor.
 
     Attributes:
-      pools: all that lies in pages, a page in the same place of each: keys and values (L, M, K, C, H) of each kind of
-        layers, and where routes are recorded, the experts that each token took (L, M, 1, C, k), see
-        `podrl.models.moe.route`.
-      token_R: the token each lane feeds next.
-      position_R: its position.
-      left_R: tokens the lane may still sample.
+      pools: arrays that are cut into pages; a page has the same index in all of them. Each kind of attention layers has
+        two, its keys and its values, (L, M, K, C, H). Where routes are recorded, a last one has the experts that each
+        token took, (L, M, 1, C, k) (`podrl.models.moe.route`).
+      token_R: id of the token that each lane feeds next.
+      position_R: position of that token in its sequence.
+      left_R: number of tokens that the lane may still sample.
       live_R: whether the lane samples.
-      sampling: settings of the lane's sample.
-      stop_RE: ids that end it; -1 is none.
-      memories: what layers of linear attention keep of a sequence: states (L, P, N, H, U) and inputs of the convolution
-        (L, P, I), see `podrl.models.delta.memory_shapes`; of each kind of such layers, or of each layer where they are
-        unrolled. The first R of the P places are those of the lanes: a live lane's has the memory of the tokens before
-        `position_R`. See `EngineShape.places`.
+      sampling: sampling settings of each lane.
+      stop_RE: ids that end the lane's sample; -1 in unused columns.
+      memories: arrays of the memory that layers of linear attention keep of a sequence. Each kind of these layers, or
+        each layer if the layers are unrolled, has two: states (L, P, N, H, U) and inputs of the convolution (L, P, I)
+        (`podrl.models.delta.memory_shapes`). P counts places (`EngineShape.places`), and the first R are those of the
+        lanes: the place of a live lane has the memory of the tokens before `position_R`.
     """
 
     pools: tuple[Array, ...]
@@ -155,12 +159,15 @@ class DecodeState:
 
 @flax.struct.dataclass
 class Emitted:
-    """Tokens of one dispatch: `steps` columns per lane, of which the first `count` hold tokens.
-
-    `failed` lanes ended because there was no distribution to draw a token from, see `podrl.engine.sampling.Draw`.
+    """Tokens that one dispatch sampled.
 
     Attributes:
+      tokens_RT: ids of the tokens; T is the number of decode steps, and the first `count_R` columns hold tokens.
       drawn: an array (R, T) for each name of `podrl.types.DRAWN`.
+      count_R: number of tokens that each lane sampled.
+      live_R: whether the lane goes on sampling.
+      failed_R: whether the lane ended because its logits were no distribution (`podrl.engine.sampling.Draw`).
+      steps_X: number of decode steps that each shard ran.
     """
 
     tokens_RT: Int[Array, "R T"]
@@ -173,7 +180,15 @@ class Emitted:
 
 @dataclasses.dataclass(frozen=True)
 class LaneUpdates:
-    """Arrays for `bulk_insert`, over all lanes of the mesh: each lane's action, and the sample to put there."""
+    """Arrays for `Engine.bulk_insert`: what to do with each lane of the mesh, and the sample to seat in it.
+
+    Attributes:
+      action_R: KEEP, SEAT or FREE.
+      token_R, position_R, left_R: values of the fields of `DecodeState` for a lane to seat.
+      key_R2: random key of the sample, uint32.
+      temperature_R, top_k_R, top_p_R, min_p_R: sampling settings (`podrl.engine.sampling.LaneSampling`).
+      stop_RE: ids that end the sample; -1 in unused columns.
+    """
 
     action_R: np.ndarray
     token_R: np.ndarray
@@ -200,7 +215,7 @@ class LaneUpdates:
 
     @classmethod
     def unpacked(cls, packed_RI: Any) -> "LaneUpdates":
-        """Splits packed fields, inside a program."""
+        """Splits packed fields again; for use inside a compiled program."""
         real_R3 = jax.lax.bitcast_convert_type(packed_RI[:, 7:10], jnp.float32)
         key_R2 = jax.lax.bitcast_convert_type(packed_RI[:, 5:7], jnp.uint32)
         return cls(*[*packed_RI[:, :5].T, key_R2, *real_R3.T, packed_RI[:, 10:]])
@@ -208,16 +223,17 @@ class LaneUpdates:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A run of given tokens to prefill for one sequence.
+    """Consecutive given tokens to prefill for one sequence.
 
     Attributes:
-      shard: whose pool.
-      tokens: the tokens, at most the largest bucket.
-      start: position of the first one.
-      prior: (page, start, count) of what the sequence holds already.
-      targets: pages that take the new keys and values.
-      offset: place of the first token in the first of them; what lies before it there stays.
-      begins, ends: places of the memory before the chunk and after it, where the shape has slots.
+      shard: number of the shard whose pool holds the sequence.
+      tokens: token ids, int32, at most as many as the largest bucket.
+      start: position of the first token.
+      prior: (page, start, count) of the pages that hold the sequence's earlier tokens.
+      targets: indices of the pages for the new keys and values.
+      offset: place of the first token in the first target page; the page's earlier places keep their content.
+      begins, ends: places to read the memory before the chunk from, and to write the memory after it to; used if the
+        shape has slots.
     """
 
     shard: int
