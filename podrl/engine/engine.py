@@ -1,4 +1,4 @@
-"""Device programs of the decode engine: JetStream's verbs, each compiled once, over pools on the rollout mesh."""
+"""Device programs of the decode engine, over pools on the rollout mesh: JetStream's prefill, insert and generate."""
 
 import dataclasses
 import functools
@@ -42,9 +42,9 @@ class Program(NamedTuple):
 def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
     """Returns True if programs take the weights of each layer as arrays of their own, instead of scanning over layers.
 
-    A scan copies the weights of a layer in each decode step; without it the device holds the weights twice. On a GPU
-    the copies take a fifth of a step of 28 layers (docs/measurements/chips.md). There more layers are unrolled, if a
-    second copy of the weights is small.
+    A scan copies the weights of every layer in each decode step. Unrolled layers need no such copies, but the device
+    holds the weights twice. On a GPU the copies take a fifth of a step of 28 layers (docs/measurements/chips.md), so
+    more layers are unrolled there, if a second copy of the weights is small.
     """
     if not on_gpu(mesh):
         return model.num_layers <= UNROLLED_LAYERS
@@ -53,12 +53,23 @@ def unrolls(model: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> bool:
 
 
 class Engine:
-    """Compiled programs of one model on one mesh; weights and state are arguments, the engine holds no arrays.
+    """Compiled programs of one model on one mesh. Weights and state are arguments: the engine holds no arrays.
 
     Attributes:
-      routes: whether it records the experts that each token takes.
-      shards: data-parallel shards of the mesh.
-      shape: sizes per shard.
+      model: the policy's architecture.
+      mesh: the rollout mesh.
+      shape: sizes of a data-parallel shard.
+      dtype: dtype of weights and pools.
+      shards: number of data-parallel shards of the mesh.
+      read_shape: sizes of a shard's read list.
+      unrolled: whether programs take the weights of each layer as arrays of their own (`unrolls`).
+      kernel: whether decoding uses the attention kernel of the mesh's devices.
+      routes: whether the programs record the experts that each token takes.
+      several_hosts: whether the mesh has devices of several processes.
+      generate: program that decodes `shape.steps` tokens per lane (`_generate`).
+      bulk_insert: program that seats samples in lanes and frees lanes (`LaneUpdates`).
+      prefills: prefill program of each bucket (`_prefill`).
+      prepare: program that converts weights to the form that the other programs take (`_prepare`).
     """
 
     def __init__(
@@ -76,14 +87,14 @@ class Engine:
 
         Args:
           model: the policy's architecture.
-          mesh: with any of data, fsdp and tensor.
-          shape: sizes per shard.
-          dtype: of weights and pools.
-          several_hosts: the mesh's devices belong to several processes, which all call the same programs in the same
-            order: what is read on the host is then the same on every device.
-          kernel: decode with the kernel that such devices have; None: where it pays
+          mesh: the rollout mesh, cut over any of the axes data, fsdp and tensor.
+          shape: sizes of a data-parallel shard.
+          dtype: dtype of weights and pools.
+          several_hosts: whether the mesh's devices belong to several processes. All of them call the same programs in
+            the same order, and results that hosts read are complete on every host.
+          kernel: whether to decode with the attention kernel of the mesh's devices; None uses it where it pays
             (`podrl.engine.page_attention.chosen`).
-          routes: record the experts that each token takes, where the model has any.
+          routes: whether to record the experts that each token takes; no effect on a model without experts.
         """
         check_decodes(mesh, key="mesh of the engine")
         self.several_hosts = several_hosts
@@ -96,7 +107,7 @@ class Engine:
         self._attending, self._recurrent = (
             [m for m in kinds if (m.delta is None) == attends] for attends in (True, False)
         )
-        # Of each kind of layers, its number among those that attend, or among the others.
+        # The number of each kind of layers among the attention kinds, or among the kinds of linear attention.
         self._number = [sum((m.delta is None) == (n.delta is None) for n in kinds[:k]) for k, m in enumerate(kinds)]
         self.kernel = all(
             chosen(kernel, alike, mesh, shape.page_tokens, self.read_shape, dtype) for alike in self._attending
@@ -117,7 +128,7 @@ class Engine:
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
-        # Where nothing changes no program runs: its results would be a second copy of the weights.
+        # Not jitted where it changes nothing: the results of a program would be a second copy of the weights.
         self.prepare = jax.jit(self._prepare) if self.unrolled else self._prepare
 
     # Shapes and shardings.
@@ -126,7 +137,7 @@ class Engine:
         return rules.spec_for(("batch",), (self.shards,), self.mesh)
 
     def pools(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns shape, type and sharding of each of `DecodeState.pools`."""
+        """Returns the shape, dtype and sharding of each array of `DecodeState.pools`."""
         M, C = self.shards * self.shape.pages, self.shape.page_tokens
         shapes = []
         for m in self._attending:
@@ -142,7 +153,11 @@ class Engine:
         )
 
     def memories(self, places: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns shape, type and sharding of each of `DecodeState.memories`, or of so many places of each shard."""
+        """Returns the shape, dtype and sharding of each array of `DecodeState.memories`.
+
+        Args:
+          places: number of places per shard; None for `EngineShape.places`.
+        """
         P, made = self.shards * (self.shape.places if places is None else places), []
         for m in self._recurrent:
             layers, arrays = (1, m.num_layers) if self.unrolled else (m.num_layers, 1)
@@ -154,9 +169,13 @@ class Engine:
         return tuple(made)
 
     def _memory_of(self, number: int, index: Array | int) -> tuple[int, Array | int]:
-        """Returns which pair of `DecodeState.memories` a layer's is, and the layer's index in it.
+        """Returns the number of a layer's pair in `DecodeState.memories`, and the layer's index in the pair's arrays.
 
-        Where layers are unrolled, each has arrays of its own: XLA would copy a stack of them at every update.
+        Unrolled layers have a pair each: if they shared a stacked array, XLA would copy the stack at every update.
+
+        Args:
+          number: number of the layer's kind among the kinds of linear attention.
+          index: index of the layer among the layers of its kind.
         """
         if not self.unrolled:
             return number, index
@@ -167,7 +186,7 @@ class Engine:
         return tuple(cast(NamedSharding, memory.sharding).spec for memory in self.memories())
 
     def blocks(self, pages: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns shape, type and sharding of copies of so many pages of each shard."""
+        """Returns the shape, dtype and sharding of each pool's copy of `pages` pages per shard."""
         dims = [(p, (p.shape[0], self.shards * pages, *p.shape[2:])) for p in self.pools()]
         return tuple(jax.ShapeDtypeStruct(shape, p.dtype, sharding=p.sharding) for p, shape in dims)
 
@@ -176,14 +195,14 @@ class Engine:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools and memories over all devices."""
+        """Bytes of all pools and memories, summed over all devices."""
         arrays = (*self.pools(), *self.memories())
         shards = [(cast(NamedSharding, x.sharding).shard_shape(x.shape), x.dtype) for x in arrays]
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards) * self.mesh.size
 
     @property
     def pool_sharding(self) -> NamedSharding:
-        """Sharding of the pools, and of blocks of pages."""
+        """Sharding of the pools and of copies of pages."""
         return NamedSharding(self.mesh, self._pool_specs()[0])
 
     def _state_specs(self) -> DecodeState:
@@ -198,14 +217,14 @@ class Engine:
         return Emitted(row, drawn, row, row, row, row)
 
     def _manual(self, spec: Spec) -> Spec:
-        """Restricts a spec to the axes this engine handles itself; XLA handles tensor."""
+        """Drops the axis `tensor` from a spec: XLA partitions the programs over it, and they handle the other axes."""
         kept = [
             tuple(a for a in ((e,) if isinstance(e, str) else e or ()) if a != "tensor") or None for e in tuple(spec)
         ]
         return Spec(*(e[0] if e and len(e) == 1 else e for e in kept))
 
     def _mapped(self, local: Callable, specs: tuple) -> Callable:
-        """Maps `local` over the data-parallel shards: (in specs, out specs)."""
+        """Maps `local` over the data-parallel shards; `specs` are those of its arguments and those of its results."""
         is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
         tensor = self.mesh.shape["tensor"] > 1
         inside, outside = jax.tree.map(self._manual, specs, is_leaf=is_spec) if tensor else specs
@@ -223,7 +242,15 @@ class Engine:
         weights: bool = True,
         out: PyTree = None,
     ) -> Callable:
-        """Jits `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated."""
+        """Jits `local(params?, state, *flat, *blocks) -> (state, out?)`; the state is donated.
+
+        Args:
+          local: the function that runs on each shard.
+          flat_args: number of arguments `flat`, arrays cut by rows.
+          blocks: specs of the arguments `blocks`.
+          weights: whether `local` takes `params`.
+          out: specs of the results beside the state; None if there are none.
+        """
         row, state = self._batch_spec(), self._state_specs()
         inside = (*([self._param_specs()] if weights else []), state, *[row] * flat_args, *blocks)
         mapped = self._mapped(local, (inside, state if out is None else (state, out)))
@@ -235,7 +262,12 @@ class Engine:
         )
 
     def _reader(self, pools: Callable[[DecodeState], tuple[Array, ...]], specs: tuple[Spec, ...]) -> Callable:
-        """Jits `read(state, page_M)`, which copies J pages of each shard of some pools."""
+        """Jits `read(state, page_M)`, which copies some pages of each shard.
+
+        Args:
+          pools: returns the arrays of a state to copy from.
+          specs: specs of these arrays.
+        """
 
         def _read_pages(state: DecodeState, page_M: Int[Array, " J"]) -> tuple[Array, ...]:
             return tuple(pool[:, page_M] for pool in pools(state))
@@ -261,8 +293,8 @@ class Engine:
         return {**tree, "layers": decoder.as_layers(stacks, self.model)}
 
     def _shown(self, spec: Spec) -> NamedSharding:
-        """Returns the sharding of a result that hosts read: where a copy of the weights lies on several, all of it."""
-        if self.several_hosts:  # which have their rows of data to themselves
+        """Returns the sharding of a result that hosts read: each host of a replica gets all of the replica's rows."""
+        if self.several_hosts:  # rows stay cut over `data`: the hosts of a replica read its own rows alone
             spec = Spec(*("data" if "data" in ((e,) if isinstance(e, str) else e or ()) else None for e in spec))
         return NamedSharding(self.mesh, spec)
 
@@ -271,12 +303,12 @@ class Engine:
         return self.put(rows, self._rows)
 
     def put(self, array: np.ndarray, place: NamedSharding) -> Array:
-        """Copies a host array onto the mesh; of several hosts each has all of it, and copies its devices' part."""
+        """Copies a host array onto the mesh; each host has the whole array, and copies its own devices' part."""
         if self.several_hosts:
             return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
         return jax.device_put(array, place)
 
-    # Verbs: the parts that run on each shard.
+    # The programs' functions, which run on each shard.
 
     def _prepare(self, params: PyTree) -> PyTree:
         """Converts weights to the programs' form: one tree per layer where layers are unrolled, else unchanged."""
@@ -298,14 +330,14 @@ class Engine:
         return DecodeState(pools, whole, whole, whole, jnp.zeros(R, bool), sampling, stop_RE, memories)
 
     def _zeros(self, size: Callable[[jax.ShapeDtypeStruct], tuple[int, ...]]) -> tuple[Array, ...]:
-        """Makes zeros of a size for each pool; the keys and values of a kind begin as one array."""
+        """Makes an array of zeros for each pool, of the shape that `size` returns; keys and values share one array."""
         made: list[Array] = []
         for i, pool in enumerate(self.pools()):
             made.append(made[-1] if i % 2 else jnp.zeros(size(pool), pool.dtype))
         return tuple(made)
 
     def init_state(self) -> DecodeState:
-        """Makes empty pools and lanes, in place."""
+        """Allocates empty pools and lanes on the mesh, in their final sharding."""
         return jax.jit(self._empty_state, out_shardings=self._shardings)()
 
     def programs(self, params: PyTree) -> list[Program]:
@@ -315,7 +347,8 @@ class Engine:
           params: the model's parameters, or their shapes and shardings (`decoder.abstract_params`).
 
         Returns:
-          In the order in which a run first needs them; `program.jitted.lower(*program.args).compile()` builds one.
+          The programs in the order in which a run first needs them; `program.jitted.lower(*program.args).compile()`
+          builds one.
         """
         s, J = self.shape, self.shape.max_pages
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
@@ -385,7 +418,7 @@ class Engine:
     def _layers(self, params: PyTree, x: Array, carry: PyTree, layer_fn: Callable) -> tuple[Array, PyTree]:
         """Runs `layer_fn(x, carry, layer, info, index, kind) -> (x, carry)` over the layers.
 
-        `index` is the layer's place among those of its kind.
+        `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind.
         """
         infos, specs = decoder.layer_infos(self.model), self._param_specs()["layers"]
         if self.unrolled:
@@ -399,8 +432,8 @@ class Engine:
         steps, scanned = [], []
         stacks = (decoder.stacks_of(tree, self.model) for tree in (params["layers"], specs))
         for kind, (stack, cuts) in enumerate(zip(*stacks, strict=True)):
-            # Experts stay those of all layers, as a scan would copy a layer's for each step; not where they are
-            # gathered.
+            # A scan would copy each layer's experts in every step, so the scan's body gets the experts of all layers
+            # and picks its own by index. Experts that are cut over fsdp are gathered layer by layer instead.
             whole = {
                 name: x
                 for name, x in stack.items()
@@ -428,12 +461,12 @@ class Engine:
         return {name: self._gathered(params[name], specs[name]) for name in params if name != "layers"}
 
     def _generate(self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]) -> tuple[DecodeState, Emitted]:
-        """Decodes up to `steps` tokens for every live lane; stops early when no lane of the shard is live."""
+        """Decodes up to `steps` tokens in every live lane; stops early when no lane of the shard is live."""
         model, shape = self.model, self.shape
         reads = self.read_shape.split(flat_XI[0])
         R, N = shape.lanes, shape.steps
         ends = self._ends(params)
-        # What the dispatch adds to each pool: (L, R, K, N, H).
+        # The dispatch's own additions to each pool, (L, R, K, N, H): they are written to pages once, at its end.
         recents = self._zeros(lambda p: (p.shape[0], R, p.shape[2], N, p.shape[4]))
         outputs = Emitted(
             jnp.zeros((N, R), jnp.int32),
@@ -488,9 +521,10 @@ class Engine:
         return state, out
 
     def _any(self, live_R: Array) -> Array:
-        """True while any shard's loop continues: shards that exchange weights must agree."""
+        """Returns True while the loop of any shard continues that must take as many steps as this one."""
         alive = jnp.any(live_R)
-        # Shards that gather weights from each other (fsdp), or whose collectives XLA places (tensor), run equal steps.
+        # A collective deadlocks unless all its shards run it equally often. Shards gather weights over fsdp; with
+        # tensor > 1 XLA places collectives, so all shards take the same number of steps.
         axes = BATCH if self.mesh.shape["tensor"] > 1 else ("fsdp",)
         axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
         return jax.lax.pmax(alive.astype(jnp.int32), axes) > 0 if axes else alive
@@ -505,9 +539,19 @@ class Engine:
         lanes: tuple[Array, Array, Array],
         memory: tuple,
     ) -> tuple[Array, tuple]:
-        """Computes final hidden states of one token per lane, and `memory`.
+        """Feeds one token per lane through the model.
 
-        That is (what is to go to the pools, scratch, `DecodeState.memories`).
+        Args:
+          params: prepared parameters.
+          ends: the embedding, the final norm and the output matrix, gathered.
+          pools: `DecodeState.pools`.
+          reads: the shard's read list.
+          n: number of the decode step in the dispatch, from 0.
+          lanes: (token_R, position_R, live_R).
+          memory: (the dispatch's additions to the pools, scratch arrays of attention, `DecodeState.memories`).
+
+        Returns:
+          Final hidden states (R, 1, D), and the new `memory`.
         """
         model, alike, R = self.model, self.model.alike(), self.shape.lanes
         token_R, position_R, live_R = lanes
@@ -570,7 +614,7 @@ class Engine:
     def _recorded(
         self, added: tuple[Array, ...], route_RTk: Array | None, index: Array | int, n: Array | int
     ) -> tuple[Array, ...]:
-        """Adds a layer's routes of some tokens, from place `n` on, to what a dispatch or chunk adds to the pools."""
+        """Adds a layer's routes of some tokens, from place `n` on, to the additions that a dispatch or chunk makes."""
         if not self.routes or route_RTk is None:
             return added
         *others, route_LR1Nk = added
@@ -578,10 +622,10 @@ class Engine:
         return (*others, jax.lax.dynamic_update_slice(route_LR1Nk, new, (index, 0, 0, n, 0)))
 
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
-        """Writes the dispatch's keys, values or routes to the lanes' pages; lanes that were not live write nowhere.
+        """Writes the dispatch's keys, values or routes to the lanes' pages; lanes that were not live write to the last.
 
-        What is not finite is not kept: its lane has failed, and a later owner of the page gives unseen keys the
-        weight 0, but 0 x NaN is NaN.
+        NaN and infinity are replaced by finite numbers. Their lane has failed, and a later owner of the page gives the
+        keys that it does not see the weight 0, but 0 x NaN is NaN.
         """
         page_R = jnp.where(live_R, reads.write_page_R, self.shape.pages - 1)
 
@@ -595,7 +639,7 @@ class Engine:
     # Prefill.
 
     def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
-        """Computes keys and values of given tokens, without their logits."""
+        """Computes keys, values and memories of given tokens, but no logits; `pack_chunks` makes `flat_BI`."""
         model, s = self.model, self.shape
         J, C, B = s.max_pages, s.page_tokens, s.prefill_rows(bucket)
         length_B = begins_B = ends_B = jnp.zeros(B, jnp.int32)
@@ -607,7 +651,8 @@ class Engine:
         longest = jnp.max(jnp.sum(prior[2] > 0, axis=1))
         position_BT = start_B[:, None] + jnp.arange(bucket)
         ends = self._ends(params)
-        # A page before the chunk, and as much behind it as the last page may reach.
+        # The new keys and values, with a page of room before the chunk and room up to the end of its last page, so
+        # that whole pages can be cut out of the array.
         pools, places, alike = state.pools, (1 + s.chunk_pages(bucket)) * C, model.alike()
         fresh = tuple(jnp.zeros((p.shape[0], B, p.shape[2], places, p.shape[4]), p.dtype) for p in pools)
         learned = tuple(jnp.zeros((m.shape[0], B, *m.shape[2:]), m.dtype) for m in state.memories)
@@ -648,7 +693,7 @@ class Engine:
         _, (fresh, learned) = self._layers(params, x_BTD, (fresh, learned), layer_fn)
 
         def write(i: Array, pool: Array, new_LBKTH: Array) -> Array:
-            """Writes the chunk's part of one page: its places from the page's begin on, moved by the offset."""
+            """Writes the chunk's part of one target page; places before the chunk's first token keep their content."""
             b, j = i % B, i // B
             at, page, size = j * C - offset_B[b], targets_BJ[b, j], (pool.shape[0], 1, *pool.shape[2:])
             block = jax.lax.dynamic_slice(new_LBKTH, (0, b, 0, at + C, 0), size)
@@ -675,12 +720,12 @@ class Engine:
     # Memories of linear attention.
 
     def _memory_at(self, memory_LP: Array, index: Array | int, place_B: Array) -> Array:
-        """Reads a layer's memories at some places, (B, ...)."""
+        """Reads a layer's memories at the places `place_B`, (B, ...); zeros at the place `nowhere`."""
         somewhere_B = place_B != self.shape.nowhere
         return jnp.where(somewhere_B.reshape(-1, *[1] * (memory_LP.ndim - 2)), memory_LP[index, place_B], 0)
 
     def copy_memories(self, state: DecodeState, copies_XI: np.ndarray) -> DecodeState:
-        """Copies memories of prompts to lanes, see `EngineShape.pack_copies`."""
+        """Copies memories of prompts to lanes; `copies_XI` as `EngineShape.pack_copies` makes it."""
         return self._copy_memory(state, self.put_rows(copies_XI))
 
     def _copy_memories(self, state: DecodeState, copies_XI: Int[Array, "1 I"]) -> DecodeState:
@@ -697,11 +742,17 @@ class Engine:
         return dataclasses.replace(state, memories=tuple(copy(memory) for memory in state.memories))
 
     def read_memories(self, state: DecodeState, place_X: np.ndarray) -> tuple[Array, ...]:
-        """Copies one place of each shard, (L, X, ...) of each memory, on the device."""
+        """Copies the memories at one place of each shard on the device: (L, X, ...) of each array."""
         return self._read_memory(state, self.put_rows(place_X))
 
     def write_memories(self, state: DecodeState, place_X: np.ndarray, *blocks: Array) -> DecodeState:
-        """Overwrites one place of each shard with such copies; `EngineShape.nowhere` leaves all as it is."""
+        """Overwrites the memories at one place of each shard with copies that `read_memories` made.
+
+        Args:
+          state: pools and lanes, donated.
+          place_X: place to overwrite on each shard; `EngineShape.nowhere` leaves a shard unchanged.
+          *blocks: the copies, (L, X, ...) of each array.
+        """
         return self._write_memory(state, self.put_rows(place_X), *blocks)
 
     def _write_memories(self, state: DecodeState, place_1: Int[Array, " 1"], *blocks: Array) -> DecodeState:
@@ -711,15 +762,21 @@ class Engine:
     # Spilling.
 
     def read_blocks(self, state: DecodeState, page_XJ: np.ndarray) -> tuple[Array, ...]:
-        """Copies J pages of each shard, (L, X * J, K, C, H) of each pool, on the device."""
+        """Copies J pages of each shard on the device: (L, X * J, K, C, H) of each pool."""
         return self._read(state, self.put_rows(page_XJ.reshape(-1)))
 
     def read_routes(self, state: DecodeState, page_XJ: np.ndarray) -> Array:
-        """Copies the routes alone, (L, X * J, 1, C, k)."""
+        """Copies the routes of J pages of each shard on the device: (L, X * J, 1, C, k)."""
         return self._read_routes(state, self.put_rows(page_XJ.reshape(-1)))[0]
 
     def write_blocks(self, state: DecodeState, page_XJ: np.ndarray, *blocks: Array) -> DecodeState:
-        """Overwrites J pages of each shard with such copies; pages to leave alone are named by the unread one."""
+        """Overwrites J pages of each shard with copies that `read_blocks` made.
+
+        Args:
+          state: pools and lanes, donated.
+          page_XJ: indices of the pages to overwrite; blocks to ignore go to the last page, which is never read.
+          *blocks: the copies, (L, X * J, K, C, H) of each pool.
+        """
         return self._write(state, self.put_rows(page_XJ.reshape(-1)), *blocks)
 
     def _write_pages(self, state: DecodeState, page_M: Int[Array, " J"], *blocks: Array) -> DecodeState:
@@ -730,10 +787,10 @@ class Engine:
 
 
 def _of_kind(pools: tuple[Array, ...], kind: int) -> tuple[Array, Array]:
-    """Returns the two arrays of a kind of layers, of what is laid out like `DecodeState.pools` or its memories."""
+    """Returns the two arrays of a kind of layers from arrays laid out as `DecodeState.pools` or `memories`."""
     return pools[2 * kind], pools[2 * kind + 1]
 
 
 def _with_kind(pools: tuple[Array, ...], kind: int, new: tuple[Array, Array]) -> tuple[Array, ...]:
-    """Replaces the two arrays of a kind of layers."""
+    """Replaces the two arrays of a kind of layers in arrays laid out as `DecodeState.pools` or `memories`."""
     return (*pools[: 2 * kind], *new, *pools[2 * kind + 2 :])

@@ -1,4 +1,4 @@
-"""Prefills given tokens: cuts them into chunks that fit the prefill programs, and packs chunks into full calls."""
+"""Prefills tokens: cuts sequences into chunks that fit the prefill programs, and packs chunks into full calls."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,13 +19,22 @@ def cut_chunks(
     offset: int = 0,
     places: tuple[int, int] = (0, 0),
 ) -> list[Chunk]:
-    """Cuts given tokens into chunks of at most the largest bucket; each sees `prior` and the chunks before it.
+    """Cuts the tokens of a sequence into chunks of at most the largest bucket.
+
+    Each chunk attends to the pages `prior` and to the chunks before it.
 
     Args:
+      shape: sizes of the engine.
+      shard: number of the shard whose pool holds the sequence.
+      tokens: token ids to prefill.
       start: position of the first token.
-      pages: what takes them, `page_tokens` each.
-      offset: tokens that the first page holds already; it is not in `prior`.
-      places: of the memory before the tokens and after them, see `EngineShape.places`.
+      prior: (page, start, count) of the pages that hold the earlier tokens; the first of `pages` is not among them.
+      pages: indices of the pages for the new keys and values, `page_tokens` tokens each.
+      offset: number of tokens that the first of `pages` holds already.
+      places: places of the memory before the tokens and of the memory after them (`EngineShape.places`).
+
+    Returns:
+      The chunks, in order.
     """
     C, largest = shape.page_tokens, shape.buckets[-1]
     chunks = []
@@ -41,7 +50,11 @@ def cut_chunks(
 def packed_calls(
     shape: EngineShape, shards: int, sequences: Sequence[Sequence[Chunk]]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the prefill calls of chunks of several sequences, each sequence's in order: (bucket, packed rows)."""
+    """Packs the chunks of several sequences into prefill calls; chunks of one sequence stay in order.
+
+    Yields:
+      (bucket, packed rows as `EngineShape.pack_chunks` makes them) of each call.
+    """
     for wave in range(max((len(chunks) for chunks in sequences), default=0)):
         queues: dict[int, dict[int, list[Chunk]]] = {}
         for chunks in sequences:
@@ -50,7 +63,8 @@ def packed_calls(
                 queues.setdefault(bucket, {}).setdefault(chunks[wave].shard, []).append(chunks[wave])
         for bucket, by_shard in sorted(queues.items()):
             rows = shape.prefill_rows(bucket)
-            for queue in by_shard.values():  # a call takes as long as the row that sees most pages
+            # A call takes as long as its row with the most prior pages, so rows of similar length go together.
+            for queue in by_shard.values():
                 queue.sort(key=lambda chunk: len(chunk.prior))
             for at in range(0, max(len(q) for q in by_shard.values()), rows):
                 batch = [chunk for queue in by_shard.values() for chunk in queue[at : at + rows]]
@@ -58,7 +72,11 @@ def packed_calls(
 
 
 def run_chunks(device: Device, sequences: Sequence[Sequence[Chunk]]) -> int:
-    """Prefills chunks of several sequences, each sequence's in order, in as few calls as possible; counts the calls."""
+    """Prefills the chunks of several sequences, in full calls (`packed_calls`).
+
+    Returns:
+      The number of calls.
+    """
     number = 0
     calls = packed_calls(device.engine.shape, device.engine.shards, sequences)
     for number, (bucket, flat_BI) in enumerate(calls, 1):

@@ -1,4 +1,4 @@
-"""Reads the recorded routes of samples that leave a session, from their pages to the host."""
+"""Reads the recorded routes (experts of each token) of samples that leave a session, from their pages to the host."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,14 +12,26 @@ from podrl.engine.reads import Page
 
 
 class Routed(Protocol):
-    """A sample whose routes are read, such as podrl.engine.session.Track."""
+    """A sample whose routes are read, such as podrl.engine.session.Track.
+
+    Attributes:
+      routes: experts of each token, as bytes, as in `Rollouts.route_BTX`; None before the first read.
+    """
 
     routes: UInt8[np.ndarray, "T X"] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A page to read: routes of `count` tokens of a sample from `start` on, in a slot of a call."""
+    """A page to read.
+
+    Attributes:
+      owner: the sample.
+      shard: number of the page's shard.
+      slot: index of the page among the pages of its shard in the call that copies them.
+      start: position of the first token whose routes are read.
+      count: number of tokens whose routes are read.
+    """
 
     owner: Routed
     shard: int
@@ -29,28 +41,30 @@ class _Piece:
 
 
 class RouteReader:
-    """Collects pages to read, and reads those of many samples in one call.
+    """Collects the pages to read, and reads the pages of many samples in one device call.
 
     A call copies as many pages of each shard as a sample may hold. It is launched before the device's next work, which
-    may overwrite the pages, and its result is taken with that of the next dispatch: the device does not wait for it.
+    may overwrite the pages. Its result is read together with the result of the next dispatch, so the device never
+    waits.
     """
 
     def __init__(self, device: Device):
         """Reads nothing yet."""
         self._device = device
-        self._wanted: list[tuple[_Piece, int]] = []  # with the page of each
+        self._wanted: list[tuple[_Piece, int]] = []  # (piece, index of its page)
         self._used = [0] * device.engine.shards
         self._launched: list[tuple[list[_Piece], Any]] = []
 
     def want(self, owner: Routed, length: int, stores: Sequence[tuple[str, int, Sequence[Page]]]) -> None:
-        """Writes into `owner.routes`, by the next `settle`, what is recorded of a sample's first `length` tokens.
+        """Requests the routes of a sample's tokens; they are in `owner.routes` after the next `settle`.
 
-        Tokens that are in none of the pages keep what was recorded of them before; 0 where that is nothing.
+        Tokens that are in none of the pages keep the routes that were read before, else 0.
 
         Args:
           owner: the sample.
-          length: tokens of prompt and completion.
-          stores: (name of the copy on the host, if there is one, shard, pages) of its prompt and of itself.
+          length: number of tokens of prompt and completion.
+          stores: (name, shard, pages) of the store of its prompt and of its own store. If a store is on the host, the
+            name is its key in `Device.spilled`.
         """
         engine = self._device.engine
         *_, route = engine.pools()
@@ -63,7 +77,7 @@ class RouteReader:
             self.launch()
         for name, shard, held in stores:
             for slot, page in enumerate(held):
-                # The last token was fed to no program.
+                # The last token has not been fed to the model, so it has no routes.
                 count = min(page.count, length - 1 - page.start)
                 if count <= 0:
                     continue
@@ -74,7 +88,7 @@ class RouteReader:
                     self._used[shard] += 1
 
     def launch(self) -> None:
-        """Starts to copy what is wanted: to be called before anything else may change the pages."""
+        """Launches the copies of the requested pages; must be called before any program that may change the pages."""
         if not self._wanted:
             return
         shape = self._device.engine.shape
@@ -85,7 +99,7 @@ class RouteReader:
         self._wanted, self._used = [], [0] * len(self._used)
 
     def settle(self) -> None:
-        """Writes what launched copies hold into the samples' records."""
+        """Writes the routes of all launched copies into the samples' records."""
         launched, self._launched = self._launched, []
         for pieces, copy in launched:
             block = np.asarray(copy)
@@ -93,7 +107,7 @@ class RouteReader:
                 _write(piece, block, piece.shard * self._device.engine.shape.max_pages)
 
     def finish(self) -> None:
-        """Reads all that is wanted."""
+        """Completes all requests."""
         self.launch()
         self.settle()
 

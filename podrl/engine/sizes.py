@@ -1,4 +1,4 @@
-"""Sizes of the engine's programs and pools, from the configuration; and whether the memory there is holds them."""
+"""Sizes of the engine's programs and pools, from the configuration, and the check that the pools fit memory."""
 
 from jax.sharding import Mesh
 
@@ -8,16 +8,18 @@ from podrl.runtime.memory import free_memory
 
 
 def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineShape) -> None:
-    """Refuses a key/value pool larger than the memory there is, before any of it is allocated.
+    """Refuses a key/value pool that is larger than the free memory, before any of it is allocated.
 
     Args:
-      needed: bytes of the pool over all devices of the mesh; those of other hosts are their matter.
-      mesh, config, shape: where it lies, and what makes it so large.
+      needed: bytes of the pool, summed over all devices of the mesh. Only this host's share is checked.
+      mesh: mesh that the pool is allocated on.
+      config: settings, named in the message.
+      shape: sizes of the pool, named in the message.
 
     Raises:
       ValueError: the pool does not fit.
     """
-    needed = needed * len(mesh.local_devices) // mesh.size  # of this host's
+    needed = needed * len(mesh.local_devices) // mesh.size  # share of this host's devices
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     if mesh.devices.flat[0].platform == "cpu":
         room, what = free_memory(), "this machine has free"
@@ -35,15 +37,20 @@ def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineSh
 
 
 def engine_shape(config: RolloutConfig, shards: int, *, recurrent: bool = False) -> EngineShape:
-    """Sizes of each shard's programs; `recurrent`: for a model with layers of linear attention.
+    """Works out the sizes of each shard's programs and pools.
+
+    Args:
+      config: settings of the rollout.
+      shards: number of data-parallel shards of the mesh.
+      recurrent: whether the model has layers of linear attention.
 
     Raises:
-      ValueError: a pool too small for the longest request.
+      ValueError: the pool is too small for the longest request.
     """
     C = config.page_tokens
     lanes = -(-config.lanes // shards)
     prompt = -(-max(config.max_prompt_length - 1, 1) // C)
-    # The prompt's pages, the sample's, and one more for each end that is not filled.
+    # Pages of the prompt and of the sample, and one more because either may end in a page that is not full.
     longest = prompt + -(-config.kv_cache_size // C) + 1
     pages = lanes * (prompt + -(-config.response_tokens // C))
     if config.pool_tokens is not None:
@@ -55,7 +62,7 @@ def engine_shape(config: RolloutConfig, shards: int, *, recurrent: bool = False)
                 f"{config.kv_cache_size}."
             )
     largest = max(C, min(prompt * C, config.prefill_tokens // C * C))
-    # Tools and environments mostly give less than a page.
+    # A bucket of half a page, if samples have environments: most observations are shorter than a page.
     buckets = [C // 2, C] if config.response_tokens > config.max_tokens_to_generate and C > 1 else [C]
     while buckets[-1] < largest:
         buckets.append(min(2 * buckets[-1], largest))

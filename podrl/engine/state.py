@@ -50,7 +50,7 @@ class EngineShape:
 
     @property
     def places(self) -> int:
-        """Number of places for memories of linear attention: first the lanes, then the prompts' slots, then `nowhere`."""
+        """Number of places for memories of linear attention: the lanes, then the prompts' slots, then `nowhere`."""
         return self.lanes + self.slots + 1
 
     @property

@@ -7,42 +7,43 @@ from collections.abc import Callable, Mapping
 
 
 class Meter:
-    """Tells seconds of prefill from seconds of decoding.
+    """Splits the device's time into seconds of prefill and seconds of decoding.
 
-    Where no dispatch is in flight, as when a window begins, prefill calls are waited for before the next one is
-    launched, with nothing left to do for it: that costs the device one launch. Calls behind a dispatch in flight are
-    taken to be as long as those, and decoding is the rest of the time until the last dispatch is read.
+    If no dispatch is in flight, as at the begin of a window, the caller waits for the prefill calls before it launches
+    the next dispatch, so that they are timed alone. By then the dispatch is ready to launch: the wait costs the device
+    the time of one launch. A prefill call behind a dispatch in flight is assumed to take as long as the mean of the
+    timed calls. Decoding is the rest of the time until the last dispatch is read.
 
     Attributes:
-      calls: prefill calls so far.
+      calls: number of prefill calls so far.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.calls = 0
         self._clock = clock
-        self._flying = 0
-        self._since = 0.0  # when the device could begin with what is waited for next
-        self._new = 0  # calls of which none is waited for yet
-        self._alone, self._alone_s = 0, 0.0  # calls that were timed
-        self._later_s = 0.0  # the time of all else
+        self._flying = 0  # dispatches in flight
+        self._since = 0.0  # time at which the device could begin the work that is waited for next
+        self._new = 0  # prefill calls since the last launch of a dispatch
+        self._alone, self._alone_s = 0, 0.0  # prefill calls that were timed alone, and their seconds
+        self._later_s = 0.0  # seconds of all other work
 
     def begin(self) -> None:
-        """Called before prefill calls are given to the device."""
+        """Notes that prefill calls are about to be launched."""
         if not self._flying and not self._new:
             self._since = self._clock()
 
     def prefilled(self, calls: int) -> None:
-        """Called after so many were."""
+        """Notes that a number of prefill calls were launched."""
         self.calls += calls
         self._new += calls
 
     @property
     def alone(self) -> bool:
-        """True where the device has prefill calls and nothing else: they are to be waited for."""
+        """True if the device has prefill calls to run and no dispatch: the caller must wait for them."""
         return not self._flying and self._new > 0
 
     def launch(self) -> None:
-        """Called before a dispatch is launched, after what was to be waited for."""
+        """Notes that a dispatch is about to be launched; the caller has waited for prefill calls if `alone` said so."""
         if not self._flying:
             now = self._clock()
             if self._new:
@@ -51,12 +52,12 @@ class Meter:
         self._flying, self._new = self._flying + 1, 0
 
     def read(self) -> None:
-        """Called after the oldest dispatch in flight was read."""
+        """Notes that the oldest dispatch in flight was read."""
         now = self._clock()
         self._flying, self._later_s, self._since = self._flying - 1, self._later_s + now - self._since, now
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of prefill and of decode steps; (0, all) where no call was timed."""
+        """Returns the seconds of prefill and those of decoding; (0, all seconds) if no prefill call was timed."""
         between_s = min((self.calls - self._alone) * self._alone_s / max(self._alone, 1), self._later_s)
         return self._alone_s + between_s, self._later_s - between_s
 
@@ -66,16 +67,16 @@ class Stats:
     """Counters of a session.
 
     Attributes:
-      tokens: sampled tokens kept.
-      dispatches: calls of `generate`.
-      decode_steps: steps of the busiest shard, summed over dispatches.
-      lane_steps: lane places of all steps of all shards, live or not.
-      prefill_tokens: prompt and given tokens computed, padding excluded.
-      spills: stores moved to the host.
-      failed: samples that ended without a distribution to draw from, by version of the weights.
-      host_seconds: time without a dispatch in flight, from the last read to the next launch.
-      plan_seconds: time in which dispatches were planned.
-      meter: seconds of prefill and of decode steps.
+      tokens: number of sampled tokens that were kept.
+      dispatches: number of calls of `generate`.
+      decode_steps: decode steps of the busiest shard, summed over dispatches.
+      lane_steps: decode steps times lanes, summed over shards and dispatches; idle lanes count.
+      prefill_tokens: number of prompt and given tokens that prefill computed, padding excluded.
+      spills: number of stores moved to the host.
+      failed: number of samples that ended because logits were NaN or infinite, by version of the weights.
+      host_seconds: seconds without a dispatch in flight, each time from the last read to the next launch.
+      plan_seconds: seconds spent planning dispatches.
+      meter: splits the device's time into seconds of prefill and of decoding.
     """
 
     tokens: int = 0
@@ -95,20 +96,20 @@ class RolloutStats:
     """Counters of the last call of `generate`, or of the last window.
 
     Attributes:
-      tokens: sampled tokens, end tokens included.
-      seconds: wall time.
-      decode_steps: steps of the busiest shard, summed over dispatches.
-      lane_utilisation: tokens over lane places of all decode steps.
-      prefill_tokens: prompt (and given) tokens computed.
-      prefill_calls: device calls that computed them.
-      dispatches: device calls of `generate`.
-      spills: caches moved to the host because the pool ran dry.
-      failed: samples that ended because logits were NaN or infinite.
-      compiles: programs compiled during the call; 0 after `warm_up`.
-      host_seconds: time in which the device had nothing queued: from reading the results of the last dispatch in
-        flight to the next launch. Where the host keeps up it is next to nothing.
-      plan_seconds: time in which dispatches were planned.
-      prefill_seconds, decode_seconds: of prefill calls, and of decode steps; see Meter.
+      tokens: number of sampled tokens, end tokens included.
+      seconds: wall time of the call.
+      decode_steps: decode steps of the busiest shard, summed over dispatches.
+      lane_utilisation: sampled tokens divided by decode steps times lanes, 0 to 1.
+      prefill_tokens: number of prompt and given tokens that prefill computed.
+      prefill_calls: number of device calls of prefill.
+      dispatches: number of device calls of `generate`.
+      spills: number of caches moved to the host because the pool ran out of pages.
+      failed: number of samples that ended because logits were NaN or infinite.
+      compiles: number of programs compiled during the call; 0 after `warm_up`.
+      host_seconds: seconds in which the device had nothing queued, from reading the last dispatch in flight to the next
+        launch; near 0 if the host keeps up.
+      plan_seconds: seconds spent planning dispatches.
+      prefill_seconds, decode_seconds: seconds of prefill calls, and of decode steps (`Meter`).
     """
 
     tokens: int = 0
@@ -128,7 +129,7 @@ class RolloutStats:
 
     @classmethod
     def of(cls, s: Stats, *, seconds: float, compiles: int) -> "RolloutStats":
-        """Of a session that has ended."""
+        """Makes the counters of a call from those of its session, which has ended."""
         prefill_s, decode_s = s.meter.seconds()
         return cls(
             tokens=s.tokens,
@@ -148,7 +149,7 @@ class RolloutStats:
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """Returns the metrics of a step that tell the engine's work: seconds and counts."""
+        """Returns the step's metrics of the engine's work: seconds (`time/`) and counts (`perf/`)."""
         return {
             "time/prefill": self.prefill_seconds,
             "time/decode": self.decode_seconds,

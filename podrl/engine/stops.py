@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-_PARTIAL = "\ufffd"  # what decoders write for bytes that are no character, or not yet
-_EDGE = 8  # characters at the ends of a window that may change: cut-off characters, a stripped space
+_PARTIAL = "\ufffd"  # the character that decoders write for bytes that are not (yet) a character
+_EDGE = 8  # characters at the ends of the tail that may differ in the whole text: cut-off characters, a stripped space
 
 
 class StopFinder:
-    """Looks for any of several texts in one sample's completion, decoding only its tail.
+    """Looks for any of several stop strings in one sample's completion, decoding only its tail.
 
     A stop string may begin and end inside tokens, and a character may take several tokens, so the tail that is decoded
     is bounded by its text, not by its tokens. Given tokens (tool output) are not searched.
@@ -16,15 +16,20 @@ class StopFinder:
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):
         self._strings, self._decode = tuple(strings), decode
         self._needed = max(len(s) for s in strings) + _EDGE  # characters the tail must hold
-        self._first = 0  # token the tail begins with
-        self._limit = 2 * self._needed  # tokens of the tail from which on it is worth shortening
-        self._seen = 0  # tokens searched
+        self._first = 0  # index of the tail's first token
+        self._limit = 2 * self._needed  # number of tokens from which on the tail is shortened
+        self._seen = 0  # number of tokens searched so far
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """Finds the smallest number of tokens whose text contains a stop string, if `tokens` contain one."""
+        """Returns the smallest number of tokens whose text contains a stop string; None if there is none.
+
+        Args:
+          tokens: all tokens of the completion so far.
+        """
         start, self._seen = self._seen, len(tokens)
         text = self._text(tokens[self._first :])
-        # Some decoders write a whole run of bytes as partial while its end is: only the tokens before show its text.
+        # Some decoders write a whole run of bytes as partial as long as its last character is. A stop string in the
+        # run is then seen only in the text of fewer tokens.
         if self._contains(text) or _PARTIAL in text:
             for end in range(start + 1, len(tokens) + 1):
                 if self._contains(self._text(tokens[self._first : end])):
@@ -43,7 +48,7 @@ class StopFinder:
         return text[: max(ends)] if ends else text
 
     def _shorten(self, tokens: Sequence[int]) -> None:
-        """Drops the first half of a long tail, if the rest begins with a character and holds enough of them."""
+        """Drops the first half of a long tail, if the rest begins with a whole character and is long enough."""
         length = len(tokens) - self._first
         if length < self._limit:
             return
