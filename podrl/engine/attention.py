@@ -1,8 +1,8 @@
-"""Attention of the decode engine: each query visits only the key pages in use, so cost follows content.
+"""Attention of the decode engine: each query visits only the key pages in use, so its cost follows their number.
 
-Every read of a page gives a partial result (maximum, normaliser, weighted values) for the queries it served; a
-lane's result combines its own partials in a fixed order, so it does not depend, bit for bit, on which lane it has, on
-places in the pool or on neighbours.
+Every read of a page gives a partial result (maximum, normaliser, weighted values) for the queries that it serves. A
+sample's result merges the partial results of its pages in a fixed order. So it does not depend, bit for bit, on the
+sample's lane, on the indices of its pages, or on other samples.
 """
 
 from collections.abc import Callable
@@ -23,25 +23,31 @@ OWN_BLOCK = 16  # own reads computed together
 
 @flax.struct.dataclass
 class Partial:
-    """Softmax over some of the keys: values weighted by exp(score - maximum), and the sum of those weights."""
+    """Softmax over some of the keys, for some queries.
+
+    Attributes:
+      top: largest score of each query.
+      mass: sum of the weights exp(score - top).
+      value: sum of the values, each times its weight.
+    """
 
     top: Float[Array, "*q"]
     mass: Float[Array, "*q"]
     value: Float[Array, "*q H"]
 
     def scaled(self, top: Array) -> tuple[Array, Array]:
-        """Rescales to another maximum: (mass, value)."""
+        """Rescales mass and value to another maximum; returns (mass, value)."""
         factor = jnp.exp(self.top - top)
         return self.mass * factor, self.value * factor[..., None]
 
     def merge(self, other: "Partial") -> "Partial":
-        """Merges softmax over two sets of keys."""
+        """Merges the results over two disjoint sets of keys."""
         top = jnp.maximum(self.top, other.top)
         (mass, value), (mass2, value2) = self.scaled(top), other.scaled(top)
         return Partial(top, mass + mass2, value + value2)
 
     def result(self, dtype: jnp.dtype) -> Array:
-        """Divides by the sum of weights; 0 where no key was seen."""
+        """Divides the values by the sum of weights; gives 0 for a query that saw no key."""
         return (self.value / jnp.maximum(self.mass, 1e-30)[..., None]).astype(dtype)
 
 
@@ -52,7 +58,7 @@ def partial_attention(
     seen_BQC: Bool[Array, "B Q C"],
     softcap: float,
 ) -> Partial:
-    """Attends to some of the keys: scores in float32, weights in the values' dtype. Unseen keys weigh exactly 0."""
+    """Attends to some of the keys: scores in float32, weights in the values' dtype; unseen keys weigh exactly 0."""
     score_BKQC = jnp.einsum("BKQH,BKCH->BKQC", q_BKQH, k_BKCH, preferred_element_type=jnp.float32)
     if softcap:
         score_BKQC = jnp.tanh(score_BKQC / softcap) * softcap
@@ -83,13 +89,18 @@ def decode_attention(
 
     Args:
       q_RNH: scaled, rotated queries; head n reads key/value head n // (N / K).
-      layer: which layer of the pools to read.
+      layer: index of the layer in the pools.
+      key_LMKCH, value_LMKCH: the pools of keys and of values.
       recent: partial result over the keys of this dispatch, (R, K, N/K).
-      reads: see `ReadList`.
-      scratch: room for the partials of shared and own reads, from `make_scratch`; overwritten and handed back, so
-        that no step pays for clearing what it does not use.
+      reads: read list of the dispatch.
+      scratch: arrays for the partial results of shared and of own reads, from `make_scratch`. They are overwritten and
+        returned, so that no step has to clear the part that it does not use.
       position_R: position of the query.
-      window: tokens back that are seen, itself included.
+      window: number of tokens that a query sees, counted backwards from its own, which is included.
+      softcap: bound of the scores, `softcap * tanh(score / softcap)`; 0 for none.
+
+    Returns:
+      The attention's output, and `scratch`.
     """
     R, N, H = q_RNH.shape
     _, _, K, C, _ = key_LMKCH.shape
@@ -146,12 +157,14 @@ def kernel_attention(
 ) -> Float[Array, "R N H"]:
     """Computes `decode_attention` in a kernel: on TPUs `podrl.engine.page_attention`, which reads each page once.
 
-    A lane's result does not depend on its place here either, but its bits are not those of `decode_attention`.
+    A sample's result is independent of its lane, pages and neighbours here too, but its last bits are not those of
+    `decode_attention`. The other arguments are those of `decode_attention`.
 
     Args:
-      tensor: whether heads are cut over the mesh's axis `tensor`, which XLA handles outside of kernels.
+      tensor: whether heads are cut over the mesh's axis `tensor`. XLA cannot partition a kernel, so it is mapped over
+        the axis here.
       gpu: whether the devices are GPUs (`podrl.engine.page_attention_gpu`).
-      interpret: run on CPU, slowly.
+      interpret: whether to run the kernel on CPU, slowly.
     """
     R, N, H = q_RNH.shape
     K = key_LMKCH.shape[2]
@@ -202,7 +215,11 @@ def kernel_attention(
 
 
 def loop_counts(reads: ReadList) -> dict[str, int]:
-    """Counts for such reads (on the host) how often loops run, by their named scope, and the pages of each kernel."""
+    """Counts how often each loop of a decode step runs for a read list on the host, and how many pages kernels read.
+
+    Returns:
+      The counts, by the named scope of the loop or the name of the kernel.
+    """
     return {
         "shared_reads": -(-int(reads.total_2[0]) // SHARED_BLOCK),
         "own_reads": -(-int(reads.total_2[1]) // OWN_BLOCK),
@@ -214,7 +231,7 @@ def loop_counts(reads: ReadList) -> dict[str, int]:
 
 
 def make_scratch(reads: ReadList, kv_heads: int, heads: int, head_dim: int) -> tuple[Partial, Partial]:
-    """Allocates scratch for the partials of every shared read (U * W, K, N/K) and every own one (O, K, N/K)."""
+    """Allocates arrays for the partial results of shared reads, (U * W, K, N/K), and of own reads, (O, K, N/K)."""
 
     def room(*rows: int) -> Partial:
         shape = (*rows, kv_heads, heads // kv_heads)
@@ -232,7 +249,7 @@ def recent_attention(
     window: Int[Array, ""],
     softcap: float,
 ) -> Partial:
-    """Attends to the tokens fed in this dispatch; the query's own is at place `step`."""
+    """Attends to the tokens fed in this dispatch; the query's own token is at place `step`."""
     R, N, H = q_RNH.shape
     K, C = k_RKCH.shape[1:3]
     back_C = step - jnp.arange(C)
@@ -258,10 +275,14 @@ def prefill_attention(
 ) -> Float[Array, "B T N H"]:
     """Attends with a chunk of each row to the row's earlier pages and, causally, to itself.
 
+    The other arguments are those of `decode_attention`.
+
     Args:
-      prior_page_BJ, prior_start_BJ, prior_count_BJ: the row's pages before the chunk; count 0 is no page.
+      q_BTNH, k_BTKH, v_BTKH: queries, keys and values of the chunks.
+      prior_page_BJ, prior_start_BJ, prior_count_BJ: index, position of the first token and number of tokens of the
+        row's pages before the chunk; a count of 0 is no page.
       longest: most prior pages of any row.
-      position_BT: positions, contiguous in a row.
+      position_BT: positions of the tokens, contiguous in a row.
     """
     B, T, N, H = q_BTNH.shape
     K, C = key_LMKCH.shape[2:4]
@@ -291,7 +312,10 @@ def _blocks(
     *,
     rows: int,
 ) -> Partial:
-    """Computes the partials of `total` reads block by block into `scratch`; entries behind them are stale."""
+    """Computes the partial results of `total` reads block by block into `scratch`.
+
+    The entries after them are stale: values of an earlier layer or step.
+    """
 
     def body(i: Array, parts: Partial) -> Partial:
         done = compute(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block))
@@ -308,7 +332,10 @@ def _gather(
     longest: Int[Array, ""],
     stride: int,
 ) -> Partial:
-    """Merges each lane's reads into its result, in order. Lanes with fewer than `longest` are left unchanged."""
+    """Merges the partial results of each lane's reads into its result, in order.
+
+    Turns of the loop after a lane's last read leave its result unchanged.
+    """
 
     def body(j: Array, result: Partial) -> Partial:
         mine_R = j < number_R

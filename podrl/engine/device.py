@@ -1,4 +1,4 @@
-"""The device side of generation: pools, lanes and weights, changed by calls that carry values of the host alone."""
+"""The device side of generation: pools, lanes and weights, changed by calls whose arguments are host values."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from podrl.types import PyTree
 
 Tell = Callable[[str, Sequence[Any]], None]
 Call = TypeVar("Call", bound=Callable[..., Any])
-CALLS: dict[str, Callable[..., Any]] = {}  # by name, as told
+CALLS: dict[str, Callable[..., Any]] = {}  # the methods of Device that are sent to other hosts, by name
 
 
 def tell_nobody(name: str, args: Sequence[Any]) -> None:
-    """Tells nobody, as the mesh lies on one host."""
+    """Sends a call nowhere: the `Tell` of a mesh on one host."""
 
 
 def _told(call: Call) -> Call:
-    """Makes a method tell its name and arguments before it runs."""
+    """Makes a method send its name and arguments to the other hosts of the mesh before it runs here."""
 
     @functools.wraps(call)
     def run(self: "Device", *args: Any) -> Any:
@@ -37,39 +37,52 @@ def _told(call: Call) -> Call:
 class Device:
     """Holds an engine's state and prepared weights.
 
-    Where a mesh lies on several hosts, one of them decides, and tells the others each call and its arguments, which
-    are numbers, texts and numpy arrays: all run the same programs on the same values in the same order (`CALLS`).
+    If the mesh spans several hosts, one of them decides. It sends each call with its arguments (numbers, texts and
+    numpy arrays) to the others, so that all hosts run the same programs on the same values in the same order (`CALLS`).
 
     Attributes:
-      engine: its programs.
+      engine: programs of the engine.
       state: pools and lanes.
-      spilled: caches that were moved to the host, by their store.
+      spilled: copies of caches that were moved to the host, by the name of their store.
     """
 
     def __init__(self, engine: Engine, state: DecodeState, params: PyTree, tell: Tell = tell_nobody):
-        """Takes a state, parameters prepared by the engine, and what is told of every call."""
+        """Stores the state and the weights.
+
+        Args:
+          engine: programs of the engine.
+          state: pools and lanes.
+          params: parameters prepared by the engine.
+          tell: sends the name and the arguments of every call to the other hosts of the mesh.
+        """
         self.engine, self.state, self._params, self._tell = engine, state, params, tell
         self.spilled: dict[str, tuple[np.ndarray, ...]] = {}
 
     def use(self, params: PyTree) -> None:
-        """Takes other weights, prepared by the engine, for all calls from now on; caches are kept."""
+        """Uses other weights, prepared by the engine, in all calls from now on; cached keys and values are kept."""
         self._params = params
 
     @_told
     def insert(self, packed_RI: np.ndarray) -> None:
-        """Frees and seats lanes; see LaneUpdates."""
+        """Seats samples in lanes and frees lanes; `packed_RI` as `LaneUpdates.packed` makes it."""
         self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(packed_RI))
 
     @_told
     def prefill(self, bucket: int, flat_BI: np.ndarray, wait: bool) -> None:
-        """Computes keys and values of one call's chunks; `wait` until it is done, so that calls do not pile up."""
+        """Computes the keys and values of one call's chunks.
+
+        Args:
+          bucket: length of the call's rows, tokens.
+          flat_BI: the chunks, as `EngineShape.pack_chunks` makes them.
+          wait: whether to wait until the call is done, so that calls do not pile up.
+        """
         self.state = self.engine.prefills[bucket](self._params, self.state, self.engine.put_rows(flat_BI))
-        if wait:  # a Backlog could not wait for states that are donated on
+        if wait:  # not by a Backlog: the next call donates this state, so nobody could wait for it afterwards
             jax.block_until_ready(self.state.token_R)
 
     @_told
     def generate(self, flat_XI: np.ndarray) -> Emitted:
-        """Launches a dispatch; its results are on their way to the host."""
+        """Launches a dispatch and starts the copy of its results to the host; `flat_XI` is the read list per shard."""
         self.state, emitted = self.engine.generate(self._params, self.state, self.engine.put_rows(flat_XI))
         for leaf in jax.tree.leaves(emitted):
             leaf.copy_to_host_async()
@@ -77,7 +90,7 @@ class Device:
 
     @_told
     def spill(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
-        """Copies at most J pages to the host, and where there are slots the memory at a place."""
+        """Copies a store to the host: at most J pages, and with slots the memory at its place."""
         at = shard * self.engine.shape.max_pages
         copies = jax.device_get(self.engine.read_blocks(self.state, self._page_rows(shard, pages)))
         self.spilled[store] = tuple(copy[:, at : at + len(pages)].copy() for copy in copies)
@@ -87,7 +100,7 @@ class Device:
 
     @_told
     def restore(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
-        """Writes what was spilled into other pages, and to another place."""
+        """Writes a spilled store to new pages, and with slots its memory to a new place."""
         engine, copies = self.engine, self.spilled.pop(store)
         pools = len(engine.pools())
         self._write(shard, pages, copies[:pools])
@@ -106,7 +119,7 @@ class Device:
 
     @_told
     def forget(self, store: str) -> None:
-        """Drops what was spilled."""
+        """Drops the host copy of a spilled store."""
         del self.spilled[store]
 
     @_told
@@ -116,19 +129,19 @@ class Device:
 
     @_told
     def routes(self, page_XJ: np.ndarray) -> Array:
-        """Copies the routes in J pages of each shard; the copy is on its way to the host."""
+        """Copies the routes in J pages of each shard, and starts the transfer of the copy to the host."""
         copy = self.engine.read_routes(self.state, page_XJ)
         copy.copy_to_host_async()
         return copy
 
     def _places(self, shard: int, place: int) -> np.ndarray:
-        """Lists a place of each shard, of the others the one that holds nothing."""
+        """Lists a place for each shard: `place` for this shard, `nowhere` for the others."""
         place_X = np.full(self.engine.shards, self.engine.shape.nowhere, np.int32)
         place_X[shard] = place
         return place_X
 
     def _page_rows(self, shard: int, pages: Sequence[int]) -> np.ndarray:
-        """Lists J pages of each shard, padded with the unread one."""
+        """Lists J pages for each shard, padded with the last page, which is never read."""
         shape = self.engine.shape
         rows_XJ = np.full((self.engine.shards, shape.max_pages), shape.pages - 1, np.int32)
         rows_XJ[shard, : len(pages)] = pages
@@ -148,13 +161,16 @@ class Device:
 def compile_all(
     engine: Engine, params: PyTree, state: Callable[[], DecodeState], note: Callable[[str], None]
 ) -> DecodeState:
-    """Runs every program of an engine once; returns the state, empty and on the device.
+    """Compiles every program of an engine by running it once.
 
     Args:
-      engine: whose.
+      engine: the engine.
       params: weights as in `Policy.params`.
-      state: makes it, or hands it out.
-      note: told before each program, as '2/7 insert'.
+      state: returns the engine's state, newly made or existing.
+      note: is called with a text such as '2/7 insert' before each program.
+
+    Returns:
+      The state, empty and on the device.
     """
     shape = engine.shape
     programs = len(engine.prefills) + 4 + engine.routes + bool(shape.slots)

@@ -1,9 +1,9 @@
 """A Pallas TPU kernel of decoding attention: every page of a read list goes from the pool to the chip once.
 
-A run is the reads of consecutive pages that serve the same lanes: a prompt's pages for its samples, or a lane's own.
-A step of the grid belongs to a lane; that of the first lane of a run computes the run for all its lanes, others do
-nothing. Pages are copied block by block into one of two buffers while the other is worked on, and softmax goes on from
-block to block (arXiv 2205.14135): nothing but each lane's result is written.
+A run is a sequence of consecutive reads that serve the same lanes: a prompt's pages for its samples, or the pages of
+one lane. Each step of the grid belongs to a lane. The step of a run's first lane computes the run for all its lanes;
+the steps of its other lanes do nothing. While one block of pages is worked on, the next is copied into a second buffer.
+Softmax goes on from block to block (arXiv 2205.14135), so only each lane's result is written.
 """
 
 import functools
@@ -22,15 +22,23 @@ from podrl.mesh.chips import chip_of
 from podrl.models.attention import NEG_INF
 from podrl.models.config import ModelConfig
 
-_LANES, _ROWS = 128, 8  # of a register in float32
-_PAGES = 8  # of a block, if its keys and values take at most _BUFFER bytes
+_LANES, _ROWS = 128, 8  # size of a register in float32
+_PAGES = 8  # pages of a block, fewer if its keys and values would take more than _BUFFER bytes
 _BUFFER, _VMEM_BYTES = 2 << 20, 32 << 20
-_SCALAR_BYTES = 512 << 10  # half of what a core has
-_SCORES = 6  # arrays of a head's scores that the compiler keeps at once, at most
+_SCALAR_BYTES = 512 << 10  # half of a core's memory for scalars
+_SCORES = 6  # most arrays of a head's scores that the compiler keeps at once
 
 
 class Sizes(NamedTuple):
-    """Sizes that decide a run's near memory: members W, key heads K, queries G of each, page tokens C, head size H."""
+    """Sizes that decide how much near memory (VMEM) a run takes.
+
+    Attributes:
+      W: most lanes of a run.
+      K: key heads of a device.
+      G: queries of a lane per key head.
+      C: tokens of a page.
+      H: head dimension.
+    """
 
     W: int
     K: int
@@ -40,16 +48,16 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Queries of a key head, in whole registers."""
+        """Queries of a key head, padded to whole registers."""
         return -(-self.G // _ROWS) * _ROWS
 
     def pages(self, dtype: jnp.dtype) -> int:
-        """Most pages of a block."""
+        """Returns the most pages of a block."""
         room = _BUFFER // (2 * self.K * self.C * self.H * jnp.dtype(dtype).itemsize)
         return max(1, min(room, _PAGES))
 
     def near(self, dtype: jnp.dtype) -> int:
-        """Bytes of near memory: queries, sums, their statistics, two blocks, and scores with what they are made of."""
+        """Returns the bytes of near memory: queries, sums and their statistics, two blocks of pages, and scores."""
         W, K, _, C, H = self
         pages = self.pages(dtype)
         kept = W * K * self.rows * 2 * (H + _LANES) * 4
@@ -58,10 +66,13 @@ class Sizes(NamedTuple):
 
 
 def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) -> bool:
-    """Whether pages lie in whole tiles, their tokens in rows and their heads in lanes, and the read list fits.
+    """Returns True if pages fill whole tiles (tokens in rows, head dimension in lanes) and the read list fits.
 
     Args:
-      numbers: of a shard's read list; the kernel has all of them in the memory of scalars.
+      page_tokens: tokens of a page.
+      head_dim: H.
+      dtype: dtype of keys and values.
+      numbers: count of the integers in a shard's read list, all of which the kernel keeps in the memory for scalars.
     """
     tiles = head_dim % _LANES == 0 and page_tokens % (_ROWS * 4 // jnp.dtype(dtype).itemsize) == 0
     return tiles and 4 * numbers <= _SCALAR_BYTES
@@ -70,17 +81,21 @@ def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) ->
 def chosen(
     wanted: bool | None, model: ModelConfig, mesh: Mesh, page_tokens: int, reads: ReadShape, dtype: jnp.dtype
 ) -> bool:
-    """Whether an engine attends by `page_attention`: as the configuration says, else where it can and pays.
+    """Returns True if an engine attends by a kernel: as the configuration says, else where the kernel runs and pays.
 
-    On TPUs it pays where a device is two cores, which share no near memory: XLA then writes the pages that it gathers
-    to HBM (counted: docs/measurements/planning.md). On GPUs it always pays (docs/measurements/chips.md).
+    On TPUs it pays if a device has two cores, which share no near memory: XLA then writes the pages that it gathers to
+    HBM (counted: docs/measurements/planning.md). On GPUs it always pays (docs/measurements/chips.md).
 
     Args:
       wanted: `rollout.page_kernel`.
-      model, mesh, page_tokens, reads, dtype: of the engine.
+      model: architecture of the model.
+      mesh: the rollout mesh.
+      page_tokens: tokens of a page.
+      reads: sizes of a shard's read list.
+      dtype: dtype of keys and values.
 
     Raises:
-      ValueError: it is wanted where it cannot be.
+      ValueError: the kernel is wanted, but it does not run with these sizes or devices.
     """
     device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
     kind, whole = device.device_kind, model.num_kv_heads % tensor == 0
@@ -118,13 +133,15 @@ def page_attention(
     """Attends with one token per lane to the lane's reads of one kind, on one device.
 
     Args:
-      q_RNH, layer, key_LMKCH, value_LMKCH, position_R, window, softcap: see `podrl.engine.attention.decode_attention`.
-      name: of the kernel in the compiled program.
-      interpret: run on CPU, slowly.
+      q_RNH, layer, key_LMKCH, value_LMKCH, position_R, window, softcap: arguments of
+        `podrl.engine.attention.decode_attention`.
+      runs: the reads.
+      name: name of the kernel in the compiled program.
+      interpret: whether to run the kernel on CPU, slowly.
 
     Returns:
-      Per query: the largest score, the sum of weights relative to it, the values so weighted; `NEG_INF`, 0 and 0 where
-      the lane has no read.
+      The fields of `podrl.engine.attention.Partial`: each query's largest score, the sum of weights relative to it, and
+      the sum of weighted values; `NEG_INF`, 0 and 0 for a lane without reads.
     """
     R, N, H = q_RNH.shape
     _, _, K, C, _ = key_LMKCH.shape
@@ -162,7 +179,7 @@ def page_attention(
         name=name,
         interpret=interpret,
     )(*told, position_R, limits_2, q_RKgH, key_LMKCH, value_LMKCH)
-    reads_R = runs.number_R > 0  # of others nothing was written
+    reads_R = runs.number_R > 0  # the kernel writes nothing for the other lanes: their outputs are uninitialised
     top_RKG = jnp.where(reads_R[:, None, None], stats_RKg[:, :, :G, 0], NEG_INF)
     mass_RKG = jnp.where(reads_R[:, None, None], stats_RKg[:, :, :G, _LANES // 2], 0.0)
     return top_RKG, mass_RKG, jnp.where(reads_R[:, None, None, None], value_RKgH[:, :, :G], 0.0)
@@ -174,7 +191,7 @@ def _kernel(
     q_WKgH, k_2PKCH, v_2PKCH, sum_WKgH, top_WKg, mass_WKg, moved, copied,
     *, W: int, softcap: float,
 ):  # fmt: skip
-    """Computes the run whose first lane is that of this step of the grid."""
+    """Computes the run whose first lane is the lane of this grid step; does nothing if there is none."""
     r = pl.program_id(0)
     number, read = number_R[r], _div(first_R[r], W)
     _, P, K, C, _ = k_2PKCH.shape
@@ -184,7 +201,7 @@ def _kernel(
         return lane_UW[read * W + w]
 
     def pages(block: Any, act: Any) -> None:
-        """Starts the copies of a block's pages, or waits for them."""
+        """Calls `act` with the copy of each page of a block, to start it or to wait for it."""
         slot = block & 1
         for p in range(P):
 
@@ -198,7 +215,8 @@ def _kernel(
         for w in range(W):
             lane = member(w)
 
-            @pl.when((number_R[lane] > 0) & (first_R[lane] == read * W + w))  # places of a read may be empty
+            # A read may serve fewer than W lanes: skip its empty places.
+            @pl.when((number_R[lane] > 0) & (first_R[lane] == read * W + w))
             def _(w: int = w, lane: Any = lane) -> None:
                 for kept, out in ((sum_WKgH, out_RKgH), (top_WKg, stats_RKg)):
                     act(pltpu.make_async_copy(kept.at[w], out.at[lane], moved.at[1]))
@@ -232,12 +250,12 @@ def _kernel(
 
 
 def _div(x: Any, by: int) -> Any:
-    """Divides integers of at least 0; `//` asks for the chip at hand, and there may be none."""
+    """Divides integers that are not negative; `//` would look up the chip at hand, and there may be none."""
     return jax.lax.div(x, jnp.full_like(x, by))
 
 
 def _seen(block, read, number, member, start_U, count_U, position_R, window, shape, P: int, C: int) -> tuple[Any, Any]:
-    """Which tokens of a block each query sees, (W * rows, P * C); and which there are, (P * C, 1)."""
+    """Returns which tokens of a block each query sees, (W * rows, P * C), and which were copied, (P * C, 1)."""
     W, _, rows, _ = shape
     query, token = (jax.lax.broadcasted_iota(jnp.int32, (W * rows, P * C), axis) for axis in (0, 1))
     at = jax.lax.broadcasted_iota(jnp.int32, (P * C, 1), 0)
@@ -261,7 +279,7 @@ def _add(k: int, slot, seen, softcap: float, q_WKgH, k_2PKCH, v_2PKCH, sum_WKgH,
     W, _, rows, H = q_WKgH.shape
     flat = lambda ref: ref[:, k].reshape(W * rows, ref.shape[3])  # noqa: E731
     keys_TH, values_TH = (x[slot, :, k].reshape(-1, H) for x in (k_2PKCH, v_2PKCH))
-    # Where no page was copied lies anything, and 0 x NaN is NaN.
+    # Places of pages that were not copied hold arbitrary bits, and 0 x NaN is NaN.
     values_TH = jnp.where(there_T1, values_TH, jnp.zeros_like(values_TH))
     score_QT = jax.lax.dot_general(
         flat(q_WKgH).astype(keys_TH.dtype), keys_TH, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32

@@ -1,8 +1,9 @@
 """A Pallas kernel of decoding attention for NVIDIA GPUs: one launch for all lanes, whatever they hold.
 
-XLA's form loops over reads, and every turn of a loop whose end is known on the device alone costs a GPU a question to
-the host. Here a program of the grid belongs to a lane, a key head, and one of a few parts of the lane's reads, which it
-takes one after the other; samples of one prompt find its pages in the second-level cache. Parts are merged in order.
+XLA's form loops over reads. The loop's end is known on the device alone, so every turn costs a GPU a round trip to the
+host. Here each program of the grid belongs to a lane, a key head, and one of a few parts of the lane's reads, and takes
+the reads of its part one after the other. Samples of one prompt find its pages in the second-level cache. The results
+of the parts are merged in order.
 """
 
 import functools
@@ -17,10 +18,10 @@ from jaxtyping import Array, Float, Int
 from podrl.engine.reads import Runs
 from podrl.models.attention import NEG_INF
 
-_ROWS = 16  # the fewest rows of a product of matrices
-_PROGRAMS = 512  # about as many keep a GPU of 132 processors busy
-_PARTS = 16  # at most
-_SCORES = 1 << 16  # most bytes of a page's keys of one head that a program holds
+_ROWS = 16  # fewest rows of a matrix product
+_PROGRAMS = 512  # about as many programs as keep a GPU of 132 processors busy
+_PARTS = 16  # most parts of a lane's reads
+_SCORES = 1 << 16  # most bytes of a page's keys of one head, which a program holds
 
 
 def takes(device: Any, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> bool:
@@ -29,7 +30,7 @@ def takes(device: Any, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> boo
     The device must be an NVIDIA GPU of the Ampere generation or later, and both sizes powers of two. A later jax may
     have no compiler for the kernel (it is deprecated): engines then use XLA's form of attention.
     """
-    generation = str(getattr(device, "compute_capability", ""))  # such as '9.0'; of AMD's 'gfx90a'
+    generation = str(getattr(device, "compute_capability", ""))  # such as '9.0', or 'gfx90a' on an AMD GPU
     powers = all(size >= _ROWS and size & (size - 1) == 0 for size in (page_tokens, head_dim))
     small = page_tokens * head_dim * jnp.dtype(dtype).itemsize <= _SCORES
     compiler = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
@@ -49,8 +50,11 @@ def page_attention(
     name: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R K G"], Float[Array, "R K G"], Float[Array, "R K G H"]]:
-    """Attends with one token per lane to the lane's reads of one kind, as `podrl.engine.page_attention` does."""
-    from jax.experimental.pallas import triton  # which a later jax will no longer have
+    """Attends with one token per lane to the lane's reads of one kind.
+
+    Arguments and results are those of `podrl.engine.page_attention.page_attention`.
+    """
+    from jax.experimental.pallas import triton  # imported here, as a later jax will no longer have it
 
     R, N, H = q_RNH.shape
     _, _, K, C, _ = key_LMKCH.shape
@@ -87,7 +91,7 @@ def _kernel(
     q_gH, key_LMKCH, value_LMKCH, out_gH, top_g, mass_g,
     *, W: int, parts: int, tokens: int, softcap: float,
 ):  # fmt: skip
-    """Computes one part of a lane's reads for the queries of one key head: reads part, part + parts, ..."""
+    """Attends to one part of a lane's reads, for the queries of one key head: reads part, part + parts, and so on."""
     r, k, part = (pl.program_id(axis) for axis in range(3))
     layer, window = limits_2[0], limits_2[1]
     read, number, position = _div(first_R[r], W), number_R[r], position_R[r]
@@ -127,5 +131,5 @@ def _kernel(
 
 
 def _div(x: Any, by: int) -> Any:
-    """Divides integers of at least 0."""
+    """Divides integers that are not negative."""
     return jax.lax.div(x, jnp.full_like(x, by))

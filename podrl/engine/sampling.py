@@ -1,4 +1,4 @@
-"""Draws one token per lane from logits, with traced settings, and returns its probability."""
+"""Draws one token per lane from logits, with traced settings, and returns the token's probability."""
 
 import flax.struct
 import jax
@@ -13,7 +13,12 @@ _OFF = -jnp.inf
 
 @flax.struct.dataclass
 class LaneSampling:
-    """Sampling settings of R lanes; see `podrl.engine.config.Sampling`. top_k 0 is off."""
+    """Sampling settings of R lanes, see `podrl.engine.config.SamplingSettings`; a top_k of 0 is off.
+
+    Attributes:
+      temperature_R, top_p_R, min_p_R, top_k_R: the settings.
+      key_R2: random key of the lane's sample.
+    """
 
     temperature_R: Float[Array, " R"]
     top_p_R: Float[Array, " R"]
@@ -27,14 +32,14 @@ class Draw:
     """One token per lane, with its probabilities.
 
     Attributes:
-      token_R: the token, always an id of the vocabulary.
-      logprob_R: its log-probability at the lane's temperature over the whole vocabulary, nats. Greedy lanes draw from a
-        point mass: 0.
+      token_R: id of the token; always in the vocabulary.
+      logprob_R: log-probability of the token at the lane's temperature, over the whole vocabulary, nats; 0 in greedy
+        lanes, which draw from a point mass.
       kept_R: share of the probability at that temperature that the lane's filters left; exactly 1 without filters. The
         token was drawn with log-probability logprob_R - log(kept_R).
-      raw_logprob_R: its log-probability under softmax of the logits, nats.
-      failed_R: there is no distribution, because a logit was NaN or +infinity or all were -infinity; the rest means
-        nothing then.
+      raw_logprob_R: log-probability of the token under softmax of the logits, nats.
+      failed_R: whether there is no distribution, because a logit was NaN or +infinity or all were -infinity; the other
+        fields then mean nothing.
     """
 
     token_R: Int[Array, " R"]
@@ -49,14 +54,14 @@ def draw(
 ) -> Draw:
     """Samples a token for each lane by inverting the cumulative distribution in two levels.
 
-    The vocabulary is cut into blocks of 256. One uniform number picks a block by its share of the probability, a second
-    one a token inside it, so one pass over the vocabulary and one over a block do the work of a sort.
+    The vocabulary is cut into blocks of 256. One uniform number picks a block in proportion to its probability, a
+    second number picks a token inside the block. So one pass over the vocabulary and one over a block replace a sort.
 
     Args:
-      logits_RV: float32, soft cap applied.
-      settings: per lane.
-      position_R: position the sampled token will have; with the lane's key it decides the random numbers.
-      live_R: lanes that sample at all; filters are skipped when no live lane uses one.
+      logits_RV: logits, float32, soft cap applied.
+      settings: sampling settings of each lane.
+      position_R: position that the sampled token will have; it decides the random numbers together with the lane's key.
+      live_R: whether the lane samples; filters are skipped if no live lane uses one.
     """
     top_R = jnp.max(logits_RV, axis=-1)
     greedy_R = settings.temperature_R <= 0
@@ -72,10 +77,12 @@ def draw(
     sampled_R, total_R = _invert(weight_RV, settings.key_R2, position_R)
     raw_total_R = jnp.sum(jnp.exp(logits_RV - top_R[:, None]), axis=-1)
     failed_R = ~(jnp.isfinite(raw_total_R) & (total_R > 0))
-    # The first of the largest: on CPU argmax, which compares one number after the other, takes ten times as long.
+    # Index of the first maximum. argmax gives the same, but compares one number after the other on CPU and takes ten
+    # times as long there.
     V = logits_RV.shape[-1]
     first_R = jnp.min(jnp.where(logits_RV == top_R[:, None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
-    failed_R |= greedy_R & (first_R == V)  # a compiler that computes the logits twice, otherwise, would be noticed
+    # No logit equals the maximum if the compiler computes the logits twice with different results: fail, do not guess.
+    failed_R |= greedy_R & (first_R == V)
     token_R = jnp.where(greedy_R, first_R, sampled_R)
     token_R = jnp.where(failed_R, 0, token_R)
     chosen_R = jnp.take_along_axis(logits_RV, token_R[:, None], axis=-1)[:, 0] - top_R
@@ -90,7 +97,7 @@ def draw(
 
 
 def uniform(key_R2: UInt[Array, "R 2"], position_R: Int[Array, " R"]) -> tuple[Array, Array]:
-    """Draws two independent numbers in [0, 1) for each lane, 24 bits each."""
+    """Draws two independent uniform numbers in [0, 1) for each lane, of 24 random bits each."""
     words = threefry(key_R2[:, 0], key_R2[:, 1], position_R.astype(jnp.uint32), jnp.zeros_like(key_R2[:, 0]))
     first_R, second_R = ((word >> 8).astype(jnp.float32) * (2.0**-24) for word in words)
     return first_R, second_R
@@ -99,7 +106,7 @@ def uniform(key_R2: UInt[Array, "R 2"], position_R: Int[Array, " R"]) -> tuple[A
 def _invert(
     weight_RV: Float[Array, "R V"], key_R2: UInt[Array, "R 2"], position_R: Int[Array, " R"]
 ) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Draws a token in proportion to its weight: (token, sum of the weights)."""
+    """Draws a token with a probability in proportion to its weight; returns (token, sum of the weights)."""
     R, V = weight_RV.shape
     blocks = -(-V // _BLOCK)
     weight_RJI = jnp.pad(weight_RV, ((0, 0), (0, blocks * _BLOCK - V))).reshape(R, blocks, _BLOCK)
@@ -112,19 +119,19 @@ def _invert(
 
 
 def _pick(weight_RI: Float[Array, "R I"], uniform_R: Float[Array, " R"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Picks an index in proportion to weight, never one of weight 0: (index, total)."""
+    """Picks an index in proportion to its weight, never one of weight 0; returns (index, sum of the weights)."""
     upto_RI = jnp.cumsum(weight_RI, axis=-1)
     total_R = upto_RI[:, -1]
     past_RI = upto_RI <= (uniform_R * total_R)[:, None]
     index_R = jnp.sum(past_RI, axis=-1, dtype=jnp.int32)
-    # Rounding may push the target onto the total: the last index with weight is meant then.
+    # Rounding may make the target equal to the total, which no sum exceeds: then the last index with weight is right.
     place_RI = jnp.where(weight_RI > 0, jnp.arange(weight_RI.shape[-1], dtype=jnp.int32), 0)
     last_R = jnp.max(place_RI, axis=-1)
     return jnp.minimum(index_R, last_R), total_R
 
 
 def _floor(scaled_RV: Float[Array, "R V"], settings: LaneSampling) -> Float[Array, " R"]:
-    """Finds the smallest scaled logit that each lane may draw."""
+    """Returns the smallest scaled logit that each lane may draw after top-k, top-p and min-p."""
     V = scaled_RV.shape[-1]
     top_k_R = jnp.where(settings.top_k_R > 0, jnp.minimum(settings.top_k_R, V), V).astype(jnp.float32)
     key_RV = _ordered(scaled_RV)
@@ -138,7 +145,7 @@ def _floor(scaled_RV: Float[Array, "R V"], settings: LaneSampling) -> Float[Arra
 
 
 def _ordered(x: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
-    """Maps floats to uint32 keys that sort like them."""
+    """Maps floats to uint32 keys of the same order."""
     bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -152,7 +159,7 @@ def _value(key: UInt[Array, "*shape"]) -> Float[Array, "*shape"]:
 def _largest_floor(
     key_RV: UInt[Array, "R V"], weight_RV: Float[Array, "R V"], wanted_R: Float[Array, " R"]
 ) -> UInt[Array, " R"]:
-    """Finds, bit by bit, the largest key such that tokens at or above it weigh at least `wanted`."""
+    """Finds, bit by bit, the largest key such that the tokens at or above it weigh at least `wanted_R` together."""
 
     def bit(i: Array, floor_R: Array) -> Array:
         trial_R = floor_R | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
