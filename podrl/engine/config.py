@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from podrl.config import Count, Natural, NonNegative, Range, Seed, Share, section
 
-# What an engine can do beyond making whole batches (podrl.rollout.interface):
-#   windows         several versions of the weights draw a sample, and further prompts join while others are sampled:
-#                   `player`, `advance` and `rows`
+# Abilities that an engine may have beyond making whole batches (podrl.rollout.interface):
+#   windows         several versions of the weights may draw one sample, and prompts may be added while others are
+#                   sampled: the methods `player`, `advance` and `rows`
 #   greedy_members  the first samples of a group can be greedy: `Sampling.greedy`
 #   tells           `generate` takes `mode` and calls `ended` with each sample; `stats` counts the work of the last call
 Ability = Literal["windows", "greedy_members", "tells"]
@@ -18,15 +18,15 @@ Ability = Literal["windows", "greedy_members", "tells"]
 class SamplingSettings:
     """Sampling settings. Every value is traced: changing it recompiles nothing.
 
-    Filters apply in this order, each on what the former left: temperature, top-k, top-p, min-p. Tokens that tie with
-    the last one a filter keeps stay in.
+    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the filter before it left. A
+    filter also keeps the tokens that tie with the last token that it keeps.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the most likely token (greedy).
-      top_p: keep the smallest set of most likely tokens whose probability reaches this; 1 or None is off.
+      temperature: divisor of the logits; 0 takes the most likely token (greedy).
+      top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; 1 or None is off.
       top_k: keep the k most likely tokens; None or 0 is off.
-      min_p: keep tokens at least this fraction as likely as the most likely one; 0 is off.
-      stop_strings: texts that end (or, with tools, pause) a sample as soon as its completion contains one.
+      min_p: keep tokens whose probability is at least this fraction of the most likely token's; 0 is off.
+      stop_strings: texts that end (or, with tools, pause) a sample as soon as its completion contains one of them.
     """
 
     temperature: NonNegative = 1.0
@@ -56,11 +56,12 @@ class Sampling(SamplingSettings):
     """Sampling settings of one request.
 
     Attributes:
-      max_new: most tokens a sample may generate, the end token included; None is the engine's max_tokens_to_generate.
+      max_new: most tokens that a sample may generate, including the end token; None is the engine's
+        max_tokens_to_generate.
       stop_ids: token ids that end a sample besides the tokenizer's own.
-      greedy: of each prompt's samples, how many, the first ones, are drawn at temperature 0 and beside those of the
-        group: the others are bit for bit what they are without them.
-      Others: see SamplingSettings.
+      greedy: number of greedy samples per prompt. They are the first ones of the prompt, drawn at temperature 0, and
+        leave the prompt's other samples bit for bit unchanged.
+      Others: fields of SamplingSettings.
     """
 
     max_new: Natural | None = None
@@ -68,7 +69,7 @@ class Sampling(SamplingSettings):
     greedy: Natural = 0
 
     def of(self, place: int) -> "Sampling":
-        """Returns the settings of the sample at a place in its group."""
+        """Returns the settings of the sample with index `place` in its group."""
         return dataclasses.replace(self, temperature=0.0, greedy=0) if place < self.greedy else self
 
 
@@ -80,10 +81,14 @@ PRESETS = {
 
 
 def preset(name: Literal["greedy", "standard", "liberal"], **changes) -> Sampling:
-    """Looks up a named decoding preset, with changes.
+    """Looks up a decoding preset by its name, and applies changes to it.
+
+    Args:
+      name: name of the preset.
+      **changes: fields of Sampling to replace.
 
     Raises:
-      ValueError: no preset of that name.
+      ValueError: no preset has this name.
     """
     if name not in PRESETS:
         raise ValueError(f"Decoding preset {name!r} is not known: {', '.join(PRESETS)} are.")
@@ -111,11 +116,12 @@ class RolloutConfig(SamplingSettings):
     Attributes:
       prompts_per_step: P, distinct prompts a training step samples from.
       max_tokens_to_generate: default of Sampling.max_new, tokens.
-      max_response_tokens: sampled tokens and those an environment gives, together and per sample, at most; must be
-        set where there is one. None is max_tokens_to_generate.
-      seed: of all samples; None is the job's seed.
+      max_response_tokens: most tokens that follow a prompt, sampled tokens and tokens from the environment together;
+        must be set if samples have an environment. None is max_tokens_to_generate.
+      seed: seed of all samples; None is the job's seed.
       max_prompt_length: longest prompt accepted, tokens.
-      kv_cache_size: most tokens one sample may hold, prompt included; a request that could exceed it is refused.
+      kv_cache_size: most tokens that one sample may hold, including its prompt; a request that could exceed it is
+        refused.
       data_type: dtype of the engine's weights, activations and cache; None is the trainer's compute dtype.
       eos_tokens: ids that end a sample; None is the tokenizer's.
       return_logprobs: accepted for compatibility; podrl always returns log-probabilities.
@@ -123,23 +129,24 @@ class RolloutConfig(SamplingSettings):
         are bitwise reproducible for a fixed number of lanes.
       steps_per_dispatch: decode steps per device call; a finished sample's lane is refilled at the next call but one.
       page_tokens: tokens per page of the key/value pool, a multiple of steps_per_dispatch.
-      pool_tokens: tokens of key/value cache per data-parallel shard; None holds every lane's longest request, less
-        makes the scheduler spill samples to the host when it runs dry.
+      pool_tokens: tokens of key/value cache per data-parallel shard; None holds every lane's longest request. With a
+        smaller pool, the scheduler moves caches of samples to the host when the pool is full.
       prefill_tokens: tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
       members_per_read: samples of one prompt that read a prompt page together; about the group size.
-      window_tokens: with max_staleness of 2 or more, tokens that a sample draws under each version but the last
-        (docs/async.md), a multiple of steps_per_dispatch; None follows the lengths of samples.
-      clock: with max_staleness of 1 or more, what decides when weights change inside samples, and which samples make a
-        batch. 'tokens': those of the sample alone, so that a killed run ends bitwise the same. 'wall': time, for tools
-        that take minutes; what it decided is in a journal, by which the run can be repeated (docs/async.md).
-      merge_adapters: under LoRA, fold the adapters into the weights on the trainer and move the whole model at every
-        version: decoding is that of a model without adapters, a move costs that of full training. Otherwise the base
-        crosses once, and the engine applies the adapters.
+      window_tokens: tokens that a sample draws under each version of the weights but the last, with max_staleness of 2
+        or more (docs/async.md); a multiple of steps_per_dispatch. None follows the lengths of earlier samples.
+      clock: rule by which weights change inside samples and batches are chosen, with max_staleness of 1 or more.
+        'tokens' counts each sample's tokens, so that a run that is killed and resumed ends with bitwise the same
+        weights. 'wall' takes the samples that finish first, for tools that take minutes; it records its decisions in a
+        journal, from which the run can be repeated (docs/async.md).
+      merge_adapters: whether, under LoRA, the trainer folds the adapters into the weights and sends the whole model at
+        every version. Decoding is then as fast as without adapters, and a transfer costs as much as in full training.
+        Otherwise the base is sent once, and the engine applies the adapters.
       page_kernel: whether decoding on TPUs and GPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it
-        reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on. Samples of
-        the two differ in their last bits.
-      router_replay: in a model with experts, record those that each token took while it was sampled, and have the
-        trainer take the same (docs/models.md). No effect on models without experts.
+        reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on. Samples
+        drawn with and without the kernel differ in their last bits.
+      router_replay: whether the trainer sends each token to the experts that it took while it was sampled, which the
+        engine then records (docs/models.md). No effect on models without experts.
       Others: defaults of Sampling, see SamplingSettings.
 
     Raises:
@@ -204,7 +211,7 @@ class RolloutConfig(SamplingSettings):
         return self.max_prompt_length + self.response_tokens
 
     def require(self, *, environment: bool) -> None:
-        """Raises ValueError where samples have an environment and no room is set for what it gives."""
+        """Raises ValueError if samples have an environment and max_response_tokens is not set."""
         if environment and self.max_response_tokens is None:
             raise ValueError(
                 "rollout.max_response_tokens is not set, and the samples have an environment: set the most tokens of a "
@@ -213,6 +220,6 @@ class RolloutConfig(SamplingSettings):
             )
 
     def sampling(self) -> Sampling:
-        """Returns the sampling settings of requests that bring none."""
+        """Returns the sampling settings of requests without settings of their own."""
         shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingSettings)}
         return Sampling(**shared, max_new=self.max_tokens_to_generate)
