@@ -1,8 +1,8 @@
 """Leases: which rollout host serves which part of a batch or evaluates which records, while hosts come and go.
 
-The leader cuts an evaluation into leases and gives each to a host. The leases of a batch it gives to the hosts that
-have made its groups (podrl.learner.pods.dispatch). Every process hears of every change at once. A host that is lost
-loses its leases to the others, or to the next one that comes.
+The leader cuts an evaluation into leases and gives each lease to a host. It gives the leases of a batch to the hosts
+that have made the batch's groups (podrl.learner.pods.dispatch). Every process hears of every change at once. The
+leases of a lost host go to the other hosts, or to the next host that joins.
 """
 
 import dataclasses
@@ -22,38 +22,38 @@ _FOREVER_S = 1e9
 
 
 def batch(step: int) -> str:
-    """The name of the task to make the batch that a step trains on."""
+    """Returns the name of the task that makes the batch of a step."""
     return f"batch/{step}"
 
 
 def is_batch(task: str) -> bool:
-    """True for the task to make a batch."""
+    """True if the task makes a batch."""
     return task.startswith("batch/")
 
 
 def evaluation(step: int) -> str:
-    """The name of the task to evaluate the weights of a step."""
+    """Returns the name of the task that evaluates the weights of a step."""
     return f"evaluation/{step}"
 
 
 def is_over(name: str, taken: int) -> bool:
-    """True for a batch, or an evaluation, before step `taken`."""
+    """True if the task called `name`, a batch or an evaluation, belongs to a step before step `taken`."""
     return step_of(name) < taken
 
 
 def step_of(task: str) -> int:
-    """The step of a task's name."""
+    """Returns the step in a task's name."""
     return int(task.rpartition("/")[2])
 
 
 @dataclasses.dataclass(frozen=True)
 class Lease:
-    """Some neighbouring prompts of a task, and the host that makes them.
+    """A range of neighbouring places of a task, and the host that makes them.
 
     Attributes:
-      task: the task; see `batch` and `evaluation`.
-      first, last: places of the prompts within the task; `last` is not among them.
-      host: the host's number in the job, or NOBODY.
+      task: name of the task, from `batch` or `evaluation`.
+      first, last: range [first, last) of places within the task: groups of a batch, shares of an evaluation.
+      host: number of the host in the job; NOBODY while no host has the lease.
     """
 
     task: str
@@ -62,20 +62,21 @@ class Lease:
     host: int
 
     def key(self, kind: str) -> str:
-        """The channel's key of what its host offers: 'header' of a batch, 'scores' of an evaluation."""
+        """Returns the channel's key for a result of this lease: 'header' of a batch, 'scores' of an evaluation."""
         return f"{kind}/{self.task}/{self.first}-{self.last}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task and its leases, which cover it in order.
+    """A task and its leases, which cover the whole task in order.
 
     Attributes:
-      leases: leases of all its prompts.
-      since: the step at which it was opened.
-      groups: index of the first prompt of each group of a batch, and the step at which the prompt was asked.
-      position: position of the data by the wall clock, where no other prompt is open.
-      change: number of the change of the table that it is as of.
+      leases: leases of all places of the task.
+      since: the step at which the task was opened.
+      groups: (data index of the first prompt, step at which that prompt was submitted) of each group of a batch, in the
+        order of the places; empty for an evaluation and for a batch that could not be made.
+      position: data position to save if no other prompt is in flight; '' while others are.
+      change: number of the table's change that this task was last changed by.
     """
 
     leases: tuple[Lease, ...]
@@ -85,36 +86,39 @@ class Task:
     change: int = 0
 
     def value(self) -> dict[str, Any]:
-        """Packs it for a message."""
+        """Packs the task for a message."""
         parts = [[lease.first, lease.last, lease.host] for lease in self.leases]
         return {**dataclasses.asdict(self), "leases": parts}
 
     @staticmethod
     def of(name: str, value: Mapping[str, Any]) -> "Task":
-        """Unpacks what `value` packed."""
+        """Builds the task called `name` from the result of its `value`."""
         leases = tuple(Lease(name, *map(int, part)) for part in value["leases"])
         return Task(**{**value, "leases": leases})
 
 
 def cut(task: str, shares: int, hosts: Sequence[int]) -> list[Lease]:
-    """Cuts a task of so many shares into a lease for each; `hosts` get them in this order, or nobody where none are."""
+    """Cuts a task into one lease per share, for neighbouring shares of each host in the order of `hosts`.
+
+    Without hosts every lease belongs to NOBODY.
+    """
     hosts = hosts or (NOBODY,)
     return [Lease(task, i, i + 1, hosts[i * len(hosts) // shares]) for i in range(shares)]
 
 
 class Leases:
-    """Base of both sides: the table of tasks as this process knows it."""
+    """Base class of the leader's and the other processes' tables of tasks and leases."""
 
     def __init__(self, pod: Pod, deadline_s: float):
-        """Knows of no task; `deadline_s` is the longest wait for a host to be there."""
+        """Starts with an empty table; `deadline_s` is the longest wait for a host or a task, in seconds."""
         self._pod, self._deadline_s = pod, deadline_s
         self._tasks: dict[str, Task] = {}
         self._changed = threading.Condition(threading.RLock())
         pod.waiting.append(self._waits)
-        self._lacking = ""  # the task that this process waits for a host of
+        self._lacking = ""  # name of the task for which this process waits until a host joins
 
     def task(self, name: str) -> Task | None:
-        """Returns a task; None where there is none of that name, or none that this process was told of."""
+        """Returns the task of a name; None if this process knows no task of that name."""
         return self._tasks.get(name)
 
     def mine(self, name: str) -> list[Lease]:
@@ -123,7 +127,7 @@ class Leases:
         return [lease for lease in task.leases if lease.host == self._pod.seat.process] if task else []
 
     def holds(self, lease: Lease) -> bool:
-        """Returns whether a lease is still as it was."""
+        """Returns whether a lease still has the same host and range."""
         task = self._tasks.get(lease.task)
         return task is not None and lease in task.leases
 
@@ -131,7 +135,7 @@ class Leases:
         """Waits until all leases of a task have hosts; returns them in order.
 
         Raises:
-          LateError: they had none within the deadline.
+          LateError: some lease had no host within the deadline.
         """
         end = time.monotonic() + self._deadline_s
         with self._changed:
@@ -148,23 +152,23 @@ class Leases:
                 self._lacking = ""
 
     def await_task(self, name: str) -> None:
-        """Waits until this process was told of a task.
+        """Waits until this process knows a task.
 
         Raises:
-          LateError: it was not, within the deadline.
+          LateError: the leader did not tell this process of the task within the deadline.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: name in self._tasks, self._deadline_s):
                 raise LateError(f"{self._pod.name} waited {self._deadline_s:.0f} s to be told of {name} by trainer 0.")
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drops tasks that are done."""
+        """Removes finished tasks from the table."""
         with self._changed:
             for name in names:
                 self._tasks.pop(name, None)
 
     def names(self) -> list[str]:
-        """Lists the tasks that are not done."""
+        """Lists the names of the tasks that have not been forgotten."""
         return list(self._tasks)
 
     def _waits(self) -> str:
@@ -172,10 +176,13 @@ class Leases:
 
 
 class Told(Leases):
-    """The table as the leader tells it to another process."""
+    """A copy of the leader's table in another process, kept up to date by the leader's messages."""
 
     def __init__(self, pod: Pod, deadline_s: float, *, changed: Callable[[str], None] = lambda task: None):
-        """Asks nothing yet; `changed` is called, on a thread of its own, with each task whose leases have changed."""
+        """Sends no request yet; `changed` gets the name of each task whose leases have changed.
+
+        The first calls of `changed` come from `enter`, on the caller's thread; later ones from the thread of `follow`.
+        """
         super().__init__(pod, deadline_s)
         self._change, self._on_change = 0, changed
         self._thread: threading.Thread | None = None
@@ -186,7 +193,10 @@ class Told(Leases):
         return self._change
 
     def enter(self) -> Mapping[str, Any]:
-        """Asks the leader to be let in; returns where this process begins.
+        """Asks the leader to admit this process, and takes over its table.
+
+        Returns:
+          The leader's answer: the step at which this process begins, and what else `Given.serve` was told to send.
 
         Raises:
           ChannelError: no answer within the deadline.
@@ -199,18 +209,18 @@ class Told(Leases):
         return start
 
     def follow(self) -> None:
-        """Begins to follow changes."""
+        """Starts the thread that takes over the leader's changes."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, name="podrl-leases", daemon=True)
             self._thread.start()
 
     def reached(self, step: int) -> None:
-        """Tells the leader, which waits for no answer either, that this process has come to a step."""
+        """Tells the leader that this process has reached a step, without waiting for an answer."""
         me = Message({"process": self._pod.seat.process, "step": step})
         self._pod.channel.request(self._pod.address(LEADER), "call", "host reached", me)
 
     def leave(self) -> bool:
-        """Asks the leader whether this process may leave; if so, it has no leases any more.
+        """Asks the leader whether this process may leave; if it may, its leases have gone to other hosts.
 
         Raises:
           ChannelError: no answer within the deadline.
@@ -219,7 +229,7 @@ class Told(Leases):
         return bool(self._pod.call(LEADER, "host leaves", me, self._deadline_s).value["goes"])
 
     def take(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over tasks as the leader packed them, where they are news."""
+        """Takes over those of the leader's packed tasks that are newer than the ones in this table."""
         news = []
         with self._changed:
             for name, value in tasks.items():
@@ -245,12 +255,12 @@ class Told(Leases):
 
 
 class Given(Leases):
-    """The table on the leader, which gives the leases.
+    """The leader's table, in which it gives leases to hosts.
 
     Attributes:
-      taken_over: leases and groups that went from a lost host to others, so far.
-      regroup: function that is called, under `lock`, when a host has come or was lost, after its leases were given to
-        others.
+      taken_over: number of leases and groups that have gone from a lost host to another, so far.
+      regroup: function that is called under `lock` when a host has joined or was lost, after the leases without a host
+        have been given to hosts.
     """
 
     def __init__(
@@ -260,41 +270,48 @@ class Given(Leases):
         *,
         ending: Callable[[], bool] = lambda: False,
     ):
-        """Gives nothing yet.
+        """Starts with an empty table and serves no requests yet.
 
         Args:
           pod: the job's processes.
-          deadline_s: see Leases.
-          ending: whether the job was asked to stop, for which hosts stay.
+          deadline_s: the longest wait for a host to join or to reach a step, in seconds.
+          ending: function that returns whether the job was asked to stop; while it is, no host may leave.
         """
         super().__init__(pod, deadline_s)
         self._ending = ending
-        self._members: dict[int, int] = {}  # hosts, and the steps they have come to
-        self._entered: dict[int, int] = {}  # by host: the step that it began at
-        self._starts: dict[int, Callable[[], dict[str, Any]]] = {}  # by step: where one begins that enters then
+        self._members: dict[int, int] = {}  # by host in the job: the step that it has reached
+        self._entered: dict[int, int] = {}  # by host: the step at which it joined
+        self._starts: dict[
+            int, Callable[[], dict[str, Any]]
+        ] = {}  # by step: makes the answer to a host that joins then
         self._change = 0
-        self._dropped = 0  # changes that are not offered any more
-        self._told: dict[int, int] = {}  # by step: the change that told its batch
+        self._dropped = 0  # number of the last change that is no longer offered
+        self._told: dict[int, int] = {}  # by step: number of the change that announced its batch
         self.taken_over = 0
         self.regroup: Callable[[], None] = lambda: None
 
     @property
     def hosts(self) -> int:
-        """Rollout hosts in the job."""
+        """Returns the number of rollout hosts in the job."""
         return len(self._members)
 
     @property
     def members(self) -> Mapping[int, int]:
-        """The rollout hosts in the job, and the steps they have come to."""
+        """Returns the step that each rollout host in the job has reached, by host."""
         return self._members
 
     @property
     def lock(self) -> threading.Condition:
-        """The lock of the table, notified of every change."""
+        """Returns the table's lock, a condition that is notified of every change."""
         return self._changed
 
     def serve(self, step: int, start: Callable[[], dict[str, Any]]) -> None:
-        """Lets processes in: those of the configuration at `step`; `start` makes what they are told."""
+        """Admits hosts from now on; the configuration's hosts begin at `step`.
+
+        Args:
+          step: the step at which the job starts or resumes.
+          start: function that makes the answer to a process that joins at this step; an entry 'arrays' holds arrays.
+        """
         with self._changed:
             self._begins(step, start)
             there = [host for host in self._pod.seat.hosts.heads if not self._pod.is_lost(host)]
@@ -310,9 +327,9 @@ class Given(Leases):
         self._pod.channel.serve("host leaves", self._on_leaves)
 
     def _begins(self, step: int, start: Callable[[], dict[str, Any]]) -> None:
-        """Sets `start`, whose result is the answer to a process that enters the job at `step`.
+        """Sets `start`, whose result is the answer to a process that joins the job at `step`.
 
-        The function of the step before is kept, because some hosts may still be at that step.
+        The previous step's function is kept, because some hosts may still be at that step.
         """
         self._starts[step] = start
         for old in [s for s in self._starts if s < step - 1]:
@@ -328,13 +345,13 @@ class Given(Leases):
         groups: Sequence[tuple[int, int]],
         position: str,
     ) -> None:
-        """Gives a batch to hosts that have made it already, and tells all.
+        """Opens a batch whose samples exist already: gives its leases to the hosts that made them, and tells all.
 
         Args:
-          name: the name of the task.
-          hosts: the host of each place of the batch; the one that failed where there is no batch.
-          joined: whether neighbouring places of a host are one lease.
-          since, groups, position: see Task.
+          name: name of the task.
+          hosts: the host of each place of the batch; only the host that failed if the batch could not be made.
+          joined: True to make one lease of neighbouring places of a host.
+          since, groups, position: attributes of the Task.
         """
         starts = [i for i, host in enumerate(hosts) if not i or not joined or hosts[i - 1] != host]
         ends = [*starts[1:], len(hosts)]
@@ -345,7 +362,12 @@ class Given(Leases):
             self._told[step_of(name)] = self._change
 
     def passed(self, step: int, heard: int) -> None:
-        """Drops changes up to the batches before a step, and up to those of `heard`: nobody asks for them again."""
+        """Stops offering changes that every process has heard.
+
+        Args:
+          step: the first step whose batch may still be asked for; changes up to the batches before it are dropped.
+          heard: number of the last change that every host has heard; later changes are kept.
+        """
         for old in [s for s, change in self._told.items() if s < step and change <= heard]:
             change = self._told.pop(old)
             while self._dropped < change:
@@ -353,22 +375,22 @@ class Given(Leases):
                 self._pod.channel.drop(f"leases/{self._dropped}")
 
     def open_shares(self, name: str, shares: int, since: int) -> None:
-        """Gives an evaluation, in so many shares, to the hosts that are there, and tells them."""
+        """Opens an evaluation: cuts it into `shares` leases for the hosts in the job, and tells every process."""
         with self._changed:
             leases = cut(name, shares, sorted(self._members))
             self._tasks[name] = Task(tuple(leases), since)
             self._tell([name])
 
     def advance(self, step: int, start: Callable[[], dict[str, Any]], *, waits: bool) -> None:
-        """Goes on to a step once every host has come to the one before, so that none misses words or weights.
+        """Goes on to a step once every host has reached the previous step, so that no host misses messages or weights.
 
         Args:
           step: the step to go on to.
-          start: function that makes what processes are told that enter at this step.
-          waits: False where hosts cannot fall behind, as they all stay.
+          start: function that makes the answer to a process that joins at this step.
+          waits: False if hosts cannot fall behind, because they neither join nor leave.
 
         Raises:
-          LateError: a host had not come within the deadline.
+          LateError: a host had not reached the previous step within the deadline.
         """
         with self._changed:
             if waits and not self._changed.wait_for(lambda: not self._behind(step - 1), self._deadline_s):
@@ -391,10 +413,14 @@ class Given(Leases):
         return Message()
 
     def _on_leaves(self, message: Message) -> Message:
-        """Lets a host go that was asked to stop, on the channel's thread; the last one stays, and the job stops."""
+        """Answers, on the channel's thread, whether a host that was asked to stop may leave.
+
+        The last host may not: it stays, and the whole job stops.
+        """
         host = int(message.value["process"])
         with self._changed:
-            gone = host not in self._members  # it asks again, and the other hosts may have been lost since then
+            # A host may ask twice. Once it was let go the answer must stay yes, even if the other hosts are lost now.
+            gone = host not in self._members
             goes = gone or (not self._ending() and any(other != host for other in self._members))
             if goes and not gone:
                 for process in self._pod.seat.hosts.replica_of(host):
@@ -405,7 +431,7 @@ class Given(Leases):
         return Message({"goes": goes})
 
     def _enter(self, message: Message) -> Message:
-        """Tells a process, on the channel's thread, where it begins; a rollout host gets leases from then on."""
+        """Answers, on the channel's thread, at which step a process begins; a rollout host gets leases from then on."""
         process = int(message.value["process"])
         with self._changed:
             step = min(self._starts)
@@ -422,14 +448,14 @@ class Given(Leases):
             return Message({**start, "change": self._change, "tasks": tasks}, arrays)
 
     def _lost(self, host: int) -> None:
-        """Takes the leases of a lost host, on the channel's thread."""
+        """Removes a lost host and gives its leases to others, on the channel's thread."""
         with self._changed:
             self._members.pop(host, None)
             self._changed.notify_all()
             self._give_again()
 
     def _give_again(self) -> None:
-        """Gives away what hosts had that are not there any more."""
+        """Gives the leases without a host, or of hosts that are gone, to the hosts in the job."""
         changed = []
         for name, task in self._tasks.items():
             there = {*self._members, *self._pod.seat.hosts.trainer}
@@ -448,18 +474,18 @@ class Given(Leases):
         self.regroup()
 
     def _moved(self, lease: Lease, others: Sequence[Lease]) -> Lease:
-        """Gives a lost host's lease to the host that has the least of the task, or to nobody where none is there."""
+        """Returns a lost host's lease, given to the host with the fewest places of the task; NOBODY without hosts."""
         of = dict.fromkeys(sorted(self._members), 0)
         for other in others:
             if other.host in of:
                 of[other.host] += other.last - other.first
         evaluates, since = lease.task.startswith("evaluation/"), self._tasks[lease.task].since
-        # Who came after an evaluation had begun has no copy of its weights.
+        # A host that joined after an evaluation had begun has no copy of the weights to evaluate: it comes last.
         hosts = sorted(of, key=lambda host: (evaluates and self._entered[host] > since, of[host], host))
         return dataclasses.replace(lease, host=hosts[0] if hosts else NOBODY)
 
     def _tell(self, names: Sequence[str]) -> None:
-        """Tells all others of tasks that have changed."""
+        """Announces changed tasks to all other processes."""
         self._change += 1
         for name in names:
             self._tasks[name] = dataclasses.replace(self._tasks[name], change=self._change)
