@@ -1,17 +1,18 @@
-"""The processes' own network: one process puts named messages, others wait for them; encrypted, with deadlines.
+"""The job's network: each process offers messages and functions, other processes read and call them; encrypted.
 
-Every process is an endpoint: a board of messages under keys that others read, and functions that others call. Reads of
-a key that is not there yet wait on the server's side. Requests are sent again until they are answered, so an endpoint
-that was away for a while is found again; every request may therefore be served twice.
+Every process is an endpoint: it offers messages under keys that other processes read, and functions that they call. A
+read of a key that is not offered yet waits at the endpoint that will offer it. A request is sent again until it is
+answered, so an endpoint that was unreachable for a while still gets it; any request may therefore be served twice.
 
-Every request names the endpoint that sends it and the one that it is for, by numbers that each draws when it starts. So
-two endpoints never believe different things of each other: one that is given up (`give_up`) is served nothing any more
-and told so by the answer to whatever it asks, and one that is not the endpoint of before, though it is at its address
-(the next run of the same command), refuses. Either counts as the loss of the connection.
+Every request names the endpoint that sends it and the endpoint that it is for, by random numbers that endpoints draw
+when they start. So two endpoints cannot disagree about whether they are connected. An endpoint that was given up
+(`give_up`) is served nothing more: the answer to whatever it asks says so. An endpoint that has taken over the address
+of another one (the next run of the same command) refuses requests for its predecessor. Either answer counts as the loss
+of the connection.
 
-Strangers find little to do. Before they have proved that they hold the job's key a frame may not be longer than PIECE
-(longer messages are cut into such), their connection ends after HANDSHAKE_S, and one that says nothing at all does not
-even take a descriptor: the kernel keeps it.
+A stranger can do little harm. Until a connection has proved that it holds the job's key, a frame may not be longer than
+PIECE (longer messages are cut into pieces of that length), and the connection ends after HANDSHAKE_S. A connection that
+never sends a byte does not even take a file descriptor: the kernel keeps it.
 """
 
 import contextlib
@@ -41,23 +42,23 @@ from podrl.runtime.request import LateError as LateError
 from podrl.runtime.request import Request
 from podrl.runtime.sockets import listen, raise_descriptor_limit
 
-RESEND_S = 60.0  # connections that broke are noticed, and unserved calls wait: this is for what nobody thought of
-SILENCE_S = 30.0  # of a whole machine: heartbeats are the business of threads that no compilation holds up
-_HEARTBEATS = 6  # in that time
+RESEND_S = 60.0  # a precaution: a broken connection is noticed without it, and a call without a handler waits
+SILENCE_S = 30.0  # a whole machine must be silent for this long: no compilation delays the threads that send heartbeats
+_HEARTBEATS = 6  # heartbeats within SILENCE_S
 HANDSHAKE_S = 10.0
-_SEALED = 64  # bytes that encryption adds to a frame, and some
-_SWEEP_S = 1.0  # between two looks at connections that say nothing
+_SEALED = 64  # bytes that encryption adds to a frame, rounded up
+_SWEEP_S = 1.0  # time between two checks of silent connections
 _READABLE = int(zmq.POLLIN)
-_TURN = 100  # messages of one socket before the others have theirs
+_TURN = 100  # messages that are read from one socket before the next socket's turn
 _NUMBER = 8  # bytes of the number of a request, and of an endpoint
-_GONE = b"gone"  # the status of an answer to an endpoint that was given up, or that means another endpoint
+_GONE = b"gone"  # status of an answer to an endpoint that was given up, or to a request for another endpoint
 
 Handler = Callable[[Message], "Message | futures.Future[Message]"]
 
 
 @dataclasses.dataclass
 class Traffic:
-    """Messages, answers included, that an endpoint sent and received, and their bytes before encryption."""
+    """Counts the messages that an endpoint sent and received, answers included, and their bytes before encryption."""
 
     messages: int = 0
     bytes: int = 0
@@ -68,12 +69,13 @@ class Traffic:
 
 
 class Channel:
-    """This process's endpoint. All sockets live on one thread of its own; any thread may call any method.
+    """This process's endpoint. All its sockets live on the channel's thread; any thread may call any public method.
 
     Attributes:
-      address: 'host:port' at which others reach it.
-      number: tells this endpoint from every other, also from an earlier or later one at the same address.
-      traffic: bytes and messages so far.
+      name: name of this process, for messages: 'trainer 0'.
+      address: 'host:port' at which other processes reach this endpoint.
+      number: random number of this endpoint, in hexadecimal; an earlier or later endpoint at the address has another.
+      traffic: messages and bytes so far.
     """
 
     def __init__(
@@ -86,25 +88,25 @@ class Channel:
         silence_s: float = SILENCE_S,
         threads: int = 1,
     ):
-        """Starts listening.
+        """Starts the channel's thread and listens.
 
         Args:
           name: name of this process, for messages: 'trainer 0'.
-          secret: shared by all processes of the job; traffic is encrypted with keys made from it, and nobody else is
-            let in.
+          secret: text that all processes of the job share; the keys of the encryption are made from it, and a process
+            without it cannot connect.
           host: address of the interface to listen on; see `interface_towards`.
-          port: 0 for a free one.
+          port: port to listen on; 0 for a free one.
           silence_s: seconds without a sign of life after which a connection counts as broken.
           threads: number of threads that encrypt and send, each for its share of the connections.
 
         Raises:
-          ValueError: no secret, or an address that cannot be listened on.
+          ValueError: the secret is empty, or the endpoint cannot listen on the address.
         """
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
         self.name, self.number, self.traffic = name, secrets.token_hex(_NUMBER), Traffic()
-        self._known, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; those given up
-        self._senders: dict[tuple[bytes, bytes], bytes] = {}  # of the requests that wait for their answer
+        self._known, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; endpoints given up
+        self._senders: dict[tuple[bytes, bytes], bytes] = {}  # by request that waits for its answer: its endpoint
         self._silence_ms, (self._public, self._private) = int(1000 * silence_s), _keys(secret)
         raise_descriptor_limit()
         self._context = zmq.Context(io_threads=threads)
@@ -154,30 +156,34 @@ class Channel:
     # Messages and functions of this process.
 
     def put(self, key: str, message: Message) -> None:
-        """Offers a message under a key, to all who wait for it now or ask later; replaces an older one."""
+        """Offers a message to every process that waits for the key or asks later; replaces an older message."""
         frames = encode(message)
         self._do(lambda: self._offer(key, frames))
 
     def drop(self, key: str) -> None:
-        """Stops offering a key."""
+        """Stops offering the message under a key."""
         self._do(lambda: self._board.pop(key, None))
 
     def serve(self, name: str, handler: Handler) -> None:
-        """Answers calls of `name` with `handler`, on the channel's thread: it is quick, or gives a Future."""
+        """Answers calls of `name` with the result of `handler`.
+
+        The handler runs on the channel's thread, which serves all connections: it must return at once, with the answer
+        or with a Future of the answer.
+        """
         self._do(lambda: self._serve(name, handler))
 
     # Messages and functions of other processes.
 
     def get(self, address: str, key: str, *, deadline_s: float, who: str = "") -> Message:
-        """Waits for a message of another endpoint.
+        """Waits for the message that another endpoint offers under a key.
 
         Raises:
-          ChannelError: it was not there within the deadline; `who` and the key are named.
+          ChannelError: the message was not there within the deadline; the error names `who` and the key.
         """
         return self.request(address, "get", key, Message()).wait(deadline_s, f"{who or address}: {key}")
 
     def call(self, address: str, name: str, message: Message, *, deadline_s: float, who: str = "") -> Message:
-        """Calls a function of another endpoint and waits for its answer.
+        """Calls a function that another endpoint serves, and waits for the answer.
 
         Raises:
           ChannelError: no answer within the deadline, or the function failed.
@@ -185,15 +191,18 @@ class Channel:
         return self.request(address, "call", name, message).wait(deadline_s, f"{who or address}: {name}")
 
     def request(self, address: str, kind: str, key: str, message: Message, *, lane: int = 0) -> Request:
-        """Sends a request without waiting; the result's `wait` returns the answer.
+        """Sends a request without waiting for the answer.
 
         Args:
-          address: the other endpoint.
+          address: address of the other endpoint.
           kind: 'get' or 'call'.
-          key: key of a message, or the name of a function.
+          key: key of a message, or name of a function.
           message: argument of the function.
-          lane: number of the connection to take, of several to it; on all but the first an answer is taken to need
-            time, and the request is sent again only where its connection broke.
+          lane: number of the connection to use, of several to the same endpoint. Lane 0 repeats an unanswered request
+            every RESEND_S; other lanes, whose answers are expected to take time, only after their connection broke.
+
+        Returns:
+          The request in flight; its `wait` returns the answer.
         """
         number = next(self._numbers)
         request = Request(number, (address, lane), json.dumps([kind, key]).encode(), encode(message))
@@ -201,33 +210,34 @@ class Channel:
         return request
 
     def watch(self, address: str, lost: Callable[[], None], *, within_s: float = SILENCE_S) -> None:
-        """Calls `lost` once, on the channel's thread, when an endpoint cannot be asked any more.
+        """Calls `lost` once, on the channel's thread, when an endpoint can no longer be reached.
 
-        That is when the connection to it breaks and stays broken, does not stand within `within_s` seconds, or leads to
-        another endpoint than before; and when the endpoint has given this one up.
+        An endpoint counts as lost when the connection to it breaks and stays broken, when the connection is not
+        established within `within_s` seconds, when another endpoint answers at its address, or when it has given this
+        endpoint up.
         """
         self._do(lambda: self._link((address, 0)).watch(lost, within_s))
 
     def give_up(self, number: str) -> None:
-        """Serves an endpoint nothing from now on: each request of it, also one that waits, is answered by a refusal.
+        """Refuses all requests of an endpoint from now on, also those that already wait for an answer.
 
         Args:
-          number: the other endpoint's `number`.
+          number: attribute `number` of the other endpoint.
         """
         self._do(lambda: self._give_up(bytes.fromhex(number)))
 
     def is_given_up(self, address: str) -> bool:
-        """True where an endpoint that was asked has given this one up, or is not the one of before."""
+        """Returns whether the endpoint at an address has given this one up, or was replaced by another endpoint."""
         link = self._peers.get((address, 0))
         return link is not None and link.refused
 
     def stands(self, address: str) -> bool:
-        """True while there is a connection to an endpoint that was used before, as far as is known."""
+        """Returns whether this endpoint has a connection to an address that is not known to be broken."""
         link = self._peers.get((address, 0))
         return link is not None and link.stands
 
     def close(self) -> None:
-        """Ends the thread and the sockets; messages under way get a second to leave."""
+        """Closes the sockets and ends the thread; messages that are not sent yet get one second to leave."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -266,17 +276,18 @@ class Channel:
         self._wake_out.close()
 
     def _listen_to(self, sock: zmq.Socket, receive: Callable[[], None]) -> None:
-        """Calls `receive` for each message of a socket.
+        """Calls `receive` for each message that arrives at a socket.
 
-        Its descriptor shows only that something changed since its events were looked at, which sending does too. So
-        every socket that was used is looked at again, and a few hundred silent ones cost nothing.
+        A ZeroMQ descriptor shows only that the socket's state has changed since its events were last read, and sending
+        reads the events too. So the events of every socket that was used are read again, while a few hundred silent
+        sockets cost nothing.
         """
         self._sockets[sock] = receive
         self._touched[sock] = None
         self._selector.register(int(sock.getsockopt(zmq.FD)), selectors.EVENT_READ, sock)
 
     def _receive(self) -> None:
-        """Takes the messages of the sockets that may have some, of none more than its turn."""
+        """Reads messages from the sockets that may have some, at most _TURN from each."""
         looked, self._touched = self._touched, {}
         for sock in looked:
             for _ in range(_TURN):
@@ -295,7 +306,7 @@ class Channel:
             self._jobs.get()()
 
     def _kick(self) -> None:
-        with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: it is gone
+        with contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway; it is closed: the thread ended
             self._wake_out.send(b"x")
 
     def _drain(self) -> None:
@@ -338,7 +349,7 @@ class Channel:
     def _reply(self, identity: bytes, number: bytes, result: Callable[[], Message]) -> None:
         try:
             status, frames = b"ok", encode(result())
-        except Exception as error:  # noqa: BLE001 - told to whoever asked
+        except Exception as error:  # noqa: BLE001 - the caller gets the error as the answer
             status, frames = b"error", encode(Message(f"{type(error).__name__}: {error}"))
         self._answer(identity, number, status, frames)
 
@@ -350,7 +361,8 @@ class Channel:
 
     def _receive_request(self) -> None:
         received = self._server.recv_multipart(copy=False)
-        self._do_jobs()  # whoever asks may know of what this process did before: it must be done by now
+        # The sender may rely on a `put` or `serve` that this process called earlier: such jobs must come first.
+        self._do_jobs()
         self.traffic.count(received)
         if len(received) < 4:
             return  # not a request of ours
@@ -388,7 +400,7 @@ class Channel:
         return self._peers[place]
 
     def _came_back(self, place: tuple[str, int]) -> None:
-        """Repeats requests over a connection that broke and stands again: some may have been lost."""
+        """Repeats the unanswered requests of a connection that was broken and stands again: some may have been lost."""
         for request in [r for r in self._answers.values() if r.place == place]:
             self._send(request)
 
@@ -431,7 +443,7 @@ class Channel:
 
 
 class _Link:
-    """The connection to one other endpoint, and whether it stands."""
+    """A connection to one other endpoint, which notices when it breaks."""
 
     _PATIENCE_S = 3.0
 
@@ -452,7 +464,7 @@ class _Link:
         self._lost, self._until = lost, time.monotonic() + within_s
 
     def refuse(self) -> None:
-        """Notes that the endpoint has given this one up, or is another one now."""
+        """Notes that the endpoint has given this one up, or has been replaced by another endpoint."""
         self.refused = True
         self.check()
 
@@ -484,11 +496,11 @@ class _Link:
     def close(self) -> None:
         self.client.disable_monitor()
         self.monitor.close(linger=0)
-        self.client.close(linger=1000 if self.stands else 0)  # what is meant for a lost endpoint would not leave
+        self.client.close(linger=1000 if self.stands else 0)  # messages to a lost endpoint could not leave anyway
 
 
 class _OneKey:
-    """Authenticates connections by the job's key."""
+    """Accepts exactly the connections that use the job's public key."""
 
     def __init__(self, public: bytes):
         self._public = public
