@@ -1,12 +1,14 @@
-"""The processes of one job: how they find each other, notice a lost one, and end together with one exit code.
+"""The processes of one job: how they find each other, notice a lost process, and end together with one exit code.
 
-Trainer 0 leads. Everyone joins at its endpoint and gets the roster; it watches all connections and the others watch
-its. A process that fails tells the leader before it goes, the leader tells everybody, and each leaves hard: nobody
-sits in a collective or a barrier waiting for the dead.
+Trainer 0 is the leader. Every process joins at the leader's endpoint and gets the roster, the addresses of all
+processes. The leader watches its connections to all processes, and every process watches its connection to the leader.
+A process that fails tells the leader before it ends. The leader tells all others, and each ends at once with os._exit,
+so that no process waits in a collective or a barrier for one that is gone.
 
-Where a job goes on without a process (a rollout or evaluation host of topology split), the leader gives that process
-up in its channel: if it was only away for a while, it is told so as soon as it speaks again, and ends with exit code
-42. So does a process that comes back to a leader of a later run. The next process in its place begins anew.
+A job of topology split goes on without a lost rollout or evaluation host. The leader gives that host up in its channel:
+if the host was only unreachable for a while, it learns so from the answer to its next request, and ends with exit code
+42. A process that comes back to the leader of a later run ends in the same way. The next process in its place starts
+from nothing.
 """
 
 import itertools
@@ -29,32 +31,33 @@ LEADER = 0
 _log = logging.getLogger("podrl.pod")
 _FAREWELL_S = 5.0
 _LAST_WORDS_S = 15.0
-_OVER_S = 30 * 86400.0  # for the leader, which may wait for a last evaluation; its loss is noticed otherwise
-_OVER_LATE_S = 5.0  # for who has a part in the job to leave by itself
+_OVER_S = 30 * 86400.0  # the leader may wait this long for a last evaluation; its loss is noticed in another way
+_OVER_LATE_S = 5.0  # time for a process that takes part in the job to leave by itself
 _LAST_S = 10.0
 _OTHERS_S = 30.0
-_LAST_STEP_S = 0.2  # from closing its connections to having left
-_LOOK_S = 0.5  # between two looks at where a process is, and whether it is still the one to ask
+_LAST_STEP_S = 0.2  # time that a process needs to end after it has closed its connections
+_LOOK_S = 0.5  # time between two checks of a process's address, and of whether it is still the process to ask
 
 
 class MovedError(Exception):
-    """Another process has to be asked."""
+    """A request was abandoned, because another process must be asked instead."""
 
 
 class Pod:
-    """This process's view of the job. Made by `join`; ended by `leave` or `fail`.
+    """This process's view of the job. Starts with `join`; ends with `leave` or `fail`.
 
     Attributes:
-      seat: place of this process.
-      name: 'trainer 0', 'rollout 1'.
-      leads: whether this is the leader.
-      ids: process id and machine of each process, known on the leader once all have joined.
-      last_words: function of the text that is printed before another's end ends this process: what is saved, and how to
-        resume.
+      seat: place of this process in the job.
+      name: name of this process: 'trainer 0', 'rollout 1'.
+      leads: True on the leader.
+      ids: (process id, machine) of each process by its number; complete on the leader once all have joined, elsewhere
+        this process alone.
+      last_words: function that returns the text to print before the end of another process ends this one: what is
+        saved, and how to resume.
       on_lost: function that is called on the leader, on the channel's thread, with the number of a rollout process that
-        is lost.
-      on_evaluator_lost: the same with that of an evaluation process.
-      waiting: functions of the text that says what else this process waits for, '' for nothing.
+        was lost.
+      on_evaluator_lost: function that is called in the same way with the number of a lost evaluation process.
+      waiting: functions that return what else this process waits for, as text; '' for nothing.
     """
 
     def __init__(self, seat: Seat, *, host: str):
@@ -69,18 +72,19 @@ class Pod:
         self.channel = Channel(self.name, secret=seat.secret, host=host, port=port)
         self._leader = self.channel.address if self.leads else seat.leader
         self._addresses: dict[int, str] = {LEADER: self._leader}
-        self._changes = 0  # of the roster since all were there
-        self._complete = False  # all were there
-        self._numbers = itertools.count(seat.hosts.count)  # of processes that come later
-        self._given: set[int] = set()
-        self._asked: dict[str, int] = {}  # numbers by request, which may come twice
-        self._parts: dict[tuple[str, int], dict[int, int]] = {}  # numbers of the replicas that came late, not all given
+        self._changes = 0  # changes of the roster since it was complete
+        self._complete = False  # whether all of the job's first processes have joined
+        self._numbers = itertools.count(seat.hosts.count)  # numbers for processes that come later
+        self._given: set[int] = set()  # numbers of the processes that came later
+        self._asked: dict[str, int] = {}  # numbers by the request for them, which may be served twice
+        # By (cluster, index of the replica in it): numbers that wait for the replica's other hosts, by place.
+        self._parts: dict[tuple[str, int], dict[int, int]] = {}
         self._left: set[int] = set()
         self._gone: set[int] = set()
         self._endpoints: dict[int, str] = {}  # numbers of the processes' channels, on the leader
         self._ended = threading.Event()
         self._changed = threading.Condition()
-        self._waits: dict[int, tuple[str, float]] = {}  # of each thread, and since when
+        self._waits: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, and since when
         self.ids = {seat.process: (os.getpid(), socket.gethostname())}
         self.last_words: Callable[[], str] = lambda: ""
         self.on_lost: Callable[[int], None] = lambda process: None
@@ -91,15 +95,18 @@ class Pod:
     # Coming together.
 
     def join(self, deadline_s: float, too_few: Callable[[int, float], str]) -> "Pod":
-        """Waits until every process of the job is there.
+        """Waits until every process of the job has joined.
 
         Args:
-          deadline_s: the longest wait.
-          too_few: function of (processes that came, seconds waited) that returns the message.
+          deadline_s: the longest wait, in seconds.
+          too_few: function of (number of processes that joined, seconds waited) that returns the start of the error.
+
+        Returns:
+          This object.
 
         Raises:
-          ChannelError: not all came within the deadline; names those that did not.
-          ValueError: this process was given other hosts or another topology than the leader.
+          ChannelError: some processes did not join within the deadline; the leader's error names them.
+          ValueError: this process was started with other roles of hosts or another topology than the leader.
         """
         if self.leads:
             self._host_roster(deadline_s, too_few)
@@ -134,10 +141,10 @@ class Pod:
         return request.wait(deadline_s, f"{self._leader}: {key}")
 
     def address(self, process: int, deadline_s: float = _OTHERS_S) -> str:
-        """Returns a process's address; of one that came late, or again, it is known soon after it came.
+        """Returns a process's address; waits for a process that has not joined yet.
 
         Raises:
-          ChannelError: it did not come within the deadline.
+          ChannelError: the process did not join within the deadline.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: process in self._addresses, deadline_s):
@@ -146,45 +153,61 @@ class Pod:
             return self._addresses[process]
 
     def is_lost(self, process: int) -> bool:
-        """Returns, on the leader, whether a process is gone."""
+        """Returns, on the leader, whether a process was lost or has left."""
         with self._changed:
             return process in self._gone or process in self._left
 
     def let_go(self, process: int) -> None:
-        """Notes, on the leader, that a rollout process leaves, and the job goes on."""
+        """Notes, on the leader, that a rollout process leaves while the job goes on."""
         with self._changed:
             self._left.add(process)
             self._changed.notify_all()
 
     def is_at(self, process: int, address: str) -> bool:
-        """Returns, on the leader, whether a process is there, at this address."""
+        """Returns, on the leader, whether a process is in the job, at this address."""
         with self._changed:
             return self._addresses.get(process) == address and not self.is_lost(process)
 
     # During the job.
 
     def get(self, process: int, key: str, deadline_s: float, *, moved: Callable[[], bool] = lambda: False) -> Message:
-        """Waits for a message that a process offers under a key, also if it is replaced meanwhile.
+        """Waits for a message that a process offers under a key; asks again if the process is replaced meanwhile.
+
+        Args:
+          process: number of the process in the job.
+          key: key of the message.
+          deadline_s: the longest wait, in seconds.
+          moved: function that returns True once another process has to be asked; called every half second.
 
         Raises:
-          ChannelError: it was not there within the deadline.
-          MovedError: `moved` became true meanwhile: another process has to be asked.
+          ChannelError: the message was not there within the deadline.
+          MovedError: `moved` returned True.
         """
         return self._ask(process, "get", key, Message(), deadline_s, moved)
 
     def call(
         self, process: int, name: str, message: Message, deadline_s: float, *, moved: Callable[[], bool] = lambda: False
     ) -> Message:
-        """Calls a function that a process serves.
+        """Calls a function that a process serves, and waits for the answer.
+
+        Args:
+          process: number of the process in the job.
+          name: name of the function.
+          message: argument of the function.
+          deadline_s: the longest wait, in seconds.
+          moved: function that returns True once another process has to be asked; called every half second.
 
         Raises:
           ChannelError: no answer within the deadline, or the function failed.
-          MovedError: as of `get`.
+          MovedError: `moved` returned True.
         """
         return self._ask(process, "call", name, message, deadline_s, moved)
 
     def waits(self) -> str:
-        """Names the processes that threads of this one wait for, what for and how long, longest first; '' for none."""
+        """Describes what this process's threads wait for, from which processes and for how long; '' for nothing.
+
+        The three longest waits are described, longest first.
+        """
         now = time.monotonic()
         oldest = sorted(list(self._waits.values()), key=lambda wait: wait[1])
         said = [text for source in self.waiting if (text := source())]
@@ -239,7 +262,7 @@ class Pod:
             self.channel.put("roster", self._roster())
 
     def _number(self, message: Message) -> Message:
-        """Gives a number to a process that comes late, and tells it who began the job."""
+        """Gives a number to a process that joins a running job, and tells it the roles of the job's first processes."""
         if not self.seat.disposable:
             raise ValueError("hosts join a running job in --topology=split alone.")
         hosts, asks = self.seat.hosts, message.value
@@ -267,7 +290,7 @@ class Pod:
         with self._changed:
             returned = process in self._addresses
             if returned and self._endpoints.get(process) == endpoint:
-                return self._differences(who)  # asked twice
+                return self._differences(who)  # the same request, served twice
             if (taken := next((one for one, there in self._addresses.items() if there == address), None)) is not None:
                 raise ValueError(
                     f"{self.seat.hosts.name(process)} (host {process}) listens at {address}, the address that "
@@ -297,7 +320,10 @@ class Pod:
         return self._differences(who)
 
     def _differences(self, who: Mapping[str, Any]) -> Message:
-        """Lists how the start of one of the job's first processes differs from this process's; empty if it does not."""
+        """Describes how one of the job's first processes was started differently from this one.
+
+        The message is empty if it was started for the same job.
+        """
         process = int(who["process"])
         if process >= self.seat.hosts.count:
             return Message()
@@ -317,7 +343,7 @@ class Pod:
             self._changed.notify_all()
 
     def _follow_roster(self) -> None:
-        """Takes every new roster; nobody has to ask the leader where somebody is."""
+        """Takes over every new roster, so that no thread has to ask the leader for an address."""
         while not self._ended.is_set():
             request = self.channel.request(self._leader, "get", f"roster/{self._changes + 1}", Message())
             try:
@@ -328,7 +354,10 @@ class Pod:
     # Going apart.
 
     def leave(self, code: int = EXIT_DONE) -> None:
-        """Ends this process's part cleanly, once the leader has all it needs; the leader leaves last."""
+        """Ends this process's part in the job cleanly, once the leader says that the job is over.
+
+        On the leader this call says so, waits for the others, and ends last.
+        """
         if self._ended.is_set():
             return
         if not self.leads:
@@ -342,9 +371,9 @@ class Pod:
         self.channel.close()
 
     def first_to_fail(self) -> bool:
-        """True in the one process that prints in full why the job fails; the others print one line.
+        """Returns True in the one process that prints in full why the job fails; the others print one line.
 
-        One error often strikes several processes at once, or is brought to them. Call before `fail`.
+        One error often strikes several processes at once, or reaches them from another process. Call it before `fail`.
         """
         me = Message({"process": self.seat.process})
         if self._ended.is_set():
@@ -363,15 +392,15 @@ class Pod:
         self._ended.set()
         if self.leads:
             self.channel.put("verdict", Message({"code": code, "text": f"{self.name}: {_first_line(text)}"}))
-            # The service of jax's cluster ends with this process, and aborts all that are still in the cluster. On a
-            # busy host they need more than a farewell's time to print why they end.
+            # The service of jax's cluster ends with this process, which aborts every process still in the cluster. On a
+            # busy host the others need more than _FAREWELL_S to print why they end.
             self._await_others(_LAST_WORDS_S)
         else:
             self._tell_leader(code, text)
         self.channel.close()
 
     def _await_others(self, deadline_s: float) -> None:
-        """Waits, on the leader, until every other process has left or is gone."""
+        """Waits, on the leader, until every other process has left or was lost."""
         end = time.monotonic() + deadline_s
         with self._changed:
             while set(self._addresses) - {LEADER} - self._left - self._gone and time.monotonic() < end:
@@ -385,12 +414,12 @@ class Pod:
             return [address for process, address in self._addresses.items() if process != LEADER]
 
     def await_end(self, deadline_s: float) -> None:
-        """Waits to see whether the job is over for a reason that others know; in that case it does not return.
+        """Waits to see whether the job ends for a reason that another process knows; in that case it does not return.
 
-        For a process whose failure the leader must handle first, or is likely to follow from another's.
+        Call it in a process whose failure the leader must handle first, or probably follows from another's failure.
         """
         if self._ended.wait(deadline_s):
-            time.sleep(_LAST_S)  # the thread that knows the reason says it and ends the process
+            time.sleep(_LAST_S)  # the thread that knows the reason prints it and ends the process
 
     def _tell_leader(self, code: int, text: str) -> None:
         who = {"process": self.seat.process, "address": self.channel.address}
@@ -405,24 +434,24 @@ class Pod:
         with self._changed:
             if self._first_failure is None:
                 self._first_failure = process
-            return Message({"first": self._first_failure == process})  # the same again where one asks twice
+            return Message({"first": self._first_failure == process})  # the same answer to a request served twice
 
     def _on_leave(self, message: Message) -> Message:
         process, code = int(message.value["process"]), int(message.value["code"])
         with self._changed:
             known = self._addresses.get(process) == message.value["address"]
-            if process in self._left | self._gone or not known:  # was let go, or lost: its work is given to others
+            if process in self._left | self._gone or not known:  # let go or lost before: other hosts have its work
                 return Message()
             self._left.add(process)
             self._changed.notify_all()
-        late = process >= self.seat.hosts.count  # comes and goes as it likes
-        spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)  # training evaluates later
+        late = process >= self.seat.hosts.count  # the job goes on after any exit code of a host that joined late
+        spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)  # a missed evaluation is made later
         stopped = code == EXIT_PREEMPTED and message.value["text"] and spared
         lost = code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE)
         replaced = self._comes_and_goes(process) and lost
         orderly = code == EXIT_DONE or (code == EXIT_PREEMPTED and not message.value["text"])
         if not orderly and not replaced:
-            # A user's error often strikes several processes at once: this one says and saves its own first.
+            # A user's error often strikes several processes at once: the leader gets time to report its own and save.
             text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {_first_line(message.value['text'])}"
             self._end(code, text, grace_s=_FAREWELL_S)
         elif replaced:
@@ -430,15 +459,15 @@ class Pod:
         return Message()
 
     def _comes_and_goes(self, process: int) -> bool:
-        """True for a process without which the job goes on."""
+        """Returns True if the job goes on without this process."""
         return self.seat.disposable and self.seat.hosts.role(process) != TRAINER
 
     def _tell_lost(self, process: int) -> None:
-        """Tells, on the leader, who gives a lost process's work to others."""
+        """Calls, on the leader, the function that gives a lost process's work to others."""
         (self.on_evaluator_lost if self.seat.hosts.role(process) == EVAL else self.on_lost)(process)
 
     def _has_others(self, process: int) -> bool:
-        """True if there is, on the leader, a process of this one's role that is not of its replica."""
+        """Returns, on the leader, whether the job has a process of the same role in another replica."""
         hosts = self.seat.hosts
         with self._changed:
             there = set(self._addresses) - self._left - self._gone - set(hosts.replica_of(process))
@@ -459,7 +488,7 @@ class Pod:
         self._end(EXIT_INFRASTRUCTURE, f"{name} is gone: its connection broke and did not come back")
 
     def _lost_leader(self) -> None:
-        """Ends this process when its leader cannot be reached any more, or serves this process nothing any more."""
+        """Ends this process when it can no longer reach the leader, or the leader has given it up."""
         if self._ended.is_set():
             return
         what = "is gone: its connection broke"
@@ -468,7 +497,7 @@ class Pod:
         self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) {what}")
 
     def _await_over(self) -> None:
-        """Ends a rollout process that came too late to have a part in the job, when that is over."""
+        """Ends this process soon after the job is over, in case it joined too late to take part and so never leaves."""
         request = self.channel.request(self._leader, "get", "over", Message())
         try:
             request.wait(1e9, "trainer 0: over")
@@ -481,7 +510,7 @@ class Pod:
             os._exit(EXIT_DONE)
 
     def quit(self, text: str, code: int = EXIT_INFRASTRUCTURE) -> None:
-        """Ends this process, from whatever thread; a rollout process that may come and go is lost to the others."""
+        """Ends this process, from any thread; with topology split the job goes on without a rollout or eval process."""
         self._end(code, text, farewell=True)
 
     def _await_verdict(self) -> None:
@@ -493,10 +522,17 @@ class Pod:
         self._end(int(verdict["code"]), str(verdict["text"]), farewell=True)
 
     def _end(self, code: int, text: str, *, grace_s: float = 0.2, farewell: bool = False) -> None:
-        """Ends this process from the thread that noticed the job's end; the leader may wait for a farewell."""
+        """Ends this process with `code`, on a new thread.
+
+        Args:
+          code: exit code.
+          text: reason, printed before the end.
+          grace_s: seconds in which a process that fails for the same reason may report and end by itself.
+          farewell: True to tell the leader first, which may wait for that.
+        """
 
         def finish() -> None:
-            time.sleep(grace_s)  # a process that is failing for the same reason says it better itself
+            time.sleep(grace_s)  # a process that is failing for the same reason reports it better itself
             if self._ended.is_set():
                 return
             self.fail(code, text) if self.leads else self._ended.set()

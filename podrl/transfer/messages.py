@@ -1,9 +1,9 @@
-"""The messages between two meshes in each collective, by sender, box and receiver, and the programs around it.
+"""Plans which boxes each collective between two meshes moves, and compiles the programs before and after it.
 
-A leaf crosses in rounds, in each of which a device sends at most one box and receives at most one. The boxes of several
-leaves whose rounds have the same links share a message. Between hosts the link is the scarce thing, so nothing crosses
-twice: a leaf that the target mesh replicates arrives cut further over the axes that replicate it, and is spread from
-there inside the target mesh.
+A leaf crosses in rounds: in each round a device sends at most one box and receives at most one. The boxes of several
+leaves whose rounds have the same links share a message. The links between hosts are the bottleneck, so no value crosses
+them twice: a leaf that the target mesh replicates arrives cut further over the axes that replicate it, and is then
+spread inside the target mesh.
 
 Values travel as plain unsigned words: no program on the way interprets, widens or rounds them (XLA for CPU widens
 bfloat16 to float32 around a collective). Leaves of different dtypes but equal width can share a message.
@@ -27,7 +27,7 @@ from podrl.transfer.boxes import Boxes, cut_at, joined, overwrite
 from podrl.transfer.plan import LeafPlan
 
 UNION = "union"
-# A smaller shard is sent to every replica: another collective on the target mesh would take longer.
+# A shard of at most this many bytes is sent to every replica: spreading it by a collective would take longer.
 _SPREAD_BYTES = 1 << 16
 _WORDS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint32)}
 # Values narrower than a byte travel as a byte each.
@@ -61,10 +61,12 @@ def arrival(shape: tuple[int, ...], itemsize: int, source: NamedSharding, target
 class Rounds:
     """Assigns the boxes of one leaf to rounds.
 
+    W is a device of the source or of the target mesh, R a round, M a slot of a target device's shard.
+
     Attributes:
-      links: pairs (source position, target position) of each round, by source.
-      slot_WR: the slot of its shard that a source device sends in each round.
-      round_WM: the round in which each slot of a target device's shard arrives.
+      links: pairs (source position, target position) of each round, sorted by source.
+      slot_WR: slot of its own shard that each source device sends in each round; 0 where it sends nothing.
+      round_WM: round in which each slot of each target device's shard arrives.
     """
 
     links: tuple[Links, ...]
@@ -73,7 +75,7 @@ class Rounds:
 
     @classmethod
     def of(cls, leaf: LeafPlan) -> "Rounds":
-        """Builds the rounds of a leaf, as few as its busiest device has boxes to send or to receive."""
+        """Builds the rounds of a leaf; there are as few as its busiest device has boxes to send or to receive."""
         colour_E = _colours(
             leaf.source_WM.astype(np.int64).tobytes(), leaf.source_WM.shape, len(leaf.source.device_ids)
         )
@@ -90,15 +92,16 @@ class Rounds:
 
 @functools.lru_cache(maxsize=256)
 def _colours(source_WM_bytes: bytes, shape: tuple[int, int], sources: int) -> Int[np.ndarray, " E"]:
-    """Colours every edge (target w, its m-th read) with a round, so that no device has two edges in a round.
+    """Assigns a round to every edge (target w, its m-th read) so that no device has two edges in one round.
 
-    Edges of a bipartite graph can be coloured with as many colours as the largest degree (Koenig 1916): an edge takes a
-    colour free at both ends; if there is none, two colours change places along a path first.
+    Rounds are the colours of an edge colouring. The edges of a bipartite graph can be coloured with as many colours as
+    the largest degree (Koenig 1916): an edge takes a colour that is free at both ends; if there is none, two colours
+    are swapped along a path first.
     """
     source_E = np.frombuffer(source_WM_bytes, np.int64).tolist()
     targets, per_target = shape
     degree = max(per_target, int(np.bincount(source_E, minlength=1).max()))
-    # at[v][c] is the edge of colour c at vertex v; sources first, then targets. -1 is none.
+    # at[v][c] is the edge of colour c at vertex v, or -1 if there is none; vertices are the sources, then the targets.
     at = np.full((sources + targets, degree), -1, np.int64).tolist()
     colour = [-1] * len(source_E)
 
@@ -109,7 +112,7 @@ def _colours(source_WM_bytes: bytes, shape: tuple[int, int], sources: int) -> In
         u, v = ends(edge)
         a, b = at[u].index(-1), at[v].index(-1)
         if at[v][a] >= 0:
-            # The path of colours a, b, a, ... from v cannot end in u: swap it, and a is free at both ends.
+            # The path of colours a, b, a, ... from v cannot end in u: swapping a and b along it frees a at both ends.
             path, vertex, wanted = [], v, a
             while (step := at[vertex][wanted]) >= 0:
                 path.append(step)
@@ -129,10 +132,11 @@ def _colours(source_WM_bytes: bytes, shape: tuple[int, int], sources: int) -> In
 
 
 class Tables:
-    """Tables with a row per device, side by side in one program argument; equal columns become constants.
+    """Integer tables with a row per device, as one program argument; columns equal on all devices become constants.
 
     Attributes:
-      table_WC: the columns whose values differ; at least one column, for programs need an argument.
+      table_WC: columns C whose values differ between the W devices; at least one column (of zeros), because the
+        programs need an argument.
     """
 
     def __init__(self, tables_Wn: Sequence[Int[np.ndarray, "W n"]]):
@@ -150,25 +154,25 @@ class Tables:
         self.table_WC: Int[np.ndarray, "W C"] = np.stack(columns, axis=1).astype(np.int32) if columns else empty_W1
 
     def value(self, table: int, column: int, row_C: Int[Array, " C"]) -> Any:
-        """Returns this device's value in a table's column: a Python number, or one read from its row of `table_WC`."""
+        """Returns a device's value in a table's column: a Python number, or one read from its row of `table_WC`."""
         same, value = self._places[table][column]
         return value if same else row_C[value]
 
     def columns(self, table: int) -> range:
-        """Returns the indices of a table's columns."""
+        """Returns the indices of all columns of a table."""
         return range(len(self._places[table]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Message:
-    """The content of one collective: boxes of several leaves over the same links.
+    """The content of one collective: boxes of several leaves that cross the same links.
 
     Attributes:
       links: pairs (source position, target position).
       dtype: type of the buffer's words.
-      shape: shape of one device's buffer: equal boxes stacked, or flat and one after the other.
-      boxes: (leaf, round, shape in words) in the order they lie in the buffer.
-      flat: whether the boxes are flattened.
+      shape: shape of one device's buffer, in words: equal boxes stacked, or all boxes flattened one after the other.
+      boxes: (leaf's place in the bucket, round, shape in words) of each box, in their order in the buffer.
+      flat: True if the boxes are flattened, False if they are stacked.
     """
 
     links: Links
@@ -186,25 +190,25 @@ class Message:
 
     @property
     def crossing_bytes(self) -> int:
-        """Counts the bytes that cross, all links together."""
+        """Returns the number of bytes that cross all links together."""
         return math.prod(self.shape) * self.dtype.itemsize * len(self.links)
 
     def buffer(self, place: NamedSharding) -> jax.ShapeDtypeStruct:
-        """Returns a buffer on every device of a mesh, as one array."""
+        """Returns the shape of the array that holds a buffer on every device of the mesh of `place`."""
         shape = (self.shape[0] * place.mesh.size, *self.shape[1:])
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
 
     def put(self, boxes: Sequence[Array]) -> Array:
-        """Writes the words of the boxes into the buffer."""
+        """Writes the boxes, as words, into one device's buffer."""
         if self.flat:
             return jnp.concatenate([box.reshape(-1) for box in boxes])
         buffer = jax.lax.empty(self.shape, self.dtype)
-        for k, box in enumerate(boxes):  # faster than jnp.stack on CPU, where that fuses with what made the boxes
+        for k, box in enumerate(boxes):  # faster than jnp.stack on CPU, which XLA fuses with the cutting of the boxes
             buffer = jax.lax.dynamic_update_index_in_dim(buffer, box, k, axis=0)
         return buffer
 
     def take(self, buffer: Array) -> list[Array]:
-        """Reads the words of the boxes from the buffer."""
+        """Reads the boxes, as words, from one device's buffer."""
         if not self.flat:
             return [buffer[k] for k in range(len(self.boxes))]
         ends = itertools.accumulate(math.prod(shape) for _, _, shape in self.boxes)
@@ -219,16 +223,16 @@ class BucketPrograms:
     """The compiled programs of one bucket, also for ahead-of-time compilation.
 
     Attributes:
-      messages: the messages that cross.
-      buffers: their shapes on the union of the meshes.
-      pack: program on the source mesh, (start, slot table, leaves) -> buffers, cast.
+      messages: the bucket's messages.
+      buffers: shape of each message's buffers on the union of the meshes.
+      pack: program on the source mesh, (start, slot table, leaves) -> buffers; casts the leaves to the target's dtype.
       blank: program on the target mesh, () -> buffers of zeros, where the messages arrive.
-      cross: program on both meshes, buffers -> buffers, each moved over its links. Not donated: on CPU that costs a
-        copy.
-      unpack: program on the target mesh, (start, round table, buffers, the leaf so far where it comes in parts) ->
-        leaves and a token that is ready when they are.
-      slots: the slot that each source device sends of each leaf in each round.
-      rounds: the round in which each slot of each leaf arrives on each target device.
+      cross: program on both meshes, buffers -> buffers, each moved over its links. The buffers are not donated: on CPU
+        donation costs a copy.
+      unpack: program on the target mesh, (start, round table, buffers, the part of the leaf that has arrived if the
+        leaf crosses in parts) -> leaves and a token that is ready when the leaves are.
+      slots: tables of the slot that each source device sends of each leaf in each round.
+      rounds: tables of the round in which each slot of each leaf arrives on each target device.
     """
 
     messages: Sequence[Message]
@@ -243,14 +247,14 @@ class BucketPrograms:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Crossing:
-    """The way in which one leaf crosses.
+    """The way in which one leaf crosses from the source mesh to the target mesh.
 
     Attributes:
-      leaf: the plan from its source to where it arrives.
+      leaf: plan of the move from sharding `source` to sharding `arrival`.
       dtype: type of the leaf before it is cast for the crossing.
       source: sharding of the leaf on the source mesh.
       arrival: sharding of the leaf on the target mesh when it has crossed.
-      target: sharding of the leaf when it has been spread there.
+      target: sharding of the leaf on the target mesh after it has been spread there.
       rounds: the boxes that cross in each round.
     """
 
@@ -271,7 +275,7 @@ class Crossing:
 
     @property
     def key(self) -> Any:
-        """Returns a key that is equal for leaves that the same programs can move."""
+        """Returns a value that is equal for two leaves if the same programs can move both."""
         tables = self.rounds.links, self.rounds.slot_WR.tobytes(), self.rounds.round_WM.tobytes()
         return self.cut, self.join, self.target, self.leaf.shape, self.dtype, tables
 
@@ -281,9 +285,10 @@ def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, 
 
     Args:
       leaves: the bucket's leaves.
-      union: all devices in one row, source first.
-      in_parts: the bucket is one leaf, part by part.
-      flat_bytes: boxes of one shape that are less than this together, on one device, share a message with others.
+      union: mesh of all devices in one row, those of the source mesh first.
+      in_parts: True if the bucket is one leaf that crosses part by part.
+      flat_bytes: boxes of one shape that together have fewer bytes than this on one device share a message with boxes
+        of other shapes.
     """
     source, target = cast(Mesh, leaves[0].source.mesh), cast(Mesh, leaves[0].target.mesh)
     messages = _messages(leaves, flat_bytes)
@@ -312,9 +317,10 @@ def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, 
 
 
 def _messages(leaves: Sequence[Crossing], flat_bytes: int) -> list[Message]:
-    """Groups the boxes of these leaves into messages: equal boxes together, and small ones of all shapes together.
+    """Groups the boxes of a bucket's leaves into messages: equal boxes together, small boxes of all shapes together.
 
-    Flattening costs more than it saves where it is not small: on CPU a strided box is then read word by word.
+    Only small boxes are flattened: flattening a large box costs more than a message saves, because on CPU a strided box
+    is then read word by word.
     """
     alike: dict[tuple[Links, np.dtype, tuple[int, ...]], list[tuple[int, int, tuple[int, ...]]]] = {}
     for place, crossing in enumerate(leaves):
@@ -379,7 +385,7 @@ def _unpack_program(
 
 
 def _pick(boxes: Mapping[int, Array], rounds: Sequence[Any]) -> list[Array]:
-    """Picks the boxes of some rounds; where those differ between devices, chosen as the program runs."""
+    """Picks the boxes of `rounds`; rounds that differ between devices are looked up while the program runs."""
     if all(isinstance(r, int) for r in rounds):
         return [boxes[r] for r in rounds]
     stacked = jnp.stack([boxes[r] for r in range(len(boxes))])
@@ -393,19 +399,19 @@ def _word(dtype: np.dtype) -> np.dtype:
 
 
 def _word_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
-    """Returns the shape of an array of this dtype as words."""
+    """Returns the shape that an array has as words: an 8-byte value is two words, in a last dimension of 2."""
     return (*shape, 2) if np.dtype(dtype).itemsize == 8 else shape
 
 
 def _to_words(x: Array) -> Array:
-    """Reinterprets the bits as words."""
+    """Reinterprets the bits of values as words; values narrower than a byte become a byte each."""
     if x.dtype.name in _NARROW:
         return x.astype(jnp.int8 if x.dtype.name.startswith("int") else jnp.uint8).view(jnp.uint8)
     return jax.lax.bitcast_convert_type(x, _word(x.dtype))
 
 
 def _from_words(x: Array, dtype: np.dtype) -> Array:
-    """Reinterprets words as values."""
+    """Reinterprets words as values of `dtype`, the inverse of `_to_words`."""
     name = np.dtype(dtype).name
     if name in _NARROW:
         return x.view(jnp.int8 if name.startswith("int") else jnp.uint8).astype(dtype)
