@@ -1,7 +1,7 @@
 """Cuts shards into the boxes of a plan, and joins boxes into shards, by compiled programs.
 
-Every program runs on all devices of one mesh without communication, and depends only on shapes and the mesh, so equal
-buckets share one. Parts of a large leaf share one too: where the part starts is an argument.
+Every program runs on all devices of one mesh without communication. A program depends only on shapes and the mesh, so
+equal buckets share one. The parts of a large leaf share one too, because the start of the part is an argument.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 from podrl.transfer.plan import LeafPlan
 
 Columns = Sequence[Array]
-# For every slot of a shard the box of each device, by device id.
+# One entry per slot of a shard: the box of each device, by device id.
 Slots = Sequence[Mapping[int, Array]]
 
 
@@ -30,12 +30,12 @@ class Boxes:
     """A shard seen as a grid of equal boxes.
 
     Attributes:
-      spec: the leaf's layout on the mesh.
-      slots: boxes along each dimension of a shard.
+      spec: partition spec of the leaf on the mesh.
+      slots: number of boxes along each dimension of a shard.
       box: shape of a box.
       dtype: dtype of the boxes.
-      part_axis: the dimension along which boxes travel in parts.
-      part_size: extent of a part along it; 0 where boxes travel whole.
+      part_axis: dimension along which boxes are split into parts.
+      part_size: extent of a part along `part_axis`; 0 if boxes travel whole.
     """
 
     spec: Spec
@@ -50,20 +50,20 @@ class Boxes:
         return cls(spec, slots, leaf.box, leaf.target_dtype, leaf.part_axis, leaf.part_size if leaf.parts > 1 else 0)
 
     def corners(self) -> Iterator[tuple[int, ...]]:
-        """Lists where each box begins inside the shard, row-major."""
+        """Yields the start of each box inside the shard, one index per dimension; boxes in row-major order."""
         for index in itertools.product(*map(range, self.slots)):
             yield tuple(i * n for i, n in zip(index, self.box, strict=True))
 
     @property
     def travelling(self) -> tuple[int, ...]:
-        """Shape of what is sent: a box, or a part of one."""
+        """Returns the shape of one sent piece: a box, or a part of one."""
         if not self.part_size:
             return self.box
         return (*self.box[: self.part_axis], self.part_size, *self.box[self.part_axis + 1 :])
 
 
 def lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
-    """Returns global shape and sharding of an array with one box of `shape` on every device of `mesh`."""
+    """Returns (global shape, sharding) of an array with one box of `shape` on every device of `mesh`."""
     if not shape:
         return (), NamedSharding(mesh, Spec())
     return (shape[0] * mesh.size, *shape[1:]), NamedSharding(mesh, _every_device(shape, mesh))
@@ -71,9 +71,10 @@ def lifted(shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[int, ...], NamedSh
 
 @functools.lru_cache(maxsize=1024)
 def cut_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Any, Sequence[Array]], Sequence[Columns]]:
-    """Compiles (start, leaves) -> for each leaf its slots, cast, each lifted to one box per device.
+    """Compiles a program that cuts leaves into boxes: (start, leaves) -> for each leaf one array per slot, cast.
 
-    `start` is where the part begins along the part axis: an int32 scalar on the mesh, or None for whole boxes.
+    Each array has one box on every device. `start` is the index at which the part begins along the part axis: an int32
+    scalar on the mesh, or None for whole boxes.
     """
 
     def cut(start: Int[Array, ""] | None, shards: Sequence[Array]) -> list[list[Array]]:
@@ -89,7 +90,7 @@ def cut_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Any, Sequence
 
 @functools.lru_cache(maxsize=1024)
 def join_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Sequence[Columns]], Sequence[Array]]:
-    """Compiles, for each leaf, its lifted slots -> the leaf on the mesh."""
+    """Compiles a program that joins boxes into leaves: for each leaf one array per slot -> the leaves on the mesh."""
 
     def join(columns: Sequence[Columns]) -> list[Array]:
         return [joined(pieces, form.slots) for pieces, form in zip(columns, boxes, strict=True)]
@@ -100,9 +101,10 @@ def join_program(mesh: Mesh, boxes: tuple[Boxes, ...]) -> Callable[[Sequence[Col
 
 @functools.lru_cache(maxsize=1024)
 def write_program(mesh: Mesh, form: Boxes) -> Callable[[Array, Int[Array, ""], Columns], tuple[Array, Array]]:
-    """Compiles (leaf, start, parts of its slots) -> the leaf with those parts written, and a token; donates the leaf.
+    """Compiles a program that writes one part of every box into a leaf: (leaf, start, pieces) -> (leaf, token).
 
-    The token is ready when the leaf is, and can still be waited for after the leaf has been donated to the next part.
+    The leaf is donated. The token is ready when the result is, and can still be waited for after the result has been
+    donated to the write of the next part.
     """
 
     def write(shard: Array, start: Int[Array, ""], pieces: Columns) -> tuple[Array, Array]:
@@ -114,7 +116,7 @@ def write_program(mesh: Mesh, form: Boxes) -> Callable[[Array, Int[Array, ""], C
 
 @functools.lru_cache(maxsize=1024)
 def blank_program(mesh: Mesh, form: Boxes, shape: tuple[int, ...]) -> Callable[[], Array]:
-    """Compiles () -> a leaf of zeros to write parts into."""
+    """Compiles a program without arguments that returns a leaf of zeros, into which parts are written."""
     return jax.jit(lambda: jnp.zeros(shape, form.dtype), out_shardings=NamedSharding(mesh, form.spec))
 
 
@@ -129,7 +131,7 @@ def _every_device(shape: tuple[int, ...], mesh: Mesh) -> Spec:
 
 
 def cut_at(shard: Array, slot: Any, form: Boxes, start: Int[Array, ""] | None) -> Array:
-    """Cuts the box in a slot of a shard; the slot is a number, or a traced one."""
+    """Cuts the box of one slot from a shard; `slot` is a Python integer or a traced integer."""
     corner: list[Any] = []
     for n, size in zip(reversed(form.slots), reversed(form.box), strict=True):
         corner.insert(0, slot % n * size)
@@ -142,7 +144,7 @@ def cut_at(shard: Array, slot: Any, form: Boxes, start: Int[Array, ""] | None) -
 
 
 def overwrite(shard: Array, pieces: Sequence[Array], form: Boxes, start: Int[Array, ""]) -> Array:
-    """Writes one part of each of its boxes into the shard."""
+    """Writes one part of every box into a shard; `start` is the index of the part along the part axis."""
     for piece, corner in zip(pieces, form.corners(), strict=True):
         shard = jax.lax.dynamic_update_slice(shard, piece, _shifted(corner, form, start))
     return shard
@@ -159,7 +161,7 @@ def _slice(shard: Array, corner: tuple[int, ...], form: Boxes, start: Int[Array,
 
 
 def joined(pieces: Sequence[Array], slots: tuple[int, ...]) -> Array:
-    """Concatenates row-major pieces along every dimension, the last one first."""
+    """Concatenates boxes, in row-major order of their slots, along every dimension; the last dimension first."""
     for d in reversed(range(len(slots))):
         count = slots[d]
         if count > 1:
@@ -169,13 +171,19 @@ def joined(pieces: Sequence[Array], slots: tuple[int, ...]) -> Array:
 
 
 def cut_as(dtype: np.dtype) -> np.dtype:
-    """Chooses the words to cut and join values of a dtype: XLA on CPU would take narrow floats through float32."""
+    """Returns the dtype in which values are cut and joined: unsigned words for floats narrower than 4 bytes.
+
+    XLA for CPU would convert such floats to float32 and back.
+    """
     narrow = jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
     return np.dtype(f"u{dtype.itemsize}") if narrow else dtype
 
 
 class _End:
-    """This process's devices at one end of a transfer, as a mesh of their own: no program waits for another process."""
+    """This process's devices at one end of a transfer, as a mesh of their own.
+
+    A program over that mesh does not wait for other processes.
+    """
 
     def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Any]):
         self._leaves = leaves
@@ -184,7 +192,7 @@ class _End:
         self._starts: dict[int, Array] = {}
 
     def _lift(self, shape: tuple[int, ...], dtype: Any, shards: Mapping[int, Array]) -> Array:
-        """Makes one array over the local devices, a shard of `shape` on each."""
+        """Makes one array over the local devices from one shard of `shape` per device."""
         whole, place = lifted(shape, self._mesh)
         pieces = [shards[device.id] for device in self._devices]
         return jax.make_array_from_single_device_arrays(whole, place, pieces, dtype=dtype)
@@ -194,7 +202,7 @@ class _End:
         return Boxes.of(leaf, slots, lifted(leaf.box, self._mesh)[1].spec)
 
     def _start(self, i: int, part: int) -> Array:
-        """Makes the start of a part an array on every device, once, so that later moves send nothing from the host."""
+        """Returns a part's start as an array on every device; made once, so later moves send nothing from the host."""
         at = self._leaves[i].part_start(part)
         if at not in self._starts:
             self._starts[at] = jax.device_put(np.int32(at), NamedSharding(self._mesh, Spec()))
@@ -205,19 +213,26 @@ class Cutter(_End):
     """Cuts the shards of this process's source devices into boxes."""
 
     def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Any], *, copies: bool = False):
-        """Args:
-        leaves: of the plan.
-        devices: of the source mesh, in its order, that belong to this process.
-        copies: boxes never share memory with the leaves they are cut from.
+        """Stores the leaves' plans and the devices; programs compile at the first cut.
+
+        Args:
+          leaves: plans of the leaves.
+          devices: this process's devices of the source mesh, in the mesh's order.
+          copies: True if boxes must never share memory with the leaves that they are cut from.
         """
         super().__init__(leaves, devices)
         self._copies = copies
 
     def cut(self, leaves: Sequence[Array], chosen: Sequence[int], part: int | None) -> dict[int, Slots]:
-        """Cuts boxes of the leaves `chosen`, cast; of one part of them where a part is given.
+        """Cuts the shards of some leaves into boxes of the target dtype.
 
         Args:
-          leaves: all leaves of the plan, placed as it says.
+          leaves: all leaves of the plan, placed as the plan says.
+          chosen: positions of the leaves to cut.
+          part: number of the part to cut from every box; None for whole boxes.
+
+        Returns:
+          The boxes of each chosen leaf, by its position.
         """
         boxes: dict[int, Slots] = {}
         work: list[int] = []
@@ -242,18 +257,29 @@ class Joiner(_End):
     """Joins boxes into the shards of this process's target devices."""
 
     def __init__(self, leaves: Sequence[LeafPlan], devices: Sequence[Any], shardings: Sequence[NamedSharding]):
-        """Args:
-        leaves: of the plan.
-        devices: of the target mesh, in its order, that belong to this process.
-        shardings: of the leaves on that mesh.
+        """Stores the leaves' plans and the devices; programs compile at the first join.
+
+        Args:
+          leaves: plans of the leaves.
+          devices: this process's devices of the target mesh, in the mesh's order.
+          shardings: sharding of each leaf on the target mesh.
         """
         super().__init__(leaves, devices)
         self._shardings = shardings
 
     def join(self, boxes: Mapping[int, Slots], part: int | None, out: list[Any]) -> list[Array]:
-        """Joins the leaves of boxes into `out`; returns arrays that are ready when the leaves are.
+        """Joins boxes into leaves and stores the leaves in `out`.
 
-        A leaf that comes in parts is there after its last one; until then `out` holds its local shards.
+        A leaf that arrives in parts is complete after its last part; until then `out` holds an array of its local
+        shards.
+
+        Args:
+          boxes: the arrived boxes of each leaf, by the leaf's position in the plan; one leaf if `part` is not None.
+          part: number of the part that arrived of every box; None for whole boxes.
+          out: target arrays by the leaf's position.
+
+        Returns:
+          Arrays that are ready when the leaves are.
         """
         if part is not None:
             ((i, slots),) = boxes.items()
@@ -279,6 +305,6 @@ class Joiner(_End):
         return [out[i] for i in boxes]
 
     def _leaf(self, i: int, shards: Sequence[Array]) -> Array:
-        """Builds the global array of which this process has these shards."""
+        """Builds the global array of leaf `i` from this process's shards."""
         leaf = self._leaves[i]
         return jax.make_array_from_single_device_arrays(leaf.shape, self._shardings[i], shards, dtype=leaf.target_dtype)

@@ -1,9 +1,11 @@
 """The transport for several processes of one jax.distributed cluster: sends boxes by collectives over both meshes.
 
-All processes of both meshes move the same plan in the same order. It runs in one process as well, over disjoint meshes.
-Per bucket: one program on the source mesh packs what each device sends, a message for each different set of links; one
-collective-permute per message crosses; one program on the target mesh puts shards together. A collective costs about a
-millisecond over TCP whatever its size, so leaves that go the same way share one.
+All processes of both meshes move the same plan in the same order. The transport also runs in one process that has two
+disjoint meshes.
+
+For each bucket, one program on the source mesh packs the boxes that each device sends into messages, one message for
+each different set of links; one collective-permute moves each message; one program on the target mesh joins the boxes
+into shards. A collective costs about a millisecond over TCP whatever its size, so leaves with equal links share one.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ class CollectiveTransport:
     """Moves leaves by collectives over the union of two disjoint meshes.
 
     Attributes:
-      plan: the plan from the source mesh to the place where leaves arrive on the target mesh.
+      plan: plan of the move from the source mesh to the shardings in which leaves arrive on the target mesh.
       source, target: the meshes.
       union: all devices in one row, source first.
       programs: the programs of every bucket, in order.
@@ -49,10 +51,11 @@ class CollectiveTransport:
         """Assigns boxes to rounds; programs compile at the first move.
 
         Args:
-          plan: made from the same shardings.
-          sources: sharding of each leaf before, all on one mesh.
-          targets: sharding of each leaf after, all on one mesh disjoint from the first.
-          flat_bytes: boxes of one shape that are less than this together, on one device, share a message with others.
+          plan: plan made from `sources` and `targets`.
+          sources: sharding of each leaf before the move, all on one mesh.
+          targets: sharding of each leaf after the move, all on one mesh that shares no device with the source mesh.
+          flat_bytes: boxes of one shape that together have fewer bytes than this on one device share a message with
+            boxes of other shapes.
 
         Raises:
           ValueError: the meshes share devices.
@@ -75,7 +78,7 @@ class CollectiveTransport:
         placed = [
             Placed(leaf.shape, leaf.target_dtype, source) for leaf, source in zip(plan.leaves, sources, strict=True)
         ]
-        # A bucket is there twice while it crosses.
+        # Each device stages a bucket twice while the bucket crosses.
         bucket_bytes = max(1, plan.bucket_bytes // 2)
         self.plan = make_plan(placed, arrivals, bucket_bytes=bucket_bytes, paths=[leaf.path for leaf in plan.leaves])
         self._leaves = [
@@ -103,7 +106,7 @@ class CollectiveTransport:
         )
 
     def arguments(self, number: int) -> dict[str, tuple[Any, ...]]:
-        """Returns the argument shapes of a bucket's 'pack', 'cross' and 'unpack', for compiling ahead of time."""
+        """Returns the argument shapes of a bucket's programs 'pack', 'cross' and 'unpack', to compile ahead of time."""
         bucket, programs = self.plan.buckets[number], self.programs[number]
 
         def common(mesh: Mesh, tables: Tables) -> list[jax.ShapeDtypeStruct]:
@@ -125,7 +128,7 @@ class CollectiveTransport:
         }
 
     def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> Sequence[Array]:
-        """Queues all three steps; returns arrays that are ready when the bucket's staging memory is free."""
+        """Queues packing, crossing and unpacking; returns arrays that are ready when the bucket is no longer staged."""
         programs, leaf = self._by_bucket[chosen], self._leaves[chosen[0]]
         at = 0 if part is None else leaf.leaf.part_start(part)
         shards: list[list[Array]] = [[] for _ in programs.messages]
@@ -136,7 +139,8 @@ class CollectiveTransport:
                 pieces += [s.data for s in array.addressable_shards]
             del packed
         if self._receives:
-            if programs not in move.kept:  # where messages arrive; the next bucket is often alike
+            # Empty buffers in which messages arrive; the next bucket often has the same programs and can reuse them.
+            if programs not in move.kept:
                 move.kept.clear()
                 move.kept[programs] = programs.blank()
             for pieces, array in zip(shards, move.kept[programs], strict=True):
@@ -165,7 +169,7 @@ class CollectiveTransport:
         jax.block_until_ready(sent)
 
     def _arrived(self, array: Array) -> Array:
-        """Returns the arrived messages as an array of the target mesh."""
+        """Returns the target mesh's part of a message as an array on that mesh."""
         devices = set(self.target.devices.flat)
         shards = [s.data for s in array.addressable_shards if s.device in devices]
         place = NamedSharding(self.target, Spec(self.target.axis_names))
@@ -173,7 +177,7 @@ class CollectiveTransport:
         return jax.make_array_from_single_device_arrays(shape, place, shards, dtype=array.dtype)
 
     def _spread(self, leaf: Crossing, array: Array) -> Array:
-        """Gathers a leaf that arrived in parts among the devices that replicate it."""
+        """Spreads a leaf that arrived in parts to its target sharding, by a gather inside the target mesh."""
         if leaf.arrival == leaf.target:
             return array
         if leaf not in self._kept:
@@ -181,7 +185,7 @@ class CollectiveTransport:
         return self._kept[leaf](array)
 
     def _table(self, mesh: Mesh, tables: Tables) -> Array:
-        """Puts a table on its mesh, a row per device, once, so that later moves send nothing from the host."""
+        """Returns a table as an array with one row per device; made once, so later moves send nothing from the host."""
         if (mesh, tables) not in self._kept:
             place = NamedSharding(mesh, Spec(mesh.axis_names))
             rows_WC = tables.table_WC
@@ -189,7 +193,7 @@ class CollectiveTransport:
         return self._kept[mesh, tables]
 
     def _start(self, mesh: Mesh, at: int) -> Array:
-        """Makes the start of a part an array on every device of a mesh, once."""
+        """Returns the start of a part as an array on every device of a mesh; made once."""
         if (mesh, at) not in self._kept:
             place = NamedSharding(mesh, Spec())
             self._kept[mesh, at] = jax.make_array_from_callback((), place, lambda _: np.int32(at))
@@ -197,10 +201,10 @@ class CollectiveTransport:
 
 
 class ReceiptChannel:
-    """Sends the checksums and the version of what was published from the source mesh to the target mesh."""
+    """Sends the checksums and the version of published weights from the source mesh to the target mesh."""
 
     def __init__(self, num_leaves: int, source: Mesh, target: Mesh):
-        """Takes the number of leaves whose checksums are sent, and the two disjoint meshes."""
+        """Plans the transfer of a version and of `num_leaves` checksums per source device, between disjoint meshes."""
         self._source = NamedSharding(source, Spec())
         place = NamedSharding(target, Spec())
         receipt = [
@@ -211,18 +215,19 @@ class ReceiptChannel:
         self._transport = CollectiveTransport(plan, [self._source] * 2, [place] * 2)
 
     def send(self, sums_Wl: UInt32[Array, "W l"] | None, version: int) -> tuple[UInt32[Array, "W l"], Int[Array, ""]]:
-        """Sends the sender's checksums and version.
+        """Sends the checksums and the version from the source mesh; all processes of both meshes call it.
 
         Args:
-          sums_Wl: replicated over the source mesh; None on a process outside it.
-          version: the version of the weights, on a process of the source mesh.
+          sums_Wl: checksums of l leaves on W source devices, replicated over the source mesh; None on a process outside
+            the source mesh.
+          version: version of the weights; ignored on a process outside the source mesh.
 
         Returns:
-          What was received; on a process that only sends, what it sent.
+          The received checksums and version; on a process that only sends, those it sent.
         """
         sent = None
         if sums_Wl is not None:
-            # Not device_put: over several processes it would compare the value on all of them, receivers included.
+            # Not jax.device_put onto the mesh: it would compare the value on all processes, the receivers included.
             mesh = cast(Mesh, self._source.mesh)
             here = [jax.device_put(np.int32(version), d) for d in mesh.local_devices]
             sent = [sums_Wl, jax.make_array_from_single_device_arrays((), self._source, here)]

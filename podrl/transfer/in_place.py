@@ -1,7 +1,7 @@
 """The transport for CPU devices of one process, which share a memory: targets read the source's shards in place.
 
-One program per bucket takes, for every box of a target shard, the source shard that holds it under an alias, the same
-memory lent to the target device. It cuts, casts and joins in one pass; nothing is staged.
+For every box of a target shard, the target device gets an alias of the source shard that holds the box: an array over
+the same memory. One program per bucket then cuts, casts and joins in one pass; nothing is staged.
 """
 
 import functools
@@ -24,7 +24,7 @@ class InPlaceTransport:
     """Lets the target's programs read the source's memory, and overwrite the memory of replaced arrays."""
 
     in_flight = 4
-    overwrites = True  # which spares fresh memory its page faults
+    overwrites = True  # writing over old arrays spares the page faults of fresh memory
 
     def __init__(self, plan: Plan, sources: Sequence[Any], targets: Sequence[Any]):
         """Takes the arguments of `LocalTransport`."""
@@ -41,7 +41,7 @@ class InPlaceTransport:
             self._reads.append(_Read(named(target).spec, leaf.target_slots, leaf.box, corners, *dtypes))
 
     def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> list[Any]:
-        with jax.transfer_guard("allow"):  # aliases: nothing is copied to or from the host
+        with jax.transfer_guard("allow"):  # the guard would refuse aliases, although nothing is copied
             lent = [self.aliases(i, move.sources[i]) for i in chosen]
         old = [] if move.replacing is None else [move.replacing[i] for i in chosen]
         if (key := (chosen, bool(old))) not in self._programs:
@@ -50,10 +50,10 @@ class InPlaceTransport:
 
     def land(self, move: Move, sent: list[Any]) -> None:
         jax.block_until_ready(sent[0])
-        sent.clear()  # no alias outlives the move: jit copies a donated array that is still lent
+        sent.clear()  # no alias may outlive the move: jit would copy a donated array that still has an alias
 
     def aliases(self, i: int, leaf: Array) -> list[Array]:
-        """Makes, for every slot of a target shard, an array over the target mesh of the source shards to read there."""
+        """Returns, for every slot of a target shard, an array over the target mesh of the source shards to read."""
         shards = {s.device.id: np.asarray(s.data).view(self._words[i])[None] for s in leaf.addressable_shards}
         views = [shards[device] for device in self.plan.leaves[i].source.device_ids]
         shape = (self._mesh.size, *views[0].shape[1:])
@@ -62,7 +62,7 @@ class InPlaceTransport:
 
 
 class _Read(NamedTuple):
-    """The reading of a leaf: device w finds its box m at `corner_MWi[m][w]` of the source shard lent to it."""
+    """How target devices read a leaf: device w finds its box m at `corner_MWi[m][w]` of the source shard lent to it."""
 
     spec: Spec
     slots: tuple[int, ...]
@@ -85,10 +85,10 @@ class _Read(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _program(mesh: Mesh, reads: tuple[_Read, ...], overwriting: bool) -> Any:
-    """Compiles (leaves to overwrite, if any; for each leaf its lent shards by slot) -> the leaves on the mesh."""
+    """Compiles the program of a bucket: (leaves to overwrite, if any; lent shards by leaf and slot) -> leaves."""
 
     def read(old: Sequence[Array], lent: Sequence[Sequence[Array]]) -> list[Array]:
-        del old  # only its memory is wanted
+        del old  # donated: only its memory is used
         w = jax.lax.axis_index(mesh.axis_names)
         return [leaf.shard(shards, w) for leaf, shards in zip(reads, lent, strict=True)]
 

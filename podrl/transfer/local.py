@@ -1,7 +1,7 @@
 """The transports of one process that sees both meshes: device-to-device copies, or a new layout on the same devices.
 
-Arrays never pass through the host. Boxes travel as they are: on CPU, packing them into one flat buffer per link was
-measured 4 to 10 times slower than the copies it saves.
+Arrays never pass through the host. Each box is sent by itself: on CPU, packing boxes into one flat buffer per link was
+measured to take 4 to 10 times as long as the copies that it saves.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from podrl.transfer.plan import Plan, named
 class LocalTransport:
     """Sends boxes from device to device.
 
-    Per bucket: one program on the source mesh casts and cuts every shard into boxes, one batched `device_put` sends
-    each box over its link, one program on the target mesh puts the shards together.
+    For each bucket, one program on the source mesh casts every shard and cuts it into boxes, one batched `device_put`
+    sends each box over its link, and one program on the target mesh joins the boxes into shards.
     """
 
     in_flight = 2
@@ -31,24 +31,24 @@ class LocalTransport:
         """Prepares the boxes of a plan; programs compile at the first move.
 
         Args:
-          plan: made from the same shardings.
-          sources: sharding of each leaf before, in the plan's order, all on one mesh.
-          targets: sharding of each leaf after, all on one mesh.
+          plan: plan made from `sources` and `targets`.
+          sources: sharding of each leaf before the move, in the plan's order, all on one mesh.
+          targets: sharding of each leaf after the move, all on one mesh.
         """
         self.plan = plan
         before, after = (_devices(shardings) for shardings in (sources, targets))
-        # A box read from the same device would be the source's own memory, which its owner may donate later.
+        # A box that stays on its device could be the source's own memory, which its owner may donate later: copy it.
         self._cutter = Cutter(plan.leaves, before, copies=not set(before).isdisjoint(after))
         self._joiner = Joiner(plan.leaves, after, targets)
         self._targets = after
-        # For every leaf the (slot, source device id) that each slot of each target device reads, slots fastest.
+        # By leaf: the (slot, source device id) that each slot of each target device reads; slots vary fastest.
         self._reads: list[list[tuple[int, int]]] = []
         for leaf in plan.leaves:
             ids = [leaf.source.device_ids[w] for w in leaf.source_WM.ravel().tolist()]
             self._reads.append(list(zip(leaf.slot_WM.ravel().tolist(), ids, strict=True)))
 
     def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> list[Array]:
-        """Queues all three steps."""
+        """Queues cutting, sending and joining; returns arrays that are ready when the bucket has arrived."""
         boxes = self._cutter.cut(move.sources, chosen, part)
         counts = {i: len(self._reads[i]) // len(self._targets) for i in chosen}  # slots of a target shard
         pieces = [boxes[i][slot][device] for i in chosen for slot, device in self._reads[i]]
@@ -66,7 +66,7 @@ class LocalTransport:
 
 
 class RelayoutTransport:
-    """Casts and changes the layout by a jitted identity, where both meshes hold the same devices in the same order."""
+    """Casts and changes the layout by a jitted identity; both meshes hold the same devices in the same order."""
 
     in_flight = 2
     overwrites = False
@@ -79,7 +79,7 @@ class RelayoutTransport:
 
     @staticmethod
     def fits(plan: Plan) -> bool:
-        """True if every leaf stays on its devices, in their order."""
+        """Returns whether every leaf stays on the same devices in the same order."""
         return all(leaf.source.device_ids == leaf.target.device_ids for leaf in plan.leaves)
 
     def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> Sequence[Array]:
@@ -89,11 +89,11 @@ class RelayoutTransport:
         jax.block_until_ready(sent)
 
     def program(self, chosen: tuple[int, ...]) -> Any:
-        """Compiles the function that makes some leaves; none of them shares memory with its source."""
+        """Compiles the function that makes the leaves `chosen`; no result shares memory with its source."""
         dtypes = [self.plan.leaves[i].target_dtype for i in chosen]
 
         def relayout(arrays: Sequence[Array]) -> list[Array]:
-            # Without the copy jit would forward an unchanged leaf, and its owner may donate that buffer later.
+            # Without the copy jit would return an unchanged leaf's own buffer, which its owner may donate later.
             return [jnp.copy(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
         if chosen not in self._programs:
