@@ -1,7 +1,7 @@
-"""Carries out a transfer plan over any transport: bucket by bucket, a few of them in flight.
+"""Carries out a transfer plan over any transport: bucket by bucket, with a few buckets in flight.
 
-A transport cuts the leaves of a bucket, sends them, and puts them together at the target. What is compared on arrival
-is the business of `Publisher` and `PullReceiver`.
+A transport cuts the leaves of a bucket, sends the boxes, and joins them at the target. Comparing the arrived leaves
+with those sent is the task of `Publisher` and `PullReceiver`.
 """
 
 import dataclasses
@@ -19,11 +19,12 @@ class Move:
     """A transfer of one tree in progress.
 
     Attributes:
-      leaves: the source arrays in the order of the plan; None on a process that only receives.
-      out: the target arrays as far as they are made; None where there is none, on a process that only sends always.
-      replacing: arrays like the result whose memory is given up for it; None where there are none.
-      donate: whether the source arrays are given up.
-      kept: values that a transport keeps from bucket to bucket, dropped at the end.
+      leaves: source arrays in the order of the plan; None on a process that only receives.
+      out: target arrays in the order of the plan; None for a leaf that is not made yet, and for every leaf on a process
+        that only sends.
+      replacing: arrays like the result, deleted or overwritten as their successors are made; None to replace nothing.
+      donate: True to delete the source arrays once they have been read.
+      kept: values that a transport keeps from bucket to bucket; dropped at the end of the move.
     """
 
     leaves: Sequence[Array] | None
@@ -34,24 +35,24 @@ class Move:
 
     @property
     def sources(self) -> Sequence[Array]:
-        """Returns the source arrays, on processes that send."""
+        """Returns the source arrays; only on a process that sends."""
         assert self.leaves is not None
         return self.leaves
 
     def put(self, chosen: Sequence[int], arrays: Sequence[Array]) -> Sequence[Array]:
-        """Stores target arrays, whole or in part; returns them."""
+        """Stores target arrays of the leaves `chosen`, complete or still lacking parts; returns them."""
         for i, array in zip(chosen, arrays, strict=True):
             self.out[i] = array
         return arrays
 
 
 class Transport(Protocol):
-    """Moves arrays from mesh to mesh in some way; `drive` calls it bucket by bucket.
+    """Moves arrays from one mesh to another; `drive` calls it bucket by bucket.
 
     Attributes:
       plan: the plan whose buckets are moved.
       in_flight: number of buckets that may be staged at once.
-      overwrites: `send` writes over `Move.replacing` itself, where other transports need that memory freed first.
+      overwrites: True if `send` writes over `Move.replacing` itself; False if that memory must be freed before `send`.
     """
 
     plan: Plan
@@ -59,15 +60,20 @@ class Transport(Protocol):
     overwrites: bool
 
     def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> Any:
-        """Cuts the leaves `chosen` and starts sending them; one part of one leaf if a part is given.
+        """Cuts leaves into boxes and starts to send them, without waiting for their arrival.
+
+        Args:
+          move: the move that the bucket belongs to.
+          chosen: positions of the bucket's leaves to move.
+          part: number of the part of the bucket's only leaf; None if leaves move whole.
 
         Returns:
-          What `land` needs. Programs that can be queued before their input is there have been.
+          The argument `sent` for `land`. All programs that can be queued before their input has arrived are queued.
         """
         ...
 
     def land(self, move: Move, sent: Any) -> None:
-        """Waits until a sent bucket is at the target, stored in `move.out`, and no longer staged."""
+        """Waits until a sent bucket has arrived, is stored in `move.out`, and is no longer staged."""
         ...
 
 
@@ -78,17 +84,19 @@ def drive(
     donate: bool = False,
     replacing: Sequence[Array] | None = None,
 ) -> list[Any]:
-    """Moves the leaves by a transport.
+    """Moves the leaves of a tree by a transport, and waits for the last.
 
     Args:
-      transport: made for their shardings.
+      transport: transport made for the leaves' shardings.
       leaves: arrays placed as the plan says; None on a process outside the source mesh.
-      donate: the sources are given up: a leaf that needs no change is handed on, the others are deleted once read.
-      replacing: arrays like the result that are given up, bucket by bucket, as their successors are made: a target
-        never holds more than the new leaves, the old ones still to be replaced, and what is staged.
+      donate: True to give the sources up: a leaf that need not move becomes the result itself, the others are deleted
+        once they have been read.
+      replacing: arrays like the result that are deleted or overwritten, bucket by bucket, as their successors are made.
+        So a target device never holds more than the new leaves, the old leaves still to be replaced, and the staged
+        buckets. None to replace nothing.
 
     Returns:
-      The leaves on their target shardings, in the target dtypes, all there; a list of None on a process outside the
+      The leaves on their target shardings, in the target dtypes, all complete; a list of None on a process outside the
       target mesh.
     """
     plan = transport.plan
@@ -120,7 +128,7 @@ def drive(
 
 
 def give_up(arrays: Sequence[Array] | None, indices: Sequence[int]) -> None:
-    """Frees the memory of some of the arrays, where there are any, once the programs that read them have."""
+    """Deletes the arrays at `indices`; queued programs that read them still can. Does nothing if `arrays` is None."""
     if arrays is not None:
         for i in indices:
             arrays[i].delete()

@@ -1,8 +1,7 @@
 """The transport under Pathways: one controller sees all devices, and the service moves arrays between any two meshes.
 
-The package pathwaysutils asks the service, which keeps its own plan for every set of layouts it has seen; here leaves
-are only cast before they move. Nothing moves without the service; the package is asked for only when JAX_PLATFORMS
-names the proxy.
+The package pathwaysutils calls the service, which keeps its own plan for every set of layouts that it has seen. This
+module only casts leaves before they move. The package is imported only when JAX_PLATFORMS names the proxy.
 """
 
 import importlib
@@ -20,13 +19,13 @@ MODULE = "pathwaysutils.experimental.reshard"
 
 
 def platforms() -> str:
-    """Returns JAX_PLATFORMS, or the value that jax.config.update('jax_platforms', ...) replaced it by."""
+    """Returns the platforms that jax uses: JAX_PLATFORMS, or the value that jax.config.update('jax_platforms') set."""
     config: Any = jax.config
     return config.jax_platforms or ""
 
 
 def chosen(platforms: str) -> bool:
-    """True if a list of platforms names the Pathways proxy."""
+    """Returns whether a comma-separated list of platforms names the Pathways proxy."""
     return "proxy" in platforms.split(",")
 
 
@@ -34,7 +33,7 @@ def service_reshard() -> Callable[..., Any]:
     """Returns pathwaysutils' reshard: (arrays, shardings, donate=, cache_resharding_plans=) -> arrays.
 
     Raises:
-      ValueError: the package is not there, or has no such function.
+      ValueError: the package is not installed, or has no such function.
     """
     try:
         return importlib.import_module(MODULE).reshard
@@ -46,7 +45,7 @@ def service_reshard() -> Callable[..., Any]:
 
 
 class PathwaysTransport:
-    """Lets the service move whole buckets; always frees arrays that were cast for the move."""
+    """Has the Pathways service move whole buckets; always donates arrays that were cast for the move."""
 
     in_flight = 2
     overwrites = False
@@ -59,10 +58,12 @@ class PathwaysTransport:
         *,
         reshard: Callable[..., Any] | None = None,
     ):
-        """Args:
-          plan: made from the same shardings.
-          sources, targets: sharding of each leaf before and after.
-          reshard: what moves arrays; by default `service_reshard()`.
+        """Prepares the casts of a plan.
+
+        Args:
+          plan: plan made from `sources` and `targets`.
+          sources, targets: sharding of each leaf before and after the move.
+          reshard: function that moves arrays, with the signature of `service_reshard`'s result; None to use that.
 
         Raises:
           ValueError: pathwaysutils is not installed.

@@ -1,9 +1,10 @@
-"""The transfer plan: each box's leaf, source device, target device and bucket; pure host code.
+"""The transfer plan: which source device sends which box of a leaf to which target device, in which bucket.
 
-Both layouts of a leaf cut its dimensions evenly, so cutting dimension d into lcm(source cuts, target cuts) parts gives
-a grid of equal boxes: every source shard is a whole number of boxes (its slots), and so is every target shard. One
-program per mesh, the same on all its devices, can then cut a shard into slots or put one together; only the wiring
-between slots differs from device to device, and that is a table computed per leaf with numpy.
+Pure host code. Both layouts of a leaf cut its dimensions evenly, so cutting dimension d into lcm(source cuts, target
+cuts) parts gives a grid of equal boxes: every source shard is a whole number of boxes, each in a slot of the shard, and
+so is every target shard. One program per mesh, the same on all its devices, can then cut a shard into boxes or join
+boxes into a shard. Only the wiring between slots differs from device to device: it is a table per leaf, computed with
+numpy.
 
 Letters of this package: W devices of a mesh in its row-major order, M slots of a shard, U devices that hold the same
 block, i dimensions of the leaf, E pairs of devices.
@@ -24,10 +25,11 @@ from jaxtyping import Int
 
 from podrl.types import PyTree
 
-# Bytes a device stages at once: on CPU small enough to stay in its caches, elsewhere long enough to pay for a transfer.
+# Bytes that a device stages at once: on CPU few enough to stay in its caches, elsewhere enough to pay for a transfer.
 _BUCKET_BYTES = {"cpu": 16 << 20}
 DEFAULT_BUCKET_BYTES = 64 << 20
-# Nothing is staged in place: larger buckets are fewer programs to start (a tenth of a move), but longer to compile.
+# The in-place transport stages nothing. Larger buckets mean fewer programs to start, which is a tenth of a move, but
+# they take longer to compile.
 _IN_PLACE_BUCKET_BYTES = 32 << 20
 _CACHE_SIZE = 64
 
@@ -38,8 +40,8 @@ class Layout:
 
     Attributes:
       mesh_shape: sizes of the mesh axes.
-      device_ids: ids in the mesh's row-major order.
-      dims: mesh axes (by position) that cut each dimension of the array, major first.
+      device_ids: ids of the devices in the mesh's row-major order.
+      dims: positions of the mesh axes that cut each dimension of the array, major first.
     """
 
     mesh_shape: tuple[int, ...]
@@ -48,10 +50,10 @@ class Layout:
 
     @classmethod
     def of(cls, sharding: Any, rank: int) -> "Layout":
-        """Derives the layout of an array of `rank` dimensions from a jax sharding; a Layout is returned as it is.
+        """Derives the layout of an array of `rank` dimensions from a jax sharding; returns a Layout unchanged.
 
         Raises:
-          ValueError: a sharding that is neither named nor of a single device.
+          ValueError: the sharding is neither a NamedSharding nor a SingleDeviceSharding.
         """
         if isinstance(sharding, Layout):
             return sharding
@@ -73,7 +75,7 @@ class Layout:
 
     @classmethod
     def abstract(cls, sizes: Mapping[str, int], spec: Spec, rank: int, *, first_id: int = 0) -> "Layout":
-        """Builds a layout on a mesh of axes `sizes` whose devices are only ids, counted from `first_id`."""
+        """Builds a layout on a mesh that need not exist: axes of `sizes`, device ids counted from `first_id`."""
         names = {name: i for i, name in enumerate(sizes)}
         entries = [() if e is None else (e,) if isinstance(e, str) else e for e in spec]
         dims = [tuple(names[name] for name in e) for e in entries] + [()] * (rank - len(entries))
@@ -82,7 +84,7 @@ class Layout:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Number of blocks that each dimension of the array is cut into."""
+        """Returns the number of blocks that each dimension of the array is cut into."""
         return tuple(math.prod(self.mesh_shape[axis] for axis in axes) for axes in self.dims)
 
     def blocks(self) -> Int[np.ndarray, "W i"]:
@@ -92,7 +94,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Shape, dtype and sharding of a leaf that need not exist, so that plans can be made without devices."""
+    """Shape, dtype and sharding of a leaf that need not exist, so that a plan can be made without devices."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -101,23 +103,24 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafPlan:
-    """The move of one leaf: its boxes, each from a source shard to a target shard.
+    """The plan to move one leaf: each of its boxes goes from a source shard to a target shard.
 
     Attributes:
-      path: the leaf's place in the tree, for messages.
+      path: place of the leaf in the tree, for messages.
       shape: global shape.
       source_dtype: dtype before the move.
-      target_dtype: dtype on the wire and after it.
-      source: layout before.
-      target: layout after.
+      target_dtype: dtype during the move and after it.
+      source: layout before the move.
+      target: layout after the move.
       box: shape of one box of the common grid.
-      source_slots: boxes along each dimension of a source shard.
-      target_slots: boxes along each dimension of a target shard.
-      source_WM: the source device (mesh order) that target device w (mesh order) reads slot m (row-major) from.
-      slot_WM: the slot of that source device's shard.
-      parts: into how many parts each box is split to stay within a bucket; 1 for most leaves.
-      part_axis: the dimension split.
-      part_size: extent of a part along it; the last part may overlap the one before.
+      source_slots: number of boxes along each dimension of a source shard.
+      target_slots: number of boxes along each dimension of a target shard.
+      source_WM: position, in mesh order, of the source device from which target device w reads the box for its slot m
+        (slots row-major).
+      slot_WM: slot of that box in the source device's shard.
+      parts: number of parts that each box is split into so that a part fits a bucket; 1 for most leaves.
+      part_axis: dimension that is split into parts.
+      part_size: extent of a part along `part_axis`; the last part may overlap the part before it.
     """
 
     path: str
@@ -141,25 +144,25 @@ class LeafPlan:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes one device stages for one part: all slots of its shard, on the side that has more of them."""
+        """Returns the bytes that one device stages for one part: all slots of a shard, on the side with more slots."""
         slots = max(math.prod(self.source_slots), math.prod(self.target_slots))
         whole = self.box_bytes * slots
         return whole if self.parts == 1 else whole // self.box[self.part_axis] * self.part_size
 
     @property
     def part_box(self) -> tuple[int, ...]:
-        """Shape of one sent piece: a box, or a part of one."""
+        """Returns the shape of one sent piece: a box, or a part of one."""
         box = list(self.box)
         if self.parts > 1:
             box[self.part_axis] = self.part_size
         return tuple(box)
 
     def part_start(self, part: int) -> int:
-        """Returns where a part begins inside its box, along `part_axis`."""
+        """Returns the index along `part_axis` at which a part begins inside its box."""
         return min(part * self.part_size, self.box[self.part_axis] - self.part_size)
 
     def corners(self) -> Int[np.ndarray, "W M i"]:
-        """Returns the start, inside its source shard, of the box for each slot of each target device."""
+        """Returns, for each slot of each target device, the start of its box inside the source shard."""
         # The slots of a source shard number its boxes row-major.
         index_WMi = np.stack(np.unravel_index(self.slot_WM, self.source_slots or (1,)), axis=-1)[..., : len(self.box)]
         return index_WMi * np.array(self.box, np.int64)
@@ -170,7 +173,7 @@ class LeafPlan:
 
     @functools.cached_property
     def stays(self) -> bool:
-        """True if the leaf need not move: same blocks, same devices, same dtype."""
+        """Returns whether the leaf need not move: same blocks on the same devices in the same dtype."""
         (source, target) = self.source, self.target
         if self.casts or (source.device_ids, source.cuts) != (target.device_ids, target.cuts):
             return False
@@ -179,12 +182,12 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Leaves that move together: several whole ones, or one in several parts, one after the other.
+    """Leaves that move together: several whole leaves at once, or one leaf part after part.
 
     Attributes:
-      leaves: positions in `Plan.leaves`.
-      parts: number of times that the bucket is filled.
-      bytes: bytes staged on one device each time.
+      leaves: positions of the leaves in `Plan.leaves`.
+      parts: number of times that the bucket is filled: the number of parts of its one leaf, or 1.
+      bytes: bytes that one device stages each time.
     """
 
     leaves: tuple[int, ...]
@@ -194,13 +197,13 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """The whole transfer: leaves in buckets.
+    """The plan to move a whole tree, leaf by leaf in buckets.
 
     Attributes:
       treedef: structure of the tree.
       leaves: plans of the leaves, in flattening order.
       buckets: the buckets, in the order in which they move.
-      bucket_bytes: the bound the buckets were made for, per device.
+      bucket_bytes: bound on the bytes that one device stages at once, for which the buckets were made.
     """
 
     treedef: Any
@@ -214,17 +217,17 @@ class Plan:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of the tree before the move, each value once."""
+        """Returns the bytes of the tree before the move, each value counted once."""
         return sum(math.prod(leaf.shape) * leaf.source_dtype.itemsize for leaf in self.leaves)
 
     @property
     def target_bytes(self) -> int:
-        """Bytes of the tree after the move, all replicas counted."""
+        """Returns the bytes of the tree after the move, all replicas counted."""
         return sum(leaf.box_bytes * leaf.source_WM.size for leaf in self.leaves)
 
     @functools.cached_property
     def links(self) -> Int[np.ndarray, "E 3"]:
-        """Lists (source id, target id, bytes) of every pair of different devices with something to send."""
+        """Returns (source id, target id, bytes) of every pair of different devices that bytes move between."""
         by_place: dict[tuple[Layout, Layout], list[LeafPlan]] = {}
         for leaf in self.leaves:
             place = (dataclasses.replace(leaf.source, dims=()), dataclasses.replace(leaf.target, dims=()))
@@ -244,16 +247,16 @@ class Plan:
 
     @property
     def moved_bytes(self) -> int:
-        """Counts the bytes that change device."""
+        """Returns the number of bytes that move from one device to another."""
         return int(self.links[:, 2].sum())
 
     @property
     def largest_bucket(self) -> int:
-        """Counts the bytes one device stages for the largest bucket."""
+        """Returns the bytes that one device stages for the largest bucket."""
         return max((bucket.bytes for bucket in self.buckets), default=0)
 
     def seconds(self, bandwidth: float) -> float:
-        """Estimates the seconds when every device sends and receives at `bandwidth` bytes per second at once."""
+        """Estimates the seconds of a move if every device sends and receives `bandwidth` bytes per second at once."""
         busiest = [int(np.bincount(_dense(id_E), self.links[:, 2]).max(initial=0)) for id_E in self.links.T[:2]]
         return max(busiest) / bandwidth
 
@@ -261,7 +264,7 @@ class Plan:
         """Describes the plan in words: bytes per link, largest bucket, expected seconds.
 
         Args:
-          bandwidth: bytes per second one device can send, and receive.
+          bandwidth: bytes per second that one device can send and, at the same time, receive.
         """
         links = self.links
         lines = [
@@ -280,7 +283,7 @@ class Plan:
 
 
 def default_bucket_bytes(targets: Sequence[Any], sources: Sequence[Any] = ()) -> int:
-    """Returns the bytes a device may stage at once, by platform; pass `sources` if all devices are this process's."""
+    """Returns the bytes that a device may stage at once, by platform; pass `sources` if all devices are local."""
     if sources and in_one_memory(sources, targets):
         return _IN_PLACE_BUCKET_BYTES
     platform = next(iter(targets[0].device_set)).platform if targets else ""
@@ -288,13 +291,13 @@ def default_bucket_bytes(targets: Sequence[Any], sources: Sequence[Any] = ()) ->
 
 
 def in_one_memory(sources: Sequence[Any], targets: Sequence[Any]) -> bool:
-    """True if all devices of the shardings are CPUs of this process."""
+    """Returns whether all devices of the shardings are CPUs of this process."""
     devices = {device for sharding in (*sources, *targets) for device in sharding.device_set}
     return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
 
 
 def named(sharding: Any) -> NamedSharding:
-    """Returns the sharding, or one over a mesh of one device for an array on a single device."""
+    """Returns a NamedSharding unchanged, and a SingleDeviceSharding as a NamedSharding over a mesh of one device."""
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         return NamedSharding(Mesh(np.array([device]), ("data",)), Spec())
@@ -309,18 +312,18 @@ def make_plan(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     paths: Sequence[str] | None = None,
 ) -> Plan:
-    """Plans the move of `source` to the shardings of `target`; repeated calls are answered from a cache.
+    """Plans the move of the tree `source` to the shardings in `target`; recent plans are cached.
 
     Args:
-      source: arrays, ShapeDtypeStructs with shardings, or `Placed`.
-      target: a tree of the same structure whose leaves are shardings or `Layout`s.
-      dtype: type that floating-point leaves are cast to before they move; None keeps theirs. Other leaves are never
+      source: tree of arrays, of ShapeDtypeStructs with shardings, or of `Placed`.
+      target: tree of the same structure whose leaves are shardings or `Layout`s.
+      dtype: type that floating-point leaves are cast to before they move; None keeps their type. Other leaves are never
         cast.
-      bucket_bytes: bound on the bytes a device stages at once.
-      paths: names of the leaves in messages; by default their places in `source`.
+      bucket_bytes: bound on the bytes that a device stages at once.
+      paths: names of the leaves in messages; None to use their places in `source`.
 
     Raises:
-      ValueError: trees of different structure, or a leaf whose size does not divide by its shards.
+      ValueError: the trees have different structures, or a dimension of a leaf does not divide into its shards.
     """
     leaves, treedef = jax.tree.flatten(source)
     targets, target_treedef = jax.tree.flatten(target)
@@ -376,7 +379,7 @@ def _block_table(mesh_shape: tuple[int, ...], dims: tuple[tuple[int, ...], ...])
 
 
 def row_major(index: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Computes row-major numbers of multi-indices held in the last axis; zeros for no dimensions."""
+    """Computes the row-major number of each multi-index in the last axis of `index`; 0 if there are no dimensions."""
     out = np.zeros(index.shape[:-1], np.int64)
     for d, size in enumerate(sizes):
         out = out * size + index[..., d]
@@ -422,10 +425,10 @@ def _plan_leaf(path: str, leaf: Any, target: Any, dtype: np.dtype, turn: int, bu
 def _reads(
     source: Layout, target: Layout, source_slots: tuple[int, ...], target_slots: tuple[int, ...], turn: int
 ) -> tuple[Int[np.ndarray, "W M"], Int[np.ndarray, "W M"]]:
-    """Computes, for every slot of every target device, the source device to read and its slot.
+    """Computes, for every slot of every target device, which source device to read and which slot of its shard.
 
-    Among devices holding the same block a device reads from itself if it can; the other reads take turns, so that the
-    replicas send equal shares.
+    A device reads a block from itself if it holds the block. The other reads take turns among the devices that hold the
+    block, so that replicas send equal shares; `turn` is the replica that begins.
     """
     rank = len(source_slots)
     slot_Mi = np.indices(target_slots).reshape(rank, math.prod(target_slots)).T
@@ -455,7 +458,10 @@ def _reads(
 
 
 def _split(box: tuple[int, ...], wanted: int) -> tuple[int, int, int]:
-    """Chooses (axis, parts, extent of a part): the first dimension that cuts into `wanted` parts, else the longest."""
+    """Chooses (axis, number of parts, extent of a part) to split a box into at least `wanted` parts where it can.
+
+    The axis is the first dimension that has `wanted` indices, else the longest dimension.
+    """
     if wanted <= 1 or not box:
         return 0, 1, box[0] if box else 1
     axis = next((d for d, n in enumerate(box) if n >= wanted), int(np.argmax(box)))
@@ -464,7 +470,7 @@ def _split(box: tuple[int, ...], wanted: int) -> tuple[int, int, int]:
 
 
 def _buckets(leaves: Sequence[LeafPlan], bound: int) -> tuple[Bucket, ...]:
-    """Fills buckets with leaves in order until the next would not fit; a leaf in parts has its own buckets."""
+    """Fills buckets with leaves in order until the next leaf would not fit; a leaf in parts has a bucket of its own."""
     buckets: list[Bucket] = []
     open_leaves: list[int] = []
     filled = 0

@@ -1,4 +1,4 @@
-"""Moves trees between meshes by the right transport; `Publisher` also checks every leaf on arrival."""
+"""Moves trees between meshes by the transport that fits the meshes; `Publisher` also checks every leaf on arrival."""
 
 import functools
 import time
@@ -20,11 +20,11 @@ __all__ = ["Publisher", "WeightMismatchError", "reshard", "transport_for"]
 
 
 def transport_for(plan: Plan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:
-    """Chooses the transport for two meshes that this process sees whole.
+    """Chooses the transport between two meshes all of whose devices this process can address.
 
     Args:
-      plan: made from the same shardings.
-      sources, targets: sharding of each leaf before and after; each side on one mesh.
+      plan: plan made from `sources` and `targets`.
+      sources, targets: sharding of each leaf before and after the move; each side lies on one mesh.
     """
     pathways = chosen(platforms())
     if not pathways and in_one_memory(sources, targets):
@@ -45,27 +45,28 @@ def reshard(
     donate: bool = False,
     on_ready: Callable[[float], None] | None = None,
 ) -> PyTree:
-    """Moves a tree to other shardings; plan and programs are kept, so that the second call compiles nothing.
+    """Moves a tree to other shardings; keeps the plan and the programs, so that a second call compiles nothing.
 
     Args:
-      tree: arrays placed by NamedSharding, or on single devices.
-      shardings: one target sharding per leaf.
-      dtype: type that floating-point leaves become; None keeps theirs.
-      donate: the sources are given up, each deleted once it has been read.
-      on_ready: function that is called with the seconds the move took, once every leaf is there.
+      tree: tree of arrays placed by NamedSharding, or on single devices.
+      shardings: tree with one target sharding per leaf.
+      dtype: type that floating-point leaves are cast to; None keeps their type.
+      donate: True to give the sources up; each is deleted once it has been read.
+      on_ready: function that is called with the seconds that the move took, once every leaf has arrived; None to call
+        nothing.
 
     Returns:
-      A tree of the same structure.
+      A tree of the same structure on the target shardings.
 
     Raises:
-      ValueError: trees of different structure, or a leaf that does not divide by its shards.
+      ValueError: the trees have different structures, or a dimension of a leaf does not divide into its shards.
     """
     began = time.perf_counter()
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths, leaves = [jax.tree_util.keystr(path) for path, _ in flat], [leaf for _, leaf in flat]
     targets = treedef.flatten_up_to(shardings)
     out: list[Any] = [None] * len(leaves)
-    groups: dict[Any, list[int]] = {}  # each between two meshes
+    groups: dict[Any, list[int]] = {}  # by (source mesh, target mesh): positions of the leaves
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         groups.setdefault((named(leaf.sharding).mesh, named(target).mesh), []).append(i)
     for group in groups.values():
@@ -83,12 +84,13 @@ def reshard(
 class Publisher:
     """Moves weights from the trainer mesh to the rollout mesh, one version after another.
 
-    The plan and the programs are made once; from the second version on nothing compiles, and the only host reads are
-    the checksums, 4 bytes per leaf and device. Where the two meshes belong to different processes of one cluster, every
-    process of both makes a Publisher and calls `publish` in the same order; the checksums travel with the weights.
+    The plan and the programs are made once. From the second version on nothing compiles, and the host reads only the
+    checksums, 4 bytes per leaf and device. If the two meshes belong to different processes of one cluster, every
+    process of both meshes makes a Publisher and calls `publish` in the same order; the checksums travel with the
+    weights.
 
     Attributes:
-      plan: the transfer plan; `plan.explain(bandwidth)` puts it in words.
+      plan: the transfer plan; `plan.explain(bandwidth)` describes it in words.
     """
 
     def __init__(
@@ -103,15 +105,18 @@ class Publisher:
         """Plans the transfer.
 
         Args:
-          source: the parameters, or ShapeDtypeStructs with their shardings; all on one mesh.
-          target_shardings: one NamedSharding per leaf, all on one mesh; it may share devices with the source mesh.
-          target_dtype: type that floating-point leaves are cast to before they move; None keeps theirs.
-          bucket_bytes: bound on the bytes a device stages at once; by default 16 MiB on CPU (32 inside one process),
-            64 MiB elsewhere.
-          transport: 'auto', or 'collective' to go the way of several processes inside one (disjoint meshes only).
+          source: tree of the parameters, or of ShapeDtypeStructs with their shardings; all on one mesh.
+          target_shardings: tree with one NamedSharding per leaf, all on one mesh, which may share devices with the
+            source mesh.
+          target_dtype: type that floating-point leaves are cast to before they move; None keeps their type.
+          bucket_bytes: bound on the bytes that a device stages at once; None chooses 16 MiB on CPU (32 MiB inside one
+            process), 64 MiB elsewhere.
+          transport: 'auto', or 'collective' to use the transport of several processes inside one process; the meshes
+            must then be disjoint.
 
         Raises:
-          ValueError: trees of different structure, several meshes on one side, or a leaf that does not divide.
+          ValueError: the trees have different structures, one side lies on several meshes, or a dimension of a leaf
+            does not divide into its shards.
         """
         leaves, treedef = jax.tree.flatten(source)
         sources = [leaf.sharding for leaf in leaves]
@@ -138,22 +143,23 @@ class Publisher:
     def publish(
         self, params: PyTree | None, version: int, *, donate: bool = False, replacing: PyTree | None = None
     ) -> Policy:
-        """Moves the parameters to the rollout mesh, in the rollout dtype, and compares them with those sent.
+        """Moves the parameters to the rollout mesh, in the rollout dtype, and checks that every leaf arrived unchanged.
 
         Args:
-          params: the trainer's parameters, placed as planned. They survive unless donated. None on a process outside
-            the trainer mesh.
-          version: the training step that made them, the same on every process.
-          donate: the parameters are given up: each leaf is deleted as soon as it has been read.
-          replacing: weights of an earlier policy that nobody uses any more, not even where this call fails: their
-            memory is taken for the new ones, leaf by leaf. None leaves all earlier policies as they are.
+          params: the trainer's parameters, placed as planned; kept unless donated. None on a process outside the
+            trainer mesh.
+          version: number of the weights, usually the updates made so far; the same on every process.
+          donate: True to give the parameters up; each leaf is deleted as soon as it has been read.
+          replacing: weights of an earlier policy that nobody uses any more, not even if this call fails: the new
+            weights take their memory, leaf by leaf. None leaves all earlier policies as they are.
 
         Returns:
-          The policy; on a process outside the rollout mesh one without weights (an empty tree).
+          The policy; on a process outside the rollout mesh a policy without weights (an empty tree).
 
         Raises:
-          ValueError: the parameters, or those to replace, are not those the plan was made for.
-          WeightMismatchError: a leaf arrived changed, or another version than the one asked for.
+          ValueError: the parameters, or the weights to replace, do not have the structure, shapes, dtypes and shardings
+            of the plan.
+          WeightMismatchError: a leaf arrived changed, or the trainer sent another version.
         """
         leaves, sums_Wl = None, None
         if params is not None:
@@ -177,9 +183,9 @@ class Publisher:
         return policy
 
     def verify(self, policy: Policy) -> None:
-        """Compares a policy's weights with those published under its version.
+        """Compares a policy's weights with the checksums published under its version.
 
         Raises:
-          WeightMismatchError: another version, or leaves that differ, by name.
+          WeightMismatchError: the version was not published or is too old, or leaves differ; the error names them.
         """
         self._ledger.verify(policy)

@@ -1,7 +1,7 @@
-"""Checksums of sharded leaves, the record of sent versions, and the refusal of weights that differ.
+"""Checksums of sharded leaves, the record of published versions, and the refusal of weights that differ.
 
-The checksum of a leaf is that of podrl/storage/bits.py. A device sums its own shard; no values cross devices. Every
-replica is summed, so that a bad copy is found.
+The checksum of a leaf is defined in podrl/storage/bits.py. Each device sums its own shard, so that no value of a leaf
+crosses devices. Every replica is summed, so that a damaged copy is found.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ from podrl.transfer.plan import Layout
 from podrl.types import Policy, PyTree
 
 VERSIONS_KEPT = 8
-# l counts leaves, W devices of the mesh.
+# l is a leaf, W a device of the mesh.
 Sums = UInt32[Array, "W l"]
 
 
@@ -47,7 +47,16 @@ class Expected:
         summed_as: Sequence[np.dtype],
         side: str,
     ):
-        """Takes the dtypes leaves are cast to for their checksums, and the side's name for messages.
+        """Compiles nothing yet.
+
+        Args:
+          treedef: structure of the tree.
+          paths: place of each leaf in the tree, for messages.
+          shapes: global shape of each leaf.
+          dtypes: dtype of each leaf on this side.
+          shardings: sharding of each leaf, all on one mesh.
+          summed_as: dtype that each leaf is cast to before its checksum is computed.
+          side: name of the side, for messages: 'source' or 'target'.
 
         Raises:
           ValueError: the leaves lie on several meshes.
@@ -65,10 +74,10 @@ class Expected:
             self._program = checksum_program(shapes, summed_as, shardings, cast(Mesh, meshes.pop()))
 
     def check(self, tree: PyTree, what: str) -> list[Array]:
-        """Checks a tree's structure, shapes and dtypes; returns its leaves.
+        """Checks a tree's structure, shapes, dtypes and shardings, and returns its leaves; `what` names it in messages.
 
         Raises:
-          ValueError: another structure, shape, dtype or place.
+          ValueError: the structure, or a leaf's shape, dtype or sharding, is not the expected one.
         """
         leaves, treedef = jax.tree.flatten(tree)
         if treedef != self._treedef:
@@ -87,15 +96,18 @@ class Expected:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def sums(self, leaves: Sequence[Array]) -> Any:
-        """Sums the leaves on every device, the same result on all; all processes of the mesh must call it."""
+        """Computes the checksums of all leaves on every device, as `Sums` replicated over the mesh.
+
+        All processes of the mesh must call it.
+        """
         return self._program(leaves)
 
     def fold(self, sums_Wl: Any) -> tuple[list[int], list[int]]:
-        """Reads (checksum of every leaf, leaves whose replicas differ)."""
+        """Reads the result of `sums`; returns (checksum of every leaf, positions of leaves whose replicas differ)."""
         return fold(read(sums_Wl), self._layouts)
 
     def totals(self, sums_Wl: Any, version: int) -> list[int]:
-        """Sums every leaf about to be sent.
+        """Returns the checksum of every leaf that is about to be sent, from the result of `sums`.
 
         Raises:
           WeightMismatchError: replicas of a leaf differ.
@@ -113,24 +125,24 @@ class Expected:
 
 
 class Ledger:
-    """Keeps the checksums of the last versions sent, and compares arrived weights with them."""
+    """Keeps the checksums of the last VERSIONS_KEPT published versions, and compares arrived weights with them."""
 
     def __init__(self, target: Expected):
         self._target = target
         self._published: OrderedDict[int, list[int]] = OrderedDict()
 
     def enter(self, version: int, totals: list[int]) -> None:
-        """Records the checksums of a version; forgets old versions."""
+        """Records the checksum of every leaf of a version; forgets the oldest versions."""
         self._published[version] = totals
         self._published.move_to_end(version)
         while len(self._published) > VERSIONS_KEPT:
             self._published.popitem(last=False)
 
     def verify(self, policy: Policy) -> None:
-        """Compares a policy's weights with those published under its version.
+        """Compares a policy's weights with the checksums recorded under its version.
 
         Raises:
-          WeightMismatchError: another version, or leaves that differ, by name.
+          WeightMismatchError: the version is not recorded, or leaves differ; the error names them.
         """
         if policy.version not in self._published:
             kept = ", ".join(map(str, self._published)) or "none"
@@ -150,7 +162,7 @@ class Ledger:
 
 
 def read(values: Any) -> np.ndarray:
-    """Reads checksums or a version to the host: the only values of a publish that are read there."""
+    """Reads checksums or a version to the host; a publish reads no other values there."""
     with jax.transfer_guard_device_to_host("allow"):
         return np.asarray(values)
 
@@ -158,10 +170,17 @@ def read(values: Any) -> np.ndarray:
 def checksum_program(
     shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype], shardings: Sequence[NamedSharding], mesh: Mesh
 ) -> Callable[[Sequence[Array]], Sums]:
-    """Compiles a program that sums every leaf on every device of `mesh`; leaves are cast to `dtypes` first.
+    """Compiles a program that computes the checksum of every leaf's shard on every device of `mesh`.
+
+    Args:
+      shapes: global shape of each leaf.
+      dtypes: dtype that each leaf is cast to before its checksum is computed.
+      shardings: sharding of each leaf on `mesh`.
+      mesh: mesh of all leaves.
 
     Returns:
-      leaves -> one row per device in mesh order, one column per leaf, the same on all devices.
+      A function of the leaves that returns one row per device in mesh order and one column per leaf, replicated over
+      the mesh.
     """
     specs = [s.spec for s in shardings]
     layouts = [Layout.of(s, len(shape)) for s, shape in zip(shardings, shapes, strict=True)]
@@ -179,7 +198,7 @@ def checksum_program(
 
 
 def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
-    """Combines device sums: (checksum of every leaf, leaves whose replicas differ from each other)."""
+    """Combines the devices' sums; returns (checksum of every leaf, positions of leaves whose replicas differ)."""
     totals: list[int] = []
     torn: list[int] = []
     for i, layout in enumerate(layouts):
@@ -192,7 +211,7 @@ def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[Layout]) -> tuple
 
 
 def _starts(layout: Layout, shape: Sequence[int], index: Sequence[Array]) -> list[Any]:
-    """Returns where the shard of the device at mesh position `index` begins in the whole leaf."""
+    """Returns the start, in the whole leaf, of the shard of the device whose mesh coordinates are `index`."""
     starts: list[Any] = []
     for axes, size in zip(layout.dims, shape, strict=True):
         block: Any = 0

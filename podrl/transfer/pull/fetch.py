@@ -22,33 +22,35 @@ _POLL_S = 0.02
 
 
 class TransferTimeoutError(RuntimeError):
-    """A trainer process did not answer in time; the message names it and the stage."""
+    """A trainer process did not answer in time; the message names the process and the stage."""
 
 
 class VersionGoneError(RuntimeError):
-    """The trainer no longer holds the version; a newer one is available."""
+    """The trainer no longer holds the requested version; a newer version is available."""
 
 
 class _AgainError(Exception):
-    """The trainer restarted or forgot this receiver, which must join again."""
+    """The trainer restarted or has forgotten this receiver, which must join again."""
 
 
 class PullReceiver:
     """Pulls one tree, version after version; the counterpart of `ServedTree`.
 
-    Every process of the rollout cluster makes one and calls `receive` in the same order; each pulls what its own
-    devices hold, and the checksums are compared over the whole rollout mesh.
+    Every process of the rollout cluster makes a receiver and calls `receive` in the same order. Each process pulls the
+    boxes that its own devices need; the checksums are compared over the whole rollout mesh.
     """
 
     def __init__(self, name: str, target: PyTree, ask: Ask, *, timeout: float = 300.0):
-        """Args:
-          name: which of the trainer's trees.
-          target: ShapeDtypeStructs with the shardings and dtypes of the rollout, all on one mesh.
-          ask: the channel to the trainer processes.
-          timeout: seconds a `receive` may take, waiting for the version included.
+        """Describes the target tree; sends no request yet.
+
+        Args:
+          name: name under which the trainer serves the tree.
+          target: tree of ShapeDtypeStructs with the shardings and dtypes of the rollout, all on one mesh.
+          ask: function that sends a request to a trainer process.
+          timeout: seconds that a `receive` may take, the wait for the version included.
 
         Raises:
-          ValueError: leaves on several meshes.
+          ValueError: the leaves lie on several meshes.
         """
         self._name, self._ask_process, self._timeout = name, ask, timeout
         flat, treedef = jax.tree_util.tree_flatten_with_path(target)
@@ -66,15 +68,17 @@ class PullReceiver:
             self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
 
     def receive(self, version: int | None, *, replacing: PyTree | None = None) -> Policy:
-        """Pulls the weights of a version from the trainer and compares them with those offered there.
+        """Pulls the weights of a version from the trainer, and checks that every leaf arrived unchanged.
 
         Args:
-          version: the one wanted, waited for if it is not there yet; None for the newest, on a rollout of one process.
-          replacing: as of `Publisher.publish`.
+          version: version to pull; the call waits until the trainer offers it. None for the newest version, only on a
+            rollout of one process.
+          replacing: weights of an earlier policy that nobody uses any more, not even if this call fails: the new
+            weights take their memory, leaf by leaf. None leaves all earlier policies as they are.
 
         Raises:
-          VersionGoneError: the trainer has gone on and does not hold it any more.
-          TransferTimeoutError: not in time; names the trainer process and the stage.
+          VersionGoneError: the trainer no longer holds the version.
+          TransferTimeoutError: the version did not arrive in time; the error names the trainer process and the stage.
           ValueError: trainer and rollout hold different models.
           WeightMismatchError: a leaf arrived changed.
         """
@@ -101,12 +105,13 @@ class PullReceiver:
         return policy
 
     def await_version(self, version: int) -> None:
-        """Waits until the trainer offers a version or a newer one, and pulls nothing; may be called on any thread.
+        """Waits until the trainer offers a version or a newer one, without pulling it; may be called on any thread.
 
-        Trainer processes compute a version's checksums together, so process 0 has it when all have.
+        Only process 0 is asked: trainer processes compute a version's checksums together, so when process 0 has a
+        version, all have it.
 
         Raises:
-          TransferTimeoutError: not in time.
+          TransferTimeoutError: the version was not offered in time.
         """
         if not self._shardings:
             return
@@ -124,7 +129,11 @@ class PullReceiver:
                 time.sleep(_POLL_S)
 
     def verify(self, policy: Policy) -> None:
-        """Compares a policy's weights with those offered under its version, as `Publisher.verify`."""
+        """Compares a policy's weights with the checksums that the trainer sent for its version.
+
+        Raises:
+          WeightMismatchError: the version was not pulled or is too old, or leaves differ; the error names them.
+        """
         self._ledger.verify(policy)
 
     def _ask(self, process: int, op: str, /, **fields: Any) -> Words:
@@ -144,7 +153,7 @@ class PullReceiver:
     def _pull(
         self, joined: "_Joined", version: int, replacing: Sequence[Array] | None
     ) -> tuple[list[Array], list[int]]:
-        """Pulls all leaves of a version, and the checksums sent with them."""
+        """Pulls a version; returns (leaves, checksum of every leaf as the trainer computed it)."""
         pull = _Pull(joined, version, self._name, self._start)
         leaves = drive(pull, None, replacing=replacing)
         for process, trainer in joined.trainers.items():
@@ -153,7 +162,7 @@ class PullReceiver:
 
 
 class _Asked:
-    """A request to a trainer process, repeated while the trainer has no answer yet."""
+    """A request to a trainer process that is repeated while the trainer answers that it has nothing yet."""
 
     def __init__(self, ask: Ask, process: int, request: Words, deadline: float, timeout: float):
         self._ask, self.process, self._request = ask, process, request
@@ -164,17 +173,20 @@ class _Asked:
         """Waits for the reply until the deadline.
 
         Raises:
-          TransferTimeoutError: the trainer process does not have what was asked for, by what it said last.
-          LateError: it has said nothing.
+          TransferTimeoutError: the trainer process has answered, but does not offer the requested version yet.
+          LateError: the trainer process has not answered at all.
+          VersionGoneError: the trainer process no longer holds the version.
+          ValueError: the trainer process refuses the request as invalid.
+          _AgainError: the trainer process does not know this receiver.
         """
         name, asked = self._request["tree"], self._request
         what = f"trainer process {self.process}: {asked['op']} of {name!r}"
-        held: Sequence[int] | None = None  # the trainer's versions as of its last reply, without the one asked for
+        held: Sequence[int] | None = None  # the versions that the trainer had at its last reply; None before a reply
         while True:
             left = self._deadline - time.monotonic()
             try:
                 message = self._reply.wait(max(left, _POLL_S), what)
-            except LateError:  # also a trainer that has nothing yet may answer late at the very end
+            except LateError:  # a trainer that had nothing at its last reply may be late with the next one
                 if held is None:
                     raise
                 raise self._not_offered(held) from None
@@ -209,10 +221,10 @@ class _Bucket:
     """A bucket that is being pulled.
 
     Attributes:
-      leaves: positions in the plan.
-      part: part of the bucket's only leaf; None where leaves move whole.
-      asked: by trainer process that has some of its boxes: the request, and the boxes asked for as (leaf, number of the
-        box).
+      leaves: positions of the bucket's leaves in the plan.
+      part: number of the part of the bucket's only leaf; None if leaves move whole.
+      asked: (request, requested boxes as (leaf, number of the box)) for each trainer process that has boxes of the
+        bucket.
     """
 
     leaves: Sequence[int]
@@ -224,10 +236,10 @@ class _Pull:
     """The transport of one version: `send` requests a bucket's boxes from trainer processes, `land` waits for them.
 
     Attributes:
-      totals: the checksum of every leaf, from the first reply.
+      totals: checksum of every leaf, from the first reply; empty before.
     """
 
-    in_flight = 4  # as many replies are encrypted and sent side by side
+    in_flight = 4  # so four replies are encrypted and sent side by side
     overwrites = False
 
     def __init__(self, joined: "_Joined", version: int, name: str, start: Callable[..., _Asked]):
@@ -245,14 +257,14 @@ class _Pull:
         return _Bucket(chosen, part, asked)
 
     def land(self, move: Move, sent: _Bucket) -> None:
-        """Waits for a bucket, copies its boxes to all devices that need them, and joins them."""
+        """Waits for a bucket, copies its boxes to all local devices that need them, and joins them into leaves."""
         boxes: dict[tuple[int, int], Array] = {}
         for request, keys in sent.asked:
             message = request.result()
             self._compare(request.process, message.value["totals"])
             arrays = [self._box(i, piece) for (i, _), piece in zip(keys, message.bulk, strict=True)]
             devices = [self._joined.arrival[i][k] for i, k in keys]
-            # A copy even on CPU: what borrows numpy's memory can be handed on to nobody who donates it.
+            # A copy even on CPU: an array that borrows numpy's memory must not reach code that donates it.
             boxes.update(zip(keys, jax.device_put(arrays, devices, may_alias=False), strict=True))
         jax.block_until_ready(self._joined.joiner.join(self._joined.spread(sent.leaves, boxes), sent.part, move.out))
 
@@ -273,9 +285,12 @@ class _Joined:
     """The plan agreed with the trainers, and each box's source and targets.
 
     Attributes:
-      trainers: by trainer process, the fields of every request to it: its session, this receiver's number.
-      mine: by trainer process and leaf, the numbers of the boxes that it offers.
-      arrival: by leaf and box, the device that the box is pulled to: the first of those that want it.
+      versions: versions that trainer 0 offered when this process joined.
+      trainers: fields of every request to a trainer process, by that process: its session, this receiver's number.
+      plan: the transfer plan.
+      joiner: joins pulled boxes into shards.
+      mine: numbers of the boxes to pull from a trainer process, by process and leaf.
+      arrival: device that each box is pulled to, by leaf and box: the first local device that needs the box.
     """
 
     def __init__(
@@ -301,7 +316,15 @@ class _Joined:
             self.arrival.append([devices[at // reads.box_WM.shape[1]] for at in first_K.tolist()])
 
     def spread(self, leaves: Sequence[int], boxes: Mapping[tuple[int, int], Array]) -> Mapping[int, Slots]:
-        """Copies the boxes of some leaves to every local device that needs them, slot by slot."""
+        """Copies the pulled boxes of some leaves to every local device that needs them.
+
+        Args:
+          leaves: positions of the leaves.
+          boxes: pulled boxes by (leaf, number of the box).
+
+        Returns:
+          The boxes by leaf, slot and device, as `Joiner.join` takes them.
+        """
         keys = [(i, w, m) for i in leaves for w, m in np.ndindex(self._reads[i].box_WM.shape)]
         pieces = [boxes[i, int(self._reads[i].box_WM[w, m])] for i, w, m in keys]
         away = [n for n, (i, w, m) in enumerate(keys) if self._arrival_of(i, w, m) is not self._devices[w]]

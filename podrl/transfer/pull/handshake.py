@@ -1,7 +1,7 @@
-"""The messages by which two clusters agree on a pull: the layouts of both, and the boxes each process pulls.
+"""The messages by which two clusters agree on a pull: the layouts of both, and the boxes that each process pulls.
 
-Device ids of two clusters mean nothing to each other, so both speak of positions in their meshes and of the process
-that owns each position. From the two descriptions either side makes the same plan.
+The device ids of one cluster mean nothing to the other, so the messages name positions in a mesh and the process that
+owns each position. From the two descriptions both sides make the same plan.
 """
 
 import dataclasses
@@ -17,25 +17,30 @@ from podrl.runtime.message import Message
 from podrl.transfer.plan import Layout, LeafPlan, Placed, Plan, make_plan, row_major
 from podrl.types import PyTree
 
-Words = Mapping[str, Any]  # of a request or a reply: what JSON holds
+Words = Mapping[str, Any]  # content of a request or a reply, as JSON
 
 
 class Reply(Protocol):
-    """The pending answer of a trainer process."""
+    """An answer of a trainer process that has not arrived yet."""
 
     def wait(self, deadline_s: float, what: str) -> Message:
-        """Waits for the answer; its bulk holds the boxes, if a bucket was requested.
+        """Waits for the answer; its bulk holds the boxes if a bucket was requested.
+
+        Args:
+          deadline_s: the longest wait, in seconds.
+          what: description of the request, for the error's message.
 
         Raises:
-          ChannelError, OSError: none within `deadline_s`; `what` is said of it. OSError: it may be asked again.
+          ChannelError: no answer within the deadline, or the request was refused.
+          OSError: no answer, but the request may be repeated.
         """
         ...
 
 
 class Ask(Protocol):
-    """Asks a trainer process, several at once if needed; `PullServer.answer` replies.
+    """A function that sends a request to a trainer process, where `PullServer.answer` replies; does not wait for it.
 
-    The channel encrypts, and authenticates both ends.
+    The channel encrypts the messages and authenticates both ends.
     """
 
     def __call__(self, process: int, request: Words) -> Reply: ...
@@ -46,12 +51,12 @@ class Side:
     """A tree on the mesh of one cluster, described for another cluster.
 
     Attributes:
-      paths: place of every leaf in the tree.
-      shapes: global shapes.
-      dtypes: dtypes on the wire.
-      dims: mesh axes, by position, that cut each dimension of each leaf.
+      paths: place of each leaf in the tree.
+      shapes: global shape of each leaf.
+      dtypes: name of each leaf's dtype on the wire.
+      dims: positions of the mesh axes that cut each dimension of each leaf.
       mesh_shape: sizes of the mesh axes.
-      owners: the process of the device at each position of the mesh, row-major.
+      owners: process that owns the device at each position of the mesh, row-major.
     """
 
     paths: tuple[str, ...]
@@ -66,7 +71,7 @@ class Side:
         """Describes arrays or ShapeDtypeStructs placed by NamedSharding on one mesh.
 
         Raises:
-          ValueError: leaves on several meshes, or none at all.
+          ValueError: the leaves lie on several meshes, or the tree has no leaves.
         """
         paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(tree)[0], strict=True)
         meshes = {leaf.sharding.mesh for leaf in leaves}
@@ -88,7 +93,7 @@ class Side:
 
     @classmethod
     def read(cls, message: Words) -> "Side":
-        """Parses `message`; lists become tuples again."""
+        """Builds a Side from the result of `message`; lists become tuples again."""
         return cls(**{field.name: _tuples(message[field.name]) for field in dataclasses.fields(cls)})
 
     @property
@@ -96,7 +101,7 @@ class Side:
         return sorted(set(self.owners))
 
     def positions(self, process: int) -> list[int]:
-        """Returns the mesh positions of a process's devices."""
+        """Lists the mesh positions of a process's devices."""
         return [w for w, owner in enumerate(self.owners) if owner == process]
 
     def layout(self, leaf: int, first_id: int) -> Layout:
@@ -105,10 +110,12 @@ class Side:
 
 
 def pull_plan(source: Side, target: Side, bucket_bytes: int) -> Plan:
-    """Makes the plan, the same on both sides: leaves numbered as in the trees, device ids are mesh positions.
+    """Makes the transfer plan of a pull; both sides make the same one.
+
+    Device ids in the plan are positions in the source mesh, then, counted on, positions in the target mesh.
 
     Raises:
-      ValueError: the trees hold different leaves, or a leaf does not divide by its shards.
+      ValueError: the trees hold different leaves, or a dimension of a leaf does not divide into its shards.
     """
     ours, theirs = (dict(zip(s.paths, zip(s.shapes, s.dtypes, strict=True), strict=True)) for s in (source, target))
     for path in [*ours, *theirs]:
@@ -129,12 +136,12 @@ def pull_plan(source: Side, target: Side, bucket_bytes: int) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """The boxes of one leaf that one process pulls, each once, however many of its devices need it.
+    """The K different boxes of one leaf that one process pulls; each is pulled once, however many devices need it.
 
     Attributes:
-      source_K: mesh position to read each box from.
+      source_K: position in the source mesh of the device that each box is read from.
       slot_K: slot of the box in that device's shard.
-      box_WM: the box that goes to each slot of the shard of each device of the process.
+      box_WM: number of the box, below K, for each slot M of the shard of each device W of the process.
     """
 
     source_K: Int[np.ndarray, " K"]
@@ -150,7 +157,7 @@ class Reads:
         return cls(source_WM.ravel()[first_K], slot_WM.ravel()[first_K], place.reshape(box_WM.shape))
 
     def of_process(self, owners: Sequence[int], process: int) -> Int[np.ndarray, " k"]:
-        """Selects the boxes that a source process has."""
+        """Returns the numbers of the boxes that a source process owns; `owners` is `Side.owners` of the source."""
         return np.flatnonzero(np.asarray(owners)[self.source_K] == process)
 
 

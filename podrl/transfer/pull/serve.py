@@ -1,7 +1,7 @@
 """The trainer's side of the pull transport: keeps the last versions of the weights and serves them to rollouts.
 
-Offering a version does not wait for rollouts: the weights are copied in the rollout dtype, where they lie, and the
-trainer goes on. The boxes of a bucket go into the reply to who asked for it, so one that dies leaves nothing behind.
+Offering a version does not wait for rollouts: each device copies its shards in the rollout dtype, and the trainer goes
+on. The boxes of a bucket are cut for the reply to the process that asked, so a process that dies leaves nothing behind.
 """
 
 import itertools
@@ -31,27 +31,28 @@ _RECEIVERS_KEPT = 64
 class PullServer:
     """Serves all trees of one trainer process, each as a `ServedTree`.
 
-    Call `answer` in the channel's thread, which brings the requests, and `ServedTree.offer` in the thread that trains.
+    Call `answer` on the channel's thread, where requests arrive, and `ServedTree.offer` on the thread that trains.
     """
 
     def __init__(self, *, lease_s: float = 120.0):
-        """Serves nothing yet.
+        """Serves no tree yet.
 
         Args:
-          lease_s: seconds for which a version that somebody began to pull is kept without a sign of life.
+          lease_s: seconds for which a version is kept after a receiver's last request for it, unless the receiver says
+            earlier that it has finished.
         """
         self._session = secrets.token_hex(8)
         self._lease_s = lease_s
         self._trees: dict[str, ServedTree] = {}
 
     def serve(self, name: str, source: PyTree, **options: Any) -> "ServedTree":
-        """Serves a tree under a name; options are those of `ServedTree`."""
+        """Serves a tree under a name; `options` are keyword arguments of `ServedTree`."""
         assert name not in self._trees, name
         self._trees[name] = ServedTree(source, lease_s=self._lease_s, **options)
         return self._trees[name]
 
     def answer(self, request: Message) -> Message:
-        """Answers a request of a `PullReceiver`; an invalid one gets {'error': why}."""
+        """Answers a request of a `PullReceiver`; the answer to an invalid request is {'error': reason}."""
         reply = self._answer(request.value)
         return reply if isinstance(reply, Message) else Message(reply)
 
@@ -77,7 +78,7 @@ class PullServer:
 
 
 class _Held:
-    """One version: its leaves, their checksums, and each receiver's deadline for pulling it."""
+    """A kept version: its leaves, their checksums, and by receiver the time until which the receiver may need it."""
 
     def __init__(self, leaves: Sequence[Array], totals: list[int]):
         self.leaves, self.totals = leaves, totals
@@ -85,7 +86,7 @@ class _Held:
 
 
 class _Receiver:
-    """A process that pulls: the plan for its layout, and the boxes of every leaf it needs from this process."""
+    """A process that pulls: the plan for its layout, and the boxes of every leaf that it needs from this process."""
 
     def __init__(self, source: Side, target: Side, process: int, mesh: Mesh, bucket_bytes: int):
         self.target, self.process = target, process
@@ -115,16 +116,18 @@ class ServedTree:
         bucket_bytes: int | None = None,
         lease_s: float = 120.0,
     ):
-        """Args:
-          source: the parameters, or ShapeDtypeStructs with their shardings; all on one mesh.
-          target_dtype: what floating-point leaves are cast to before they move; None keeps theirs.
-          keep: versions held for receivers that are late. Each costs the tree's size in the target dtype, spread over
-            the trainer mesh; while one is copied, there are no more of them either.
-          bucket_bytes: bound on the bytes a device stages at once; by default by platform.
-          lease_s: as in `PullServer`.
+        """Describes the source tree; offers no version yet.
+
+        Args:
+          source: tree of the parameters, or of ShapeDtypeStructs with their shardings; all on one mesh.
+          target_dtype: type that floating-point leaves are cast to before they move; None keeps their type.
+          keep: number of versions kept for receivers that are late. Each costs the tree's size in the target dtype,
+            spread over the trainer mesh. While a new version is copied it counts among them.
+          bucket_bytes: bound on the bytes that a device stages at once; None chooses it by platform.
+          lease_s: seconds for which a version is kept after a receiver's last request for it.
 
         Raises:
-          ValueError: leaves on several meshes.
+          ValueError: the leaves lie on several meshes.
         """
         self._keep, self._lease_s = keep, lease_s
         flat, treedef = jax.tree_util.tree_flatten_with_path(source)
@@ -153,14 +156,14 @@ class ServedTree:
         """Keeps a version of the parameters for receivers to pull.
 
         Args:
-          params: placed as planned. They survive unless donated.
-          version: the training step that made them, the same on every process.
-          donate: the parameters are given up, each leaf deleted once it has been copied.
-          lasting: the caller never changes nor donates these arrays (a frozen base): they are served where they are,
-            and cast as they are cut.
+          params: the trainer's parameters, placed as in `source`; kept unless donated.
+          version: number of the weights; the same on every process.
+          donate: True to give the parameters up; each leaf is deleted once it has been copied.
+          lasting: True if the caller never changes nor donates these arrays (a frozen base): they are served without a
+            copy, and cast when they are cut.
 
         Raises:
-          ValueError: the parameters are not those the tree was described by.
+          ValueError: the parameters do not have the structure, shapes, dtypes and shardings of `source`.
           WeightMismatchError: replicas of a leaf differ.
         """
         leaves = self._source.check(params, "Parameters")
@@ -176,10 +179,12 @@ class ServedTree:
                 jax.tree.map(lambda x: x.delete(), leaves)
 
     def hold(self, version: int) -> None:
-        """Keeps a version beside those that are kept anyway, until another is held: some pull it at their own time.
+        """Keeps a version, beside the `keep` newest, until `hold` is called for another version.
+
+        For receivers that pull that version at a time of their own.
 
         Raises:
-          ValueError: it is not there.
+          ValueError: other versions are offered, but this one is not.
         """
         with self._lock:
             if self._versions and version not in self._versions:
@@ -187,7 +192,7 @@ class ServedTree:
             self._held = version
 
     def join(self, target: Side, process: int) -> dict[str, Any]:
-        """Answers a receiver with the other side of the plan; 'receiver' is its number from now on."""
+        """Registers a receiver; returns its number as 'receiver' and the source's description, from which it plans."""
         with self._lock:
             same = (r for r in self._receivers.values() if (r.target, r.process) == (target, process))
             receiver = next(same, None) or _Receiver(self._side, target, process, self._mesh, self._bucket_bytes)
@@ -203,9 +208,17 @@ class ServedTree:
             }
 
     def bucket(self, number: int, version: int, bucket: int, part: int) -> Message | Words:
-        """Answers with one bucket of a version, its boxes as bulk, and the checksums of all leaves.
+        """Cuts one bucket of a version for a receiver.
 
-        Instead: 'rejoin' if the receiver is unknown, 'wait' if the version is not there yet, 'gone' if it no longer is.
+        Args:
+          number: number of the receiver.
+          version: version to cut.
+          bucket: number of the bucket in the plan.
+          part: number of the part of the bucket's only leaf; 0 if leaves move whole.
+
+        Returns:
+          The boxes as bulk, and the checksums of all leaves. Without boxes 'rejoin' if the receiver is unknown, 'wait'
+          if the version is not offered yet, or 'gone' if it is no longer offered.
         """
         with self._lock:
             if (receiver := self._receivers.get(number)) is None:
@@ -223,7 +236,7 @@ class ServedTree:
         return Message({"totals": held.totals}, bulk=[as_bytes(array) for array in on_host])
 
     def end(self, number: int) -> dict[str, Any]:
-        """Ends a receiver's claim on the versions it has pulled."""
+        """Ends the leases of a receiver that has finished its pull."""
         with self._lock:
             for held in self._versions.values():
                 held.leases.pop(number, None)
@@ -232,11 +245,15 @@ class ServedTree:
 
     @property
     def versions(self) -> list[int]:
-        """Lists versions that can be pulled."""
+        """Lists the versions that can be pulled, oldest first."""
         return list(self._versions)
 
     def _trim(self, coming: int | None = None) -> None:
-        """Drops the oldest versions that nobody is pulling or holds, and makes room for one that is coming."""
+        """Drops the oldest versions beyond `keep` that no receiver is pulling and `hold` does not keep.
+
+        Args:
+          coming: version that is about to be offered and needs room; None for no new version.
+        """
         now = time.monotonic()
         kept = [version for version in self._versions if version not in (coming, self._held)]
         room = self._keep - (coming is not None)
