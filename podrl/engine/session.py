@@ -113,7 +113,7 @@ class _Flight:
     """A launched dispatch whose results have not been read.
 
     Attributes:
-      emitted: its results on the device.
+      emitted: results of the dispatch, on the device.
       lanes: (sample, lane over all shards, the sample's epoch at the launch) of each lane in use.
       version: version of the weights.
       launched: time of the launch, seconds of `time.perf_counter`.

@@ -1,4 +1,4 @@
-"""Batches in flight in one process: groups of samples, made while other batches train."""
+"""Batches in flight in a single process: groups of samples that are made while other batches train."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ class Batch:
     """A batch in flight.
 
     Attributes:
-      result: waits for the batch, and returns it.
-      complete: returns what a checkpoint between windows holds of it.
+      result: function that waits for the batch and returns it.
+      complete: function that returns the batch's part of a checkpoint; call it between windows only.
     """
 
     result: Callable[[], Any]
@@ -29,20 +29,22 @@ class Batch:
 
 
 def ready(value: Any) -> Batch:
-    """Makes a batch that needs no waiting: restored from a checkpoint, or read from data."""
+    """Wraps a batch that is complete already: restored from a checkpoint, or read from data."""
     return Batch(lambda: value, lambda: value)
 
 
 class Batches:
     """Makes batches of groups on one thread, window after window, as a clock decides.
 
-    A window begins when a batch is first asked for: all that is drawn in it has been submitted by then, and a
-    checkpoint before that finds every open sample at the begin of a window. By the clock of tokens it ends when samples
-    have drawn what they may; a group is a whole batch. By the wall clock `end_window` has all samples rest after the
-    dispatches that are launched; a group is one prompt. Keys and values are computed anew in the next window.
+    A window begins when the caller first waits for a batch after `publish`. By then all prompts of the window have been
+    submitted, and a checkpoint taken earlier finds every open sample at the begin of a window. Keys and values are
+    computed anew in every window.
 
-    By the wall clock, steps that the journal knows are repeated from it, whatever the time is: those of a run that was
-    killed after its newest checkpoint, and those of podrl.replay.
+    By the clock of tokens, a group is a whole batch, and a window ends when all samples have drawn the tokens that they
+    may. By the wall clock, a group is one prompt, and `end_window` stops all samples after the launched dispatches.
+
+    By the wall clock, steps that are in the journal are repeated from it without regard to time: the steps of a run
+    that was killed after its newest checkpoint, and the steps of podrl.replay.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class Batches:
         """Begins nothing yet.
 
         Args:
-          generator: a podrl.learner.generation.Generator; where one version draws all samples, what makes a batch.
-          thread: the thread that uses the rollout mesh.
-          run: the watchdog.
-          clock: decides where samples stop, which groups make a batch, and which are asked again.
+          generator: a podrl.learner.generation.Generator; if one version draws all samples, any function that makes a
+            batch.
+          thread: the one thread that uses the rollout mesh.
+          run: the run, whose watchdog observes the waits.
+          clock: decides at which tokens samples stop, which groups make a batch, and which prompts are asked again.
           size: number of prompts of a batch.
         """
         self._thread, self._run, self._clock, self._size = thread, run, clock, size
@@ -71,12 +74,20 @@ class Batches:
         self._open = OpenGroups(clock, size, self._group, **cuts)
         self._waited: dict[int, Future[Sequence[OwnGroup]]] = {}  # by step
         self._at = 0  # the newest version
-        self._next: Policy | None = None  # of the next window
-        self._playing = Policy({}, -1)  # of the window; of the thread
+        self._next: Policy | None = None  # the next window's policy; None once that window has begun
+        self._playing = Policy({}, -1)  # the policy of the window that the thread plays
         self._failed: BaseException | None = None
 
     def resume(self, step: int, pending: Sequence[Experience | Partial]) -> list[Batch]:
-        """Takes over the batches of steps from `step` on that a checkpoint holds: made, or their open groups."""
+        """Takes over the batches of a checkpoint.
+
+        Args:
+          step: number of steps that are done, which is the step of the first batch.
+          pending: the batches of this step and of those after it: finished ones, or the open groups of a batch.
+
+        Returns:
+          The batches in flight, in the order of their steps.
+        """
         self._at = step
         for i, batch in enumerate(pending):
             if isinstance(batch, Partial):
@@ -88,21 +99,30 @@ class Batches:
         return [self._batch(step + i) for i in range(len(pending))]
 
     def submit(self, prompts: Prompts, step: int) -> Batch:
-        """Opens the groups of the prompts of a step's batch, to be begun with the next window."""
+        """Opens the groups of a batch, which the next window begins.
+
+        Args:
+          prompts: prompts of the batch.
+          step: the step that trains on the batch.
+        """
         self._open.submit(prompts, step)
         return self._batch(step)
 
     def end_window(self) -> None:
-        """Frees the thread, to move weights: by the wall clock has all samples rest."""
+        """Ends the window, so that the thread is free to move weights; by the wall clock, stops all samples."""
         self._halt.set()
         self._player.end_window()
 
     def publish(self, policy: Policy) -> None:
-        """Gives the policy of the next window."""
+        """Sets the policy of the next window."""
         self._next, self._at = policy, policy.version
 
     def result(self, step: int) -> Experience:
-        """Waits for a batch, after the window was begun that belongs to the newest policy."""
+        """Begins the window of the newest policy, unless it has begun, and waits for the batch of a step.
+
+        Raises:
+          Exception: any error of the thread.
+        """
         if self._next is not None:
             self._halt.clear()
             self._player.begin_window()
@@ -117,9 +137,10 @@ class Batches:
         return dataclasses.replace(made, counts={**made.counts, **self._open.counts(step)})
 
     def state(self, step: int) -> Experience | Partial:
-        """Returns what there is of a batch, between windows.
+        """Returns a batch's part of a checkpoint: the batch, or its open groups; call it between windows only.
 
-        By the wall clock that is a part of the open groups: as many as the batch will have.
+        By the wall clock it is not decided which groups the batch will have. So each batch gets a part of the open
+        groups, as many as a batch has; the last batch gets all groups that are left.
         """
         if self._failed is not None:
             raise self._failed
@@ -131,11 +152,11 @@ class Batches:
         return dataclasses.replace(group.part(step), longest=self._clock.state(self._at))
 
     def closing(self) -> None:
-        """Ends the thread's work, whatever it is."""
+        """Makes the thread stop after the launched dispatches."""
         self._closing.set()
 
     def close(self) -> None:
-        """Gives up what is open."""
+        """Cancels every open sample."""
         for group in self._open.groups:
             self._player.give_up(group)
 
@@ -148,10 +169,10 @@ class Batches:
         self._waited[step] = Future()
         return Batch(functools.partial(self.result, step), functools.partial(self.state, step))
 
-    # On the thread.
+    # Methods of the thread.
 
     def _play(self, policy: Policy) -> None:
-        """Plays a window: to its end, or until the next weights are there."""
+        """Plays a window to its end; by the wall clock, until `end_window`."""
         if self._failed is not None:
             return
         step, self._playing = policy.version, policy
@@ -172,9 +193,10 @@ class Batches:
         return self._halt.is_set() or self._closing.is_set()
 
     def _take(self, *, over: bool = False) -> None:
-        """Makes the batch of this window's step of groups that have ended, if there are enough and none is waited for.
+        """Makes the batch of this window's step, if enough groups have ended and the clock waits for no other group.
 
-        `over` as in WallClock.batch.
+        Args:
+          over: whether sampling for the batch has ended (`WallClock.batch`).
         """
         step = self._playing.version
         future = self._waited.get(step)

@@ -1,4 +1,4 @@
-"""Plays groups of samples, window after window: for one process, and for a rollout host of a pod."""
+"""Plays groups of samples, window after window, in a single process or on a rollout host of a pod."""
 
 import dataclasses
 import time
@@ -13,7 +13,8 @@ from podrl.rollout.partial import Partial, of_tracks
 from podrl.rollout.points import Points, points
 from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 
-# 'wall': the wall clock; 'windows': the clock of tokens, several versions draw a sample; 'whole': one version does.
+# 'wall': the wall clock. 'windows': the clock of tokens, where several versions draw a sample. 'whole': the clock of
+# tokens, where one version draws all samples of a batch in one call.
 Mode = Literal["wall", "windows", "whole"]
 
 
@@ -22,12 +23,12 @@ class OwnGroup(Group):
     """A group whose samples this process makes.
 
     Attributes:
-      making: the samples (podrl.learner.generation.Making); None where one version draws them all, in one call.
-      recorded: the journal's entry of the group, which its samples must become; None where there is none.
-      since: the first version of the weights that draws the group here from now on, where it is `fixed`.
-      taken: True once a batch holds the group.
-      told: True once the leader of a pod knows that the group has ended.
-      told_drawn: True once the leader of a pod knows the oldest version that drew a token.
+      making: the samples (podrl.learner.generation.Making); None if one version draws all of them in one call.
+      recorded: the journal's entry of the group, which the samples must reproduce; None if the journal has none.
+      since: first version of the weights under which this process still has to play the group, if it is `fixed`.
+      taken: whether a batch holds the group.
+      told: whether the leader of a pod knows that the group has ended.
+      told_drawn: whether the leader of a pod knows the oldest version that drew one of the group's tokens.
     """
 
     making: Any
@@ -39,7 +40,7 @@ class OwnGroup(Group):
 
     @property
     def fixed(self) -> bool:
-        """True where it is known which version draws which tokens."""
+        """True if it is decided beforehand which version draws which tokens."""
         return self.recorded is not None
 
     @property
@@ -57,7 +58,7 @@ class OwnGroup(Group):
         return self.making.player.state()
 
     def sessions(self, version: int) -> list[Points]:
-        """Lists where the samples of a fixed group stop in each session of a version."""
+        """Lists, for each session of a version, the points at which the samples of a fixed group stop."""
         assert self.recorded is not None
         return sessions_of(self.recorded, version)
 
@@ -74,18 +75,18 @@ class OwnGroup(Group):
         return {"index": self.index, "asked": self.asked, "runs": runs, "tokens": tokens, "late": late}
 
     def check(self) -> None:
-        """Raises ValueError if the group, which has ended, has not become what a batch holds of it."""
+        """Raises ValueError if a batch holds the group, and its samples differ from the journal's entry of it."""
         if self.taken and self.record() != self.recorded:
             raise ValueError(f"prompt {self.index}, taken over, does not become what it was: {self.recorded}")
 
 
 @dataclasses.dataclass(eq=False)
 class TokenGroup(OwnGroup):
-    """A group by the clock of tokens: the prompts of a batch that one process makes.
+    """A group by the clock of tokens: the prompts of a batch whose samples one process makes.
 
     Attributes:
-      quantum: number of tokens that a sample draws in a window, but for the last; 0 where one version draws all.
-      made: the experience, once the group has ended.
+      quantum: number of tokens that a sample draws in each window but the last; 0 if one version draws all its tokens.
+      made: experience of the group; None as long as the group has not ended.
     """
 
     quantum: int = 0
@@ -107,7 +108,10 @@ class TokenGroup(OwnGroup):
         return [points(stop_at(self.asked, version, self.quantum))]
 
     def part(self, step: int) -> Partial:
-        """Copies the samples as they are, for a checkpoint; dynamic sampling may take prompts that have none yet."""
+        """Copies the samples as they are, for a checkpoint.
+
+        With dynamic sampling the last prompts may not have been asked yet: these have no samples.
+        """
         del step
         asked = len(self.making.player.request.prompts.length_P)
         part = of_tracks(self.prompts, self.states(), asked=asked, step=self.asked, quantum=self.quantum)
@@ -117,8 +121,9 @@ class TokenGroup(OwnGroup):
 class GroupPlayer:
     """Plays groups through the windows of versions, on the thread that uses the rollout mesh.
 
-    Window w lasts from the publication of version w to the next. Groups of which it is known where each sample stops
-    are played first, and to the end: by the clock of tokens all are, by the wall clock those that the journal has.
+    Window w lasts from the publication of version w to the publication of version w + 1. Fixed groups, whose samples
+    stop at points that are decided beforehand, are played first and without interruption. By the clock of tokens all
+    groups are fixed; by the wall clock the groups in the journal are.
     """
 
     def __init__(
@@ -133,17 +138,18 @@ class GroupPlayer:
         """Plays nothing yet.
 
         Args:
-          generator: a podrl.learner.generation.Generator; where one version draws all samples, what makes a batch.
-          mode: see Mode.
+          generator: a podrl.learner.generation.Generator; if one version draws all samples, any function that makes a
+            batch.
+          mode: clock, and number of versions that draw a sample (`Mode`).
           weights: returns the weights of a version.
-          took: called when a group may have ended.
-          closed: True once nothing more is to be played.
+          took: function that is called when a group may have ended.
+          closed: returns True once nothing more may be played.
         """
         self._generator, self._mode = generator, mode
         self._weights, self._took, self._closed = weights, took, closed
         self._made_at = time.monotonic()
-        self._began: float | None = None  # when the window was
-        self._window_s: float | None = None  # of the window before this one
+        self._began: float | None = None  # time at which the present window began
+        self._window_s: float | None = None  # seconds of the window before the present one
 
     def open(
         self,
@@ -158,13 +164,13 @@ class GroupPlayer:
         since: int = 0,
         taken: bool = False,
     ) -> OwnGroup:
-        """Opens a group, to be begun with the next window; arguments as the attributes of OwnGroup and TokenGroup."""
+        """Opens a group, which the next window begins; arguments are the attributes of OwnGroup and TokenGroup."""
         making = None if self._mode == "whole" else self._generator.begin(prompts, asked, origin)
         own = (prompts, number, asked, repeated, origin, making, recorded, since, taken)
         return OwnGroup(*own) if self._mode == "wall" else TokenGroup(*own, quantum=quantum)
 
     def give_up(self, group: OwnGroup) -> None:
-        """Ends what a group has under way."""
+        """Cancels the open samples of a group."""
         if group.making is not None:
             self._generator.give_up(group.making)
 
@@ -179,15 +185,16 @@ class GroupPlayer:
         self._began = None
 
     def made(self, groups: Sequence[OwnGroup], step: int, position: bytes) -> Experience:
-        """Returns the experience of groups that have ended, as (a part of) the batch of a step.
+        """Returns the experience of groups that have ended, as the batch of a step or a part of it.
 
         Args:
-          groups: by the clock of tokens one group.
+          groups: the groups; by the clock of tokens exactly one.
           step: the step that trains on them.
-          position: by the wall clock, state of the data for a checkpoint that holds no open groups.
+          position: state of the data, as JSON bytes, for a checkpoint that holds no open groups; unused by the clock
+            of tokens.
 
         Raises:
-          BatchError: a reward function, or too many samples, failed.
+          BatchError: a reward function failed, or too many samples did.
         """
         if isinstance(groups[0], TokenGroup):
             assert groups[0].made is not None
@@ -199,16 +206,16 @@ class GroupPlayer:
         made = dataclasses.replace(made, rollouts=dataclasses.replace(made.rollouts, prompts=prompts))
         return made if self._window_s is None else noted(made, {"time/window": self._window_s})
 
-    # On the thread.
+    # Methods for the thread that uses the rollout mesh.
 
     def play(self, groups: Iterable[OwnGroup], version: int, *, halt: Callable[[], bool], repeats: bool) -> None:
-        """Plays a window.
+        """Plays the groups through a window: the fixed groups first, then the others.
 
         Args:
           groups: the open groups.
-          version: the version of the weights.
-          halt: True once samples that are not fixed are to rest, after the dispatches that are launched.
-          repeats: whether only fixed groups are played: the window is repeated from the journal.
+          version: version of the weights.
+          halt: returns True once the samples of groups that are not fixed must stop, after the launched dispatches.
+          repeats: whether the window is repeated from the journal, so that only fixed groups are played.
         """
         groups = list(groups)
         for together in self._in_order(groups, version):
@@ -217,9 +224,10 @@ class GroupPlayer:
             self._play_on([group for group in groups if not group.fixed and not group.ended], version, halt)
 
     def repeat(self, groups: Sequence[OwnGroup], version: int) -> None:
-        """Plays fixed groups through a window, session by session: nothing else interrupts them.
+        """Plays fixed groups through a window, session by session, without other interruptions.
 
-        An interruption would be another session, in which samples have other last bits than those recorded.
+        A further interruption would begin another session, whose prefill gives the samples other last bits than the
+        recorded samples have.
         """
         known = [group for group in groups if group.since <= version and not group.ended]
         if not known or self._closed():
@@ -242,7 +250,10 @@ class GroupPlayer:
             self._generator.play(rows, self._weights(version), halt=halt, took=self._took)
 
     def _in_order(self, groups: Sequence[OwnGroup], version: int) -> list[list[OwnGroup]]:
-        """Lists the fixed groups that are played together, in order: by tokens those that train at once go first."""
+        """Splits the fixed groups into sets that are played together, and puts these in order.
+
+        By the clock of tokens, the groups of the batch that trains next go first.
+        """
         fixed = [group for group in groups if group.fixed]
         if self._mode == "wall":
             return [fixed]
@@ -252,7 +263,7 @@ class GroupPlayer:
         return [[g for g in fixed if g.asked <= version], [g for g in fixed if g.asked > version]]
 
     def _finish(self, group: TokenGroup, policy: Policy) -> None:
-        """Completes a group by the clock of tokens after the last window that draws it."""
+        """Makes the experience of a group by the clock of tokens, if this window is the last one that draws it."""
         if self._mode == "whole":
             group.made = self._generator(group.prompts, policy, group.asked)
         elif policy.version >= last_window(group.asked):
@@ -261,10 +272,10 @@ class GroupPlayer:
 
 
 def noted(experience: Experience, worked: Mapping[str, float]) -> Experience:
-    """Adds what is known of a window to the metrics of a batch, such as the seconds that it took, `time/window`."""
+    """Adds metrics of a window to a batch, such as its seconds, `time/window`."""
     return dataclasses.replace(experience, counts={**experience.counts, **worked})
 
 
 def longest_of(experience: Experience) -> int:
-    """Returns the most tokens that a sample of a batch drew."""
+    """Returns how many tokens the longest sample of a batch drew."""
     return int(experience.rollouts.mask_BT.sum(axis=1).max(initial=0))
