@@ -1,4 +1,4 @@
-"""A batch between two windows, as a checkpoint and other hosts hold it: what its samples have drawn so far."""
+"""A batch between two windows, for a checkpoint or another host: the tokens that its samples have drawn so far."""
 
 import copy
 import dataclasses
@@ -13,8 +13,8 @@ from podrl.engine.session import Track
 from podrl.runtime.message import Message
 from podrl.types import TOKENS, Prompts
 
-_ROUTES = ("route_YX", "route_B")  # rows that only samples with recorded routes have
-_FIELDS = ("sampled", "limit", "stop", "paused", "first", "text", "breaks")  # of a sample's record, as JSON
+_ROUTES = ("route_YX", "route_B")  # names of rows that exist only if routes are recorded
+_FIELDS = ("sampled", "limit", "stop", "paused", "first", "text", "breaks")  # fields of `Track` that are kept as JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,16 @@ class Partial:
     """Samples of a batch that have not all ended.
 
     Attributes:
-      prompts: the batch they are of, as it was read.
-      step: that trains on the batch.
-      quantum: tokens that each sample draws in a window.
-      longest: of the batches trained last, the most tokens a sample drew; quanta are made of them.
-      samples: JSON of each, group-major, of the prompts that were asked: those of dynamic sampling come later.
-      rows: per-token values, all samples one after the other; `count_B` says how many each has, `asked_P` which of the
-        prompts were asked. Where routes are recorded, `route_YX` holds `Track.routes` of all samples, one after the
-        other, and `route_B` says of how many tokens each has them: a sample that ended is not computed again.
+      prompts: all prompts of the batch, as they were read.
+      step: the step that trains on the batch.
+      quantum: number of tokens that each sample draws in a window.
+      longest: tokens of the longest sample of each of the batches trained last; the next quanta follow from them.
+      samples: JSON values of each sample, group-major, for the prompts that were asked. Dynamic sampling may ask the
+        other prompts later.
+      rows: per-token arrays by name, all samples one after the other; `count_B` has the number of tokens of each
+        sample, `asked_P` whether each prompt was asked. If routes are recorded, `route_YX` has `Track.routes` of all
+        samples, one after the other, and `route_B` the number of tokens with routes in each sample: samples that have
+        ended are not computed again.
     """
 
     prompts: Prompts
@@ -45,7 +47,7 @@ class Partial:
         return self.prompts.data_state
 
     def message(self) -> Message:
-        """Packs it for a checkpoint or another host."""
+        """Packs the samples for a checkpoint or another host."""
         prompts = self.prompts
         value = {
             "step": self.step,
@@ -61,7 +63,7 @@ class Partial:
 
 
 def of_message(message: Message) -> Partial:
-    """Unpacks what `Partial.message` packed."""
+    """Unpacks a message that `Partial.message` packed."""
     value, arrays = message.value, message.arrays
     prompts = Prompts(
         **{name: np.asarray(arrays[name]) for name in ("tokens_PT", "length_P", "index_P")},
@@ -84,7 +86,16 @@ def of_tracks(
     quantum: int,
     longest: Sequence[int] = (),
 ) -> Partial:
-    """Takes a copy of the records of the first `asked` prompts' samples; `states` is what `Player.state` returns."""
+    """Copies the records of samples.
+
+    Args:
+      prompts: prompts of the batch.
+      states: values and records of the samples, as `Player.state` returns them.
+      asked: number of prompts that were asked, which are the first ones.
+      step: the step that trains on the batch.
+      quantum: number of tokens that each sample draws in a window.
+      longest: tokens of the longest sample of each of the batches trained last.
+    """
     samples, lists, counts = [], {name: [] for name in TOKENS}, []
     for value, track in states:
         drawn = {} if track is None else copy.deepcopy({name: getattr(track, name) for name in _FIELDS})
@@ -95,19 +106,19 @@ def of_tracks(
     rows = {f"{name}_X": np.asarray(lists[name], column.dtype) for name, column in TOKENS.items()}
     rows["count_B"], rows["asked_P"] = np.asarray(counts, np.int32), np.arange(len(prompts.length_P)) < asked
     routes = [None if track is None else track.routes for _, track in states]
-    if any(r is not None for r in routes):  # checkpoints take no empty array
+    if any(r is not None for r in routes):  # a checkpoint cannot hold an empty array
         rows["route_YX"] = np.concatenate([r for r in routes if r is not None])
         rows["route_B"] = np.asarray([0 if r is None else len(r) for r in routes], np.int32)
     return Partial(prompts, step, quantum, longest, samples, rows)
 
 
 def _columns(track: Track) -> dict[str, list[Any]]:
-    """The lists of a sample's record, by the names of TOKENS."""
+    """Returns the per-token lists of a sample's record, by the names of `podrl.types.TOKENS`."""
     return {"tokens": track.tokens, "version": track.versions, **track.drawn}
 
 
 def fill(track: Track, partial: Partial, b: int) -> None:
-    """Writes what sample `b` had drawn into a new record of it."""
+    """Writes the tokens and the state of sample `b` of a partial batch into a new record."""
     ends = np.cumsum(partial.rows["count_B"])
     start, end = int(ends[b] - partial.rows["count_B"][b]), int(ends[b])
     for name, values in _columns(track).items():
@@ -122,7 +133,7 @@ def fill(track: Track, partial: Partial, b: int) -> None:
 
 
 def join(parts: Sequence[Partial]) -> Partial:
-    """The batch of which several hosts have shares, in their order."""
+    """Joins the parts of a batch, such as the shares of several hosts, in their order."""
     prompts = join_prompts([part.prompts for part in parts])
     rows = {name: np.concatenate([part.rows[name] for part in parts]) for name in parts[0].rows if name not in _ROUTES}
     if routed := [part.rows["route_YX"] for part in parts if "route_YX" in part.rows]:
@@ -134,7 +145,10 @@ def join(parts: Sequence[Partial]) -> Partial:
 
 
 def join_prompts(of: Sequence[Prompts]) -> Prompts:
-    """Prompts one after the other, with the data position of the first; None for a field that some do not have."""
+    """Joins prompts, one after the other, with the data position of the first.
+
+    A field that some of them lack has the value None for these prompts.
+    """
     width = max(each.tokens_PT.shape[1] for each in of)
     pad = [np.pad(each.tokens_PT, ((0, 0), (0, width - each.tokens_PT.shape[1]))) for each in of]
     names = dict.fromkeys(name for each in of for name in each.fields)
@@ -153,7 +167,7 @@ def join_prompts(of: Sequence[Prompts]) -> Prompts:
 
 
 def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
-    """Selects prompts of a batch, in the order given; the data position stays that of the whole batch."""
+    """Selects prompts of a batch, in the order of the indices `rows_P`; the data position stays unchanged."""
     return dataclasses.replace(
         prompts,
         tokens_PT=prompts.tokens_PT[rows_P],
@@ -165,7 +179,13 @@ def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
 
 
 def cut(partial: Partial, prompts: Prompts, first: int) -> Partial:
-    """Returns the part of some prompts of a batch; `first` is the place of the first of them in it."""
+    """Cuts the part of some consecutive prompts out of a batch.
+
+    Args:
+      partial: the batch.
+      prompts: the prompts to cut out.
+      first: index of the first of these prompts in the batch.
+    """
     asked_P = partial.rows["asked_P"]
     group = len(partial.samples) // max(int(asked_P.sum()), 1)
     places = np.cumsum([0, *asked_P]) * group

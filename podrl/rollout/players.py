@@ -1,7 +1,7 @@
-"""Plays samples on a session: those that nobody answers, and the loop that steps the engine for these and for others.
+"""Plays requests on a session: the loop that steps the engine, and the player of samples without environments.
 
-A player holds the samples of one request from their first token to their last, over one session or several: in each it
-enters, its samples draw at most a quantum of tokens, or all of theirs, and then rest.
+A player holds the samples of one request from their first token to their last, over one or several sessions. In each
+session that it enters, its samples draw all their tokens, or at most a quantum of tokens, and then rest.
 """
 
 import collections
@@ -14,19 +14,19 @@ from podrl.rollout.episodes import Episode, Partner, Request
 from podrl.rollout.partial import Partial, fill
 from podrl.rollout.points import Points, points
 
-_POLL_S = 1.0  # the longest silence before it is looked who is waited for
-_HALT_S = 0.02  # the same where somebody may halt all
-_RARELY = 6  # trials of `Pace` that fail in a row before they become no rarer
-_BUNCH_S = 0.002  # answers less than this apart go on together, where no sample runs
+_POLL_S = 1.0  # the longest wait for environments before it is noted which of them the samples wait for
+_HALT_S = 0.02  # the same if the caller may halt the samples: the caller's signal is seen between two waits
+_RARELY = 6  # failed trials of `Pace` in a row after which trials become no rarer
+_BUNCH_S = 0.002  # while no sample runs, answers that come less than this apart are acted on together
 
 
 class Player(Protocol):
-    """The samples of a request.
+    """Plays the samples of one request.
 
     Attributes:
-      request: what was asked.
-      rows: the samples' rows b, group-major, by their records.
-      done: samples that have ended, by their rows.
+      request: the request.
+      rows: row b of each sample, group-major, by the sample's record.
+      done: samples that have ended, by row.
     """
 
     request: Request
@@ -34,12 +34,12 @@ class Player(Protocol):
     done: dict[int, Any]
 
     def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
-        """Submits what is open.
+        """Submits the open samples to a session.
 
         Args:
-          session: which samples these are played on until all rest.
-          points: tokens that each sample may draw there.
-          calls: turns that each may end there, where there is a quantum; None for any number.
+          session: session on which the samples are played until all rest.
+          points: tokens that each sample may draw on the session.
+          calls: turns that each sample may end on the session, if `points` has a quantum; None for any number.
         """
         ...
 
@@ -48,15 +48,15 @@ class Player(Protocol):
         ...
 
     def owed(self) -> int:
-        """Counts the samples whose environments have the word, and are waited for on this session."""
+        """Counts the samples that wait for an answer of their environment on this session."""
         ...
 
     def event(self, track: Track) -> None:
-        """A sample has ended, paused, or drawn its quantum."""
+        """Handles a sample that has ended, paused, or drawn its quantum."""
         ...
 
     def take(self) -> list[tuple[int, Any]]:
-        """Moves samples that have ended to `done`: (b, sample) of each."""
+        """Moves the samples that have ended to `done`; returns (b, sample) of each."""
         ...
 
     def resting(self) -> bool:
@@ -64,22 +64,27 @@ class Player(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Gives up what is open."""
+        """Cancels the open samples."""
         ...
 
     def state(self) -> list[tuple[dict[str, Any], Track | None]]:
-        """Returns what a checkpoint must hold of each sample: values as JSON, and its record, if it is begun."""
+        """Returns each sample's part of a checkpoint: values for JSON, and its record, or None if it has none yet."""
         ...
 
 
-Chosen = Sequence[tuple[Player, int | Points | None]]  # requests, and what their samples may draw
+Chosen = Sequence[tuple[Player, int | Points | None]]  # players, and the tokens that their samples may draw
 
 
 class Unanswered:
-    """Plays samples that have no environment; those of no tokens are left out. Implements Player."""
+    """Plays samples that have no environment; makes no samples if `max_new` is 0. Implements Player."""
 
     def __init__(self, request: Request, partial: Partial | None = None):
-        """Nothing starts yet; `partial` is what the samples were in another process."""
+        """Starts no sample yet.
+
+        Args:
+          request: the request.
+          partial: the samples as another process left them; None if they begin here.
+        """
         self.request, self.rows, self.done = request, {}, {}
         self._partial, self._open = partial, {}
         self._ended: list[int] = []
@@ -145,16 +150,19 @@ def play(
     between: Callable[[], None],
     halt: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[Player, int, Track | Episode]]:
-    """Plays until all rest, or until told; yields (player, b, sample) of every sample as it ends.
+    """Plays players on a session until all their samples rest, or until `halt` returns True.
 
     Args:
-      session: to play on.
-      players: in the order in which they get lanes, with the quantum, or the points, of their samples. Those that the
-        caller appends meanwhile are played, too.
-      calls: see Player.enter.
-      partner: of players whose samples have environments.
-      between: called before each step of the engine.
-      halt: True once all is to rest where it is; None where nobody will say so.
+      session: the session.
+      players: players in the order in which their samples get lanes, each with the quantum or the points of its
+        samples. Players that the caller appends meanwhile are played, too.
+      calls: turns that each sample may end on the session (`Player.enter`).
+      partner: the environments' side; None if samples have no environments.
+      between: function that is called before each step of the engine.
+      halt: returns True once all samples must stop where they are; None if they never must.
+
+    Yields:
+      (player, b, sample) of every sample when it ends.
     """
     pace, every = Pace(session), list[Player]()
 
@@ -196,44 +204,54 @@ def play(
 
 
 class Pace:
-    """Decides whether the next dispatch is launched before the one in flight is read, or after.
+    """Decides whether the next dispatch is launched before the dispatch in flight is read, or after.
 
-    Launched before, it runs with the lanes of samples that pause in the one in flight, and decodes nothing in them.
-    Launched after, it may have them answered and decoding, but the device is idle until then. That pays where answers
-    come sooner than those lanes are worth, which is tried, and the less often the more often it did not pay. What
-    samples are does not depend on it.
+    If it is launched before, the lanes of samples that pause or end in the dispatch in flight stay idle for the whole
+    next dispatch. If it is launched after, paused samples may have been answered and decode on, and waiting samples get
+    the lanes of samples that ended. But the device is idle until the launch.
 
-    So have the lanes of samples that end there, where others wait for them: those are seated at once.
+    For paused samples this pays if answers come fast. That is found by trials, which become rarer the more of them fail
+    in a row. The tokens of samples do not depend on these decisions.
     """
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.perf_counter):
         self._session, self._clock = session, clock
-        self._samples, self._paused, self._since = 1, 0, 0.0  # of the dispatch that was read last, and when
-        self._shares = collections.deque([0.25], maxlen=8)  # of the samples of dispatches, those that left their lanes
-        self._failed = self._rest = 0  # trials in a row that did not pay; dispatches until the next one
+        # Samples in the dispatch that was read last, how many of them paused, and the time when it was read.
+        self._samples, self._paused, self._since = 1, 0, 0.0
+        self._shares = collections.deque([0.25], maxlen=8)  # share of a dispatch's samples that left their lanes
+        self._failed = self._rest = 0  # trials in a row that did not pay; dispatches until the next trial
 
     def read_first(self) -> bool:
-        """True where the dispatch in flight is read before the next one is launched."""
+        """Returns True if the dispatch in flight is to be read first, so that paused samples can be answered."""
         if not self._session.flying or not self._paused:
             return False
         self._rest = max(self._rest - 1, 0)
         return not self._rest
 
     def refills(self) -> bool:
-        """True if waiting for this dispatch's lanes pays: those freed on average are worth more than the idle time."""
+        """Returns True if the dispatch in flight is to be read first, so that waiting samples get the freed lanes.
+
+        This pays if the lanes that a dispatch frees on average are worth more than the device's idle time.
+        """
         if not self._session.flying or not self._session.crowded or not self._session.took:
             return False
         return _mean(self._shares) * min(self._session.took) > 2 * _mean(self._session.planned)
 
     def read(self, samples: int, paused: int, left: int) -> None:
-        """Records that a dispatch was read, how many samples it had, how many of them paused, and left their lanes."""
+        """Records that a dispatch was read.
+
+        Args:
+          samples: number of samples in it.
+          paused: number of these samples that paused.
+          left: number of these samples that left their lanes, for any reason.
+        """
         self._samples, self._paused, self._since = samples, paused, self._clock()
         self._shares.append(left / samples)
 
     def wait(self, partner: Partner, players: Sequence[Player]) -> None:
-        """Waits for answers while the device is idle, not longer than they are worth."""
-        lane_s = min(self._session.took, default=0.0) / self._samples  # what a lane is worth, in seconds of the device
-        since = self._since - 2 * max(self._session.planned, default=0.0)  # idle from the read to the next launch
+        """Waits for answers while the device is idle, not longer than the answered samples' lanes are worth."""
+        lane_s = min(self._session.took, default=0.0) / self._samples  # value of a lane, in seconds of the device
+        since = self._since - 2 * max(self._session.planned, default=0.0)  # the next launch costs idle time as well
         asked = left = _owed(players)
         while left and (rest := since + lane_s * self._paused - self._clock()) > 0:
             if not _hear(partner, players, min(rest, lane_s * left)):
@@ -242,7 +260,7 @@ class Pace:
         if asked:
             paid = lane_s * (asked - left) > self._clock() - since
             self._failed = 0 if paid else min(self._failed + 1, _RARELY)
-            self._rest = 2**self._failed // 2  # one failure alone changes nothing
+            self._rest = 2**self._failed // 2  # after a single failure the next dispatch is a trial again
 
 
 def _mean(values: Collection[float]) -> float:
@@ -254,7 +272,11 @@ def _owed(players: Sequence[Player]) -> int:
 
 
 def _hear(partner: Partner, players: Sequence[Player], wait_s: float) -> int:
-    """Has players act on what environments say first within so many seconds, and counts it."""
+    """Waits at most `wait_s` seconds for messages of environments, and lets the players act on them.
+
+    Returns:
+      The number of messages.
+    """
     heard = partner.poll(wait_s)
     for player in players:
         player.hear()
@@ -262,7 +284,11 @@ def _hear(partner: Partner, players: Sequence[Player], wait_s: float) -> int:
 
 
 def _listen(session: Session, partner: Partner, players: Sequence[Player], most_s: float) -> None:
-    """Takes what environments say: while the device has work, or until the first of them and those right behind."""
+    """Handles messages of environments: while the device has work, or else until the first messages have come.
+
+    If the device is idle, it waits at most `most_s` seconds for the first message, and a moment for others right behind
+    it. It notes in `partner.waits_for` whom the samples wait for if none came.
+    """
     idle = not session.busy
     heard = _hear(partner, players, most_s if idle else 0.0)
     partner.waits_for = ", ".join(partner.host.waiting()[:3]) if idle and not heard else ""

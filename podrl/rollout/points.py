@@ -1,4 +1,4 @@
-"""Change points: how many tokens the samples of a request may draw in a session before they leave it."""
+"""Points: how many tokens the samples of a request may draw in a session before they leave it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,10 +9,12 @@ class Points:
     """The tokens at which the samples of a request leave a session, to go on in another.
 
     Attributes:
-      quantum: tokens that each may draw there; None for all it has left.
-      recorded: by row, sampled tokens at which it left when the run was there before; others as `quantum` says.
-      late: by row, its tokens, given ones included, when its environment ran out of time then, as it does again.
-      urgent: they get lanes before samples that are not urgent.
+      quantum: number of tokens that each sample may draw in the session; None for all it has left.
+      recorded: number of sampled tokens at which a sample left the session in the run that is repeated, by row. Other
+        samples leave after `quantum` tokens.
+      late: number of tokens of a sample, including given tokens, when its environment ran out of time in the run that
+        is repeated, by row. The environment runs out of time at the same token again.
+      urgent: whether the samples get lanes before samples that are not urgent.
     """
 
     quantum: int | None = None
@@ -21,10 +23,15 @@ class Points:
     urgent: bool = True
 
     def hold(self, b: int, sampled: int) -> int | None:
-        """The number of sampled tokens at which sample `b`, which has `sampled` now, leaves; None for never."""
+        """Returns the number of sampled tokens at which sample `b` leaves the session; None for never.
+
+        Args:
+          b: row of the sample.
+          sampled: number of tokens it has sampled so far.
+        """
         return self.recorded.get(b, None if self.quantum is None else sampled + self.quantum)
 
 
 def points(given: "int | Points | None") -> Points:
-    """Points of a plain quantum: samples without one are urgent."""
+    """Makes points of a plain quantum; samples without a quantum (None) are urgent. Points stay as they are."""
     return Points(given, urgent=given is None) if given is None or isinstance(given, int) else given
