@@ -1,8 +1,8 @@
 """Clocks: where samples stop under each version of the weights, which groups make a batch, which groups are too old.
 
-`TokenClock` decides by the tokens of the sample alone, so a run that is repeated becomes the same. `WallClock` decides
-by what has ended, and writes each decision to the journal before anybody acts on it, so that it can be repeated.
-Neither knows of an engine, a thread or a host: docs/async.md says what both promise.
+`TokenClock` decides by each sample's number of tokens alone, so a repeated run takes the same decisions. `WallClock`
+decides by which samples have ended, and writes each decision to the journal before anybody acts on it, so that it can
+be repeated. Neither knows of an engine, a thread or a host. docs/async.md says what both guarantee.
 """
 
 import math
@@ -15,32 +15,34 @@ from podrl.rollout.journal import WallJournal
 from podrl.rollout.points import Points
 
 _LOOKED_AT = 4  # number of batches whose longest sample sets the quantum
-_SHARE = 0.7  # of the longest sample per window: less fills the last windows, more leaves long samples a late start
+# The quantum is this share of the longest sample, divided by S. A smaller share leaves more tokens to the last windows;
+# with a larger share long samples start late.
+_SHARE = 0.7
 
 
 class TokenClock:
     """Cuts samples into windows of equally many tokens, one window for each version of the weights.
 
     With a staleness of S, token i of a sample of batch b is drawn by version
-    min(max(b - S, 0) + i // quantum, max(b - 1, 0)), whatever else is in flight: in window b - 1, the last before the
-    batch trains, samples are drawn to their end.
+    min(max(b - S, 0) + i // quantum, max(b - 1, 0)), whatever else is in flight. In window b - 1, the last one before
+    the batch trains, samples are drawn to their end.
 
-    The quantum, unless `rollout.window_tokens` sets it, is 0.7 times the longest sample of the batches trained last,
+    Unless `rollout.window_tokens` sets the quantum, it is 0.7 times the longest sample of the last four batches,
     divided by S: this cuts the tail of the lengths, and leaves most samples to one version.
     """
 
-    anew = False  # a group that another host takes over becomes what it was to become
+    anew = False  # a group that another host takes over goes on, and its samples become the same
 
     @property
     def mode(self) -> Literal["windows", "whole"]:
-        """Returns 'windows' where several versions may draw a sample, 'whole' where one does."""
+        """Returns 'windows' if several versions may draw a sample, 'whole' if one version draws all its tokens."""
         return "windows" if self.used else "whole"
 
     def __init__(self, rollout: RolloutConfig, *, staleness: int):
-        """Follows no lengths yet.
+        """Begins without lengths of samples.
 
         Args:
-          rollout: the engine's settings.
+          rollout: settings of the engine.
           staleness: S, the number of windows that may draw a sample.
         """
         self._fixed, self._windows = rollout.window_tokens, staleness
@@ -49,28 +51,28 @@ class TokenClock:
 
     @property
     def used(self) -> bool:
-        """True where several versions may draw a sample; with S = 1 every sample has one window."""
+        """True if several versions may draw a sample; with S = 1 every sample has one window."""
         return self._windows > 1
 
     def known(self, step: int) -> int:
-        """Returns a step after all others: what is decided follows from the samples, so every step becomes the same."""
+        """Returns a step after all others: every decision follows from the samples, so every step is repeated."""
         return sys.maxsize
 
     def recorded(self, index: int, asked: int, step: int) -> None:
-        """Returns None: nothing is recorded."""
+        """Returns None, as this clock has no journal."""
 
     def forget(self, before: int) -> None:
-        """Does nothing: nothing is recorded."""
+        """Does nothing, as this clock has no journal."""
 
     def quantum(self, step: int) -> int:
-        """Returns the tokens in a window of a sample whose batch is begun when `step` steps are done."""
+        """Returns the tokens that a sample draws in a window, if its batch is begun when `step` steps are done."""
         if self._fixed is not None:
             return self._fixed
         tokens = _SHARE * max(self.state(step), default=self._limit) / max(self._windows, 1)
         return max(math.ceil(tokens / self._multiple), 1) * self._multiple
 
     def saw(self, step: int, longest: int) -> None:
-        """Notes the most tokens that a sample of the batch of a step drew."""
+        """Notes the tokens of the longest sample in the batch of a step."""
         if not self.used:
             return
         self._longest[step] = longest
@@ -81,17 +83,17 @@ class TokenClock:
         return [self._longest[s] for s in range(step - _LOOKED_AT, step) if s in self._longest]
 
     def restore(self, step: int, state: Sequence[int]) -> None:
-        """Takes over what `state` returned when `step` steps were done."""
+        """Takes over the lengths that `state` returned when `step` steps were done."""
         self._longest.update({step - len(state) + i: longest for i, longest in enumerate(state)})
 
     def stale(self, step: int, groups: Sequence["_C"]) -> list["_C"]:
-        """Returns no group: none becomes too old."""
+        """Returns no groups: by this clock no group becomes too old."""
         return []
 
     stale_since = stale
 
     def batch(self, step: int, groups: Sequence["_C"], size: int, *, over: bool = False) -> list["_C"]:
-        """Returns the groups that were opened for a step, in their order; none as long as one has not ended."""
+        """Returns the groups that were opened for a step, in their order; no groups until all of them have ended."""
         own = [group for group in groups if group.asked == step]
         return own if all(group.ended for group in own) else []
 
@@ -109,21 +111,21 @@ def last_window(step: int) -> int:
 
 
 def stop_at(step: int, version: int, quantum: int) -> int | None:
-    """Returns how many tokens a sample of a step's batch draws in a version's window; None for all it has left."""
+    """Returns how many tokens a sample of a step's batch draws in the window of a version; None for all it has left."""
     return None if version >= last_window(step) else quantum
 
 
 class Candidate(Protocol):
-    """The attributes that the clock reads of a group: of a prompt and its samples.
+    """The attributes of a group, a prompt and its samples, that a clock reads.
 
     Attributes:
-      index: the prompt's position in the data.
-      asked: the step in the keys of its samples.
-      number: its place in the order of submission.
-      repeated: it was asked before, and its samples became too old.
-      ended: all its samples have ended.
-      drawn: the oldest version that drew a token of it, as far as is known; None for no token.
-      oldest: `drawn`, or the oldest version that may have drawn a token where that is not known.
+      index: position of the prompt in the data.
+      asked: step at which the prompt was asked; a part of the samples' random keys.
+      number: place of the group in the order of submission.
+      repeated: whether the prompt was asked before, and the samples of then became too old.
+      ended: whether all samples have ended.
+      drawn: oldest version known to have drawn a token of the group; None if no token is known.
+      oldest: `drawn`, or where it is not known the oldest version that may have drawn a token.
     """
 
     @property
@@ -148,7 +150,7 @@ class Candidate(Protocol):
     def oldest(self) -> int | None: ...
 
     def record(self) -> Mapping[str, Any]:
-        """Returns the journal's entry of the group, once it has ended (podrl.rollout.journal.WallJournal)."""
+        """Returns the entry of an ended group for the journal (podrl.rollout.journal.WallJournal)."""
         ...
 
 
@@ -157,41 +159,42 @@ _G = TypeVar("_G")
 
 
 class WallClock:
-    """Makes each batch of the groups that have ended first, and repeats what its journal says was decided before.
+    """Makes each batch of the groups that end first, and repeats the decisions that are in its journal.
 
-    A group with a token older than version s - S when s steps are done is given up, and its prompt is asked again under
-    new keys. The last step that may train on a group that was asked again waits for it, so that none is asked for ever.
+    When s steps are done, a group with a token older than version s - S is dropped, and its prompt is asked again under
+    new random keys. The last step that may train on such a repeated group waits for it, so no prompt is repeated for
+    ever.
     """
 
-    anew = True  # a group that another host takes over is begun again, unless the journal has it
+    anew = True  # a group that another host takes over begins again, unless the journal has it
     mode: Literal["wall"] = "wall"
-    used = False  # no sample has a number of tokens to draw in a window
+    used = False  # samples have no quantum of tokens
 
     def __init__(self, journal: WallJournal, staleness: int, place: str):
         """Decides nothing yet.
 
         Args:
-          journal: the file of decisions: earlier ones are repeated, new ones are added.
+          journal: file of decisions; decisions in it are repeated, new decisions are added.
           staleness: S, the age in versions that a token may have.
-          place: the run's directory, for messages.
+          place: directory of the run, for messages.
         """
         self._journal, self._staleness, self._place = journal, staleness, place
-        self._cancelled = 0  # groups asked again for the newest step
+        self._cancelled = 0  # number of groups dropped for the newest step
 
     def known(self, step: int) -> int:
-        """Returns the first step, from `step` on, whose batch is not decided; those before are repeated."""
+        """Returns the first step, from `step` on, whose batch is not decided; the steps before it are repeated."""
         return self._journal.known(step)
 
     def recorded(self, index: int, asked: int, step: int) -> Mapping[str, Any] | None:
-        """Returns the journal's entry of a group that a batch of `step` or later holds; None where none does."""
+        """Returns the journal's entry of a group in a batch of `step` or later; None if no such batch has the group."""
         return self._journal.group(index, asked, step)
 
     def forget(self, before: int) -> None:
-        """Frees the memory of steps before one."""
+        """Frees the memory of decisions for steps before `before`."""
         self._journal.forget(before)
 
     def quantum(self, step: int) -> int:
-        """Returns 0: time ends a window, no number of tokens does."""
+        """Returns 0: windows end by time, not after a number of tokens."""
         return 0
 
     def saw(self, step: int, longest: int) -> None:
@@ -205,21 +208,21 @@ class WallClock:
         return []
 
     def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Decides which groups are given up when `step` steps are done."""
+        """Returns the groups that are dropped when `step` steps are done, and writes the decision to the journal."""
         if self._journal.batch(step) is not None:
             old = set(self._journal.again(step))
         else:
             old = {group.index for group in self._too_old(step, groups)}
-            if groups:  # there are none at the beginning and at the end
+            if groups:  # at the begin and at the end of a run there are none
                 self._journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
         self._cancelled = len(old)
         return [group for group in groups if group.index in old]
 
     def stale_since(self, step: int, groups: Sequence[_C]) -> list[_C]:
-        """Decides which groups are given up that were found to be too old after the step had begun.
+        """Returns the groups that are dropped because they were found to be too old after the step had begun.
 
-        A dispatch may outlast a step of training. The journal has these as if they had been known when the step began,
-        and repeats them so.
+        A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal gets these
+        groups as if they had been known at the begin of the step, and a repeated run drops them there.
         """
         if self._journal.batch(step) is not None or not (late := self._too_old(step, groups)):
             return []
@@ -229,7 +232,7 @@ class WallClock:
         return late
 
     def batch(self, step: int, groups: Sequence[_C], size: int, *, over: bool = False) -> list[_C]:
-        """Returns the groups of a step's batch; none as long as too few have ended.
+        """Returns the groups of a step's batch; no groups as long as too few have ended.
 
         Args:
           step: the step that trains on the batch.
@@ -238,7 +241,7 @@ class WallClock:
           over: whether sampling for the batch has ended, so that all its groups in the journal must have ended, too.
 
         Raises:
-          ValueError: a group has not become what the journal says of it.
+          ValueError: a repeated group differs from its entry in the journal.
         """
         if (known := self._journal.batch(step)) is None:
             return choose(groups, step, size, self._staleness)
@@ -255,7 +258,7 @@ class WallClock:
         return chosen if all(group.ended for group in chosen) else []
 
     def decide(self, step: int, chosen: Sequence[Candidate], left: Sequence[Candidate]) -> Mapping[str, float]:
-        """Writes a step's batch to the journal, unless it is there.
+        """Writes a step's batch to the journal, unless the journal has it already.
 
         Args:
           step: the step that trains on the batch.
@@ -263,7 +266,7 @@ class WallClock:
           left: the other open groups.
 
         Returns:
-          Metrics of the queue.
+          The metrics of the queue (`queue/`), of the time when the batch was decided.
         """
         if (known := self._journal.batch(step)) is None:
             ready = sum(group.ended for group in left)
@@ -282,10 +285,16 @@ class WallClock:
 
 
 def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_C]:
-    """Chooses the groups of a step's batch of `size` groups; none as long as too few have ended, or one is waited for.
+    """Chooses the groups of a step's batch; no groups as long as too few have ended or the step must wait for one.
 
-    A group that was asked again is waited for by the last step that may have it. Of the others that have ended, those
-    with the oldest tokens go first, then those submitted first.
+    The last step that may train on a repeated group waits for it. Of the other groups that have ended, groups with
+    older tokens go first; of equally old groups, the group submitted first.
+
+    Args:
+      groups: the open groups.
+      step: the step that trains on the batch.
+      size: number of groups of the batch.
+      staleness: S, the age in versions that a token may have.
     """
     ages = {group: group.oldest for group in groups if group.ended or group.repeated}
     due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - staleness][:size]
@@ -298,17 +307,17 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
 
 
 def in_sessions(points: Sequence[tuple[_G, Sequence[Points]]]) -> Iterator[list[tuple[_G, Points]]]:
-    """Yields, for each session in which a version draws groups, the groups and where their samples stop.
+    """Yields, for each session of a version, the groups that the session draws and the points at which samples stop.
 
     Args:
-      points: the groups, each with where its samples stop in each session of the version.
+      points: groups, each with the points of its samples in each session of the version.
     """
     for k in range(max((len(each) for _, each in points), default=0)):
         yield [(group, each[k]) for group, each in points if k < len(each)]
 
 
 def sessions_of(group: Mapping[str, Any], version: int) -> list[Points]:
-    """Lists where a recorded group's samples stop in each session of a version.
+    """Lists, for each session of a version, the points at which a recorded group's samples stop.
 
     A sample does not stop in the session that draws its last token.
     """
@@ -317,13 +326,13 @@ def sessions_of(group: Mapping[str, Any], version: int) -> list[Points]:
 
 
 def _points(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]], k: int) -> Points:
-    """Returns where a recorded group's samples stop in session `k` of a version.
+    """Returns the points at which a recorded group's samples stop in session `k` of a version.
 
     Args:
-      group: the group's entry of the journal.
-      version: the version of the weights.
+      group: the group's entry in the journal.
+      version: version of the weights.
       ends: numbers of sampled tokens at which each sample left each session of the version.
-      k: the number of the session, from 0.
+      k: number of the session, from 0.
     """
     recorded, late = {}, {}
     for b, runs in enumerate(group["runs"]):

@@ -1,4 +1,4 @@
-"""Counts tokens of a batch that are not what its masks, ids, probabilities and versions say they are."""
+"""Counts the tokens of a batch whose masks, ids, probabilities and versions contradict each other."""
 
 import numpy as np
 from jaxtyping import Bool
@@ -7,18 +7,22 @@ from podrl.types import STOP_FAILED, Rollouts
 
 
 def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, float]:
-    """Compares the arrays of a batch with each other; counts add over hosts, and those that are 0 are left out.
+    """Compares the arrays of a batch with each other, and counts tokens with contradictions.
 
-      rollout/faulty_tokens    mask on a prompt's or a pad's place, on the first token of a piece, or on a token without
-                               version or log-probability, or none on a sampled one; prompt tokens of a row that are
-                               not the prompt's; pieces whose numbers do not count up from 0, or that divide a prompt
-      rollout/unknown_version  sampled by weights that the trainer has not made
-      rollout/stale_tokens     sampled by weights more than `max_staleness` updates old
+      rollout/faulty_tokens    tokens with a mask that are in the prompt or padding, or the first of a piece, or without
+                               version or log-probability; sampled tokens without a mask; tokens in a row's prompt that
+                               differ from the prompt; tokens at which the numbers of pieces do not count up from 0, or
+                               at which a piece begins inside the prompt
+      rollout/unknown_version  tokens sampled by weights that the trainer has not made yet
+      rollout/stale_tokens     tokens sampled by weights that are more than `max_staleness` updates old
 
     Args:
-      rollouts: samples as the engine gave them, before any leaves the loss.
-      step: the step that trains on them: its weights, before its update, have this version.
-      max_staleness: updates that samples may be old.
+      rollouts: samples as the engine made them, before any sample is left out of the loss.
+      step: the step that trains on them, which is the version of the weights before its update.
+      max_staleness: most updates between the weights that sampled a token and the weights of the step.
+
+    Returns:
+      The counts that are not 0, by name; counts of several hosts may be added.
     """
     prompts = rollouts.prompts
     asked_B = prompts.length_P[rollouts.group_B]
@@ -46,9 +50,9 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
 
 
 def ages(rollouts: Rollouts, *, step: int) -> dict[str, float]:
-    """Counts by which a report says how old a batch's tokens are; they add over hosts.
+    """Counts how old a batch's tokens are; counts of several hosts may be added.
 
-    rollout/age              updates by which the weights of step `step` are newer, summed over sampled tokens
+    rollout/age              updates between the weights that sampled a token and those of `step`, summed over tokens
     rollout/mixed_samples    samples that several versions of the weights drew
     """
     sampled_BT = rollouts.version_BT >= 0
@@ -59,7 +63,10 @@ def ages(rollouts: Rollouts, *, step: int) -> dict[str, float]:
 
 
 def beyond(rollouts: Rollouts, oldest: int) -> Bool[np.ndarray, " B"]:
-    """True for samples all of whose sampled tokens were drawn by weights older than a version; False without any."""
+    """Marks the samples all of whose sampled tokens were drawn by weights older than the version `oldest`.
+
+    Samples without sampled tokens are not marked.
+    """
     sampled_BT = rollouts.mask_BT > 0
     fresh_BT = sampled_BT & (rollouts.version_BT >= oldest)
     return np.any(sampled_BT, axis=1) & ~np.any(fresh_BT, axis=1)

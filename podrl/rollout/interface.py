@@ -1,7 +1,7 @@
-"""The interface of a decoding engine: what podrl calls, and what an engine may leave out.
+"""The interface of a decoding engine: the methods that podrl calls, and which of them an engine may lack.
 
-podrl's own engine is podrl.rollout.worker.RolloutWorker. Another one is a class that is made with the same arguments,
-has these attributes and methods, and is named in podrl.cluster.worker.ENGINES or given as
+podrl's own engine is podrl.rollout.worker.RolloutWorker. Another engine is a class that is constructed with the same
+arguments and has these attributes and methods. It is named in podrl.cluster.worker.ENGINES or passed as
 `ClusterConfig(rollout_engine=...)`.
 """
 
@@ -18,15 +18,15 @@ from podrl.types import Mode, Policy, Prompts, PyTree, Rollouts
 
 
 class RolloutEngine(Protocol):
-    """A decoding engine of one process's rollout mesh; the methods are documented in RolloutWorker.
+    """A decoding engine of one process's rollout mesh; RolloutWorker documents the methods.
 
     Attributes:
-      abilities: the engine's abilities beyond whole batches (`podrl.engine.config.Ability`). An engine without this
-        attribute has none: it needs `generate`, `warm_up`, `sleep` and `wake` alone.
-      config: settings of the engine, and of sampling.
-      stats: counts of the work of the last call.
-      partner: the environments of all samples; None where they have none.
-      tell: tells other processes of the mesh what to run; None where there are none.
+      abilities: abilities of the engine beyond whole batches (`podrl.engine.config.Ability`). An engine without this
+        attribute has none of them, and needs only `generate`, `warm_up`, `sleep` and `wake`.
+      config: settings of the engine and of sampling.
+      stats: counters of the last call's work.
+      partner: the environments of all samples; None if samples have no environments.
+      tell: sends the calls to run to the other processes of the mesh; None if there are no others.
     """
 
     abilities: ClassVar[frozenset[Ability]]
@@ -53,7 +53,7 @@ class RolloutEngine(Protocol):
         ended: Callable[[Any], None] | None = None,
     ) -> Rollouts: ...
 
-    # windows
+    # Methods for the ability "windows".
 
     def player(
         self,
@@ -73,7 +73,7 @@ class RolloutEngine(Protocol):
 
     def rows(self, player: Player, seconds: float) -> Rollouts: ...
 
-    # a mesh over several processes
+    # Methods for a mesh over several processes.
 
     def device(self, policy: Policy, tell: Tell | None = None) -> Device: ...
 

@@ -1,4 +1,4 @@
-"""The journal of a run by the wall clock: the groups of each batch, and which version drew which of their tokens."""
+"""The journal of a run by the wall clock: the groups of each batch, and the versions that drew their tokens."""
 
 import os
 import pathlib
@@ -9,29 +9,41 @@ from podrl.storage import sealed_lines
 from podrl.storage.storage import sync_directory
 
 NAME = "batches.jsonl"
-# Lines of before they had checksums.
+# Fields of lines that earlier versions wrote, without checksums.
 _UNSEALED = ({"step": int, "again": list}, {"step": int, "groups": list, "queue": dict})
 
 
 class WallJournal:
-    """The decisions of the clock, one JSON line with a checksum each, on disk before they are acted on.
+    """The decisions of the wall clock. Each is one JSON line with a checksum, on disk before it is acted on.
 
-      {"step": 7, "again": [12]}                prompts that are asked again when 7 steps are done, and trained none of
+      {"step": 7, "again": [12]}                prompts that are asked again when 7 steps are done; no step trains on
+                                                their old samples
       {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue
 
-    A group is {"index": of the prompt, "asked": the step it was asked in, "runs": of each sample [[version, tokens],
-    ...], tokens sampled in all when a session was left (two of one version where it was interrupted), "tokens": of
-    each, given ones included, "late": samples whose environments ran out of time}. Later lines hold where two are of
-    one step: a run that was killed may have decided what it did not live to act on.
+    The fields of a group are:
+
+      index   position of the prompt in the data
+      asked   step at which the prompt was asked
+      runs    for each sample [[version, tokens], ...], one pair per session: the version of the weights, and the number
+              of tokens sampled in all when the sample left the session. A version whose window was interrupted has
+              several pairs
+      tokens  for each sample the number of its tokens, including given tokens
+      late    rows of the samples whose environments ran out of time
+
+    Of two lines of one step and kind the later one counts: a killed run may have written a decision and not used it.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None):
-        """Of the run in a directory; reads what an earlier start of it, or the run that is repeated, decided.
+        """Reads the decisions in the journal of a run's directory, if it has one.
 
-        `written` is called after a line was.
+        They are those of an earlier start of the run, or of the run that is to be repeated.
+
+        Args:
+          directory: the run's directory.
+          written: function that is called after each line is written.
 
         Raises:
-          ValueError: a line is damaged, and with it a decision that the run would have to repeat is lost.
+          ValueError: a line is damaged, so that a decision is lost which the run would have to repeat.
         """
         self._path, self._written = directory / NAME, written
         self._again: dict[int, list[int]] = {}
@@ -44,7 +56,7 @@ class WallJournal:
             self._note(line)
 
     def batch(self, step: int) -> Mapping[str, Any] | None:
-        """The batch that a step trains on; None where that is not decided."""
+        """Returns the line of the batch that a step trains on; None if the batch is not decided."""
         return self._batches.get(step)
 
     def known(self, step: int) -> int:
@@ -54,17 +66,23 @@ class WallJournal:
         return step
 
     def again(self, step: int) -> Sequence[int]:
-        """The prompts that are asked again at a step."""
+        """Returns the data positions of the prompts that are asked again when `step` steps are done."""
         return self._again.get(step, ())
 
     def group(self, index: int, asked: int, step: int) -> Mapping[str, Any] | None:
-        """A group of a batch of `step` or later; None where it is in none."""
+        """Returns the entry of a group in a batch of `step` or later; None if no such batch has the group.
+
+        Args:
+          index: position of the prompt in the data.
+          asked: the step at which the prompt was asked.
+          step: the first step whose batch is looked at.
+        """
         later = (batch for s, batch in self._batches.items() if s >= step)
         groups = (group for batch in later for group in batch["groups"])
         return next((group for group in groups if (group["index"], group["asked"]) == (index, asked)), None)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Adds a line; returns when it would outlive this process and its machine's power."""
+        """Adds a line, and returns once it is on disk: it survives the process and a power failure."""
         new = not self._path.exists()
         with sealed_lines.open_to_append(self._path, _UNSEALED) as file:
             file.write(sealed_lines.encode(line))
@@ -76,13 +94,13 @@ class WallJournal:
         self._written()
 
     def forget(self, before: int) -> None:
-        """Frees the memory of steps before one."""
+        """Frees the memory of the lines of steps before `before`; the file keeps them."""
         for known in (self._batches, self._again):
             for step in [step for step in known if step < before]:
                 del known[step]
 
     def _lost(self, number: int, why: str, records: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-        """Writes the error for a damaged line: the steps of its neighbours, and how to go on."""
+        """Returns the error message for a damaged line: the steps of the lines beside it, and what to do."""
         before = [record["step"] for at, record in records if at < number]
         after = [record["step"] for at, record in records if at > number]
         between = " and ".join(f"step {step}" for step in (*before[-1:], *after[:1])) or "no other step"
@@ -103,7 +121,7 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
     """Lists the sessions that drew a sample: [[version, sampled tokens at the session's end], ...].
 
     Args:
-      versions: the version that drew each token; -1 for a given token.
+      versions: version that drew each token; -1 for a given token.
       breaks: numbers of sampled tokens at which another session went on under the same version (`Track.breaks`).
     """
     runs: list[list[int]] = []
@@ -118,13 +136,13 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
 
 
 def agrees(group: Mapping[str, Any], drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
-    """Returns True if samples that are drawn in part can still become the recorded ones.
+    """Returns True if partly drawn samples can still become the recorded samples of their group.
 
-    They cannot where a host was lost, and with it what was drawn before: the group was begun anew then.
+    They cannot if the recorded run lost a host with these samples afterwards, and began the group anew.
 
     Args:
-      group: the group's entry of the journal.
-      drawn: the sessions of each sample so far, as `runs_of` lists them; all of versions before `step`.
+      group: the group's entry in the journal.
+      drawn: sessions of each sample so far, as `runs_of` lists them; their versions are all older than `step`.
       step: the step at which the samples go on.
     """
     recorded = [[list(run) for run in runs if run[0] < step] for runs in group["runs"]]

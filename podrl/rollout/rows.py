@@ -1,4 +1,4 @@
-"""Finished samples as rows: prompt and completion of each side by side, and what its environment said of it."""
+"""Finished samples as rows of a batch: prompt and completion side by side, with the rewards of environments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,14 +14,18 @@ _PROMPTS_KEPT = 1 << 16
 
 
 class Lengths:
-    """Remembers how long the samples of evaluations were, which later weights draw again: then the longest first."""
+    """Remembers the lengths of evaluation samples, so that the next evaluation can start with the longest ones.
+
+    An evaluation draws the same prompts under the same random keys as the one before, with newer weights.
+    """
 
     def __init__(self):
-        """Knows nothing yet."""
-        self._of_prompt: dict[bytes, list[int]] = {}  # by the random keys of a prompt's samples, and its tokens
+        """Begins with no lengths."""
+        # Lengths of a prompt's samples, by the samples' random keys and the prompt's tokens.
+        self._of_prompt: dict[bytes, list[int]] = {}
 
     def noted(self, asked: Request, rollouts: Rollouts) -> Rollouts:
-        """Hands on the samples of a request, and remembers their lengths if they are of an evaluation."""
+        """Returns the samples of a request unchanged, and remembers their lengths if they belong to an evaluation."""
         if asked.mode == "eval":
             length_PG = rollouts.length_B.reshape(-1, asked.group_size) - np.asarray(asked.prompts.length_P)[:, None]
             for p, lengths in enumerate(length_PG.tolist()):
@@ -31,7 +35,7 @@ class Lengths:
         return rollouts
 
     def expected(self, prompts: Prompts, keys_PG2: np.ndarray) -> dict[int, float]:
-        """The last length of each sample that was drawn before, by its row."""
+        """Returns the last length, in tokens, of each sample that was drawn before, by row."""
         known = [(p, self._of_prompt.get(_name(prompts, p, keys_PG2), ())) for p in range(len(keys_PG2))]
         return {p * keys_PG2.shape[1] + g: length for p, lengths in known for g, length in enumerate(lengths)}
 
@@ -49,15 +53,15 @@ def collect(
     pad_id: int,
     seconds: float,
 ) -> Rollouts:
-    """B samples as one batch.
+    """Makes one batch of B = P * G finished samples.
 
     Args:
       asked: the request.
-      samples: by their row; those of no tokens are missing.
-      answered: they are episodes.
-      longest: most tokens of a completion; rows are as long as that and the longest prompt.
-      pad_id: fills the rows.
-      seconds: that generating took.
+      samples: samples by row; samples without any tokens may be missing.
+      answered: whether the samples have environments, so that `samples` are episodes.
+      longest: most tokens of a completion; rows are as long as this plus the width of the prompts.
+      pad_id: id that fills the rows.
+      seconds: time that the generation took.
     """
     prompts, group_size = asked.prompts, asked.group_size
     episodes: Any = samples if answered else {}
