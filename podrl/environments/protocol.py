@@ -1,4 +1,4 @@
-"""The protocol of environments: a coroutine over one sample gives observations and gets the model's turns."""
+"""The protocol of environments: a coroutine plays one sample, appending observations and getting the model's turns."""
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -6,16 +6,19 @@ from typing import Any, Literal, Protocol, TypeVar
 
 T = TypeVar("T")
 Role = Literal["raw", "user", "tool"]
-FULL = "full"  # Turn.stop where there was no room for an observation: `say` raises Ended
-REFUSED = "refused"  # Turn.stop where a request cannot be honoured; the text is the JSON of a Refused's fields
+FULL = "full"  # value of Turn.stop if the sample has no room for the observation: `say` raises Ended
+REFUSED = "refused"  # value of Turn.stop if a request cannot be honoured; Turn.text is the JSON of a Refused's fields
 
 
 class Ended(Exception):  # noqa: N818 - no error, as StopIteration
-    """The sample has no room or no turns left: `run` lets it pass and the sample ends without a Result."""
+    """The sample has no room or no turns left. `run` should not catch this; the sample then ends without a Result."""
 
 
 class OutsideError(Exception):
-    """An outside call failed: `make` raised, now or when the record was made; the text is 'ValueError: its text'."""
+    """An outside call failed: `make` raised an error, in this run or in the run that recorded the call.
+
+    The text of this error is the class and the text of the original one: 'ValueError: ...'.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +28,11 @@ class Task:
     Attributes:
       prompt: the prompt's text, as the model sees it.
       fields: the other fields of the data's record, JSON values.
-      seed: made from the key of the sample, so that it is the same in a run that resumes; below 2^32.
-      index: number of the prompt in its step; sample: number of the sample of that prompt.
-      step: the training step; mode: 'train' or 'eval'.
+      seed: seed derived from the sample's random key, so that a resumed run uses the same one; 0 to 2^32 - 1.
+      index: position of the prompt in the data stream since step 0.
+      sample: number of the sample among the samples of its prompt, from 0; -1 for a greedy sample.
+      step: the training step.
+      mode: 'train' or 'eval'.
     """
 
     prompt: str
@@ -41,15 +46,18 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The model's words between two observations.
+    """The text that the model samples between two observations.
 
     Attributes:
-      text: the sampled text, the stop string included.
-      stop: the stop string that was met, 'eos' for the end of the model's turn, 'length' for a limit of tokens.
+      text: the sampled text, including the stop string.
+      stop: why the turn ended: the stop string that was met, 'eos' for the end of the model's turn, or 'length' for a
+        limit of tokens.
       tokens: the sampled token ids.
-      calls: the tool calls that the text holds, where the environment names a parser.
-      prompt: token ids of the conversation that was answered; empty for `say`.
-      logprobs, pieces: log-probability and text of each token; empty unless the request of an agent program wants them.
+      calls: tool calls that the model made on the way to this turn, including refused ones; empty without a
+        ToolEnvironment.
+      prompt: token ids of the conversation that this turn answers; empty for `say`.
+      logprobs: log-probability of each token, in nats; empty unless an agent program requests log-probabilities.
+      pieces: text of each token; empty unless an agent program requests the texts of tokens.
     """
 
     text: str
@@ -66,9 +74,10 @@ class Result:
     """The outcome of an episode: its last reward, metrics and text.
 
     Attributes:
-      reward: what the last token is worth beside the reward functions; None for reward functions alone.
+      reward: the environment's last reward, placed on the last sampled token; it counts beside the reward functions,
+        times env.reward_weight. None adds no reward.
       metrics: numbers by name, logged as env/NAME.
-      text: what reward functions see as the completion; None for what the model wrote.
+      text: the completion that reward functions read; None lets them read the text that the model wrote.
     """
 
     reward: float | None = None
@@ -88,18 +97,18 @@ class Model(Protocol):
         max_new: int | None = None,
         reward: float = 0.0,
     ) -> Turn:
-        """Appends an observation, which is not trained on, and samples on.
+        """Appends an observation, which is not trained on, and samples the model's next turn.
 
         Args:
-          observation: text; '' to sample on where the sample stands.
-          role: 'raw' puts the text as it is inside the model's own turn; 'user' and 'tool' make a turn of the chat
-            template of it, and the model's next turn begins.
-          stop: strings at which the turn ends, besides the end of the model's turn.
-          max_new: sampled tokens at most; None for what room there is.
-          reward: of the turn before; goes to its last sampled token.
+          observation: text to append; '' continues the sample without new text.
+          role: 'raw' inserts the text unchanged into the model's own turn. 'user' and 'tool' format the text as a turn
+            of the chat template, after which a new turn of the model begins.
+          stop: strings that end the turn, besides the end of the model's turn.
+          max_new: largest number of sampled tokens; None samples as many as there is room for.
+          reward: reward of the previous turn, assigned to that turn's last sampled token.
 
         Raises:
-          Ended: no room or no turns are left; let it pass.
+          Ended: the sample has no room or no turns left; do not catch it.
         """
         ...
 
@@ -114,40 +123,47 @@ class Model(Protocol):
     ) -> dict[str, Any]:
         """Answers a conversation, as /v1/chat/completions does; an episode uses either `chat` or `say`.
 
-        A conversation that repeats an earlier answer and goes on continues that answer's tokens. Any other one opens a
-        piece of the sample with a context of its own; all pieces are trained with the sample's advantage.
+        A conversation that repeats an earlier conversation and its answer, and then adds messages, continues the tokens
+        of that answer. Any other conversation opens a piece of the sample with a context of its own. All pieces are
+        trained with the sample's advantage.
 
         Args:
           messages: conversation, in OpenAI's form.
           tools: functions that the model may call, in OpenAI's form.
-          stop: strings that end the answer; they are cut off its text.
-          max_tokens: sampled tokens at most; None for what room there is.
-          aside: the answer is not trained: for judges, titles and simulated users.
+          stop: strings that end the answer; the string that was met is cut off the answer's text.
+          max_tokens: largest number of sampled tokens; None samples as many as there is room for.
+          aside: whether the answer is left out of training, as for judges, titles and simulated users.
 
         Returns:
-          The assistant's message, with `tool_calls` if the model made any.
+          The assistant's message, with `tool_calls` if the model called tools.
 
         Raises:
-          Ended: no room or no turns are left; let it pass.
+          Ended: the sample has no room or no turns left; do not catch it.
         """
         ...
 
     async def outside(self, what: str, make: Callable[[], Awaitable[T]]) -> T:
-        """An answer of the outside world (a service, a clock, chance): recorded, and taken from the record on a replay.
+        """Gets an answer from outside the environment's own code, such as a service, a clock or a random number.
+
+        The answer is recorded before it is used. A replay reads the record instead of calling `make` again.
 
         Args:
-          what: the request in words; on a replay a record of another request is not used.
-          make: gets the answer, a JSON value.
+          what: description of the request. A replay uses the record only if its description is the same.
+          make: function that gets the answer, a JSON value.
 
         Raises:
-          OutsideError: `make` raised; the record says so too.
+          OutsideError: `make` raised an error, now or when the record was made.
         """
         ...
 
 
 class Environment(Protocol):
-    """`run` must be a function of the task, the turns and the outside answers: a replay runs it again."""
+    """An environment of samples.
+
+    What `run` does must depend only on the task, the model's turns and the answers of `Model.outside`: after the death
+    of a worker process, a replay runs it again and must reach the same observations.
+    """
 
     async def run(self, task: Task, model: Model) -> Result | None:
-        """Plays one episode; None is `Result()`. What it raises ends the job."""
+        """Plays one episode. To return None is to return `Result()`. An error other than `Ended` ends the job."""
         ...
