@@ -1,4 +1,4 @@
-"""Tool calls as models write them and outputs as models read them: DR-Tulu's tags, and JSON calls of chat models."""
+"""Parses the tool calls that a model writes, and formats tool outputs for it: DR-Tulu's tags, and JSON calls."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
-QUERY = ""  # the argument that the text between tags is, before the tool's own name for it is known
+QUERY = ""  # name of the argument that holds the text between tags, until the tool's own name for it is known
 _ATTRIBUTE = re.compile(r"""\s++([\w.:-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 _CLOSING = re.compile(r"\s*+>")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -21,29 +21,31 @@ _THOUGHT = re.compile(r"<(/?)think>")
 _FENCE = re.compile(r"```\w*+\s*+")
 _LEAD = re.compile(r"\s*+(?:```\w*+\s*+)?+")
 _ARGUMENTS = ("arguments", "parameters")
-_CALLED = (*_ARGUMENTS, "tool_calls", "function_call")  # keys that only calls have
+_CALLED = (*_ARGUMENTS, "tool_calls", "function_call")  # keys that a JSON object has only if it is a call
 _SOMETHING_CALLED = re.compile(
     rf"""(?:\[\s*+)?\{{\s*+["']?+(?:name|function|type|tool|tool_name|{"|".join(_CALLED)})["']?+\s*+:"""
 )
-_SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")  # what stands before JSON that no sentence quotes
-_BEHIND = " \t\r\n,;"  # what may stand between calls behind each other
+_SET_OFF = re.compile(r"(?:```\w*+|(?<!<answer)>)\s*+\Z")  # a code fence or a tag before JSON: no sentence quotes it
+_BEHIND = " \t\r\n,;"  # characters that may separate two calls
 _BEGIN = re.compile(r"[\[{]")
 _PART = re.compile(
     r"""([\[\]{}])|"[^"\\]*+(?:\\.[^"\\]*+)*+"(?=\s*+[:,\]}])|[\s:,]++|-?\d[\d.eE+-]*+|true|false|null|NaN|-?Infinity""",
     re.DOTALL,
 )
 _TAG = re.compile(r"<[|/]{0,2}+([A-Za-z_:-]{3,24}+)\|?+>?+")
-# Tags of a turn that are no calls, however near they are to a tool's name.
+# Tags that are never read as calls, even if they resemble the name of a tool.
 _NO_CALLS = frozenset(("answer", "think", "tool_output", "tool_response", "snippet", "webpage"))
-_ALIKE = 0.8  # of difflib's ratio, from which a tag is a misspelt one
-_LAST_TAGS = 64  # different tags of a turn that are compared with those of calls
-_DEPTH = 64  # of arrays and objects in each other that JSON of a model or a tool may have
-_SHOWN = 80  # characters of a word of the model's that a message repeats
+_ALIKE = 0.8  # smallest difflib ratio at which a tag counts as a misspelt tag of a call
+_LAST_TAGS = 64  # most different tags of a turn that are compared with the tags of calls; the last ones
+_DEPTH = 64  # deepest nesting of arrays and objects in JSON of a model or a tool
+_SHOWN = 80  # most characters of the model's text that a message quotes
 _STRUCTURE = re.compile(
     r"<(?=\||/?(?:tool_output|snippet|webpage|call_tool|call|tool|tool_call|tool_response|answer)\b)", re.IGNORECASE
 )
-SEPARATOR = "\ue0f2"  # between outputs that become messages of their own in the chat template; of Unicode's private use
-# The names of DR-Tulu's parsers, and of chat models whose templates ask for these forms.
+# Separates outputs that become messages of their own in the chat template. The character is in Unicode's private use
+# area, and outputs are stripped of it.
+SEPARATOR = "\ue0f2"
+# Other names of the parsers: DR-Tulu's names, and chat models whose templates ask for the format.
 ALIASES = {"v20250824": "call_tool", "unified": "tool", "qwen3": "hermes", "llama3": "json", "gemma": "json"}
 
 
@@ -52,9 +54,9 @@ class Call:
     """A tool call as the model wrote it.
 
     Attributes:
-      name: name of the tool; '' where none can be read.
-      arguments: arguments by name; the text between tags is under QUERY.
-      problem: why the call cannot be run, as the model is told; '' where it can.
+      name: name of the tool; '' if no name can be read.
+      arguments: arguments by name; QUERY is the key of the text between tags.
+      problem: reason why the call cannot be run, in the words that the model reads; '' if it can be run.
     """
 
     name: str
@@ -64,7 +66,12 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """A tool's output: documents, or one text where `tag` is ''."""
+    """A tool's output.
+
+    Attributes:
+      texts: documents, or one text if `tag` is ''.
+      tag: name of the tag around each document; '' for none.
+    """
 
     texts: Sequence[str]
     tag: str = ""
@@ -72,7 +79,12 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """Text for the model, and the ranges of it that each call filled (podrl.environments.workers.Say.cuts)."""
+    """The text that the model reads after its calls.
+
+    Attributes:
+      text: the whole text.
+      cuts: character ranges that came from tools, grouped by call; see podrl.environments.workers.Say.cuts.
+    """
 
     text: str
     cuts: Cuts
@@ -82,10 +94,10 @@ class Tags:
     """Calls in tags: `<call_tool name="t" k="v">query</call_tool>`, `<tool name="t">query</tool>`, `<t>query</t>`.
 
     Attributes:
-      role: how observations enter the sample.
-      stop: closing tags, at which generation stops because a call has ended.
-      tags: the other tags of this format. The learner refuses a tokenizer in which one of them is a special token:
-        the text of a turn, which calls are read from, has no special tokens.
+      role: role of observations; 'raw' appends them to the model's own turn.
+      stop: closing tags of calls; generation stops at each.
+      tags: all other tags of this format. The learner refuses a tokenizer in which one of them is a special token,
+        because calls are read from the text of a turn, and that text has no special tokens.
     """
 
     role = "raw"
@@ -99,11 +111,16 @@ class Tags:
         self.tags = (*(f"<{opening}" for opening in openings), *type(self).tags)
 
     def calls(self, text: str, stop: str) -> list[Call]:
-        """The call that a turn ends with, in time linear in its length.
+        """Reads the call at the end of a turn, in time linear in the length of the turn.
 
-        A turn that the model itself ended in the midst of a call, with a misspelt tag, or with a call in the form of
-        another parser, holds one with a `problem`. A call in a thought is a draft, and none; so is any text of a turn
-        that a limit ended.
+        Args:
+          text: text of the turn, including the stop string.
+          stop: reason why the turn ended, see podrl.environments.protocol.Turn.
+
+        Returns:
+          One call or none. The call has a `problem` if the model ended its turn within a call, misspelt a tag, or wrote
+          the call in the format of another parser. A call within a thought is a draft and is ignored. A turn that a
+          limit of tokens ended has no call.
         """
         said, thought = self.spoken(text)
         if stop == "eos":
@@ -113,16 +130,16 @@ class Tags:
         inner = said[: -len(stop)]
         end = len(inner)
         for start, tag in reversed(list(self._opened(inner, [stop[2:-1]] if self._legacy else self._openings))):
-            # No attribute holds another opening: each part of the text is read once.
+            # An attribute never contains another opening tag, so each part of the text is read only once.
             if (call := self._call(inner, start + len(tag) + 1, end, tag)) is not None:
                 return [call]
             end = start
         return [Call("", problem=f"No tool call can be read. Write {self._example()}.")]
 
     def spoken(self, text: str) -> tuple[str, str]:
-        """A turn's words outside of its thoughts, and the words of a thought that has no end; see `_spoken`."""
+        """Splits a turn into (text outside of thoughts, text of an unfinished thought); see `_spoken`."""
         places: list[tuple[int, int]] = []
-        opened: dict[str, int] = {}  # places of opening tags that are not closed yet
+        opened: dict[str, int] = {}  # positions of opening tags that are not closed yet
         edges = [rf"<(?:{'|'.join(map(re.escape, self._openings))})(?=[\s>])", *map(re.escape, self.stop)]
         for edge in re.finditer("|".join(edges), text) if self._openings else ():
             closes = edge[0] in self.stop
@@ -134,12 +151,12 @@ class Tags:
         return _spoken(text, places)
 
     def _opened(self, text: str, tags: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Places and names of opening tags, in their order."""
+        """Finds the positions and names of opening tags, in their order."""
         names = "|".join(map(re.escape, tags))
         return ((found.start(), found[1]) for found in re.finditer(rf"<({names})(?=[\s>])", text) if names)
 
     def _unread(self, said: str) -> list[Call]:
-        """The call, with its problem, that a turn without a closing tag was meant to hold."""
+        """Makes a call with a problem if a turn without a closing tag seems to attempt a call; else no call."""
         names = "|".join(map(re.escape, self._openings))
         if names and re.search(rf"<(?:{names})(?=[\s>(/=:]|\Z)", said):
             return [Call("", problem=f"The call is not closed. Write {self._example()}.")]
@@ -168,7 +185,7 @@ class Tags:
         return text[: max((text.rfind(f"<{opening}") for opening in self._openings), default=-1)]
 
     def written(self, name: str, arguments: Mapping[str, Any], query: str) -> str:
-        """Writes a call as the model does: argument `query` between the tags, all others as attributes."""
+        """Writes a call as the model does: argument `query` between the tags, all other arguments as attributes."""
         opening = name if self._legacy else f'{self._openings[0]} name="{html.escape(name)}"'
         others = {key: value for key, value in arguments.items() if key != query}
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in others.items()}
@@ -184,7 +201,7 @@ class Tags:
         return f"<{self._openings[0]}{name}>QUERY{self.stop[0]}"
 
     def observation(self, outputs: Sequence[Output], call_id: str) -> Observation:
-        """DR-Tulu's form; its ids count the documents of a call."""
+        """Formats outputs as DR-Tulu does. The id of a document is `call_id` and the document's number in its call."""
         written = _Writer()
         written.add("\n")
         for output in outputs:
@@ -202,9 +219,9 @@ class Tags:
 
 
 class Json:
-    """Calls as JSON, in a turn that ends by itself: in <tool_call> tags (hermes), or the turn itself (json).
+    """Calls as JSON in a turn that the model ends: within <tool_call> tags (hermes), or without tags (json).
 
-    The chat template tells the model of its tools, and forms the turns of their outputs.
+    The chat template lists the tools in the prompt, and formats their outputs as turns.
     """
 
     role = "tool"
@@ -215,9 +232,15 @@ class Json:
         self.tags = (_OPEN, _CLOSE) if tags else ()
 
     def calls(self, text: str, stop: str) -> list[Call]:
-        """All calls of a turn that the model ended, in time linear in its length; none of one that a limit ended.
+        """Reads all calls of a turn, in time linear in the length of the turn.
 
-        A call that was cut, or that stands in wrong tags, has a `problem`. Calls in a thought are drafts, and none.
+        Args:
+          text: text of the turn.
+          stop: reason why the turn ended, see podrl.environments.protocol.Turn.
+
+        Returns:
+          The calls; none unless the model ended the turn itself ('eos'). An incomplete call, or a call in wrong tags,
+          has a `problem`. Calls within a thought are drafts and are ignored.
         """
         if stop != "eos":
             return []
@@ -232,7 +255,7 @@ class Json:
         return found
 
     def spoken(self, text: str) -> tuple[str, str]:
-        """A turn's words outside of its thoughts, and the words of a thought that has no end; see `_spoken`."""
+        """Splits a turn into (text outside of thoughts, text of an unfinished thought); see `_spoken`."""
         return _spoken(text, _json_in(text)[0] if _THOUGHT.search(text) else ())
 
     def before(self, text: str) -> str:
@@ -250,8 +273,8 @@ class Json:
             lead = _LEAD.match(said, inside)
             at = lead.end() if lead is not None else inside
             if said.startswith(_OPEN, at):
-                continue  # an opening that is written twice
-            while at in ends:  # tags in arguments are words
+                continue  # the opening tag is written twice
+            while at in ends:  # skips whole JSON values, so that a tag inside an argument is not read as a tag
                 at = ends[at]
                 while said[at : at + 1] and said[at] in _BEHIND:
                     at += 1
@@ -271,7 +294,7 @@ class Json:
         return found
 
     def untagged(self, said: str) -> list[Call]:
-        """Calls of a turn that is JSON, or that ends with the call of a known tool."""
+        """Reads the calls of a turn that is JSON, or that ends with a call of a known tool."""
         said = said.strip().removeprefix("<|python_tag|>").strip()
         places, broken = _json_in(said)
         wrong: ValueError | None = None
@@ -305,10 +328,15 @@ class Json:
         return []
 
     def _called(self, body: str, *, whole: bool) -> list[Call]:
-        """Calls of a text that is JSON; none of one that is an answer.
+        """Reads the calls in a JSON text; returns none if the JSON is an answer and not a call.
+
+        Args:
+          body: the JSON text.
+          whole: whether `body` is the whole turn. If so, an object with a name and arguments counts as a call even if
+            no tool has this name.
 
         Raises:
-          ValueError: the text is no JSON.
+          ValueError: the text is not JSON.
         """
         values = _listed(body)
         made = [_json_call(value) for value in values]
@@ -319,12 +347,12 @@ class Json:
         return made if any(call.arguments and _alike(call.name, self._tools) for call in made[-_LAST_TAGS:]) else []
 
     def _is_meant(self, value: Any) -> bool:
-        """True for an object that has arguments, and names a known tool in another way than calls do."""
+        """True for an object with arguments that names a known tool, though not under the key that calls use."""
         words = (*value, *value.values()) if isinstance(value, dict) and any(key in value for key in _CALLED) else ()
         return any(isinstance(word, str) and word in self._tools for word in words)
 
     def observation(self, outputs: Sequence[Output], call_id: str) -> Observation:
-        """The outputs, each a message of the template."""
+        """Formats outputs so that each becomes a message of the chat template."""
         del call_id
         written = _Writer()
         for index, output in enumerate(outputs):
@@ -335,7 +363,7 @@ class Json:
 
 
 class _Writer:
-    """An observation while it is written."""
+    """Writes an observation, and notes which character ranges came from tools."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -343,7 +371,7 @@ class _Writer:
         self._cuts: list[list[tuple[int, int]]] = []
 
     def begin(self) -> None:
-        """The output of another call begins."""
+        """Begins the output of the next call."""
         self._cuts.append([])
 
     def add(self, text: str) -> None:
@@ -351,7 +379,7 @@ class _Writer:
         self._length += len(text)
 
     def fill(self, text: str) -> None:
-        """Adds what a tool gave."""
+        """Adds text that a tool returned."""
         start = self._length
         self.add(escaped(text))
         if text:
@@ -365,7 +393,12 @@ Format = Tags | Json
 
 
 def format_of(parser: str, tools: Sequence[str]) -> Format:
-    """The format of a parser's name (EnvironmentConfig.parser); `tools` are the names the model may call."""
+    """Makes the format of a parser.
+
+    Args:
+      parser: name of the parser, or one of its aliases (EnvironmentConfig.parser).
+      tools: names of the tools that the model may call.
+    """
     match ALIASES.get(parser, parser):
         case "call_tool":
             return Tags(["call_tool"], ["</call_tool>", "</call>"], tools)
@@ -381,24 +414,33 @@ def format_of(parser: str, tools: Sequence[str]) -> Format:
 
 
 def in_template(parser: str) -> bool:
-    """True where the chat template tells the model of its tools: the parser reads JSON calls of chat models."""
+    """True if the chat template lists the tools in the prompt, as it does for parsers of JSON calls."""
     return isinstance(format_of(parser, []), Json)
 
 
 def escaped(text: str) -> str:
-    """A tool's text without tags that mean something to the model's format, to rewards, or to a chat template."""
+    """Escapes tags in a tool's text that mean something to the model's format, to rewards, or to a chat template."""
     return _STRUCTURE.sub("&lt;", text)
 
 
 def call_id(key: str, number: int) -> str:
-    """Eight hexadecimal digits for call `number` of the sample with this key."""
+    """Makes the id of call `number` of the sample with this key: eight hexadecimal digits."""
     return hashlib.blake2b(f"{key}/{number}".encode(), digest_size=4).hexdigest()
 
 
 def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any], query: str) -> dict[str, Any]:
-    """Arguments with the text between the tags under its name, and words made numbers where the schema has numbers.
+    """Fits a call's arguments to the tool's schema.
 
-    Text that is empty is left out where the tool does not ask for it, or is given it as an attribute.
+    The text between the tags moves from QUERY to `query`. An empty text is left out unless `query` is a required
+    argument that no attribute sets. Texts become numbers, booleans, arrays or objects where the schema has these types.
+
+    Args:
+      arguments: arguments of a Call.
+      schema: JSON schema of the tool's arguments.
+      query: name of the argument that holds the text between the tags.
+
+    Returns:
+      The arguments by the names of the schema.
     """
     properties, required = schema.get("properties", {}), schema.get("required", ())
     named = {name: value for name, value in arguments.items() if name != QUERY}
@@ -409,17 +451,17 @@ def fitted(arguments: Mapping[str, Any], schema: Mapping[str, Any], query: str) 
 
 
 def decoded(text: str) -> Any:
-    """JSON of a model, a tool or a server.
+    """Decodes JSON that came from a model, a tool or a server.
 
     Raises:
-      ValueError: it is none, holds NaN or an infinity, or nests deeper than 64 arrays and objects.
+      ValueError: the text is not JSON, contains NaN or an infinity, or nests more than 64 arrays and objects.
     """
     (value,) = _values(text, most=1)
     return value
 
 
 def told(word: str) -> str:
-    """A word of the model's as a message or a record repeats it."""
+    """Shortens text of the model for a message or a record, to 80 characters."""
     return word if len(word) <= _SHOWN else f"{word[:_SHOWN]}..."
 
 
@@ -430,16 +472,20 @@ def shortened(
     encode: Callable[[str], Sequence[int]],
     decode: Callable[[Sequence[int]], str],
 ) -> str:
-    """An observation in which each group of `cuts` has about `limit` tokens at most, by leaving out middles.
+    """Shortens an observation so that each group of `cuts` has about `limit` tokens at most.
 
-    Ranges that are short leave their room to the longer ones of their group.
+    The middle of a long range is left out. Room that a short range does not need goes to the longer ranges of its
+    group.
 
     Args:
-      text, cuts, limit: of a Say.
-      encode, decode: the tokenizer's, without tokens of its own at the ends.
+      text: the observation.
+      cuts: character ranges that may be shortened, see podrl.environments.workers.Say.cuts.
+      limit: largest number of tokens in the ranges of one group.
+      encode: function from text to token ids, without tokens such as BOS at the ends.
+      decode: function from token ids to text.
 
     Returns:
-      The text; '... [912 tokens left out] ...' stands for what was cut.
+      The text, in which '... [912 tokens left out] ...' replaces each middle that was left out.
     """
     parts, at = [], 0
     for group in cuts:
@@ -457,7 +503,7 @@ def shortened(
 
 
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:
-    """Shares `limit` out: short ones get all they need, the others equal parts of what is left."""
+    """Divides `limit` among ranges: short ranges get all they need, long ones get equal shares of the remainder."""
     shares, left = [0] * len(lengths), limit
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for done, i in enumerate(order):
@@ -467,18 +513,18 @@ def _shares(lengths: Sequence[int], limit: int) -> list[int]:
 
 
 class _MoreError(ValueError):
-    """What follows a JSON value is none."""
+    """A JSON value is followed by text that is not JSON."""
 
 
 def _spoken(text: str, calls: Iterable[tuple[int, int]]) -> tuple[str, str]:
-    """A turn's words outside of its thoughts, and the words of a thought that has no end.
+    """Splits a turn into (text outside of thoughts, text of an unfinished thought).
 
-    Words before a first `</think>` are a thought that the prompt opened. Tags in an argument of a call are words of
-    it, unless the call itself is drafted in a thought.
+    Text before a first `</think>` without an opening tag is a thought that the prompt opened. A think tag inside an
+    argument of a call is part of the argument, unless the call itself is drafted in a thought.
 
     Args:
       text: the turn.
-      calls: beginnings and ends of the calls in it, in their order.
+      calls: (start, end) of each call in the turn, ascending.
     """
     parts, thought, at, seen = [], None, 0, False
     places = iter(calls)
@@ -500,10 +546,10 @@ def _spoken(text: str, calls: Iterable[tuple[int, int]]) -> tuple[str, str]:
 
 
 def _json_in(text: str) -> tuple[list[tuple[int, int]], list[int]]:
-    """Finds the JSON of a text in one pass, without a decoder that would begin anew at each bracket.
+    """Finds the JSON in a text in one pass. A JSON decoder would start anew at each bracket: quadratic time.
 
     Returns:
-      Beginnings and ends of the objects and arrays that stand in no other, and beginnings of calls that break off.
+      (start and end of each outermost object or array, start of each call that breaks off).
     """
     whole: list[tuple[int, int]] = []
     broken: list[int] = []
@@ -535,10 +581,10 @@ def _json_in(text: str) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def _listed(text: str) -> list[Any]:
-    """Reads the JSON of calls: an object, a list, or several of them in a row, with or without a code fence.
+    """Decodes the JSON of calls: an object, a list, or several of them in a row, with or without a code fence.
 
     Raises:
-      ValueError: the text is no JSON.
+      ValueError: the text is not JSON.
     """
     text = text.strip()
     if (fence := _FENCE.match(text)) is not None:
@@ -561,7 +607,7 @@ def _json_call(value: Any) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return Call("", problem='The call must be an object {"name": ..., "arguments": {...}}.')
     arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(text := arguments, str):  # some models write the object as text, or only what they ask
+    if isinstance(text := arguments, str):  # some models write the object as a JSON string, or only the query
         with contextlib.suppress(ValueError):
             arguments = decoded(text)
         arguments = arguments if isinstance(arguments, dict | None) else {QUERY: text}
@@ -581,7 +627,15 @@ _DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_number)
 
 
 def _values(text: str, most: int | None = None) -> list[Any]:
-    """JSON values behind each other, with white space, `,` or `;` between; at most `most`."""
+    """Decodes consecutive JSON values, separated by white space, `,` or `;`.
+
+    Args:
+      text: the JSON text.
+      most: largest number of values; None for no limit. With a limit, only white space may separate values.
+
+    Raises:
+      ValueError: the text is not JSON, or nests too deep; `_MoreError` if a value was read and something else follows.
+    """
     values, at = [], 0
     text = text.strip()
     while True:
@@ -618,26 +672,26 @@ def _check_depth(value: Any) -> None:
 
 
 def _near(text: str, names: Sequence[str]) -> Iterator[str]:
-    """The words of tags in a text that nearly are one of `names`."""
+    """Yields the names of tags in a text that equal or resemble one of `names`."""
     for word in list(dict.fromkeys(found[1] for found in _TAG.finditer(text)))[-_LAST_TAGS:]:
         if (word in names or word.lower() not in _NO_CALLS) and _alike(word, names):
             yield word
 
 
 def _alike(word: str, names: Iterable[str]) -> bool:
-    """True for a word that nearly is one of `names`; letter case, `_` and `-` say nothing."""
+    """True for a word that equals or resembles one of `names`; letter case, `_`, `:` and `-` are ignored."""
     plain = re.sub(r"[_:-]", "", word[:_SHOWN].lower())
     ratios = (difflib.SequenceMatcher(None, plain, re.sub(r"[_:-]", "", name.lower())).ratio() for name in names)
     return word in names or any(ratio >= _ALIKE for ratio in ratios)
 
 
 def _names_one(text: str, tools: Sequence[str]) -> bool:
-    """True where a text has the name of a tool in quotation marks."""
+    """True if a text contains the name of a tool in quotation marks."""
     return bool(tools and re.search(rf"""["'](?:{"|".join(map(re.escape, tools))})["']""", text))
 
 
 def _in_other_tags(said: str, tools: Sequence[str]) -> bool:
-    """True where a turn calls a known tool in a form of tags: `<... name="search">`, or `<search>` at its end."""
+    """True if a turn calls a known tool with tags: `<... name="search">` anywhere, or `<search>` with its end tag last."""
     names = "|".join(map(re.escape, tools))
     if names and re.search(rf"""<\w[\w:-]*+\s++name\s*+=\s*+["']?+(?:{names})(?![\w.-])""", said):
         return True
@@ -646,7 +700,7 @@ def _in_other_tags(said: str, tools: Sequence[str]) -> bool:
 
 
 def _kinds(property_: Any) -> list[Any]:
-    """The types that a property of a schema may have, besides the values it lists."""
+    """Lists the types that a property of a schema allows, besides the values that the schema enumerates."""
     if not isinstance(property_, Mapping) or "enum" in property_:
         return []
     kind = property_.get("type")
@@ -655,12 +709,12 @@ def _kinds(property_: Any) -> list[Any]:
 
 
 def _alternatives(property_: Mapping[str, Any]) -> list[Any]:
-    """The schemas in a property of which one must hold."""
+    """Lists the alternative schemas of a property (anyOf, oneOf)."""
     return [one for key in ("anyOf", "oneOf") if isinstance(property_.get(key), list) for one in property_[key]]
 
 
 def _choices(property_: Any) -> list[Any]:
-    """The values that a property of a schema lists."""
+    """Lists the values that a property of a schema enumerates."""
     if not isinstance(property_, Mapping):
         return []
     own = property_["enum"] if isinstance(property_.get("enum"), list) else []
@@ -668,7 +722,10 @@ def _choices(property_: Any) -> list[Any]:
 
 
 def _as(value: Any, property_: Any) -> Any:
-    """A word of an attribute as the schema's choice or type, where it is one; otherwise the tool says what is wrong."""
+    """Converts an attribute's text to an enumerated value or a type of the schema.
+
+    Text that fits no value and no type is returned unchanged: the tool then reports what is wrong.
+    """
     kinds, choices = _kinds(property_), _choices(property_)
     if not isinstance(value, str) or value in choices:
         return value
