@@ -13,6 +13,7 @@ from typing import Any
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
 QUERY = ""  # name of the argument that holds the text between tags, until the tool's own name for it is known
+# Possessive quantifiers (`*+`, `++`) do not backtrack, so no text of a model makes a match slow.
 _ATTRIBUTE = re.compile(r"""\s++([\w.:-]++)\s*+=\s*+(?:"([^"]*+)"|'([^']*+)'|([^\s"'>]++))""")
 _CLOSING = re.compile(r"\s*+>")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -691,7 +692,7 @@ def _names_one(text: str, tools: Sequence[str]) -> bool:
 
 
 def _in_other_tags(said: str, tools: Sequence[str]) -> bool:
-    """True if a turn calls a known tool with tags: `<... name="search">` anywhere, or `<search>` with its end tag last."""
+    """True if a turn calls a known tool with tags: `<... name="search">` anywhere, or `<search>...</search>` last."""
     names = "|".join(map(re.escape, tools))
     if names and re.search(rf"""<\w[\w:-]*+\s++name\s*+=\s*+["']?+(?:{names})(?![\w.-])""", said):
         return True
