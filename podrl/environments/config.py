@@ -1,4 +1,4 @@
-"""Settings of environments and tools: what a sample may do, for how long, and how it asks."""
+"""Settings of environments and tools: which ones a job has, their limits, and the format of tool calls."""
 
 import dataclasses
 import os
@@ -12,29 +12,32 @@ from podrl.config import Count, Finite, Natural, Positive, Share, Workers, secti
 from podrl.storage.regular import regular
 from podrl.workers.user_code import Limits
 
-TOOLS, NONE, PROGRAM = "tools", "none", "program"  # environments by name
+TOOLS, NONE, PROGRAM = "tools", "none", "program"  # names of the environments that come with podrl
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
 
 
 @section("env.mcp")
 @dataclasses.dataclass(frozen=True)
 class MCPServer:
-    """A server that offers tools over MCP, and how the model's words map to its tools.
+    """A server that offers tools over MCP, and how the names that the model uses map to the server's tools.
 
     Attributes:
-      target: a command (stdio), 'http://host:port/mcp' (streamable http), or 'http://host:port/sse' (sse). `python` at
-        the head of a command is the interpreter that runs podrl.
-      names: the tools that the model may call, in the model's words; empty for all that the server has.
-      aliases: the model's word to the server's, for tools that are called otherwise there.
-      query: the model's word to the argument that the text between the tags is; 'query' for others.
-      result: the model's word to the tag around each document, 'snippet' or 'webpage'; 'snippet' for others.
-      deadline_s: seconds that one call may take.
-      retries: calls made again after the connection was lost in the middle.
-      concurrency: calls at once.
-      environment: names of environment variables of the job that a command sees though their names sound secret, such
-        as 'SERPER_API_KEY'; all others of this kind are withheld, and listed at the start.
-      headers: text of each http header by its name; '$NAME' in it is the value of an environment variable of the job,
-        as in 'Bearer $SEARCH_TOKEN'. At least one must be named: secrets are not for configurations.
+      target: command that starts the server (stdio), or its address: 'http://host:port/mcp' (streamable http) or
+        'http://host:port/sse' (sse). `python` as the first word of a command is the interpreter that runs podrl.
+      names: tools that the model may call, by the names that the model uses; empty for all tools of the server.
+      aliases: the server's name for a tool, by the name that the model uses; needed only where the two differ.
+      query: argument that receives the text between the tags of a call, by the name of the tool; for other tools, the
+        first of query, url, webpage_url, input and text that the tool has, else a required argument.
+      result: tag around each document of a tool's answer, by the name of the tool: 'snippet' or 'webpage'. For other
+        tools, the tag of DR-Tulu's tool of this name, else none: the answer is one text.
+      deadline_s: longest time of one call, seconds.
+      retries: number of times that a call is repeated after the connection was lost during it.
+      concurrency: largest number of calls at the same time.
+      environment: names of environment variables that the server's command sees although their names sound secret,
+        such as 'SERPER_API_KEY'; all other variables of this kind are withheld, and listed when the server starts.
+      headers: text of each http header, by the name of the header. '$NAME' stands for the value of an environment
+        variable of the job, as in 'Bearer $SEARCH_TOKEN'. Each text must name at least one variable: secrets do not
+        belong in configurations.
     """
 
     target: str
@@ -70,7 +73,7 @@ class MCPServer:
 
     @property
     def is_url(self) -> bool:
-        """True where the server is asked over the network."""
+        """True if the server is reached over the network and not started by a command."""
         return self.target.startswith(("http://", "https://"))
 
     def _variables(self) -> tuple[str, ...]:
@@ -78,10 +81,13 @@ class MCPServer:
         return (*self.environment, *named)
 
     def secrets(self) -> tuple[dict[str, str], dict[str, str]]:
-        """(Variables, headers) of the server, with values from this process's environment.
+        """Looks up the server's secrets in the environment of this process.
+
+        Returns:
+          (variables by name, headers by name), with their values.
 
         Raises:
-          ValueError: a variable is not set; the message has no values.
+          ValueError: a variable is not set. The message contains no values.
         """
         if missing := [name for name in self._variables() if name not in os.environ]:
             raise ValueError(
@@ -98,38 +104,46 @@ class EnvironmentConfig:
     """The environment of a job's samples, its tools and its limits.
 
     Attributes:
-      environment: '' for none; 'tools' for the tools below; 'file.py:Name' or 'package.module:Name' for a class (made
-        once per episode), or an object, with an `async def run(task, model)`.
-      others: environments beside it, as named above, and 'none' for one answer without tools. A record whose field
-        `env` names one of them has it instead; data.sources gives that field to all records of a source.
+      environment: environment of the samples: '' for none; 'tools' for the tools below; 'file.py:Name' or
+        'package.module:Name' for a class (instantiated once per episode) or an object with an
+        `async def run(task, model)`.
+      others: further environments, named as in `environment`, or 'none' for one answer without tools. A record whose
+        field `env` names one of them is played by that environment; data.sources can set the field for all records of a
+        source.
       program: command of an agent program, such as 'python agent.py', which asks the model over HTTP; '' for none. See
-        docs/agents.md. `python` at its head is the interpreter that runs podrl.
-      processes: processes of `program` in each worker; one runs one episode at a time, and further episodes wait.
-      failed_share: share of the samples of a batch whose programs may fail; more end the job.
-      tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in one.
-      mcp: servers that offer tools, each as an MCPServer or only its target.
-      parser: how the model writes a call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and 'legacy' are
-        DR-Tulu's. 'hermes' (also 'qwen3') is JSON in <tool_call> tags, 'json' (also 'llama3', 'gemma') a turn that is
-        one JSON object: with these, prompts of the model's chat template name the tools and their schemas.
-      max_tool_calls: calls of one sample that are run; the next one gets 'Max tool calls exceeded.'.
-      max_calls_per_tool: calls of one sample that are run, by the name of the tool, for tools that may be called less
-        often; the next one of that tool is a failed call.
-      arguments: arguments that a tool is given where the model gives none, by the names of tool and argument.
-      max_turns: turns of the model in one episode.
-      calls_per_window: with max_staleness of 2 or more, turns that a sample may end in a window before its last; what
-        its environment then says is heard in the next window, so that slow tools run beside updates. None for any
-        number: a window then waits for its answers.
-      output_tokens: tokens of one tool's output; what is longer is cut in the middle, and says so.
-      deadline_s: seconds that the environment and its tools may take in one episode; waiting for the model is not
-        counted. The sample then leaves the loss.
-      call_deadline_s: seconds that one call of a Python tool may take.
-      blocked_s: seconds that an environment's code may hold its process, in which other episodes wait.
-      retries: calls of a Python tool made again after its process died.
-      concurrency: calls of one Python tool at once, on each host.
-      server_deadline_s: seconds that an MCP server may be away before the job ends, to be started again (code 42).
-      workers: processes in which environments run, on each host.
-      reward_weight: what the rewards of the environment are multiplied by, beside those of reward functions.
-      system_prompt_file: file of the system prompt: plain text, or YAML with the key system_prompt; '' for none.
+        docs/agents.md. `python` as the first word is the interpreter that runs podrl.
+      processes: number of processes of `program` in each worker. A process runs one episode at a time; other episodes
+        wait for a free process.
+      failed_share: largest share of the samples of a batch whose programs may fail; more failures end the job.
+      tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in tool.
+      mcp: servers that offer tools, each an MCPServer or only its target.
+      parser: format in which the model writes a tool call. 'call_tool' (also 'v20250824'), 'tool' (also 'unified') and
+        'legacy' are DR-Tulu's formats. 'hermes' (also 'qwen3') is JSON in <tool_call> tags; 'json' (also 'llama3',
+        'gemma') is JSON without tags. With these two, the model's chat template lists the tools and their schemas in
+        the prompt.
+      max_tool_calls: largest number of calls that are run for one sample. The next call gets the answer
+        'Max tool calls exceeded.', and later ones are not read.
+      max_calls_per_tool: largest number of calls of a tool that are run for one sample, by the name of the tool;
+        further calls of that tool fail. A tool without an entry is limited by max_tool_calls alone.
+      arguments: arguments that are added to a call if the model leaves them out, by the names of tool and argument.
+      max_turns: largest number of turns of the model in one episode.
+      calls_per_window: with max_staleness of 2 or more, number of turns that a sample may end in each window before its
+        last. The environment's answer to the last of these turns is used in the next window, so that slow tools run
+        while the trainer updates. None sets no limit: a window then waits for all answers.
+      output_tokens: largest number of tokens of one tool's output. The middle of a longer output is left out, and a
+        note in its place says how much.
+      deadline_s: longest time of the environment and its tools in one episode, seconds, without the time of waiting
+        for the model. A sample that takes longer is left out of the loss.
+      call_deadline_s: longest time of one call of a Python tool, seconds.
+      blocked_s: longest time for which an environment's code may block its process, seconds. The other episodes of that
+        process wait meanwhile.
+      retries: number of times that a call of a Python tool is repeated after the tool's process died.
+      concurrency: largest number of calls of one Python tool at the same time, on each host.
+      server_deadline_s: longest time for which an MCP server may be unreachable, seconds. The job then ends with exit
+        code 42, so that it can be started again.
+      workers: number of processes in which environments run, on each host.
+      reward_weight: factor of the environment's rewards, which are added to those of the reward functions.
+      system_prompt_file: file with the system prompt: plain text, or YAML with the key system_prompt; '' for none.
     """
 
     environment: str = ""
@@ -201,25 +215,25 @@ class EnvironmentConfig:
 
     @property
     def used(self) -> bool:
-        """True where samples have an environment."""
+        """True if the job's samples have an environment."""
         return bool(self.environment or self.program or self.tools or self.mcp)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names of the environments that records can have, that of records without the field `env` first."""
+        """Names of the job's environments; the first is used for records without the field `env`."""
         return (self.environment or (PROGRAM if self.program else TOOLS), *self.others) if self.used else ()
 
     def system_prompt(self) -> str:
-        """The text of `system_prompt_file`.
+        """Reads the text of `system_prompt_file`.
 
         Raises:
-          ValueError: it cannot be read, or holds none.
+          ValueError: the file cannot be read, or is YAML without the key system_prompt.
         """
         path = pathlib.Path(self.system_prompt_file)
         try:
             text = regular(path).read_text()
             if path.suffix in (".yaml", ".yml"):
-                import yaml  # comes with podrl[tools]
+                import yaml  # installed with podrl[tools]
 
                 text = yaml.safe_load(text)["system_prompt"]
         except (OSError, ImportError, ValueError, KeyError, TypeError) as error:
@@ -231,5 +245,5 @@ class EnvironmentConfig:
 
     @property
     def servers(self) -> tuple[MCPServer, ...]:
-        """`mcp` with targets made servers."""
+        """The servers of `mcp`, with an MCPServer for each target that stands alone."""
         return tuple(MCPServer(one) if isinstance(one, str) else one for one in self.mcp)
