@@ -1,4 +1,4 @@
-"""Episodes on an event loop: their workers, their logs, and their replay in a new worker after one died or blocked."""
+"""Runs all episodes of a process in workers, logs them, and replays them in a new worker after one died or blocked."""
 
 import asyncio
 import dataclasses
@@ -23,10 +23,11 @@ from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at
 
-# (task, name, started, ended, failed) of a call outside, by time.monotonic(); failed is '' or the kind of failure.
+# Receives each outside call as (task, name, started, ended, failed). The times are those of time.monotonic(), in
+# seconds; `failed` is the kind of failure, or ''.
 Called = Callable[[Task, str, float, float, str], None]
-_LIVES = 3  # of an episode whose workers die or block, before the job ends
-_SILENT_S = 3 * BEAT_S
+_LIVES = 3  # workers that an episode may lose in a row before the job ends
+_SILENT_S = 3 * BEAT_S  # a worker that sent nothing for this long is blocked by one of its episodes
 _log = logging.getLogger("podrl.environments")
 
 
@@ -36,17 +37,28 @@ class EnvironmentFailure(BatchError):  # noqa: N818 - the word of docs and logs
 
 @dataclasses.dataclass
 class _Episode:
-    """An episode and its log.
+    """An episode and its log. A replay must repeat the log before it may go on.
+
+    An episode has one number for the rest of the process, and a new `life` each time it starts in a worker.
 
     Attributes:
-      said, turns, answers: the log; answers by number. What a replay gives is compared with it.
-      at: how many observations its present life has made.
-      life: its number in the worker; another one after each replay.
-      lives: workers that died under it since it last said something new, and the present one.
-      spent_s: seconds of the environment and its tools so far; since: when the present stretch began, 0 while the model
-        samples.
-      asks: what it waits for outside, and since when.
-      finished: the record of its end in an earlier run, which is played instead of a worker; None for a worker.
+      number: number of the episode, from the caller.
+      task: the sample that the episode plays.
+      life: number of the present run of the episode; -1 before the first one.
+      home: worker of the present run.
+      said: the log of observations, each the fields of a podrl.environments.workers.Say.
+      turns: the log of the model's turns, one for each answered observation.
+      answers: the log of outside answers, by their numbers.
+      whats: descriptions of the outside requests, by their numbers.
+      asks: outside requests that are not answered yet: (description, start by time.monotonic()), by their numbers.
+      jobs: tasks that answer outside requests, by their numbers; NUMBER is the task that reads or writes `finished`.
+      at: number of observations that the present run has made.
+      lives: number of workers since the last new observation, including the present one.
+      spent_s: time of the environment and its tools up to `since`, seconds.
+      since: start of the present work of the environment, by time.monotonic(); 0 while the model samples.
+      timer: timer of env.deadline_s; None while the model samples.
+      finished: record of the whole episode from an earlier run, played instead of starting the episode in a worker;
+        None if there is no such record.
     """
 
     number: int
@@ -68,7 +80,15 @@ class _Episode:
 
 
 class _Home:
-    """A worker process and which episode it was last given something for."""
+    """A worker process.
+
+    Attributes:
+      link: the process.
+      heard: time of the last frame from the process, by time.monotonic().
+      at: life of the episode whose frame the process handled last, as it reported; None before the first one.
+      loaded: future of the reply to loading the environments.
+      episodes: numbers of the episodes in this process.
+    """
 
     def __init__(self) -> None:
         self.link: Process | None = None
@@ -79,7 +99,10 @@ class _Home:
 
 
 class Host:
-    """All episodes of a process; every method runs on one event loop."""
+    """Runs all episodes of a process; podrl.environments.workers.Episodes calls it and documents its methods.
+
+    Every method but `waiting` must be called on one event loop. `turn` and `cancel` ignore an episode that has ended.
+    """
 
     def __init__(
         self,
@@ -90,16 +113,17 @@ class Host:
         called: Called | None = None,
         said: pathlib.Path | None = None,
     ) -> None:
-        """Starts nothing; see `open`.
+        """Stores the arguments; `open` starts the workers.
 
         Args:
           config: the settings of the environments and their tools.
           limits: resources that each process with user code may take, and environment variables that it may see.
           journal: the recorded answers of tools and services; None records nothing.
-          emit: called with each event, {"say": episode, ...}, {"done": episode, ...} or {"anew": episode}, and with
-            each error.
-          called: called with each tool call that is made, but for the calls that the journal answers; None for nobody.
-          said: directory of the files with the standard error of MCP servers; None writes to this process's.
+          emit: function that receives each event ({"say": episode, ...}, {"done": episode, ...} or {"anew": episode})
+            and each error.
+          called: function that receives each outside call that is made, except calls that the journal answers; None
+            for no such function.
+          said: directory of the files with the standard error of MCP servers; None writes to this process's own.
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
         self._called, self._folder = called, said
@@ -115,10 +139,14 @@ class Host:
         self._watch: asyncio.Task[None] | None = None
 
     async def open(self) -> tuple[str, list[dict[str, Any]]]:
-        """Starts the workers; (the parser of calls, the declarations of the tools).
+        """Starts the workers.
+
+        Returns:
+          (parser of tool calls, declarations of the tools); no declarations for an environment without tools.
 
         Raises:
-          ValueError: the environment or a tool cannot be loaded.
+          ValueError: the environment or a tool cannot be loaded, or env.others is set with a parser whose tools every
+            prompt lists.
           ServiceError: an MCP server does not answer.
         """
         self._homes = [self._start_home() for _ in range(self._config.workers)]
@@ -165,7 +193,11 @@ class Host:
         return said
 
     async def close(self) -> list[Process]:
-        """Asks all processes to end; whoever gets the workers closes them."""
+        """Cancels all episodes and asks all processes to end.
+
+        Returns:
+          The processes, which the caller must close.
+        """
         jobs = [job for episode in self._episodes.values() for job in episode.jobs.values()]
         for episode in list(self._episodes.values()):
             self._leave(episode)
@@ -207,7 +239,13 @@ class Host:
         self._replace(home, death, None)
 
     def _replace(self, home: _Home, why: str, culprit: _Episode | None) -> None:
-        """A new worker for one that died or blocked; its episodes are replayed there, but for the culprit's."""
+        """Replaces a worker that died or blocked, and replays its episodes, which may go to any worker.
+
+        Args:
+          home: the worker.
+          why: reason, for an error message.
+          culprit: episode that blocked the worker, which ends by its deadline; None if the worker died.
+        """
         assert home.link is not None
         home.link.close()
         fresh = self._start_home()
@@ -228,7 +266,8 @@ class Host:
         while True:
             await asyncio.sleep(BEAT_S)
             now = time.monotonic()
-            if now - last > 5 * BEAT_S:  # it was this process that stood still
+            # This process itself stood still, so it could not read the frames of its workers: they get more time.
+            if now - last > 5 * BEAT_S:
                 for home in self._homes:
                     home.heard = now
             last = now
@@ -236,7 +275,7 @@ class Host:
                 if home.loaded.done() and home.episodes and now - home.heard > self._config.blocked_s:
                     try:
                         self._blocked(home)
-                    except OSError as error:  # no more processes: raised where the episodes are polled
+                    except OSError as error:  # the system starts no more processes: `poll` raises this
                         self._emit(error)
 
     def _blocked(self, home: _Home) -> None:
@@ -246,7 +285,7 @@ class Host:
     # An episode's life.
 
     def _enter(self, episode: _Episode) -> None:
-        """Begins an episode, or its replay, in the worker with the fewest."""
+        """Starts an episode, or its replay, in the worker with the fewest episodes."""
         episode.home = min(self._homes, key=lambda home: len(home.episodes))
         episode.life, self._next_life, episode.at = self._next_life, self._next_life + 1, 0
         self._episodes[episode.number] = self._lives[episode.life] = episode
@@ -293,24 +332,24 @@ class Host:
             self._end(episode, "deadline")
         elif home.at == episode.life:
             self._replace(home, "it held its process", episode)
-        else:  # another one holds the process: it is not this one's fault
+        else:  # another episode blocks the worker: do not blame this one
             episode.timer = asyncio.get_running_loop().call_later(BEAT_S, self._expired, episode)
 
     # The records of finished episodes.
 
     def _keeps(self, task: Task) -> bool:
-        """True if an episode is to be recorded whole: one of a program, which need not do the same again."""
+        """True if the whole episode is recorded when it ends: an agent program need not do the same on a replay."""
         return bool(self._journal and self._config.program and task.fields.get("env") not in self._config.others)
 
     def _what(self, task: Task) -> str:
         return f"program {json.dumps([self._config.program, dataclasses.asdict(task)], sort_keys=True)}"
 
     async def _look_up(self, episode: _Episode) -> None:
-        """Begins an episode, or plays it as an earlier run recorded it."""
+        """Starts an episode, or plays it from the record of an earlier run."""
         assert self._journal is not None
         try:
             record = await self._journal.find(episode.task, NUMBER, self._what(episode.task))
-        except Exception as error:  # noqa: BLE001 - raised where the episodes are polled
+        except Exception as error:  # noqa: BLE001 - `poll` raises it
             self._emit(error)
             return
         episode.jobs.pop(NUMBER)
@@ -321,7 +360,7 @@ class Host:
             self._say_on(episode, episode.finished)
 
     def _say_on(self, episode: _Episode, finished: Finished) -> None:
-        """Emits what a recorded episode says next."""
+        """Emits the next observation of a recorded episode, or its result after the last one."""
         at = len(episode.said)
         if at == len(finished.said):
             self._end(episode, "ended", finished.result)
@@ -330,7 +369,7 @@ class Host:
         self._emit({"say": episode.number, **finished.said[at], "records": []})
 
     def _begin_anew(self, episode: _Episode) -> None:
-        """Begins an episode whose record does not fit: the model answers otherwise than in the earlier run."""
+        """Starts a recorded episode in a worker, because the model answered otherwise than in the earlier run."""
         if not self._warned:
             _log.warning(
                 "%s is recorded as finished, but the model now answers otherwise (turn %d): the program is asked "
@@ -344,7 +383,7 @@ class Host:
         self._enter(episode)
 
     def _returned(self, episode: _Episode, result: Mapping[str, Any]) -> None:
-        """Ends an episode whose environment has returned; that of a program is recorded first."""
+        """Ends an episode whose environment has returned; an episode of a program is recorded first."""
         if not self._keeps(episode.task) or result["reason"] == "failed" or len(episode.turns) < len(episode.said):
             self._end(episode, "ended", result)
             return
@@ -356,13 +395,13 @@ class Host:
         finished = Finished(episode.said, [digest(turn) for turn in episode.turns], result)
         try:
             await self._journal.add(episode.task, NUMBER, self._what(episode.task), finished.record())
-        except Exception as error:  # noqa: BLE001 - raised where the episodes are polled
+        except Exception as error:  # noqa: BLE001 - `poll` raises it
             self._emit(error)
             return
         episode.jobs.pop(NUMBER)
         self._end(episode, "ended", result)
 
-    # Frames.
+    # Frames to and from the workers.
 
     def _send(self, episode: _Episode, frame: Mapping[str, Any]) -> None:
         assert episode.home.link is not None
@@ -375,7 +414,7 @@ class Host:
                 home.at = at
             case {"loaded": _}:
                 home.loaded.set_result(frame)
-                if self._watch is not None and "raised" in frame:  # the first ones did load
+                if self._watch is not None and "raised" in frame:  # the first workers did load the environment
                     why = f"cannot be loaded again: {frame['raised']}"
                     self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
             case {"say": life, "said": said, "records": records} if life in self._lives:
@@ -396,7 +435,7 @@ class Host:
     def _said(self, episode: _Episode, said: dict[str, Any], records: list[dict[str, Any]]) -> None:
         at, episode.at = episode.at, episode.at + 1
         if at < len(episode.said):
-            if episode.said[at] != said and self._config.program:  # programs need not do the same again
+            if episode.said[at] != said and self._config.program:  # a program need not do the same on a replay
                 why = "its worker was lost, and its program did not ask the same again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return
@@ -418,7 +457,7 @@ class Host:
         self._give(episode)
 
     def _give(self, episode: _Episode) -> None:
-        """Sends the turn that the present life waits for, if it is there."""
+        """Sends the turn that the present life waits for, if the model has already made it."""
         if 0 < episode.at <= len(episode.turns) and episode.at <= len(episode.said):
             turn = episode.turns[episode.at - 1]
             self._send(episode, {"turn": episode.life, "value": turn})
@@ -441,7 +480,7 @@ class Host:
         episode.jobs[number] = asyncio.create_task(self._settle(episode, number, frame))
 
     async def _settle(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
-        """Answers a request: from the journal, by a tool, or by what the environment itself makes."""
+        """Answers an outside request from the journal or with a tool, or tells the environment to make the answer."""
         try:
             if "made" in frame:
                 await self._reply(episode, number, frame["made"])
@@ -457,11 +496,18 @@ class Host:
                 self._send(episode, {"answer": episode.life, "n": number, "reply": {"make": True}})
         except ValueError as error:
             self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {error}"))
-        except Exception as error:  # noqa: BLE001 - raised where the episodes are polled
+        except Exception as error:  # noqa: BLE001 - `poll` raises it
             self._emit(error)
 
     async def _reply(self, episode: _Episode, number: int, answer: Mapping[str, Any], *, kept: bool = False) -> None:
-        """Gives an answer; recorded first, so that whoever resumes finds what was used, unless it is `kept` already."""
+        """Sends an answer to the environment. The answer is recorded first, so that a resumed run finds it.
+
+        Args:
+          episode: the episode that asked.
+          number: number of the request.
+          answer: the answer, JSON values.
+          kept: whether the answer came from the journal, or is the same in each run, and needs no record.
+        """
         if not kept:
             self._note(episode, number, answer)
         if self._journal is not None and not kept:
@@ -472,7 +518,7 @@ class Host:
         self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
 
     def _note(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
-        """Tells of a call that was made now, without the wait for its turn."""
+        """Reports a call that has just ended to `called`; the time in the queue of its tool is not part of the call."""
         if self._called is not None:
             ended = time.monotonic()
             failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))
@@ -491,6 +537,6 @@ def _sample(task: Task) -> str:
 
 
 def _difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    """The fields of two observations that differ."""
+    """Describes the fields in which two observations differ: (the first observation's values, the second's)."""
     names = [name for name in was if was[name] != now[name]]
     return tuple(", ".join(f"{name}={one[name]!r}"[:400] for name in names) for one in (was, now))  # pyright: ignore[reportReturnType]
