@@ -1,4 +1,4 @@
-"""The journal of outside answers: one JSON line each, written before the answer is used, and looked up on a replay."""
+"""The journal of outside answers: one JSON line each, written before the answer is used and looked up on a replay."""
 
 import asyncio
 import contextlib
@@ -22,38 +22,53 @@ _log = logging.getLogger("podrl.environments")
 _READ, _ADD = "outside/read", "outside/add"
 
 Record = dict[str, Any]  # {"index", "sample", "n", "request", "answer"}
-Records = dict[tuple[int, int, int], Record]  # by the first three
-# Lines of before they had checksums.
+Records = dict[tuple[int, int, int], Record]  # keyed by (index, sample, n)
+# Fields of a line in the older format, which has no checksum.
 _UNSEALED = ({"index": int, "sample": int, "n": int, "request": str, "answer": dict},)
 
 
 class Store(Protocol):
-    """A store of records by the name of their step: 'STEP', or 'eval-STEP' for evaluations."""
+    """A store of records, grouped under the name of their step: 'STEP' for training, 'eval-STEP' for evaluations."""
 
     async def read(self, name: str) -> Records: ...
 
     async def add(self, name: str, record: Record) -> None:
-        """Returns when the record would outlive this process and its machine's power."""
+        """Writes a record; returns when the record would survive the death of this process and a loss of power."""
         ...
 
 
 class Journal:
-    """Answers of the outside world, as one process looks them up and records them.
+    """Looks up and records the outside answers of one process.
 
-    A run that is started again draws the same samples, so the requests of a sample come again in their order: its
-    answers are found by (step, prompt, sample, number) and a hash of the request. A request that changed gets a new
-    answer.
+    A run that is started again draws the same samples, so each sample makes the same requests in the same order. An
+    answer is found by (step, prompt, sample, number of the request) and a hash of the request's description. If the
+    description has changed, the answer is not used and the request is made again.
     """
 
     def __init__(self, store: Store, *, exact: bool = True) -> None:
-        """Of the records in `store`; not `exact`: it is no news that a run started again draws other samples."""
+        """Stores the arguments.
+
+        Args:
+          store: store of the records.
+          exact: whether a run that is started again draws the same samples, so that a changed request deserves a
+            warning.
+        """
         self._store = store
         self._known: dict[str, Records] = {}
-        self._old: set[str] = set()  # names that others have added records to
+        self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
         self._warned = not exact
 
     async def find(self, task: Task, number: int, what: str) -> dict[str, Any] | None:
-        """The answer to request `number` of a sample; None where there is no record of this request."""
+        """Looks up the recorded answer to a request.
+
+        Args:
+          task: the sample that made the request.
+          number: number of the request among those of the sample.
+          what: description of the request.
+
+        Returns:
+          The answer; None if there is no record of this number with the same description.
+        """
         name = _name(task)
         if (known := self._known.get(name)) is None or name in self._old:
             self._old.discard(name)
@@ -71,42 +86,42 @@ class Journal:
         return None
 
     async def add(self, task: Task, number: int, what: str, answer: Mapping[str, Any]) -> None:
-        """Records an answer."""
+        """Records the answer to a request; the arguments are those of `find`, and the answer as JSON values."""
         record = {"index": task.index, "sample": task.sample, "n": number, "request": _hash(what), "answer": answer}
         await self._store.add(_name(task), record)
         self._known.setdefault(_name(task), {})[_key(record)] = record
 
     def read_again(self) -> None:
-        """Looks into the store again when a record is asked for: others may have added some."""
+        """Makes the next `find` read the store again, because other processes may have added records."""
         self._old.update(list(self._known))
 
     def forget(self, before: int) -> None:
-        """Frees the memory of steps before one."""
+        """Frees the memory of all steps before step `before`."""
         for name in list(self._known):
             if _step(name) < before:
                 self._known.pop(name, None)
 
 
 class Files:
-    """Records in `directory`/<name>.jsonl, a line with a checksum each; any thread may call any method.
+    """Keeps records in `directory`/<name>.jsonl, each a line with a checksum; any thread may call any method.
 
-    A damaged line is said and stays in the file; its call is made again where a sample comes to it again. One
-    thread writes: all records that wait when the disk has taken the last ones go to it together.
+    A damaged line is logged and stays in the file; a sample that reaches its request again makes the call again. One
+    thread writes. Records that arrive while it waits for the disk are written together afterwards.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None) -> None:
-        """Opens nothing yet.
+        """Stores the arguments; files are opened when they are needed.
 
         Args:
-          directory: where the files are.
-          written: called after records were written, on the thread that did.
+          directory: directory of the files; created when the first record is read or written.
+          written: function that the writing thread calls after it has written records.
         """
         self._directory, self._written = directory, written
         self._files: dict[str, BinaryIO] = {}
         self._records: dict[str, Records] = {}
         self._waiting: list[tuple[str, Record, Future[Message]]] = []
-        self._lock = threading.Lock()  # of the files and what is read from them
-        self._more = threading.Condition()  # of what waits and of the thread
+        self._lock = threading.Lock()  # guards _files and _records
+        self._more = threading.Condition()  # guards _waiting and _thread
         self._thread: threading.Thread | None = None
 
     async def read(self, name: str) -> Records:
@@ -116,12 +131,12 @@ class Files:
         await asyncio.wrap_future(self._add(name, record))
 
     def serve(self, channel: Channel) -> None:
-        """Keeps the records of the job's other processes too; an answer to them says that the disk has a record."""
+        """Serves the records to the job's other processes; the answer to `add` is sent once the disk has the record."""
         channel.serve(_READ, lambda message: Message(self._listed(message.value)))
         channel.serve(_ADD, lambda message: self._add(**message.value))
 
     def drop(self, before: int) -> None:
-        """Deletes the records of steps before one that a checkpoint has passed."""
+        """Deletes the records of all steps before step `before`, which a checkpoint has passed."""
         self.release(before)
         with self._lock:
             for path in self._directory.glob("*.jsonl"):
@@ -129,7 +144,7 @@ class Files:
                     path.unlink(missing_ok=True)
 
     def release(self, before: int) -> None:
-        """Frees memory and closes files of steps before one; they are read again when they are asked for."""
+        """Frees the memory and closes the files of all steps before step `before`; a later request reads them again."""
         with self._lock:
             for name in [name for name in {*self._records, *self._files} if _step(name) < before]:
                 self._records.pop(name, None)
@@ -137,7 +152,7 @@ class Files:
                     file.close()
 
     def close(self) -> None:
-        """Writes what waits, then closes the files; a later record opens them again."""
+        """Writes all waiting records, then closes the files; a later record opens them again."""
         with self._more:
             thread, self._thread = self._thread, None
             self._more.notify()
@@ -153,9 +168,10 @@ class Files:
             return list(self._read(name).values())
 
     def _add(self, name: str, record: Record) -> "Future[Message]":
-        """A future that is done when the disk has the record."""
+        """Hands a record to the writing thread; the returned future is done when the disk has the record."""
         done: Future[Message] = Future()
-        done.set_running_or_notify_cancel()  # whoever waits for it may be cancelled, the writing not
+        # A running future cannot be cancelled: a caller that stops waiting for the record must not stop the write.
+        done.set_running_or_notify_cancel()
         with self._more:
             self._waiting.append((name, record, done))
             if self._thread is None:
@@ -174,7 +190,7 @@ class Files:
             try:
                 self._write(records)
                 self._written()
-            except Exception as error:  # noqa: BLE001 - raised where the record is waited for
+            except Exception as error:  # noqa: BLE001 - the futures raise it where the callers wait
                 for *_, done in records:
                     done.set_exception(error)
             else:
@@ -188,7 +204,7 @@ class Files:
                 for name, record, _ in records:
                     known = self._read(name)
                     if known.get(_key(record)) == record:
-                        continue  # sent twice
+                        continue  # the same record was sent twice
                     changed[name] = file = self._open(name)
                     file.write(sealed_lines.encode(record))
                     known[_key(record)] = record
@@ -196,7 +212,8 @@ class Files:
                     file.flush()
                     os.fsync(file.fileno())
             except BaseException:
-                for name, *_ in records:  # what of it is on the disk is read again, before more is written behind it
+                # An unknown part of the records is on the disk now: the files are read again before more is appended.
+                for name, *_ in records:
                     self._records.pop(name, None)
                     with contextlib.suppress(OSError, KeyError):
                         self._files.pop(name).close()
@@ -209,7 +226,7 @@ class Files:
         return self._files[name]
 
     def _read(self, name: str) -> Records:
-        """The records of a step, as far as they are what was written."""
+        """Reads the undamaged records of a step, and logs each damaged line."""
         if name not in self._records:
             self._directory.mkdir(parents=True, exist_ok=True)
             path = self._directory / f"{name}.jsonl"
@@ -225,10 +242,15 @@ class Files:
 
 
 class AtLeader:
-    """The records that the leader of a job keeps (`Files.serve`), for a process that has no run directory."""
+    """Accesses the records that the job's leader keeps (`Files.serve`), for a process without a run directory."""
 
     def __init__(self, pod: Pod, deadline_s: float) -> None:
-        """Waits for each answer of the leader for `deadline_s` at most."""
+        """Stores the arguments.
+
+        Args:
+          pod: connection to the leader.
+          deadline_s: longest wait for an answer of the leader, seconds.
+        """
         self._pod, self._deadline_s = pod, deadline_s
 
     async def read(self, name: str) -> Records:

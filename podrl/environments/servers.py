@@ -1,4 +1,4 @@
-"""The host side of MCP servers: one process holds the sessions of all; calls to it, and a server that is gone."""
+"""Calls tools of MCP servers through one worker process, which holds the sessions with all servers."""
 
 import asyncio
 import dataclasses
@@ -18,22 +18,23 @@ from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits, is_of_the_job
 
 _log = logging.getLogger("podrl.environments")
-_LIVES = 3  # of the process without an answer between them
+_LIVES = 3  # deaths of the process in a row, without an answer in between, after which the job ends
 
 
 class Servers:
-    """MCP sessions of this process, held by a worker that is replaced when it dies."""
+    """Opens MCP servers and calls their tools; the worker process that holds the sessions is replaced when it dies."""
 
     def __init__(
         self, limits: Limits, deadline_s: float, on_gone: Callable[[Exception], None], said: pathlib.Path | None
     ) -> None:
-        """Starts nothing yet.
+        """Stores the arguments; the worker process starts with the first server.
 
         Args:
-          limits: what the process, and servers started by command, may take and see.
-          deadline_s: how long a server may be away (env.server_deadline_s).
-          on_gone: told the error of one that was away longer.
-          said: directory of a file for each command, with what it writes to standard error; None for this process's.
+          limits: resources that the worker and the servers started by command may take, and variables they may see.
+          deadline_s: longest time for which a server may be unreachable, seconds (env.server_deadline_s).
+          on_gone: function that receives the error of a server that was unreachable for longer.
+          said: directory for the standard error of servers started by command, one file each; None writes to this
+            process's own standard error.
         """
         self._said = said
         self._limits, self._deadline_s, self._on_gone = limits, deadline_s, on_gone
@@ -43,29 +44,41 @@ class Servers:
         self._number, self._deaths = 0, 0
 
     async def open(self, server: MCPServer) -> list[dict[str, Any]]:
-        """The server's tools (name, description, schema), once it is connected.
+        """Connects to a server and lists its tools; a server that is connected already is not connected again.
+
+        Returns:
+          The tools: name, description and schema of each.
 
         Raises:
-          ValueError: it cannot be started, ends at its start, or is to be given a variable that is not set; or package
+          ValueError: the server cannot be started or ends at its start, a variable that it needs is not set, or package
             mcp is missing.
-          ServiceError: it did not answer for `deadline_s`, or the process that connects to it does not answer at all.
+          ServiceError: the server did not answer for `deadline_s`, or the worker process does not answer at all.
         """
         key = _key(server)
         if key not in self._open:
-            server.secrets()  # refuses what is not set
+            server.secrets()  # raises if a variable is not set
             self._list_withheld(server)
             self._open[key] = (server, asyncio.get_running_loop().create_future())
             if self._link is None:
                 self._start()
             self._send_open(key)
         opened = self._open[key][1]
-        # The process watches `deadline_s` itself; here it gets the time that its own start may take besides.
+        # The worker watches `deadline_s` itself. This wait is longer by the time that the worker's own start may take.
         if not (await asyncio.wait({opened}, timeout=self._deadline_s + LOAD_S))[0]:
             raise self._silent(server, self._deadline_s + LOAD_S)
         return opened.result()
 
     async def call(self, server: MCPServer, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """'text' and 'failed' of a call; waits while the server is away."""
+        """Calls a tool, and waits while the server is unreachable.
+
+        Args:
+          server: a server that was opened.
+          name: the server's name for the tool.
+          arguments: arguments by name, JSON values.
+
+        Returns:
+          The answer: 'text' and 'failed' (the kind of failure, or '').
+        """
         self._number += 1
         number, future = self._number, asyncio.get_running_loop().create_future()
         frame = {"call": number, "server": _key(server), "name": name, "arguments": arguments}
@@ -103,7 +116,7 @@ class Servers:
         self._link.send({"open": key, "server": dataclasses.asdict(server), **given})
 
     def _file_of(self, key: str) -> str:
-        """The file of what a command says; '' for none."""
+        """Path of the file for a command's standard error; '' for no file."""
         server = self._open[key][0]
         if self._said is None or server.is_url:
             return ""
@@ -112,7 +125,7 @@ class Servers:
         return str(self._said / f"{list(self._open).index(key)}-{word}.txt")
 
     def _list_withheld(self, server: MCPServer) -> None:
-        """Warns of the environment variables that a server's command does not get, because their names sound secret."""
+        """Warns about environment variables that a server's command does not see because their names sound secret."""
         withheld = [name for name in self._limits.withheld(os.environ) if name not in server.environment]
         if (names := [name for name in withheld if not is_of_the_job(name)]) and not server.is_url:
             _log.warning(
@@ -131,7 +144,7 @@ class Servers:
                 self._opened(key, tools, None)
             case {"wrong": key, "why": why}:
                 target, future = self._open[key][0].target, self._open[key][1]
-                if future.done():  # it was well before
+                if future.done():  # the server was connected before, so nobody waits for the future
                     self._on_gone(ServiceError(f"MCP server {target} {why}"))
                 self._opened(key, [], ValueError(f"env.mcp: {target} {why}"))
             case {"gone": key, "why": why}:
@@ -144,7 +157,7 @@ class Servers:
 
     def _opened(self, key: str, tools: list[dict[str, Any]], error: Exception | None) -> None:
         future = self._open[key][1]
-        if future.done():  # opened again after the process died
+        if future.done():  # the server was opened again after the worker died
             return
         if error is None:
             future.set_result(tools)

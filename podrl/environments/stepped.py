@@ -9,27 +9,32 @@ from podrl.environments.protocol import Model, Result, Role, Task
 
 
 class SteppedEnvironment:
-    """Plays an object with `reset` and `step`: each observation is a turn for the model, each action a turn of it.
+    """Plays an object with `reset` and `step`: the model reads the observations, and its turns are the actions.
 
-    `reset(seed=, task=)` gives the first observation, or (observation, info); arguments that it does not name are left
-    out. `step(text)` gives (observation, reward, terminated, truncated, info), (observation, reward, done, info), or an
-    object or mapping with `observation`, `reward` and `done`. Both may be coroutines; others run in a thread. They are
-    called again on a replay, so what they do must follow from the seed and the actions.
+    `reset(seed=, task=)` returns the first observation, or (observation, info). It gets only the arguments that it
+    names, or the seed alone if it takes any keyword. `step(text)` returns (observation, reward, terminated, truncated,
+    info), (observation, reward, done, info), or an object or mapping with `observation`, `reward` and `done`. Both may
+    be coroutines; plain functions run in a thread. A replay calls both again, so what they do must depend only on the
+    seed and the actions.
     """
 
     def __init__(self, make: Callable[[], Any], *, role: Role = "user", opening: bool = True) -> None:
-        """Stores the factory; each episode makes an object of its own.
+        """Stores the factory; each episode makes its own object.
 
         Args:
-          make: such as the class.
-          role: how observations enter the sample; see Model.say.
-          opening: whether the model is told the observation of `reset`, after the prompt of the data.
+          make: function without arguments, or class, that makes the object.
+          role: role of observations in the sample, see podrl.environments.protocol.Model.say.
+          opening: whether the observation of `reset` is appended to the data's prompt.
         """
         self._make, self._opening = make, opening
         self._role: Role = role
 
     async def run(self, task: Task, model: Model) -> Result:
-        """As podrl.environments.protocol.Environment; rewards of steps stay at their turns."""
+        """Plays one episode; the reward of each step is assigned to the turn that was its action.
+
+        Returns:
+          The reward of the last step, and the metrics `steps` (number of steps) and `return` (sum of the rewards).
+        """
         stepped = await _called(self._make)
         try:
             first = await _called(stepped.reset, **_accepted(stepped.reset, seed=task.seed, task=task))
@@ -83,7 +88,7 @@ def _outcome(outcome: Any) -> tuple[Any, float, bool]:
 
 
 def _text(observation: Any) -> str:
-    """An observation as text: itself, or the contents of messages."""
+    """Converts an observation to text; of messages, the contents are taken."""
     if isinstance(observation, Mapping) and "content" in observation:
         return str(observation["content"])
     if isinstance(observation, list | tuple):

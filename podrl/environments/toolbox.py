@@ -1,4 +1,4 @@
-"""The host side of tools: which there are, the processes they run in, who waits for whom, and failures as text."""
+"""Loads the tools of a process's environments, and runs calls in other processes; a failed call becomes text."""
 
 import asyncio
 import dataclasses
@@ -21,13 +21,18 @@ BUILT_IN = {"calculator": "podrl.environments.calculator"}
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A tool as the host calls it.
+    """A tool: a Python function in a worker process, or a tool of an MCP server.
 
     Attributes:
-      declared: what environments know of it: key, name, description, schema, query, tag.
-      spec: of the Python function; None for a server's tool.
-      server: of the server's tool; theirs: its name there.
-      turn: lets `concurrency` calls at once through.
+      declared: declaration that environments get: key, name, description, schema, query (the argument that receives
+        the text between tags), tag (around each document of an answer; '' for none) and, for a Python function, task
+        (the parameter that receives the sample).
+      deadline_s: longest time of one call, seconds.
+      retries: number of times that a call is repeated after its process died or its server's connection was lost.
+      turn: semaphore that limits the calls at the same time to `concurrency`.
+      spec: source of the Python function, see podrl.workers.user_objects; None for a server's tool.
+      server: server of the tool; None for a Python function.
+      theirs: the server's name for the tool; '' for a Python function.
     """
 
     declared: dict[str, Any]
@@ -40,7 +45,7 @@ class Tool:
 
 
 class Toolbox:
-    """All tools of this process's environments; lives on one event loop."""
+    """Holds all tools of this process's environments; its methods run on one event loop."""
 
     def __init__(
         self,
@@ -57,10 +62,13 @@ class Toolbox:
         self._resolving = asyncio.Lock()
 
     async def toolset(self, config: EnvironmentConfig) -> list[dict[str, Any]]:
-        """The tools of a configuration, loaded and with their servers connected.
+        """Loads the tools of a configuration and connects to their servers; does so once for each configuration.
+
+        Returns:
+          The declarations of the tools, see `Tool.declared`.
 
         Raises:
-          ValueError: a tool that cannot be found or loaded, or two of one name; says which.
+          ValueError: a tool cannot be found or loaded, or two tools have the same name; the message names the tool.
           ServiceError: a server does not answer.
         """
         name = json.dumps(dataclasses.asdict(config), sort_keys=True)
@@ -78,7 +86,16 @@ class Toolbox:
         return [_with_defaults(self._tools[key].declared, config) for key in self._sets[name]]
 
     async def call(self, key: str, arguments: Mapping[str, Any], task: Task) -> dict[str, Any]:
-        """A tool's answer to a sample: 'text', 'failed' ('' or the kind), 'seconds' (the wait for its turn aside)."""
+        """Calls a tool, and waits first until fewer than `concurrency` calls of it run.
+
+        Args:
+          key: key of the tool in its declaration.
+          arguments: arguments by name, JSON values.
+          task: the sample that calls.
+
+        Returns:
+          The answer: 'text', 'failed' (the kind of failure, or '') and 'seconds' (time of the call, without the wait).
+        """
         tool = self._tools[key]
         async with tool.turn:
             started = time.monotonic()
@@ -90,7 +107,11 @@ class Toolbox:
         return {"text": reply["text"], "failed": reply["failed"], "seconds": time.monotonic() - started}
 
     async def close(self) -> list[Process]:
-        """Asks all processes to end; whoever gets the processes reaps them."""
+        """Asks all processes to end.
+
+        Returns:
+          The processes, which the caller must close.
+        """
         return [*await self._functions.close(), *self._servers.close()]
 
     async def _call_function(self, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +139,7 @@ class Toolbox:
         except (ValueError, LateError, DiedError) as error:
             raise ValueError(f"env.tools: {tool!r} cannot be loaded: {error}") from error
         declared |= {"key": key, "query": dr_tulu.query_of(declared["schema"]), "tag": ""}
-        # A pool holds as many processes as its tools may have calls at once.
+        # The pool may have one process for each call that its tools can run at the same time.
         self._functions.most += 0 if key in self._tools else config.concurrency
         return Tool(declared, config.call_deadline_s, config.retries, self._turn(key, config.concurrency), spec)
 
@@ -126,7 +147,7 @@ class Toolbox:
         there = {tool["name"]: tool for tool in await self._servers.open(server)}
         if server.names:
             names = list(server.names)
-        elif wanted:  # what this server has of the tools that env.tools names
+        elif wanted:  # those tools named in env.tools that this server has
             names = [name for name in wanted if _theirs(name, server, there)]
         else:
             names = list(there)
@@ -155,7 +176,11 @@ class Toolbox:
         return self._turns.setdefault(name, asyncio.Semaphore(concurrency))
 
     def _unique(self, tools: list[Tool], wanted: list[str]) -> list[str]:
-        """Keys of the tools, which are kept."""
+        """Stores the tools, and returns their keys.
+
+        Raises:
+          ValueError: two tools have the same name, or no server has a tool in `wanted`.
+        """
         names: dict[str, Tool] = {}
         for tool in tools:
             name = tool.declared["name"]
@@ -178,7 +203,7 @@ def _check_names(config: EnvironmentConfig, names: Sequence[str]) -> None:
 
 
 def _with_defaults(declared: dict[str, Any], config: EnvironmentConfig) -> dict[str, Any]:
-    """A declaration whose schema asks for no argument that the configuration gives."""
+    """Makes the arguments in env.arguments optional in a tool's schema, and adds them to the declaration as 'given'."""
     schema = declared["schema"]
     given = dr_tulu.arguments(declared["name"], config.arguments.get(declared["name"], {}), schema)
     if not given:
@@ -188,7 +213,7 @@ def _with_defaults(declared: dict[str, Any], config: EnvironmentConfig) -> dict[
 
 
 def _theirs(name: str, server: MCPServer, there: Mapping[str, Any]) -> str:
-    """Returns a server's name for the tool that the model calls `name`; '' where it has none."""
+    """Returns a server's name for the tool that the model calls `name`; '' if the server has no such tool."""
     known = dr_tulu.TOOLS.get(name)
     words = [server.aliases[name]] if name in server.aliases else [name, *(known.theirs if known else ())]
     return next((word for word in words if word in there), "")

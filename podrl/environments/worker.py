@@ -1,6 +1,6 @@
-"""The process environments run in: `python -m podrl.environments.worker`, started by podrl.environments.host.
+"""The process that runs environments: `python -m podrl.environments.worker`, started by podrl.environments.host.
 
-Many episodes share its event loop. It never imports jax, and ends when its parent does.
+Many episodes share the event loop of the process. The process never imports jax, and ends when its parent does.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from podrl.workers.user_objects import explain, extend_path, load, short
 
 BEAT_S = 0.2
 _OF_EPISODES = ("start", "turn", "answer", "cancel")
-_YIELDS = 3  # of the loop after a frame, so that the episode it is for has run before the next frame is read
+_YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episode runs before the next frame is read
 
 
 class Told:
-    """The Model of one episode: what it is asked goes to the host as frames."""
+    """The Model of one episode: it sends the environment's requests to the host as frames, and awaits the answers."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None], life: int, config: EnvironmentConfig) -> None:
         self._send, self._life, self._config = send, life, config
         self._asked, self._turns = 0, 0
-        self.over = False  # another turn was wanted than env.max_turns allows
-        self.spent = False  # another call was wanted than env.max_tool_calls allows
+        self.over = False  # whether the environment asked for a turn beyond env.max_turns
+        self.spent = False  # whether the model made a call beyond env.max_tool_calls
         self._turn: asyncio.Future[Turn] | None = None
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._records: list[dict[str, Any]] = []
@@ -66,14 +66,20 @@ class Told:
         records: Sequence[Mapping[str, Any]] = (),
         chat: Mapping[str, Any] | None = None,
     ) -> Turn:
-        """`say` of an observation that tools made; arguments as of podrl.environments.workers.Say."""
+        """Does the work of `say` and `chat`; the arguments are the fields of a podrl.environments.workers.Say.
+
+        Raises:
+          Ended: the sample has no room or no turns left.
+          Refused: a request in `chat` cannot be honoured.
+          RuntimeError: an earlier call has not returned yet.
+        """
         if self._turn is not None:
             raise RuntimeError("An episode says one thing at a time: `await` each model.say before the next.")
         if self._turns == self._config.max_turns:
             self.over = True
             raise Ended(f"env.max_turns={self._config.max_turns} turns are over.")
         said = {
-            "observation": str(observation).encode(errors="replace").decode(),  # lone surrogates
+            "observation": str(observation).encode(errors="replace").decode(),  # no pipe takes lone surrogates
             "role": role,
             "stop": list(stop),
             "max_new": max_new,
@@ -113,28 +119,28 @@ class Told:
         return wire_chat.message(answer.choices[0], stop=wanted.stop, tools=wanted.ask.tools, parser=parser, id=id_)
 
     async def answer(self, wanted: Wanted) -> Answer:
-        """`chat` for a request of the wire, which asks for one answer.
+        """Answers a parsed request of the wire like `chat`; the request must ask for one answer.
 
         Raises:
-          Refused: the request cannot be rendered.
-          Ended: as `chat`.
+          Refused: the request cannot be rendered as a prompt.
+          Ended: the sample has no room or no turns left.
         """
         ask, answer = wanted.ask, Answer(str(self._turns), 0, (), ())
         names = ("messages", "text", "ids", "tools", "stop_ids", "max_new", "aside", "pieces")
         asked = {name: getattr(ask, name) for name in names} | {"stop": wanted.stop, "logprobs": wanted.logprobs}
         asked |= {"parser": self._config.parser, "id": wire_chat.call_ids(answer, 0)}
-        asked = json.loads(json.dumps(asked))  # as the other side gets it
+        asked = json.loads(json.dumps(asked))  # lists instead of tuples, as the host receives them
         turn = await self.observe("", role="raw", stop=ask.stop, max_new=ask.max_new, reward=0.0, chat=asked)
         choice = Choice(turn.text, turn.tokens, turn.logprobs, turn.pieces, turn.stop)
         return dataclasses.replace(answer, prompt_ids=turn.prompt, choices=[choice])
 
     @property
     def answers(self) -> int:
-        """Number of requests that were answered, which is the number of the next one."""
+        """Number of answered requests, which is also the number of the next request."""
         return self._turns
 
     def drop(self, request: int) -> None:
-        """Says that nobody received the answer to a request: it leaves the row."""
+        """Notes that no client received the answer to a request, so that the answer is removed from the sample."""
         self._dropped.append(request)
 
     def dropped(self) -> list[int]:
@@ -143,7 +149,7 @@ class Told:
         return dropped
 
     def clock(self, *, runs: bool) -> None:
-        """Starts or stops the time of env.deadline_s, which is that of the episode's own work."""
+        """Starts or stops the clock of env.deadline_s, which counts the time of the episode's own work."""
         self._send({"clock": runs, "of": self._life})
 
     async def outside(self, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
@@ -169,11 +175,21 @@ class Told:
         return reply["answer"]
 
     async def toolset(self, config: EnvironmentConfig) -> list[dict[str, Any]]:
-        """The tools of a ToolEnvironment, as podrl.environments.toolbox declares them."""
+        """Gets the declarations of a ToolEnvironment's tools, see podrl.environments.toolbox.Tool.declared."""
         return (await self._ask(self._number(), {"toolset": dataclasses.asdict(config)}))["tools"]
 
     async def call(self, key: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """A tool's answer: 'text', 'failed', 'seconds', 'replayed'."""
+        """Calls a tool.
+
+        Args:
+          key: key of the tool in its declaration.
+          name: name of the tool.
+          arguments: arguments by name, JSON values.
+
+        Returns:
+          The answer: 'text', 'failed' (the kind of failure, or ''), 'seconds' (time of the call) and 'replayed'
+          (whether the answer comes from the journal or the log).
+        """
         what = f"{name} {json.dumps(arguments, sort_keys=True)}"
         return await self._ask(self._number(), {"what": what, "tool": key, "arguments": arguments})
 
@@ -196,7 +212,14 @@ class Told:
 
 
 def record(by: str, text: str, failed: str, reply: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes the record of one outside answer, which the next observation carries."""
+    """Makes the record of one outside answer, which is sent with the next observation.
+
+    Args:
+      by: name of the tool, or description of the request.
+      text: the answer as text.
+      failed: kind of failure; '' if the call succeeded.
+      reply: the host's reply, with 'seconds' and 'replayed' where known.
+    """
     return {
         "by": by,
         "text": text,
@@ -207,7 +230,7 @@ def record(by: str, text: str, failed: str, reply: Mapping[str, Any]) -> dict[st
 
 
 class OneTurn:
-    """Lets the model answer once, without tools: the environment 'none' of env.others."""
+    """The environment 'none' of env.others: the model answers once, without tools."""
 
     async def run(self, task: Task, model: Model) -> None:
         """As podrl.environments.protocol.Environment."""
@@ -215,12 +238,12 @@ class OneTurn:
 
 
 class _Worker:
-    """The episodes of this process."""
+    """Runs the episodes of this process."""
 
     def __init__(self, replies: BinaryIO) -> None:
         self._replies = replies
         self._config, self._folder = EnvironmentConfig(), ""
-        self._environments: dict[str, Any] = {}  # by name: classes, made once per episode, and objects
+        self._environments: dict[str, Any] = {}  # by name: classes, instantiated once per episode, and objects
         self._models: dict[int, Told] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -250,7 +273,12 @@ class _Worker:
             await asyncio.sleep(every_s)
 
     def _load(self, specs: Mapping[str, Mapping[str, str] | None], config: EnvironmentConfig) -> None:
-        """Loads env.environment and env.others by name; None stands for those that need no file."""
+        """Loads env.environment and env.others.
+
+        Args:
+          specs: source of each environment by its name; None for an environment that comes with podrl.
+          config: settings of the environments.
+        """
         self._config = config
         name = ""
         reply: dict[str, Any] = {"loaded": None}
@@ -284,7 +312,7 @@ class _Worker:
             del self._models[life], self._tasks[life]
 
     def _environment_of(self, task: Task) -> Any:
-        """The environment that the record names in its field `env`, or the job's."""
+        """Gets the environment that the task's field `env` names, or else env.environment; a new object of a class."""
         found = self._environments.get(str(task.fields.get("env")), self._environments[self._config.environment])
         return found() if inspect.isclass(found) else found
 
@@ -298,10 +326,11 @@ def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentC
 
 
 def _checked(result: Any) -> dict[str, Any]:
-    """A Result as JSON.
+    """Converts a Result to JSON.
 
     Raises:
-      TypeError: it is none, or holds something else than numbers and text.
+      TypeError: `result` is not a Result, or its text is not a text.
+      ValueError: the reward or a metric is not a finite number.
     """
     if not isinstance(result, Result):
         raise TypeError(f"run returned {short(result)} ({type(result).__name__}), not a podrl.Result")
@@ -319,7 +348,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     worker = _Worker(replies)
     beats = asyncio.create_task(worker.beat(BEAT_S))
     async for frame in child.frames(requests):
-        # Before the frame is handled: if nothing comes after it, it is this episode that holds the process.
+        # Sent before the frame is handled: if no frame of this process follows, this episode is the one that blocks it.
         worker.send({"at": next((frame[kind] for kind in _OF_EPISODES if kind in frame), None)})
         worker.handle(frame)
         for _ in range(_YIELDS):

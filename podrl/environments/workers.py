@@ -1,4 +1,4 @@
-"""The host side of environments: episodes in subprocesses, who waits for what, and what is replayed after a death."""
+"""Runs episodes in worker processes for one thread, which starts them, answers observations and polls for messages."""
 
 import contextlib
 import dataclasses
@@ -21,21 +21,22 @@ from podrl.workers.user_code import Limits
 
 @dataclasses.dataclass(frozen=True)
 class Say:
-    """An observation for a sample, which then samples on; answered with `Episodes.turn`.
+    """An observation of an episode, after which the model samples a turn; answered with `Episodes.turn`.
 
     Attributes:
-      episode: as given to `Episodes.start`.
+      episode: number of the episode, as passed to `Episodes.start`.
       observation: text to append; '' for none.
       role: 'raw', 'user' or 'tool'; see podrl.environments.protocol.Model.say.
-      stop: strings at which the turn ends, the end of the model's turn aside.
-      max_new: sampled tokens at most; None for what room there is.
-      reward: of the turn before; goes to its last sampled token.
-      records: what made the observation, JSON-able: {"by", "text", "seconds", "failed", "replayed"}, one per call.
-      cuts: ranges [start, end) of characters of `observation`, ascending, in a group for each tool output in it.
-      cut_tokens: tokens that each group may have. This side has no tokenizer: `observation` comes whole, and the
-        engine's side makes `podrl.environments.calls.shortened` of it before it encodes it.
-      chat: fields of a podrl.rollout.branches.Asked, which is answered instead of an observation; None for none.
-      dropped: numbers of earlier requests of the episode whose answers nobody received.
+      stop: strings that end the turn, besides the end of the model's turn.
+      max_new: largest number of sampled tokens; None samples as many as there is room for.
+      reward: reward of the previous turn, assigned to that turn's last sampled token.
+      records: outside answers that went into the observation, JSON objects with the keys "by", "text", "seconds",
+        "failed" and "replayed", one per call.
+      cuts: character ranges [start, end) of `observation` that came from tools, ascending, one group per tool output.
+      cut_tokens: largest number of tokens of each group. The environment's process has no tokenizer, so `observation`
+        is not shortened yet: the engine's side applies `podrl.environments.calls.shortened` before it encodes the text.
+      chat: fields of a podrl.rollout.branches.Asked, a request that replaces the observation; None for an observation.
+      dropped: numbers of earlier requests of the episode whose answers no client received.
     """
 
     episode: int
@@ -56,12 +57,15 @@ class Done:
     """An episode that has ended.
 
     Attributes:
-      reward, metrics, text: of its Result.
-      reason: 'ended' by its own return, or because `say` found no room; 'turns': env.max_turns were over; 'calls': it
-        ended after a call beyond env.max_tool_calls; 'deadline': env.deadline_s or env.blocked_s passed; 'failed': its
-        program failed. After the last two the sample must leave the loss.
-      dropped: as in Say.
-      why: error of a program that failed, with the end of what it wrote to standard error.
+      episode: number of the episode, as passed to `Episodes.start`.
+      reward: reward of the episode's Result; None for no reward.
+      metrics: metrics of the Result, by name.
+      text: the completion that reward functions read, from the Result; None for the text that the model wrote.
+      reason: 'ended' if `run` returned or `say` found no room; 'turns' if env.max_turns turns were over; 'calls' if the
+        model made a call beyond env.max_tool_calls; 'deadline' if env.deadline_s or env.blocked_s passed; 'failed' if
+        the episode's program failed. After 'deadline' and 'failed' the sample must be left out of the loss.
+      why: error of a program that failed, with the end of its standard error; '' for any other reason.
+      dropped: numbers of requests of the episode whose answers no client received, since the last Say with `chat`.
     """
 
     episode: int
@@ -75,7 +79,7 @@ class Done:
 
 @dataclasses.dataclass(frozen=True)
 class Anew:
-    """An episode that begins from its first request again: what it said and was told so far is void."""
+    """An episode that starts again from its first observation: all its observations and turns so far are void."""
 
     episode: int
 
@@ -84,10 +88,10 @@ Message = Say | Done | Anew
 
 
 class Episodes:
-    """All episodes of this process; one thread may call it.
+    """Runs episodes in worker processes; only one thread may use it.
 
     Attributes:
-      parser: of the calls of the environment's tools.
+      parser: format of the model's tool calls (EnvironmentConfig.parser).
     """
 
     def __init__(
@@ -102,15 +106,16 @@ class Episodes:
         """Starts the workers and loads the environment and its tools into them.
 
         Args:
-          config: names the environment.
-          limits: what each process with code of users may take and see.
-          journal: where outside answers are kept; None for nowhere.
-          called: told of every call that is made, on a thread of this object; of none that the journal answers.
-          said: directory of a file for each server that is started by command, with what it writes to standard error;
-            None for this process's own.
+          config: the settings of the environments and their tools.
+          limits: resources that each process with user code may take, and environment variables that it may see.
+          journal: the recorded outside answers; None records nothing.
+          called: function that receives each outside call that is made, except calls that the journal answers. It is
+            called on a thread of this object.
+          said: directory for the standard error of MCP servers that are started by command, one file each; None writes
+            to this process's own standard error.
 
         Raises:
-          ValueError: says why it cannot be loaded.
+          ValueError: the environment or a tool cannot be loaded; the message says why.
           ServiceError: an MCP server does not answer.
         """
         refuse_inside()
@@ -148,11 +153,19 @@ class Episodes:
         ]
 
     def start(self, episode: int, task: Task) -> None:
-        """Starts an episode; its first Say or Done comes from `poll`."""
+        """Starts an episode; `poll` returns its first Say, or its Done.
+
+        Args:
+          episode: number of the episode, which no other episode of this object may have had.
+          task: the sample that the episode plays.
+        """
         self._loop.soon(self._host.start, episode, task)
 
     def turn(self, episode: int, turn: Turn) -> None:
-        """Answers a Say; `Turn("", stop=protocol.FULL)` says that there was no room for it, and `say` raises Ended."""
+        """Answers a Say with the model's turn.
+
+        `Turn("", stop=protocol.FULL)` says that the sample has no room for the observation, so that `say` raises Ended.
+        """
         value: dict[str, Any] = {"text": turn.text, "stop": turn.stop, "tokens": [int(token) for token in turn.tokens]}
         if turn.prompt:
             value["prompt"] = [int(token) for token in turn.prompt]
@@ -161,15 +174,22 @@ class Episodes:
         self._loop.soon(self._host.turn, episode, value)
 
     def cancel(self, episode: int) -> None:
-        """Forgets an episode; what it said before may still come from `poll`."""
+        """Ends an episode without a Done; `poll` may still return messages that the episode sent before."""
         self._loop.soon(self._host.cancel, episode)
 
     def poll(self, timeout_s: float) -> list[Message]:
-        """All that has come, or what comes first within `timeout_s`; [] where nothing does.
+        """Returns all messages that have come; waits for the first one if there are none.
+
+        Args:
+          timeout_s: longest wait for the first message, seconds; 0 does not wait.
+
+        Returns:
+          The messages in their order; [] if none came in time.
 
         Raises:
-          EnvironmentFailure: the environment raised, was refused on a replay, or cannot be kept alive.
-          ServiceError: an MCP server was away for env.server_deadline_s.
+          EnvironmentFailure: an environment raised an error, did not repeat its log on a replay, or lost three workers
+            in a row.
+          ServiceError: an MCP server was unreachable for env.server_deadline_s seconds.
         """
         found: list[Message] = []
         with contextlib.suppress(queue.Empty):
@@ -185,11 +205,11 @@ class Episodes:
         return found
 
     def waiting(self) -> list[str]:
-        """Lists the calls that episodes wait for: 'calculator of sample 3 of prompt 17, 41 s'."""
+        """Describes the calls that episodes wait for: 'calculator of sample 3 of prompt 17, 41 s'."""
         return self._host.waiting()
 
     def close(self) -> None:
-        """Ends every process; returns when none is left."""
+        """Ends every process, and returns when none is left."""
         self._finalizer()
 
 
@@ -211,5 +231,5 @@ def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | 
 
 
 def _error_of(context: Mapping[str, Any]) -> BaseException:
-    """A fault of ours on the loop's thread, to be raised where somebody sees it."""
+    """Gets the error of an event loop's context: a bug of podrl on the loop's thread, which `poll` then raises."""
     return context.get("exception") or RuntimeError(str(context.get("message")))
