@@ -2,10 +2,11 @@
 
 import re
 
-LONGEST = 100  # characters of an expression, which bounds its value too
+LONGEST = 100  # most characters of an expression; this also bounds the size of its value
 _NUMBER, _OPERATOR = re.compile(r"\s*(-?[0-9]+)"), re.compile(r"\s*([-+*])")
 
 
+# The model reads this docstring as the description of the tool, so a change of it changes prompts.
 def calculator(query: str) -> str:
     """The value of whole numbers joined by + - *, such as 4821*7703.
 

@@ -8,11 +8,11 @@ from podrl.environments.calculator import calculator
 
 
 def serve(transport: str, **address: Any) -> None:
-    """Answers until its client has gone (stdio), or for ever.
+    """Answers calls until the client has gone (stdio), or for ever (sse, streamable-http).
 
     Args:
       transport: 'stdio', 'sse' or 'streamable-http'.
-      address: host and port of the last two.
+      address: `host` and `port` for 'sse' and 'streamable-http'; none for 'stdio'.
     """
     from mcp.types import CallToolResult
 
@@ -20,14 +20,14 @@ def serve(transport: str, **address: Any) -> None:
         try:
             text, failed = calculator(query), False
         except ValueError as error:
-            # Raised, it would reach the client in other words than those of a Python tool.
+            # Not raised: package mcp would word the error differently from a Python tool.
             text, failed = f"ValueError: {error}", True
         return CallToolResult.model_validate({"content": [{"type": "text", "text": text}], "isError": failed})
 
     made: Any
     try:
         from mcp.server.mcpserver import MCPServer
-    except ImportError:  # mcp 1.x, where the address is a setting of the server
+    except ImportError:  # package mcp 1.x, in which the address is a setting of the server
         from mcp.server.fastmcp import FastMCP  # pyright: ignore[reportAttributeAccessIssue]
 
         made, address = FastMCP("calculator", **address), {}

@@ -127,9 +127,10 @@ class EnvironmentConfig:
         further calls of that tool fail. A tool without an entry is limited by max_tool_calls alone.
       arguments: arguments that are added to a call if the model leaves them out, by the names of tool and argument.
       max_turns: largest number of turns of the model in one episode.
-      calls_per_window: with max_staleness of 2 or more, number of turns that a sample may end in each window before its
-        last. The environment's answer to the last of these turns is used in the next window, so that slow tools run
-        while the trainer updates. None sets no limit: a window then waits for all answers.
+      calls_per_window: number of turns that a sample may end in each window before its last one; used with a
+        max_staleness of 2 or more. The environment's answer to the last of these turns enters the sample in the next
+        window, so that slow tools run while the trainer updates. None sets no limit: a window then waits for all
+        answers.
       output_tokens: largest number of tokens of one tool's output. The middle of a longer output is left out, and a
         note in its place says how much.
       deadline_s: longest time of the environment and its tools in one episode, seconds, without the time of waiting

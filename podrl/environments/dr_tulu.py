@@ -1,4 +1,4 @@
-"""DR-Tulu's tools by name: what its MCP server calls them, their arguments, and the documents in their answers."""
+"""DR-Tulu's tools: their names on MCP servers, their arguments, and the documents in their answers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ class Known:
     """A tool that models of DR-Tulu call.
 
     Attributes:
-      theirs: names a server may have for it; the first it has is taken.
-      tag: around each document of its answer.
+      theirs: names that a server may use for the tool; the first one that the server has is taken.
+      tag: name of the tag around each document of the tool's answer.
     """
 
     theirs: tuple[str, ...]
@@ -37,12 +37,18 @@ TOOLS: Mapping[str, Known] = {
         tag="webpage",
     ),
 }
-_QUERIES = ("query", "url", "webpage_url", "input", "text")
-_NUMBERS = ("limit", "num_results", "n_docs")  # how many documents, in the words of one server or another
+_QUERIES = ("query", "url", "webpage_url", "input", "text")  # usual names of the argument between a call's tags
+_NUMBERS = ("limit", "num_results", "n_docs")  # names that servers use for the number of documents
 
 
 def query_of(schema: Mapping[str, Any]) -> str:
-    """The argument that the text between a call's tags is: a usual name, or the only one that must be given."""
+    """Chooses the argument that receives the text between a call's tags.
+
+    The first of the usual names is chosen, else the first required argument, else the first argument.
+
+    Args:
+      schema: JSON schema of the tool's arguments.
+    """
     names = schema.get("properties", {})
     usual = [name for name in _QUERIES if name in names]
     required = [name for name in schema.get("required", []) if name in names]
@@ -50,7 +56,13 @@ def query_of(schema: Mapping[str, Any]) -> str:
 
 
 def arguments(tool: str, given: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments in the server's words for the number of documents."""
+    """Renames the argument for the number of documents to the name that the server uses.
+
+    Args:
+      tool: name of the tool; only DR-Tulu's tools are changed.
+      given: arguments as the model wrote them.
+      schema: JSON schema of the server's tool.
+    """
     names = schema.get("properties", {})
     if tool not in TOOLS:
         return dict(given)
@@ -59,7 +71,7 @@ def arguments(tool: str, given: Mapping[str, Any], schema: Mapping[str, Any]) ->
 
 
 def documents(answer: str) -> list[str]:
-    """The documents of an answer as the model reads them; an answer of another form is one document."""
+    """Splits a tool's answer into the documents that the model reads; an answer in an unknown form is one document."""
     try:
         value = decoded(answer)
     except ValueError:
@@ -77,7 +89,7 @@ def documents(answer: str) -> list[str]:
 
 
 def _text(document: Any) -> str:
-    """Title, URL and text of a document, a line each, as DR-Tulu has them."""
+    """Formats a document as DR-Tulu does: title, URL and text, one line each; '' for an empty document."""
     if not isinstance(document, Mapping):
         return str(document)
     paper, metadata = document.get("paper"), document.get("metadata")

@@ -1,7 +1,7 @@
-"""The record of a finished episode of a program: what it asked, hashes of the answers that it got, and its result.
+"""The record of a finished episode of a program: its requests, hashes of the answers that it got, and its result.
 
-A run that is started again plays the record, so the program is not asked again. A program need not do the same twice,
-so this is the only way to the same sample.
+A run that is started again plays the record instead of running the program again. A program need not do the same
+twice, so only the record leads to the same sample.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NUMBER = -1  # number of the record among the outside answers of its sample, which count from 0
+NUMBER = -1  # number of the record in the journal; the outside answers of its sample are numbered from 0
 Said = Mapping[str, Any]  # a request, as the fields of a podrl.environments.workers.Say
 
 
@@ -29,13 +29,13 @@ class Finished:
     result: Mapping[str, Any]
 
     def record(self) -> dict[str, Any]:
-        """Writes the episode as JSON. A conversation that repeats an earlier one is written as what it adds."""
+        """Writes the episode as JSON; a conversation that repeats the beginning of an earlier one omits that part."""
         said = [_shortened(one, self.said[:i]) for i, one in enumerate(self.said)]
         return {"said": said, "turns": list(self.turns), "result": dict(self.result)}
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Finished":
-        """Reads what `record` wrote."""
+        """Reads an episode that `record` wrote."""
         said: list[Said] = []
         for one in record["said"]:
             said.append(_lengthened(one, said))

@@ -38,7 +38,7 @@ _DIALECTS: Mapping[str, Any] = {
     "/v1/completions": completions,
     "/inference/v1/generate": generate,
 }
-_TYPED = ("/v1/responses", "/v1/messages")  # whose errors and events say their type
+_TYPED = ("/v1/responses", "/v1/messages")  # paths whose errors and events have a field `type`
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -139,7 +139,12 @@ class _Client:
         return b"".join(pieces)
 
     async def drain(self, most: int) -> None:
-        """Reads the body and drops it, up to `most` bytes; raises as `body` does."""
+        """Reads the body and drops it, up to `most` bytes.
+
+        Raises:
+          Refused: the client stopped sending.
+          ConnectionError: the client hung up.
+        """
         async for _ in self._pieces(most):
             pass
 
@@ -160,7 +165,7 @@ class _Client:
             yield piece
 
     async def gone(self) -> None:
-        """Waits until the client hangs up; only once the body was read."""
+        """Waits until the client hangs up; call it only after the whole body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -269,7 +274,8 @@ class Endpoint:
                 raise Refused(405, "method_not_allowed", why)
         except Refused:
             with contextlib.suppress(Refused):
-                await client.drain(_DRAINED * self._most_bytes)  # most clients read no answer before that
+                # Most clients read no answer before they have sent the whole body.
+                await client.drain(_DRAINED * self._most_bytes)
             raise
         if client.path == "/v1/models":
             await client.json(200, self._listed())
@@ -322,7 +328,7 @@ class Endpoint:
             return episode.turns[digest]
         dialect = _DIALECTS[client.path]
         wanted = dialect.read(parse(body), self._models, self._parser)
-        if episode.ended:  # while the body came
+        if episode.ended:  # the owner closed the key while the body arrived
             raise _ended()
         turn = _Turn(next(self._numbers), wanted, dialect, digest)
         twin = episode.turns.pop(digest, None)  # retries join the newer request from now on
@@ -422,7 +428,8 @@ def _digest(key: str) -> bytes:
 
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     loop = asyncio.get_running_loop()
-    pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)  # a blocking write would stop all clients
+    # Not written with `replies.write`: a write that blocks would stop all clients.
+    pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)
 
     def tell(frame: Mapping[str, Any]) -> None:
         pipe.write(pack(frame))

@@ -1,7 +1,7 @@
 """The process that holds MCP sessions: `python -m podrl.environments.mcp_worker`, started by `servers.py`.
 
-One session per server, calls multiplexed over it, opened again after it broke. Works with package mcp 1.24 to 2.x,
-whose names differ: both are asked for. It never imports jax.
+Each server has one session, which all calls to it share, and which is opened again after it broke. The code works with
+package mcp 1.24 to 2.x; where their names differ, it tries both. It never imports jax.
 """
 
 import asyncio
@@ -23,19 +23,20 @@ from podrl.environments.tool_worker import plain
 from podrl.workers import child
 from podrl.workers.frames import pack
 
-_CONNECT_S = 30.0
-_PING_S = 5.0
-_WATCH_S = 2.0  # between looks after the server of a call
-_PAGES = 1000  # of a server's list of tools
-_LAST_LINES = 20  # of what a command said, that an error repeats
-_FILE_BYTES = 16 << 20  # of the file of what a command says
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-# A server that is started by command dies with this process, however that ends.
+_CONNECT_S = 30.0  # longest time to connect and list the tools
+_PING_S = 5.0  # longest wait for a server's answer to a ping
+_WATCH_S = 2.0  # time between two checks of the server during a call
+_PAGES = 1000  # most pages of a server's list of tools
+_LAST_LINES = 20  # most lines of a command's standard error that an error message repeats
+_FILE_BYTES = 16 << 20  # largest size of the file with a command's standard error
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # pauses between attempts to connect
+# The command runs under PR_SET_PDEATHSIG (1) with SIGKILL (9): the kernel kills it when this process ends, whatever
+# the reason.
 _DIE_WITH_PARENT = "import ctypes,os,sys;ctypes.CDLL(None).prctl(1,9);os.execvp(sys.argv[1],sys.argv[1:])"
 
 
 class _Server:
-    """A server and the session with it, while there is one."""
+    """A server, and the session with it while it is connected."""
 
     def __init__(
         self, key: str, server: MCPServer, given: "_Given", away_s: float, send: Callable[[Mapping[str, Any]], None]
@@ -46,7 +47,7 @@ class _Server:
         self._checks: set[asyncio.Task[None]] = set()
 
     async def keep(self) -> None:
-        """Connects, and connects again whenever the session broke, until the server was away too long."""
+        """Keeps the server connected; returns when it cannot be started or was unreachable for too long."""
         try:
             import mcp  # noqa: F401
         except ImportError:
@@ -93,7 +94,15 @@ class _Server:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
-        """The tool's answer as text, or its failure as text; waits while the server is away."""
+        """Calls a tool, and waits while the server is unreachable.
+
+        Args:
+          name: the server's name for the tool.
+          arguments: arguments by name, JSON values.
+
+        Returns:
+          The answer: 'text' and 'failed' (the kind of failure, or '').
+        """
         why = ""
         for _ in range(self._server.retries + 1):
             await self._ready.wait()
@@ -105,7 +114,7 @@ class _Server:
                 self._checks.add(check)
                 check.add_done_callback(self._checks.discard)
                 return {"text": f"Timed out after {self._server.deadline_s:g} s.", "failed": "deadline"}
-            except Exception as error:  # noqa: BLE001 - the server's refusal is text, a lost connection another try
+            except Exception as error:  # noqa: BLE001 - a refusal becomes text, and a lost connection another attempt
                 why = _leaf(error)
                 if session is self._session and await self._alive(session):
                     return {"text": plain(why), "failed": "arguments"}
@@ -117,7 +126,11 @@ class _Server:
         return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
 
     async def _watched(self, session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-        """A call that ends with a ConnectionError when its server on the network is gone: not every client notices."""
+        """Calls a tool, and checks meanwhile that a server on the network still lives, as not every client notices.
+
+        Raises:
+          ConnectionError: the server is gone.
+        """
         call = asyncio.create_task(session.call_tool(name, dict(arguments)))
         try:
             while not (await asyncio.wait({call}, timeout=_WATCH_S))[0]:
@@ -129,7 +142,7 @@ class _Server:
             call.cancel()
 
     async def _gone(self, session: Any) -> bool:
-        """Asks the address: True where nothing listens, or a server without this session; busy is not gone."""
+        """True if nothing listens at the server's address, or if the server lost the session; False if it is busy."""
         url = urllib.parse.urlsplit(self._server.target)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
@@ -138,19 +151,19 @@ class _Server:
             await asyncio.wait_for(session.send_ping(), _PING_S)
         except TimeoutError:
             return False
-        except Exception:  # noqa: BLE001 - however it says so
+        except Exception:  # noqa: BLE001 - clients report a lost server by many errors
             return True
         return False
 
     async def _check(self, session: Any) -> None:
-        """After a late call: opens the session again if the server does not answer at all."""
+        """Opens the session again if the server does not answer a ping; used after a call that took too long."""
         if not await self._alive(session):
             self._break(session)
 
     async def _alive(self, session: Any) -> bool:
         try:
             await asyncio.wait_for(session.send_ping(), _PING_S)
-        except Exception:  # noqa: BLE001 - however it says so, it is not there
+        except Exception:  # noqa: BLE001 - clients report a lost server by many errors
             return False
         return True
 
@@ -162,15 +175,21 @@ class _Server:
 
 
 class _Given:
-    """What a server is given of the job's secrets, and what a command says, which is kept without them.
+    """The secrets that a server gets, and the standard error of its command, from which these secrets are removed.
 
     Attributes:
-      variables: environment variables of a command, besides those of this process.
-      headers: http headers of a server on the network.
+      variables: environment variables that a command gets besides the variables of this process.
+      headers: http headers for a server on the network, by name.
     """
 
     def __init__(self, variables: Mapping[str, str], headers: Mapping[str, str], said: str) -> None:
-        """Opens nothing yet; `said` is the file of what a command writes to standard error, '' for this process's."""
+        """Stores the arguments.
+
+        Args:
+          variables: environment variables that a command gets besides the variables of this process.
+          headers: http headers for a server on the network, by name.
+          said: path of the file for the command's standard error; '' writes to this process's own standard error.
+        """
         self.variables, self.headers, self._said = dict(variables), dict(headers), said
         values = {word for text in (*variables.values(), *headers.values()) for word in (text, *text.split())}
         self._hidden = sorted((value for value in values if len(value) > 3), key=len, reverse=True)
@@ -184,7 +203,7 @@ class _Given:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[TextIO]:
-        """A file for a command's standard error, whose lines are kept until the command has ended."""
+        """Opens a pipe for a command's standard error; a thread keeps its lines until the command has ended."""
         read, write = os.pipe()
         self._last.clear()
         self._reader = threading.Thread(target=self._keep, args=(read,), name="podrl-server-said", daemon=True)
@@ -193,9 +212,11 @@ class _Given:
             yield file
 
     def last_lines(self) -> str:
-        """The last lines that the command wrote to its standard error; waits until it has ended."""
+        """Returns the last lines of the command's standard error; waits at most 5 s for the command to end."""
         if self._reader is not None:
-            self._reader.join(_PING_S)  # a process that it left behind may hold the other end
+            self._reader.join(
+                _PING_S
+            )  # not without limit: a process that the command left behind may hold the pipe open
         return "".join(self._last).rstrip()
 
     def _keep(self, read: int) -> None:
@@ -204,14 +225,20 @@ class _Given:
             for line in iter(lambda: lines.readline(1 << 16), ""):
                 line = self.hide(line)
                 self._last.append(line[:1000])
-                with contextlib.suppress(OSError):  # a full disk; the command must still be read
+                with contextlib.suppress(OSError):  # the disk is full; a pipe that nobody reads would stop the command
                     if out is None or out.tell() < _FILE_BYTES:
                         print(line, end="", file=out or sys.stderr, flush=True)
 
 
 @contextlib.asynccontextmanager
 async def _connect(target: str, command: list[str], given: _Given) -> AsyncIterator[Any]:
-    """A session over stdio, sse (an address that ends in /sse) or streamable http."""
+    """Opens a session over stdio, sse (for an address that ends in /sse) or streamable http.
+
+    Args:
+      target: address of the server; ignored with a command.
+      command: words of the command that starts the server; empty for a server on the network.
+      given: secrets of the server, and the receiver of its standard error.
+    """
     from mcp import ClientSession
     from mcp.shared._httpx_utils import create_mcp_http_client
 
@@ -238,10 +265,10 @@ async def _connect(target: str, command: list[str], given: _Given) -> AsyncItera
 
 
 async def _listed(session: Any) -> list[Any]:
-    """All tools of a server, page by page.
+    """Lists all tools of a server, page by page.
 
     Raises:
-      ValueError: its pages have no end.
+      ValueError: the list repeats a page, or has more than 1,000 pages.
     """
     from mcp.types import PaginatedRequestParams
 
@@ -267,7 +294,7 @@ def _declared(tool: Any) -> dict[str, Any]:
 
 
 def _text_of(content: Any) -> str:
-    """The text of one part of a server's answer, also of an embedded resource; the kind of a part that has none."""
+    """Gets the text of one part of a server's answer, or of the resource in it; '[image]' and the like without text."""
     text = getattr(content, "text", None)
     if text is None:
         text = getattr(getattr(content, "resource", None), "text", None)
@@ -275,7 +302,7 @@ def _text_of(content: Any) -> str:
 
 
 def _leaf(error: BaseException) -> str:
-    """The first line of the error at the bottom of a group."""
+    """Describes the innermost first error of an exception group: its class and the first line of its message."""
     error = _bottom(error)
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
@@ -299,7 +326,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         try:
             try:
                 reply = await servers[frame["server"]].call(frame["name"], frame["arguments"])
-            except Exception as error:  # noqa: BLE001 - of an answer that no server should give; nobody else would reply
+            except Exception as error:  # noqa: BLE001 - a malformed answer of a server; without a reply the call would hang
                 reply = {"text": plain(_leaf(error)), "failed": "exception"}
             send({"result": frame["call"], "reply": reply})
         finally:
@@ -323,7 +350,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 def main() -> None:
     """Serves until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
-    logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what goes wrong is told to the host
+    logging.getLogger("mcp").setLevel(logging.CRITICAL)  # the host reports the failures
     asyncio.run(_serve(requests, replies))
 
 

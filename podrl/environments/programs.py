@@ -25,9 +25,9 @@ Kind = Literal["agent", "infrastructure"]
 _KINDS: tuple[Kind, ...] = ("agent", "infrastructure")
 _LINE_BYTES = 64 << 20  # longest line that a program may write
 _TAIL = 20  # last lines of standard error that a failure shows
-_FILE_BYTES = 64 << 20  # of standard error that are kept in the run directory, for each worker
+_FILE_BYTES = 64 << 20  # most bytes of standard error that are kept in the run directory, for each worker
 _GRACE_S = 5.0  # see FrontSettings.grace_s
-_RESENT = ("temperature", "top_p", "top_k", "min_p", "seed")  # settings of a request that belong to the job
+_RESENT = ("temperature", "top_p", "top_k", "min_p", "seed")  # settings that the job sets, so a request's are ignored
 
 
 class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of this program
@@ -108,10 +108,10 @@ class Program:
     """
 
     def __init__(self, config: EnvironmentConfig, folder: str) -> None:
-        """Starts nothing.
+        """Stores the settings; processes start when they are needed.
 
         Args:
-          config: names the program.
+          config: settings of the environments, which name the program.
           folder: directory of the file with what programs write to standard error; '' writes to this process's.
 
         Raises:
@@ -133,12 +133,13 @@ class Program:
         self._numbers = itertools.count()
 
     async def run(self, task: Task, model: Asked) -> Result:
-        """As podrl.environments.protocol.Environment.
+        """Plays one episode, see podrl.environments.protocol.Environment.
 
         Raises:
-          AgentFailure: the program failed; not where a request had found no room or no turns left before.
+          AgentFailure: the program failed. A failure after a request that found no room or no turns left is not raised:
+            it ends the episode.
         """
-        model.clock(runs=False)  # an episode that waits for a process works not yet
+        model.clock(runs=False)  # the wait for a free process does not count as time of the episode
         async with self._free:
             front = await self._started()
             runner = self._idle.pop() if self._idle else await _Runner.start(self._command, front.address, self._log)
@@ -156,7 +157,7 @@ class Program:
                 else:
                     await runner.kill()
                 if session.full and failure.kind == "agent":
-                    return Result(metrics=_counted(None))  # it gave up for lack of room
+                    return Result(metrics=_counted(None))  # the program gave up for lack of room
                 raise AgentFailure(failure.kind, f"{failure}{runner.tail()}") from None
             except BaseException:
                 runner.kill_now()
@@ -226,7 +227,7 @@ class Program:
     def asked(self, number: int, episode: str, wanted: Wanted) -> None:
         """Answers a request as soon as the model is free."""
         if (session := self._sessions.get(episode)) is None:
-            return  # the front has refused it when its key was closed
+            return  # the front refused the request when the episode's key was closed
         session.open.add(number)
         self._of[number] = session
         session.jobs[number] = asyncio.create_task(self._answer(session, number, wanted))
@@ -239,7 +240,7 @@ class Program:
 
     def _drop(self, session: _Session, number: int, job: "asyncio.Task[None]") -> None:
         if job.cancelled() or self._of.pop(number, None) is None:
-            return  # its episode has ended
+            return  # the episode has ended
         if job.exception() is None and number in session.numbers:
             session.model.drop(session.numbers[number])
         session.settle(number)
@@ -257,7 +258,7 @@ class Program:
 
 
 class _Log:
-    """The standard error of programs: a file in the run directory, which is not longer than `_FILE_BYTES`."""
+    """Keeps the standard error of programs in a file of the run directory, up to `_FILE_BYTES`."""
 
     def __init__(self, folder: str) -> None:
         self._path = pathlib.Path(folder) / f"program.{os.getpid()}" if folder else None
@@ -286,7 +287,10 @@ class _Runner:
 
     @classmethod
     async def start(cls, command: list[str], address: str, log: _Log) -> "_Runner":
-        """Starts the program; it gets the address in its environment, and each key with its task, never in argv."""
+        """Starts the program; it gets the address in its environment, and the key of each episode with the task.
+
+        A key never goes into the arguments of the command, which all users of the machine can read.
+        """
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -302,7 +306,7 @@ class _Runner:
         """Gives the process a task.
 
         Raises:
-          AgentFailure: it ended, raised, or answered with something else than a result.
+          AgentFailure: the process ended, its program raised an error, or its answer is not a result.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -312,7 +316,7 @@ class _Runner:
                 reply = _object(said)
                 if reply.get("id") == line["id"]:
                     return _result(reply, self._log)
-                self._log.add(said)  # something else that it prints
+                self._log.add(said)  # a line that the program prints, and that is not its answer
         except ConnectionError:
             pass
         except ValueError as error:
@@ -328,7 +332,7 @@ class _Runner:
         return "".join(f"\n  {line}" for line in self._last)
 
     async def kill(self) -> None:
-        """Ends the process with all that it started, and reads what it has left in standard error."""
+        """Kills the process and its process group, and reads the rest of its standard error."""
         self.kill_now()
         await self._process.wait()
         await asyncio.wait({self._reading}, timeout=1.0)
@@ -367,7 +371,7 @@ def _result(reply: Mapping[str, Any], log: _Log) -> Result:
     """Reads the result of a program.
 
     Raises:
-      AgentFailure: it is none, or says that the program raised.
+      AgentFailure: the reply is not a result, or says that the program raised an error.
     """
     if "error" in reply:
         error = str(reply["error"])

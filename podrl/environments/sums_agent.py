@@ -1,6 +1,6 @@
-"""The agent program of grpo_agents.py, `python -m podrl.environments.sums_agent`: sums with a calculator of its own.
+"""The agent program of grpo_agents.py, `python -m podrl.environments.sums_agent`: sums with its own calculator.
 
-It asks by the standard library alone. With an SDK, `_ask` is one call of its client.
+It sends its requests with the standard library alone. With an SDK, `_ask` is one call of the SDK's client.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from podrl import agent
 from podrl.environments.calculator import calculator
 
-_CALLS = 2  # of the calculator for one sum
+_CALLS = 2  # most calls of the calculator for one sum
 _TOOL = {
     "type": "function",
     "function": {
@@ -23,7 +23,7 @@ _TOOL = {
 
 
 def solve(task: dict[str, Any]) -> dict[str, Any]:
-    """Answers one sum; its reward is that of the job's reward functions, which read the last answer."""
+    """Answers one sum. It returns no reward: the job's reward functions read and score the last answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": task["fields"]["question"]}]
     made = 0
     while True:

@@ -1,6 +1,6 @@
-"""The process a Python tool runs in: `python -m podrl.environments.tool_worker`, started by podrl.environments.toolbox.
+"""The process that runs Python tools: `python -m podrl.environments.tool_worker`, started by `toolbox.py`.
 
-It imports the standard library and what tools import, never jax.
+The process imports only the standard library and what its tools import, never jax.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ _KINDS |= dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable), "arra
 
 
 def plain(value: Any) -> str:
-    """Turns a tool's result into text that any pipe takes, without its middle where it is endless."""
+    """Converts a tool's result to text without lone surrogates; the middle is left out beyond `MOST_CHARACTERS`."""
     if isinstance(value, bytes):
         text = value.decode(errors="replace")
     elif isinstance(value, str):
         text = value
     else:
         text = "" if value is None else json.dumps(value, default=str, ensure_ascii=False)
-    text = text.encode(errors="replace").decode()  # lone surrogates
+    text = text.encode(errors="replace").decode()  # UTF-8 cannot encode lone surrogates
     if len(text) > MOST_CHARACTERS:
         half = MOST_CHARACTERS // 2
         text = f"{text[:half]} ... [{len(text) - 2 * half} characters left out] ... {text[-half:]}"
@@ -37,9 +37,15 @@ def plain(value: Any) -> str:
 
 
 def declaration(fn: Callable[..., Any], name: str) -> dict[str, Any]:
-    """A function as chat templates take tools: its name, its docstring, and a JSON schema of its parameters.
+    """Declares a function as a tool for chat templates.
 
-    'task' is the parameter that is given the sample which calls, '' for none: the schema leaves it out.
+    Args:
+      fn: the function.
+      name: name of the tool.
+
+    Returns:
+      'name', 'description' (the docstring), 'schema' (JSON schema of the parameters) and 'task' (name of the parameter
+      that receives the calling sample, which the schema leaves out; '' for none).
     """
     hints, described = _hints(fn), _described(inspect.getdoc(fn) or "")
     properties, required, task = {}, [], ""
@@ -58,7 +64,17 @@ def declaration(fn: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def call(fn: Callable[..., Any], arguments: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, str]:
-    """A tool's answer as text; what it raises, or arguments it does not take, as text too."""
+    """Calls a function with the arguments of a model.
+
+    Args:
+      fn: the function, which may be a coroutine function.
+      arguments: arguments by name, JSON values.
+      task: fields of the sample that calls, for a parameter that is annotated as a Task; empty if there is none.
+
+    Returns:
+      'text' (the answer, or the first line of an error) and 'failed': '', 'arguments' if the function does not take the
+      arguments, or 'exception' if it raised.
+    """
     hints = _hints(fn)
     own = {name: Task(**task) for name, hint in hints.items() if task and _is_task(hint)}
     try:
@@ -71,16 +87,16 @@ def call(fn: Callable[..., Any], arguments: Mapping[str, Any], task: Mapping[str
     try:
         value = fn(*bound.args, **bound.kwargs)
         return {"text": plain(asyncio.run(value) if inspect.iscoroutine(value) else value), "failed": ""}
-    except Exception as error:  # noqa: BLE001 - text for the model
+    except Exception as error:  # noqa: BLE001 - the model reads the error as text
         first = str(error).strip().partition("\n")[0]
         return {"text": plain(f"{type(error).__name__}: {first}"[:1000]), "failed": "exception"}
 
 
 def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function; {} where they name what only type checkers see."""
+    """Gets the annotations of a function; {} if they cannot be evaluated, such as names that only type checkers see."""
     try:
         return typing.get_type_hints(fn, include_extras=True)
-    except Exception:  # noqa: BLE001 - annotations are code of the user's
+    except Exception:  # noqa: BLE001 - annotations are code of the user
         return {}
 
 
@@ -89,7 +105,7 @@ def _is_task(hint: Any) -> bool:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """The JSON schema of an annotation; {} for what has none."""
+    """Makes the JSON schema of an annotation; {} for an annotation without one."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         texts = [one for one in inner[1:] if isinstance(one, str)]
@@ -106,12 +122,12 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 
 def _is_uniform(hint: Any) -> bool:
-    """False for a tuple that annotates each of its places: the items of all other arrays have one annotation."""
+    """True if all items of an array have the same annotation; False for a tuple that annotates each item on its own."""
     return typing.get_origin(hint) is not tuple or typing.get_args(hint)[1:] == (...,)
 
 
 def _choices(hint: Any) -> list[Any] | None:
-    """The values that an annotation lists; None where it lists none."""
+    """Lists the values that a Literal or an enum allows; None for any other annotation."""
     if typing.get_origin(hint) is Literal:
         return [value.value if isinstance(value, enum.Enum) else value for value in typing.get_args(hint)]
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -123,15 +139,20 @@ def _choices(hint: Any) -> list[Any] | None:
 
 
 def _lists_values(hint: Any) -> bool:
-    """True for an annotation with a Literal or an enum in it."""
+    """True for an annotation that is or contains a Literal or an enum."""
     return _choices(hint) is not None or any(map(_lists_values, typing.get_args(hint)))
 
 
 def _taken(name: str, value: Any, hint: Any) -> Any:
-    """A value as a function takes it: members of enums by their values, also in arrays, objects and unions.
+    """Converts a JSON value to what a function takes: values of enums to members, also in arrays, objects and unions.
+
+    Args:
+      name: name of the parameter, for the error message.
+      value: the JSON value.
+      hint: annotation of the parameter.
 
     Raises:
-      ValueError: the annotation lists values, and this is none of them.
+      ValueError: the annotation lists the allowed values, and `value` is not one of them.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if not _lists_values(hint):
@@ -163,10 +184,10 @@ def _taken(name: str, value: Any, hint: Any) -> Any:
 
 
 def _bound(fn: Callable[..., Any], given: Mapping[str, Any]) -> inspect.BoundArguments:
-    """The arguments of a call by their names, also of parameters that functions take by their place alone.
+    """Binds arguments by name to a function's parameters, including positional-only ones.
 
     Raises:
-      TypeError: the function does not take them.
+      TypeError: the function does not take the arguments.
     """
     signature, named, places = inspect.signature(fn), dict(given), []
     for parameter in signature.parameters.values():
@@ -178,7 +199,7 @@ def _bound(fn: Callable[..., Any], given: Mapping[str, Any]) -> inspect.BoundArg
 
 
 def _described(doc: str) -> dict[str, str]:
-    """The descriptions of parameters in a docstring: of a section `Args:`, or behind `:param name:`."""
+    """Reads the descriptions of parameters in a docstring, from a section `Args:` or from `:param name:`."""
     found = dict(re.findall(r"^[ ]*:param (?:[^\s:]+ )?(\w+):[ ]*(\S.*)$", doc, re.MULTILINE))
     name, inside, indent = "", False, 0
     for line in doc.splitlines():

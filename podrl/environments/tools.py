@@ -1,4 +1,4 @@
-"""ToolEnvironment: the model calls tools in its turns, at most so often, and reads what they give, or why they fail."""
+"""ToolEnvironment: the model calls tools in its turns, within limits, and reads their outputs or why a call failed."""
 
 import asyncio
 import collections
@@ -20,7 +20,8 @@ class ToolEnvironment:
     """Lets the model call tools while it answers, or while it plays another environment.
 
     Attributes:
-      config: its tools, parser and limits; give it to a learner, or name the object as env.environment='file.py:NAME'.
+      config: tools, parser and limits of the environment. Pass the environment to a learner, or name the object as
+        env.environment='file.py:NAME'.
     """
 
     def __init__(
@@ -31,16 +32,17 @@ class ToolEnvironment:
         config: EnvironmentConfig | None = None,
         **settings: Any,
     ) -> None:
-        """Stores the tools and their limits; starts nothing.
+        """Stores the tools and their limits; starts no process.
 
         Args:
-          tools: Python functions, names of them ('file.py:function', a built-in), and MCPServers.
-          inner: an environment whose `say` returns turns in which no call is left to run; None for one turn.
-          config: all of it, instead of the other arguments but `inner`.
+          tools: Python functions, names of functions ('file.py:function', or a built-in tool), and MCPServers.
+          inner: environment that is played with tools: its `say` runs the calls in a turn and returns the first turn
+            without a call. None lets the model answer once.
+          config: complete settings, which replace `tools` and `settings`.
           settings: fields of EnvironmentConfig.
 
         Raises:
-          ValueError: a function that workers cannot find by file and name, or a setting that is not allowed.
+          ValueError: workers cannot find a function by file and name, or a setting is not allowed.
         """
         listed = [tools] if isinstance(tools, str | MCPServer) or callable(tools) else list(tools)
         servers = tuple(tool for tool in listed if isinstance(tool, MCPServer))
@@ -49,7 +51,7 @@ class ToolEnvironment:
         self._inner = inner
 
     async def run(self, task: Task, model: Any) -> Result | None:
-        """As podrl.environments.protocol.Environment."""
+        """Plays one episode, see podrl.environments.protocol.Environment."""
         with_tools = await self.over(task, model)
         if self._inner is not None:
             return await self._inner.run(task, with_tools)
@@ -57,15 +59,22 @@ class ToolEnvironment:
         return Result()
 
     async def over(self, task: Task, model: Any) -> "WithTools":
-        """A Model that runs the calls in `model`'s turns, for environments with tools in a part of their episodes."""
+        """Wraps a Model so that the calls in its turns are run.
+
+        An environment that uses tools in only a part of its episode calls this itself.
+
+        Args:
+          task: the sample.
+          model: the Model that podrl passed to `run`.
+        """
         return WithTools(self.config, await model.toolset(self.config), task, model)
 
 
 class WithTools:
-    """A Model whose `say` returns the first turn that holds no call to run.
+    """A Model whose `say` runs the tool calls in a turn, and returns the first turn without a call.
 
     Attributes:
-      calls: tool calls so far, those that were refused included.
+      calls: number of tool calls so far, including refused ones.
     """
 
     def __init__(self, config: EnvironmentConfig, tools: Sequence[dict[str, Any]], task: Task, model: Any) -> None:
@@ -73,8 +82,8 @@ class WithTools:
         self._tools = {tool["name"]: tool for tool in tools}
         self._format = calls.format_of(config.parser, list(self._tools))
         self._key = f"{task.mode}/{task.step}/{task.index}/{task.sample}/{task.seed}"
-        self._made: collections.Counter[str] = collections.Counter()  # calls of each tool
-        self._open = True  # until a call was refused for their number
+        self._made: collections.Counter[str] = collections.Counter()  # number of calls of each tool
+        self._open = True  # False once a call exceeded env.max_tool_calls: from then on no text is read as a call
         self.calls = 0
 
     async def say(
@@ -86,7 +95,7 @@ class WithTools:
         max_new: int | None = None,
         reward: float = 0.0,
     ) -> Turn:
-        """As podrl.environments.protocol.Model; `calls` of the turn are all that were made on the way to it."""
+        """See podrl.environments.protocol.Model.say; the turn's `calls` are all calls made on the way to it."""
         turn = await self._turn(observation, role=role, stop=stop, max_new=max_new, reward=reward)
         made: list[calls.Call] = []
         while wanted := self._format.calls(turn.text, turn.stop) if self._open else []:
@@ -115,15 +124,18 @@ class WithTools:
         max_tokens: int | None = None,
         aside: bool = False,
     ) -> dict[str, Any]:
-        """As podrl.environments.protocol.Model; whoever asks by conversations runs the calls itself."""
+        """See podrl.environments.protocol.Model.chat; the caller must run the tool calls in the answer itself."""
         return await self._model.chat(messages, tools=tools, stop=stop, max_tokens=max_tokens, aside=aside)
 
     async def outside(self, what: str, make: Callable[[], Any]) -> Any:
-        """As podrl.environments.protocol.Model."""
+        """See podrl.environments.protocol.Model.outside."""
         return await self._model.outside(what, make)
 
     async def _turn(self, observation: str, *, stop: Sequence[str], **said: Any) -> Turn:
-        """The model's next turn; a call in a thought is a draft, and the turn that its end stopped goes on."""
+        """Samples the model's next turn.
+
+        A call in a thought is a draft, but its closing tag stops the generation: the turn is then continued.
+        """
         turn = await self._model.observe(observation, stop=self._stops(stop), **said)
         while self._open and turn.stop in self._format.stop and self._format.spoken(turn.text)[1]:
             left = None if said["max_new"] is None else said["max_new"] - len(turn.tokens)

@@ -50,7 +50,7 @@ class Told:
         max_new: int | None = None,
         reward: float = 0.0,
     ) -> Turn:
-        """As podrl.environments.protocol.Model."""
+        """See podrl.environments.protocol.Model.say."""
         return await self.observe(observation, role=role, stop=stop, max_new=max_new, reward=reward)
 
     async def observe(
@@ -110,7 +110,7 @@ class Told:
         max_tokens: int | None = None,
         aside: bool = False,
     ) -> dict[str, Any]:
-        """As podrl.environments.protocol.Model."""
+        """See podrl.environments.protocol.Model.chat."""
         body = {"model": f"policy{ASIDE * aside}", "messages": list(messages), "tools": list(tools), "stop": list(stop)}
         given, parser = json.loads(json.dumps(body | {"max_tokens": max_tokens})), self._config.parser
         wanted = wire_chat.read(given, ("policy",), parser)
@@ -153,7 +153,7 @@ class Told:
         self._send({"clock": runs, "of": self._life})
 
     async def outside(self, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
-        """As podrl.environments.protocol.Model."""
+        """See podrl.environments.protocol.Model.outside."""
         number = self._number()
         reply = await self._ask(number, {"what": f"outside {what}"})
         if "make" in reply:
@@ -233,7 +233,7 @@ class OneTurn:
     """The environment 'none' of env.others: the model answers once, without tools."""
 
     async def run(self, task: Task, model: Model) -> None:
-        """As podrl.environments.protocol.Environment."""
+        """Plays one episode, see podrl.environments.protocol.Environment."""
         await model.say()
 
 

@@ -12,7 +12,7 @@ _MOST = 16  # tokens; OpenAI's default of max_tokens
 
 
 def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
-    """Parses the body of a request; arguments and errors as of wire.chat.read, `parser` is ignored."""
+    """Parses the body of a request; see wire.chat.read for arguments and errors; `parser` is ignored."""
     del parser
     fields = Fields(body)
     model, aside = fields.model(models)
@@ -50,7 +50,7 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
 
 
 class Stream:
-    """Writes a streamed answer as chunks; arguments as of wire.chat.Stream."""
+    """Writes a streamed answer as chunks; see wire.chat.Stream for the arguments."""
 
     def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
         del parser

@@ -21,7 +21,7 @@ _SAME = ("model", "temperature", "top_p", "top_k", "stream", "return_token_ids")
 
 
 def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
-    """Parses the body of a request; arguments and errors as of wire.chat.read."""
+    """Parses the body of a request; see wire.chat.read for arguments and errors."""
     fields = Fields(body)
     given = {name: fields.take(name) for name in _SAME}
     if (most := fields.whole("max_tokens", 1, 2**31 - 1)) is None:
@@ -66,7 +66,7 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
 
 
 class Stream:
-    """Writes a streamed answer as events; arguments as of wire.chat.Stream."""
+    """Writes a streamed answer as events; see wire.chat.Stream for the arguments."""
 
     def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
         del created
@@ -168,7 +168,7 @@ def _text(value: Any, where: str) -> str:
     texts = []
     for i, block in enumerate(value):
         fields = Fields(block, f"{where}[{i}]")
-        for label in ("cache_control", "citations"):  # which change nothing
+        for label in ("cache_control", "citations"):  # labels, which change nothing
             fields.take(label)
         if (kind := fields.text("type")) != "text":
             raise fields.wrong("type", kind, "cannot be honoured: only 'text' is served")

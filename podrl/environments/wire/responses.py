@@ -25,7 +25,7 @@ _SAME = ("model", "tool_choice", "parallel_tool_calls", "temperature", "top_p", 
 
 
 def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
-    """Parses the body of a request; arguments and errors as of wire.chat.read."""
+    """Parses the body of a request; see wire.chat.read for arguments and errors."""
     fields = Fields(body)
     given = {name: fields.take(name) for name in _SAME}
     given["max_completion_tokens"] = fields.whole("max_output_tokens", 1, 2**31 - 1)
@@ -69,7 +69,7 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
 
 
 class Stream:
-    """Writes a streamed answer as events; arguments as of wire.chat.Stream."""
+    """Writes a streamed answer as events; see wire.chat.Stream for the arguments."""
 
     def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
         self._wanted, self._parser, self._id = wanted, parser, id
@@ -192,7 +192,7 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     """Translates an item to a message of chat completions, or adds it to the assistant's message before it."""
     fields = Fields(item, where)
     kind = fields.text("type") or "message"
-    for label in ("id", "status"):  # of earlier answers
+    for label in ("id", "status"):  # labels of items that come from earlier answers; they change nothing
         fields.take(label)
     if kind == "message":
         role, content = fields.take("role"), fields.take("content")
@@ -220,11 +220,11 @@ def _content(value: Any, where: str) -> Any:
     for i, part in enumerate(value):
         fields = Fields(part, f"{where}[{i}]")
         kind = fields.text("type")
-        for label in ("annotations", "logprobs"):  # of an earlier answer
+        for label in ("annotations", "logprobs"):  # parts of an earlier answer, which change nothing
             fields.take(label)
         kind = "text" if kind in ("input_text", "output_text") else kind
         parts.append({"type": kind, "text": fields.take("text")})
-        if kind == "text":  # chat refuses other kinds by their name
+        if kind == "text":  # wire.chat refuses all other kinds
             fields.end()
     return parts
 
