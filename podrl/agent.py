@@ -1,4 +1,4 @@
-"""The side of an agent program: takes tasks from podrl, and gives their results. It needs the standard library alone.
+"""For agent programs: takes tasks from podrl and returns their results. It needs only the standard library.
 
     import openai
     import podrl.agent
@@ -11,7 +11,7 @@
 
     podrl.agent.serve(solve)
 
-Train it with --config.env.program='python agent.py'; docs/agents.md has the rest.
+Train with this program by --config.env.program='python agent.py'; docs/agents.md describes the rest.
 """
 
 import json
@@ -22,21 +22,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
-_OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anthropic's clients add /v1 themselves
+_OTHERS = ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")  # the same endpoint; Anthropic's clients append /v1 themselves
 
 
 def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
     """Solves one task after the other until podrl closes the standard input.
 
-    What `solve` prints goes to standard error. What it raises is sent to podrl: its sample is lost, and the next task
-    comes.
+    Output that `solve` prints goes to standard error. An error that `solve` raises is sent to podrl: the sample of this
+    task is lost, and the next task follows.
 
     Args:
-      solve: gets a task, {"prompt", "fields", "seed", "index", "sample", "step", "mode"}, and returns the reward, or
-        {"reward", "metrics", "text"} with any of them left out, or None for reward functions alone. While it runs,
-        OPENAI_BASE_URL and OPENAI_API_KEY in the environment are those of the task, and so are ANTHROPIC_BASE_URL and
-        ANTHROPIC_API_KEY.
+      solve: function that takes a task, a dictionary with the fields of podrl.Task ("prompt", "fields", "seed",
+        "index", "sample", "step", "mode"). It returns the reward as a number; or a dictionary with any of "reward",
+        "metrics" and "text"; or None, so that only reward functions score the sample. While it runs, the environment
+        variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY lead to the endpoint of this
+        task.
     """
+    # Standard output carries the results, one line each. Python's own prints would break these lines, so descriptor 1
+    # becomes a copy of standard error.
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -46,7 +49,7 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
         try:
             result = _fields(solve(given["task"]))
             written = json.dumps({**result, "id": given["id"]})
-        except Exception:  # noqa: BLE001 - podrl counts it
+        except Exception:  # noqa: BLE001 - podrl receives the error and counts the lost sample
             written = json.dumps({"id": given["id"], "error": traceback.format_exc()[-4000:]})
         results.write(written + "\n")
         results.flush()

@@ -1,9 +1,9 @@
-"""The doctor: reads a run directory, or watches one, and states what is wrong with the run, first broken first.
+"""The doctor: reads or watches a run directory and reports what is wrong with the run, the earliest problem first.
 
     python -m podrl.doctor RUN [--watch=SECONDS] [--json]
 
-RUN is a directory or gs://. Each finding has its step, what was seen, what it means and which key to turn;
-docs/doctor.md has them all. Exit code 0: nothing was found. 1: something was, or the run cannot be read.
+RUN is a local directory or gs://. Each finding states its step, the observation, what it means and which key to turn;
+docs/doctor.md lists all findings. Exit code 0: nothing was found. 1: something was found, or the run cannot be read.
 """
 
 import argparse
@@ -24,7 +24,12 @@ from podrl.storage.storage import StorageError, check, locate
 
 
 def watch(run: str, wait: Callable[[], Any]) -> Iterator[Finding]:
-    """Yields findings of a run that goes on, as they come, until the run has written its summary."""
+    """Yields the findings of a run while it goes on, each once, until the run has written its summary.
+
+    Args:
+      run: directory of the run, local or gs://.
+      wait: function that is called between two looks at the run.
+    """
     known: set[str] = set()
     while True:
         ended = (locate(run) / "summary.json").exists()

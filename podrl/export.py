@@ -2,14 +2,16 @@
 
     python -m podrl.export --workdir=RUN --out=DIR [--step=N] [--adapter] [--dtype=bfloat16] [--push=ORG/NAME]
 
-DIR loads in `transformers` (with --adapter: in `peft`, on top of the base model). Adapters are merged unless --adapter.
+DIR loads in `transformers`. LoRA adapters are merged into the weights; with --adapter, only the adapters are written,
+and DIR loads in `peft` on top of the base model.
 """
 
 import os
 
 from podrl.runtime import environment, signals
 
-if __name__ == "__main__":  # before the imports below, which take their time, and of which one is jax
+# Before the imports below: they take long, so signals must be handled first, and jax reads the environment.
+if __name__ == "__main__":
     signals.leave_on_signals(unwind=False)
     environment.prepare(os.environ, fake_devices=0)
 
@@ -55,14 +57,16 @@ def export_params(
     """Writes weights (adapters merged), config.json and tokenizer files to `out`, complete or not at all.
 
     Args:
-      config, params: the model, with or without adapters; one with the leaf `score` is a reward model.
-      tokenizer_dir: where the tokenizer's files are copied from; its token ids go into config.json.
-      out: must not exist, or be empty.
-      dtype: of the written weights.
-      prompts: settings by which a run put its questions, written to prompts.json for podrl.generate; None writes none.
+      config: configuration of the model.
+      params: weights of the model, with or without adapters; the weights of a reward model have the leaf `score`.
+      tokenizer_dir: directory of the tokenizer, whose files are copied; its token ids are written to config.json.
+      out: directory to write, which must not exist or must be empty.
+      dtype: dtype of the written weights.
+      prompts: settings with which the run made prompts from questions, written to prompts.json for podrl.generate; None
+        writes no such file.
 
     Raises:
-      ValueError: `out` holds something already.
+      ValueError: `out` is not empty.
     """
     tokenizer = Tokenizer(tokenizer_dir)
     head = {scalar.HEAD: params[scalar.HEAD]} if scalar.HEAD in params else {}
@@ -95,15 +99,15 @@ def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[
     """Restores the trained parameters of a run's checkpoint, without its optimizer state, bit for bit.
 
     Args:
-      workdir: the run; it may still be training.
-      step: which checkpoint; None is the newest that is not damaged.
+      workdir: directory of the run, which may still be training.
+      step: step of the checkpoint; None takes the newest checkpoint that is not damaged.
       abstract: shapes, dtypes and shardings of the trained parameters.
 
     Returns:
       (step, parameters).
 
     Raises:
-      ValueError: no such checkpoint (those that exist are listed), or one that cannot be read.
+      ValueError: the run has no such checkpoint (the message lists its checkpoints), or the checkpoint cannot be read.
     """
     directory = absolute(workdir / "checkpoints")
     steps = complete_steps(directory)
@@ -127,15 +131,16 @@ def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class RunModel:
-    """The model a run trained, read from its config.json.
+    """The model that a run trained, as read from the run's config.json.
 
     Attributes:
-      config: the model, adapters included.
-      base: directory of the weights it started from; None for a model trained from scratch.
-      tokenizer: directory of its tokenizer.
-      dtype: of the trained parameters.
-      scores: it is a reward model.
-      prompts: settings of `data` by which the run put its questions; None if its sources put them differently.
+      config: configuration of the model, including adapters.
+      base: directory of the weights from which training started; None for a model trained from scratch.
+      tokenizer: directory of the model's tokenizer.
+      dtype: name of the dtype of the trained parameters.
+      scores: whether the model is a reward model.
+      prompts: settings of `data` with which the run made prompts from questions; None if its sources differ in them, or
+        if they are not recorded.
     """
 
     config: ModelConfig
@@ -150,7 +155,7 @@ def read_run(workdir: Place) -> RunModel:
     """Reads the description of a run directory's model from its config.json.
 
     Raises:
-      ValueError: not a run directory.
+      ValueError: `workdir` is not a run directory, or its run got the model as an object.
     """
     raw = identity.read(workdir, absolute(workdir / "checkpoints"))
     if raw is None:
@@ -184,7 +189,7 @@ def _run_model(raw: Mapping[str, Any]) -> RunModel:
 
 
 def _prompts(data: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Finds the settings by which all sources of a run put a question; None if they differ or are not recorded."""
+    """Finds the settings with which all sources of a run made prompts; None if they differ or are not recorded."""
     if data is None:
         return None
     names = ("system_prompt", "template", "question_field")
@@ -201,7 +206,18 @@ def _prompts(data: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, PyTree]:
-    """Loads a run's checkpoint over all devices of this process: (description, step, whole parameter tree)."""
+    """Loads a run's checkpoint onto all devices of this process.
+
+    Args:
+      workdir: directory of the run.
+      step: step of the checkpoint; None takes the newest checkpoint that is not damaged.
+
+    Returns:
+      (description of the model, step, whole parameter tree with the base weights).
+
+    Raises:
+      ValueError: there is no such run or checkpoint, or the weights that did not train are random and not saved.
+    """
     run = read_run(workdir)
     mesh = build.make_mesh("fsdp=-1", jax.local_devices())
     kind: Any = scalar if run.scores else decoder
@@ -210,7 +226,7 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
     if run.config.lora.rank:
         if run.base is None:
             raise ValueError(f"{workdir} trained adapters on random weights: there is no base model to put them on.")
-        # The base the adapters saw (rounded, under lora.base_dtype); fresh adapters give way to the trained ones.
+        # The base weights as in training (rounded, with lora.base_dtype); the trained adapters replace fresh ones.
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype), run.config.lora)
         params = kind.join_trainable(params, base)
     elif frozen:
@@ -236,10 +252,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> str:
-    """Exports as the command line says; returns one line about what was written.
+    """Exports as the command line says, and returns one line that describes the export.
 
     Raises:
-      SystemExit: a user error, in one line.
+      SystemExit: a user error; the message is one line.
     """
     args = parse(argv)
     try:

@@ -121,7 +121,7 @@ def run(serving: Any, desk: "Desk", ended: Callable[[], bool]) -> None:
     Raises:
       ServiceError: the front's process has died.
     """
-    last = math.inf  # the time at which open requests are given up
+    last = math.inf  # when open requests are given up, by time.monotonic(); infinite until the server is to end
     try:
         while serving.busy or last == math.inf:
             if ended() and last == math.inf:
@@ -154,6 +154,10 @@ class Desk:
 
     def __init__(self, settings: FrontSettings, limits: Limits) -> None:
         """Starts the event loop and the front's process, and opens the key.
+
+        Args:
+          settings: settings of the front.
+          limits: resources that the front's process may take, and environment variables that it may see.
 
         Raises:
           ValueError: the front cannot listen at its address, or package uvicorn is missing.
@@ -236,7 +240,7 @@ class Desk:
         self._events.put((number, None))
 
     def delivered(self, number: int) -> None:
-        """Does nothing: whoever tries an agent keeps no account of what arrived."""
+        """Does nothing: a server does not track whether answers have arrived."""
 
     def failed(self, error: Exception) -> None:
         """Queues an error, which `poll` raises."""
@@ -270,7 +274,7 @@ def _sampling(args: argparse.Namespace) -> Any:
     names = ("temperature", "top_p", "top_k", "min_p")
     try:
         return Sampling(**{name: getattr(args, name) for name in names})
-    except ValueError as error:  # it names the key of a configuration, which this command does not have
+    except ValueError as error:  # the message names a configuration key, and this command has an option instead
         raise ValueError(str(error).replace("rollout.", "--", 1)) from None
 
 
