@@ -1,10 +1,10 @@
-"""The command that scores a model on sets of held-out records, and compares two models on the same ones.
+"""The command that scores a model on sets of held-out records, and compares two models on the same records.
 
     python -m podrl.evaluate --model=DIR|RUN --sets=NAME=FILE.jsonl,... --out=DIR [--compare=DIR|RUN --n=4 ...]
 
---config.reward.KEY=VALUE (code.cpu_s, deadline_s, judge.url, ...) are settings of the functions that --fns names, as of
-a job. Arguments that are not listed here are those of podrl.generate, which completes the sets: DIR/NAME.MODEL.jsonl
-holds the completions, and the same command goes on where it was ended. DIR/result.json holds the scores, with 95%
+--config.reward.KEY=VALUE (code.cpu_s, deadline_s, judge.url, ...) sets the reward functions in --fns, as in a job.
+Arguments that are not listed here are passed on to podrl.generate, which completes the sets. DIR/NAME.MODEL.jsonl holds
+the completions; after an interruption, the same command continues. DIR/result.json holds the scores, with 95%
 intervals.
 """
 
@@ -34,7 +34,8 @@ from podrl.runtime.arguments import Parser
 from podrl.storage.storage import StorageError, locate
 
 _SETTING = "--config.reward."
-# Scores by name, a row per record and a column per sample; 'right' is 0 or 1.
+# Scores by name: arrays (P, G) with a row per record and a column per sample. 'right' is 0 or 1. 'majority' is (P, 1):
+# 1 if the answer that most samples of the record give is right.
 Scores = Mapping[str, np.ndarray]
 
 
@@ -86,10 +87,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def summary(scores: Scores) -> dict[str, dict[str, float]]:
-    """Mean, ends `low` and `high` of the 95% interval over records, and number of records of every score.
+    """Computes the mean of every score over records, with its 95% interval.
 
-    Beside the scores themselves: 'pass@k' for k = 1, 2, 4, ... and 'majority@n' where a record has several samples.
-    Scores from 0 to 1 are shares; the mean of others has no interval where all records have the same.
+    With several samples per record, the scores 'pass@k' for k = 2, 4, 8, ... and 'majority@n' are added.
+
+    Args:
+      scores: scores by name, each (P, G).
+
+    Returns:
+      'mean', 'records' (their number), and 'low' and 'high', the ends of the interval, for every score. A score with
+      values outside 0 to 1 has no interval if it is equal for all records, or if there is only one record.
     """
     right_PG = scores["right"]
     per_record = {name: score_PG.mean(axis=1) for name, score_PG in scores.items() if name != "majority"}
@@ -102,7 +109,15 @@ def summary(scores: Scores) -> dict[str, dict[str, float]]:
 
 
 def difference(scores: Scores, others: Scores) -> dict[str, dict[str, float]]:
-    """Mean difference of two models, the second less the first, record by record, with its paired 95% interval."""
+    """Computes the mean difference of two models (second minus first) with its paired 95% interval.
+
+    Args:
+      scores: scores of the first model by name, each (P, G).
+      others: scores of the second model on the same records.
+
+    Returns:
+      'mean', 'records', 'low' and 'high' as in `summary`, for every score that both models have.
+    """
     shared = [name for name in scores if name in others and name != "majority"]
     found = {}
     for name in shared:
@@ -136,10 +151,10 @@ def _with(value_P: np.ndarray, ends: tuple[float, float] | None) -> dict[str, fl
 
 
 def _sets(text: str) -> dict[str, str]:
-    """Reads NAME=FILE,...
+    """Reads the value of --sets, NAME=FILE,...
 
     Raises:
-      ValueError: this is none.
+      ValueError: the value is not of this form, or a name occurs twice.
     """
     sets: dict[str, str] = {}
     for part in text.split(","):
@@ -151,10 +166,14 @@ def _sets(text: str) -> dict[str, str]:
 
 
 def reward_config(fns: str, given: Sequence[str]) -> RewardConfig:
-    """Reads the settings of the reward functions `fns` from arguments --config.reward.KEY=VALUE.
+    """Reads the settings of reward functions from the command line.
+
+    Args:
+      fns: names of the functions, separated by commas; '' for none.
+      given: arguments of the form --config.reward.KEY=VALUE.
 
     Raises:
-      ValueError: a key that there is not, or has no use here, or a value that it does not take.
+      ValueError: a key does not exist or has no use here, or does not take its value.
     """
     values: dict[str, Any] = {"fns": tuple(fns.split(",")) if fns else ()}
     for arg in given:
@@ -170,7 +189,9 @@ def reward_config(fns: str, given: Sequence[str]) -> RewardConfig:
             )
         value: Any = text
         if hint_at(RewardConfig, path) is not str:
-            with contextlib.suppress(ValueError, SyntaxError):  # else it is refused as text
+            with contextlib.suppress(
+                ValueError, SyntaxError
+            ):  # a value that is no literal stays text; `build` refuses it
                 value = ast.literal_eval(text)
         group = values
         for name in path[:-1]:
@@ -190,9 +211,21 @@ def _scored(
     rest: Sequence[str],
     score: "Scoring",
 ) -> dict[str, tuple[Scores, list[str]]]:
-    """Completes every set with one model; returns each one's scores, and where its records are from.
+    """Completes every set with one model, and scores the completions.
 
-    The records are those of the set's own file: in the output, a number has no more digits than a float.
+    The records are read from the set's own file, because numbers in the output have at most the digits of a float.
+
+    Args:
+      name: 'model' or 'compare'.
+      path: directory of the model or run.
+      sets: files of the sets, by name.
+      records: records of the sets, by name.
+      args: arguments of this command.
+      rest: arguments for podrl.generate.
+      score: scores the completions.
+
+    Returns:
+      (scores, value of the field --by of each record), by name of the set.
     """
     directory = model_directory(name, path, args.out)
     found = {}
@@ -204,24 +237,33 @@ def _scored(
             and not any(arg.startswith("--system_prompt") for arg in rest)
             and not generate.asked_as(directory)
         ):
-            given.append(f"--system_prompt={SYSTEM_PROMPT}")  # the accuracies look for its tags
+            given.append(
+                f"--system_prompt={SYSTEM_PROMPT}"
+            )  # asks for the tags in which the accuracies look for answers
         if generate.main([*given, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed, as said above.")
-        lines = map(json.loads, out.read_bytes().splitlines())  # texts have more ends of lines
+        # Bytes, as str.splitlines would also cut at characters such as U+2028 within a text.
+        lines = map(json.loads, out.read_bytes().splitlines())
         told = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]
         found[one] = (score(told), [str(record.get(args.by, "")) for record in told])
     return found
 
 
 def stop_strings(paths: Iterable[str]) -> list[str]:
-    """The stop strings that those of the models that are runs were trained with; all models are scored with them."""
+    """Collects the stop strings of training from all models that are runs; every model is scored with all of them."""
     runs = [pathlib.Path(path) for path in paths if (pathlib.Path(path) / "checkpoints").is_dir()]
     settings = [json.loads((run / "config.json").read_text()).get("rollout") or {} for run in runs]
     return list(dict.fromkeys(text for one in settings for text in one.get("stop_strings") or ()))
 
 
 def model_directory(name: str, path: str, out: pathlib.Path) -> str:
-    """A directory in Hugging Face's layout; a run's newest checkpoint is written below `out`."""
+    """Finds the model's directory in Hugging Face's layout; exports a run's newest checkpoint to a directory in `out`.
+
+    Args:
+      name: 'model' or 'compare', for the name of the directory.
+      path: directory of a model or a run.
+      out: directory for the export.
+    """
     if not (pathlib.Path(path) / "checkpoints").is_dir():
         return path
     from podrl.export import export_params, load_run
@@ -234,28 +276,33 @@ def model_directory(name: str, path: str, out: pathlib.Path) -> str:
 
 
 class Scoring:
-    """The scores of records' completions: by reward functions, or the accuracies of their answers."""
+    """Scores completions with reward functions, or with the accuracies of their answers."""
 
     def __init__(self, rewards: Rewards | None, config: RewardConfig, right: float, n: int) -> None:
-        """Keeps what scores.
+        """Stores the arguments.
 
         Args:
-          rewards: the functions; None for the accuracies.
-          config: their settings.
-          right: the first function's reward from which a sample is right.
-          n: completions of a record.
+          rewards: the reward functions; None scores with the accuracies.
+          config: settings of the reward functions.
+          right: smallest reward of the first function at which a sample counts as right.
+          n: number of completions per record.
         """
         self._rewards, self._config, self._right, self._n = rewards, config, right, n
 
     def read(self, path: str) -> Sequence[shape.Record]:
         """Reads the records of a set.
 
+        Args:
+          path: file of the set.
+
         Raises:
-          ValueError: a record that cannot be scored; names its file and line.
+          ValueError: a record cannot be scored; the message names its file and line.
         """
         source = generate.read_prompts(path)
         records = [source[i] for i in range(len(source))]
-        given = {"turns": "", "model_text": "", "sample_text": ""}  # of episodes, and of every completion
+        # Fields that functions may take although records lack them: in training, episodes add 'turns' and 'model_text',
+        # and every completion has 'sample_text'.
+        given = {"turns": "", "model_text": "", "sample_text": ""}
         fields_of = sources.made(source, lambda record: given | shape.fields(record))
         asked = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
         lacks = [
@@ -271,7 +318,10 @@ class Scoring:
         return records
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> Scores:
-        """Scores every completion of every record, which `read` has accepted.
+        """Scores every completion of every record.
+
+        Args:
+          records: records that `read` has accepted, each with a list of n completions in "completions".
 
         Raises:
           ValueError: a function gave no reward.
@@ -296,7 +346,16 @@ class Scoring:
         return {**scores, "majority": np.array([[majority(own, right)] for own, right in pairs])}
 
     def _rewarded(self, rewards: Rewards, asked: Sequence[Mapping[str, Any]], texts: list[str]) -> dict[str, Any]:
-        """The rewards of completions; `asked` are the fields of each record as in training."""
+        """Computes the rewards of all completions.
+
+        Args:
+          rewards: the reward functions.
+          asked: fields of each record as in training.
+          texts: completions, record by record, n of each.
+
+        Returns:
+          Rewards by the name of the function, each (P * G).
+        """
         names = list(dict.fromkeys(key for fields in asked for key in fields))
         each = [fields for fields in asked for _ in range(self._n)]
         fields = {key: [one.get(key) for one in each] for key in names}
@@ -311,7 +370,7 @@ class Scoring:
 
 
 def _summaries(scores: Scores, sources: Sequence[str]) -> dict[str, Any]:
-    """The summary of a set, and of every source where its records have several."""
+    """Summarises a set, and each source of its records if there are several sources."""
     names = sorted(set(sources))
     where = {name: np.array([source == name for source in sources]) for name in names}
     split = {name: summary({k: v[rows] for k, v in scores.items()}) for name, rows in where.items()}

@@ -3,10 +3,10 @@
     python -m podrl.generate --model=DIR --prompts=FILE.jsonl --out=FILE.jsonl [--n=8 --temperature=0.7 ...]
 
 Each record holds "prompt" (text), "messages" (a conversation for the model's chat template) or, as a task file does,
-"question": put as the run did that podrl.export wrote --model from, else in the chat template with nothing before it.
-Its other fields are copied to the output, which holds one line per prompt, in their order: "index" counts them, unless
-the record has a field of that name. Until all are there, what is done lies in FILE.jsonl.partial, and the same command
-goes on from there.
+"question". If podrl.export wrote --model, a question becomes a prompt in the same way as in that run; otherwise it is
+formatted by the chat template without a system prompt. The output has one line per prompt, in the order of the prompts,
+with the record's other fields and "index", the number of the prompt, unless the record has its own "index". Until all
+prompts are complete, the finished ones are in FILE.jsonl.partial, and the same command continues from there.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from podrl.storage.storage import StorageError, is_remote
 from podrl.workers.user_code import Limits
 
 STOP_NAMES = ("eos", "length", "stop_string", "failed", "environment", "deadline", "calls")
-# Arguments that change no completion, so that they may differ where a command goes on.
+# Arguments that do not change completions, so they may differ when a command continues a partial output.
 _FREE = ("out", "prompts", "devices")
-_SHORT, _LONG = 64, 256  # tokens: prompts up to the one length, and in whole multiples of the other
-_LANES = (8, 32)  # that few samples are decoded in, before there are as many as --lanes
+_SHORT, _LONG = 64, 256  # tokens: the longest prompt is rounded up to _SHORT, or to a multiple of _LONG
+_LANES = (8, 32)  # numbers of lanes for few samples; for more samples, --lanes lanes are used
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,22 +143,22 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def sizes(longest: int, samples: int, most_lanes: int) -> tuple[int, int]:
-    """Rounds the sizes that programs are compiled for, so that other prompts to the same model need no other programs.
+    """Rounds the sizes for which programs are compiled, so that similar files of prompts use the same programs.
 
     Args:
-      longest: tokens of the longest prompt.
-      samples: completions in all.
-      most_lanes: samples decoded at once, at most.
+      longest: length of the longest prompt, tokens.
+      samples: number of completions of all prompts.
+      most_lanes: largest number of lanes.
 
     Returns:
-      Tokens of the longest prompt accepted, 64 or a multiple of 256; and lanes, 8, 32 or `most_lanes`.
+      (longest prompt that the programs accept, 64 tokens or a multiple of 256; lanes: 8, 32 or `most_lanes`).
     """
     prompt = _SHORT if longest <= _SHORT else -(-longest // _LONG) * _LONG
     return prompt, min([most_lanes, *(lanes for lanes in _LANES if lanes >= samples)])
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuses, before anything is loaded, requests that would fail at the end.
+    """Checks the arguments before anything is loaded, so that the command does not fail after hours of sampling.
 
     Raises:
       ValueError: the arguments contradict each other, or the output cannot be written.
@@ -169,7 +169,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--out={out} must be a local file: copy it to the bucket then.")
     if not is_remote(args.prompts) and os.path.realpath(out) == os.path.realpath(args.prompts):
         raise ValueError(f"--out={out} is the file of --prompts={args.prompts}: give another name.")
-    with contextlib.suppress(OSError):  # another name of the same file
+    with contextlib.suppress(OSError):  # finds hard links: two names of one file; a missing file is no error here
         if os.path.samefile(out, args.prompts):
             raise ValueError(f"--out={out} is the file of --prompts={args.prompts}: give another name.")
     if out.is_dir():
@@ -185,17 +185,23 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def asked_as(model: str | os.PathLike) -> dict[str, Any]:
-    """Reads how the run that a directory was exported from put its questions; {} if the directory has no such file.
+    """Reads the settings with which a model's run made prompts from questions, from prompts.json in its directory.
+
+    Args:
+      model: directory of the model, written by podrl.export or another program.
+
+    Returns:
+      The settings by name; {} if the directory has no such file.
 
     Raises:
-      ValueError: the file is no JSON object.
+      ValueError: the file is not a JSON object.
     """
     path = pathlib.Path(model) / shape.PROMPTS_FILE
     return load_object(path) if path.is_file() else {}
 
 
 def _asked(args: argparse.Namespace) -> dict[str, str]:
-    """Decides how questions are put: by the arguments, else as the model's run did, else alone in the chat template."""
+    """Decides how questions become prompts: by the arguments, else as in the model's run, else by the chat template."""
     names = ("system_prompt", "question_field")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"} | asked_as(args.model) | given
@@ -204,21 +210,25 @@ def _asked(args: argparse.Namespace) -> dict[str, str]:
 def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) -> sources.Records:
     """Reads the records of a file of prompts.
 
+    Args:
+      path: file of prompts, local or remote.
+      question_field: name of the field that holds a question.
+
     Raises:
-      ValueError: a file without records, or a record without a prompt; names file, line and field.
-      FileNotFoundError: no such file.
+      ValueError: the file has no records, or a record has no prompt; the message names file, line and field.
+      FileNotFoundError: there is no such file.
     """
     path = os.fspath(path)
     storage.check(path, "--prompts")
     named = not is_remote(path) and not path.startswith(("tfds:", hub.DATA)) and "*" not in path
     if named and not os.path.isfile(path):
         raise FileNotFoundError(f"--prompts={path} {'is no file' if os.path.exists(path) else 'does not exist'}.")
-    # As in training, a record without the field may ask by 'question', 'prompt' or 'messages'.
+    # As in training, a record without the field may have 'question', 'prompt' or 'messages' instead.
     return sources.read(path, check=functools.partial(_check_record, question_field=question_field))
 
 
 def _check_record(record: shape.Record, place: str, question_field: str = shape.QUESTION) -> None:
-    """Refuses a record that asks nothing, or with a field that the output cannot hold."""
+    """Refuses a record without a prompt, or with a field that the output cannot hold."""
     shape.check(record, place, question_field if question_field in record else shape.QUESTION)
     if "completions" in record:
         raise ValueError(f"{place} has a field 'completions', which the output's own would replace: rename it.")
@@ -226,7 +236,7 @@ def _check_record(record: shape.Record, place: str, question_field: str = shape.
 
 
 def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "") -> dict[str, Any]:
-    """Lists everything completions depend on, as JSON; the prompts, and the tools they name, by their checksums."""
+    """Lists everything that completions depend on, as JSON, with checksums for the prompts and the tools."""
     digest = hashlib.sha256()
     for i in range(len(records)):
         digest.update(json.dumps(records[i], sort_keys=True, default=str).encode() + b"\n")
@@ -235,25 +245,32 @@ def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "
 
 
 class Output:
-    """Collects completed prompts in a file beside the output, which gets its name when all are there.
+    """Collects completed prompts in a partial file beside the output, and writes the output when all are complete.
 
     Attributes:
-      partial: where they are collected; its first line says for which settings.
-      done: index of every prompt that is complete, and where its line lies.
+      path: file of the output.
+      completions: number of completions per prompt.
+      partial: file that collects the completed prompts; its first line holds the settings of the command.
+      done: (offset, size in bytes) of the line of every complete prompt in `partial`, by the number of the prompt.
     """
 
     def __init__(self, path: pathlib.Path, settings: Mapping[str, Any], completions: int) -> None:
-        """Resumes the partial output of an earlier start of the same command.
+        """Reads the partial output of an earlier start of the same command, if there is one.
+
+        Args:
+          path: file of the output.
+          settings: settings of the command, JSON values.
+          completions: number of completions per prompt.
 
         Raises:
-          ValueError: what is there belongs to other settings.
+          ValueError: the partial output has other settings, or is not an output of this command.
         """
         self.path, self.completions = path, completions
         self.partial = path.with_name(path.name + ".partial")
         self.done: dict[int, tuple[int, int]] = {}
         self._header = json.dumps({"podrl.generate": dict(settings)}).encode() + b"\n"
         raw = self.partial.read_bytes() if self.partial.exists() else b""
-        self._end = raw.rfind(b"\n") + 1  # what follows was being written when the command ended
+        self._end = raw.rfind(b"\n") + 1  # a line after it was cut when the command ended, and is overwritten
         if raw.count(b"\n") > 1:
             self._take(raw[: self._end], settings)
         else:
@@ -290,7 +307,14 @@ class Output:
             offset += len(line) + 1
 
     def add(self, index: int, record: Mapping[str, Any]) -> None:
-        """Writes a line: a checksum, the place of the prompt (its record may have a field `index`), the record."""
+        """Appends a line to the partial file: checksum, number of the prompt, record.
+
+        The number is written separately because the record may have a field `index` of its own.
+
+        Args:
+          index: number of the prompt.
+          record: line of the output, with all completions of the prompt.
+        """
         line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         place = b"%d\t" % index
         place = _digest(place + line[:-1]) + b"\t" + place
@@ -304,7 +328,7 @@ class Output:
         self._end += len(place) + len(line)
 
     def finish(self) -> None:
-        """Writes all lines, in the order of the prompts, under the file's name."""
+        """Writes the output with all lines in the order of the prompts, and removes the partial file."""
         ready = self.path.with_name(self.path.name + ".complete")
         with open(ready, "wb") as out, open(self.partial, "rb") as file:
             for _, (start, size) in sorted(self.done.items()):
@@ -345,10 +369,10 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
 
 
 def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
-    """The environment of all completions; one that is not used without --env, --tool and --program.
+    """Makes the settings of the environment; without --env, --tool and --program, no environment is used.
 
     Raises:
-      ValueError: a program beside another environment.
+      ValueError: --program is given together with --env or --tool.
     """
     if args.program and (args.env or args.tool):
         raise ValueError(
@@ -364,7 +388,7 @@ def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
 
 @contextlib.contextmanager
 def _partner(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
-    """Plays that environment; None where it is not used."""
+    """Starts the environment of the completions, and yields its partner for the engine; None without an environment."""
     from podrl.data.dialogue import Dialogue
     from podrl.environments.workers import Episodes
     from podrl.learner.playing import check
@@ -380,7 +404,7 @@ def _partner(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
 
 
 def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sources.Records, tokenizer: Any) -> Any:
-    """Some of the prompts, each with its index among all, which its random numbers depend on."""
+    """Makes Prompts of some prompts; each keeps its number among all prompts, because its random key depends on it."""
     from podrl.data.tokenizer import right_padded
     from podrl.types import Prompts
 
@@ -392,7 +416,7 @@ def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sour
 
 
 def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int], output: Output) -> None:
-    """Writes each prompt when its last completion is there, and shows progress."""
+    """Writes each prompt after its last completion, and shows progress."""
     from podrl.rundir.console import Progress, make_console
 
     n, groups = output.completions, dict[int, dict[int, dict[str, Any]]]()
