@@ -189,9 +189,7 @@ def reward_config(fns: str, given: Sequence[str]) -> RewardConfig:
             )
         value: Any = text
         if hint_at(RewardConfig, path) is not str:
-            with contextlib.suppress(
-                ValueError, SyntaxError
-            ):  # a value that is no literal stays text; `build` refuses it
+            with contextlib.suppress(ValueError, SyntaxError):  # other values stay text, which `build` refuses
                 value = ast.literal_eval(text)
         group = values
         for name in path[:-1]:
