@@ -235,9 +235,8 @@ def _scored(
             and not any(arg.startswith("--system_prompt") for arg in rest)
             and not generate.asked_as(directory)
         ):
-            given.append(
-                f"--system_prompt={SYSTEM_PROMPT}"
-            )  # asks for the tags in which the accuracies look for answers
+            # This prompt asks for the tags in which the accuracies look for the answer.
+            given.append(f"--system_prompt={SYSTEM_PROMPT}")
         if generate.main([*given, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed, as said above.")
         # Bytes, as str.splitlines would also cut at characters such as U+2028 within a text.

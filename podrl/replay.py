@@ -1,14 +1,17 @@
-"""Replays a recorded step: the same batch and update again, bitwise, or under changed settings.
+"""Replays a recorded step: repeats its batch and update bitwise, or with changed settings.
 
     python -m podrl.replay RUN --step=N [--start=0] [--change=grpo.beta=0.1 ...] [--keep=DIR] [flags of podrl.launch]
 
---start=0 repeats the run from its beginning, instead of from its newest checkpoint before N. Without --change the
-step's metrics must be bitwise those that were recorded, and so must the weights where both have a checkpoint of N. With
-it the batch of the step is sampled as it was, and trained on twice: as it was, and under the changed settings. Their
-metrics are shown beside the recorded ones, and the weight and clip of the step's tokens beside each other. The steps
-between the checkpoint and N are done again; with rollout.clock='wall' the journal says what the clock decided. RUN is
-only read. The run's code, data, model, processes (--local_processes) and kind of devices must be there. Exit code 0:
-equal, or shown. 1: different, or not possible.
+The replay starts from the run's newest checkpoint before N, or with --start=0 from its beginning, and repeats the steps
+in between. With rollout.clock='wall', the journal says what the clock decided in the run. RUN is only read.
+
+Without --change, the metrics of the step must equal the recorded ones bitwise, and so must the weights if the run has a
+checkpoint of N. With --change, the batch of the step is sampled as in the run, and trained on twice: with the run's
+settings and with the changed ones. The command shows the metrics with changed settings beside the recorded ones, and
+compares the weight and clip of each token between the two trainings.
+
+The run's code, data, model, processes (--local_processes) and kind of devices must be available. Exit code 0: the step
+is equal, or the comparison was shown. 1: the step is different, or the replay was not possible.
 """
 
 import argparse
@@ -38,7 +41,8 @@ from podrl.storage.storage import complete_steps, is_remote
 _CLOCKS = re.compile(
     r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds|data/skipped_prompts|step$"
 )
-# Nothing of these changes a step (podrl/rundir/identity.py); every step is saved, for the one that is changed.
+# None of these settings changes a step (podrl/rundir/identity.py). Every step is saved, because a replay with --change
+# starts from the checkpoint of the step before.
 _QUIET = (
     "log.trace=off",
     "checkpoint.every=1",
@@ -60,13 +64,14 @@ def get_config():
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """A step that was done again.
+    """A step that was repeated.
 
     Attributes:
-      start: checkpoint it started from, 0 for the beginning.
-      recorded: its metrics in the run.
-      found: its metrics of now.
-      tokens: under changes, its tokens without and with them, or why they cannot be compared; else None.
+      start: step of the checkpoint from which the replay started; 0 for the beginning of the run.
+      recorded: metrics of the step in the run, and the checksums of its weights if they are compared.
+      found: the same metrics and checksums in the replay.
+      tokens: comparison of the step's tokens without and with changed settings, or the reason why they cannot be
+        compared; None without changed settings.
     """
 
     start: int
@@ -83,18 +88,19 @@ def replay(
     flags: Sequence[str],
     begin: int | None = None,
 ) -> Replayed:
-    """Does a step again; under changes twice, without and with them.
+    """Repeats a step; with changed settings, trains on its batch twice, without and with the changes.
 
     Args:
-      run: the run directory.
-      step: which step.
-      changes: settings of that step, as KEY=VALUE.
-      scratch: an empty directory.
-      flags: more for podrl.launch.
-      begin: the checkpoint to start from, 0 for none; by default the newest before the step.
+      run: directory of the run.
+      step: number of the step.
+      changes: changed settings of the step, each KEY=VALUE; empty for an exact replay.
+      scratch: an empty directory for the replay's own runs.
+      flags: further flags for podrl.launch.
+      begin: step of the checkpoint to start from; 0 starts from the beginning of the run, None from the newest
+        checkpoint before the step.
 
     Raises:
-      ValueError: there is no such run or step, or the replay ended before it.
+      ValueError: there is no such run, step or checkpoint, a change names no key, or the replay ended before the step.
     """
     if is_remote(run):
         raise ValueError(f"{run} is in a bucket: copy it here, with its newest checkpoint before step {step}.")
@@ -111,11 +117,11 @@ def replay(
     if start not in (0, *saved):
         raise ValueError(f"--start={start} is no checkpoint of {run} before step {step}: 0 or {saved} are.")
     logged = {key: value for key, value in (config.get("log") or {}).items() if not former(f"log.{key}")}
-    # No flag empties what JSON holds as a list.
+    # Lists are emptied here, because no flag of podrl.launch can empty a list in the JSON.
     config = config | {"eval": {**(config.get("eval") or {}), "sets": []}, "log": {**logged, "to": []}}
     (scratch / "recorded.json").write_text(json.dumps(config))
     (scratch / "replay.py").write_text(_CONFIG)
-    problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # 0 also leaves accuracies out
+    problems = min(int((config.get("eval") or {}).get("problems", 0)), 1)  # not 0, which also removes the accuracies
     quiet = (*_QUIET, f"checkpoint.keep={step + 1}", f"eval.problems={problems}", "eval.samples=1")
     again, values = scratch / "run", [f"--config.{value}" for value in quiet]
     _prepare(run, again, start, config)
@@ -138,12 +144,12 @@ def replay(
 
 
 def _done(workdir: pathlib.Path, step: int, saved: bool = False) -> bool:
-    """True once the step is recorded, and saved where that is wanted."""
+    """True once the metrics of the step are recorded and, with `saved`, its checkpoint is complete."""
     return _of_step(workdir, step) is not None and (not saved or step in complete_steps(workdir / "checkpoints"))
 
 
 def _tokens(before: pathlib.Path, now: pathlib.Path, *, step: int) -> weights.Compared | str:
-    """Compares the tokens of a step in two traces; where that is not possible, says why."""
+    """Compares the tokens of a step in the traces of two runs; returns the reason as text if this is not possible."""
     try:
         return weights.compare(*(trace.read_step(workdir, step) for workdir in (before, now)))
     except ValueError as error:
@@ -151,21 +157,38 @@ def _tokens(before: pathlib.Path, now: pathlib.Path, *, step: int) -> weights.Co
 
 
 def _prepare(run: pathlib.Path, target: pathlib.Path, step: int, config: Mapping[str, Any]) -> None:
-    """Makes a run directory that goes on from a checkpoint of another run, under `config`."""
+    """Makes a run directory that continues from a checkpoint of another run.
+
+    Args:
+      run: directory of the other run.
+      target: directory to make.
+      step: step of the checkpoint; 0 for a run from the beginning.
+      config: configuration that the new run is to have.
+    """
     target.mkdir()
     if step:
         shutil.copytree(run / "checkpoints" / str(step), target / "checkpoints" / str(step))
         identity.write(target, config)
         kept = "".join(json.dumps(record) + "\n" for record in read_metrics(run) if record["step"] <= step)
         (target / "metrics.jsonl").write_text(kept)
-    if (run / "outside").is_dir():  # what tools answered then
+    if (run / "outside").is_dir():  # the recorded answers of tools
         shutil.copytree(run / "outside", target / "outside")
-    if (run / BATCHES).is_file():  # what the clock decided then
+    if (run / BATCHES).is_file():  # the recorded decisions of the clock
         shutil.copy(run / BATCHES, target / BATCHES)
 
 
 def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], there: Callable[[], bool]) -> None:
-    """Runs the training command until what is wanted is there."""
+    """Runs the training command until `there` returns True.
+
+    Args:
+      scratch: directory of the configuration and the output.
+      workdir: directory of the new run.
+      flags: flags of podrl.launch.
+      there: function that checks whether the new run has got far enough.
+
+    Raises:
+      ValueError: the command ended before.
+    """
     command = [sys.executable, "-m", "podrl.launch", f"--config={scratch / 'replay.py'}", f"--workdir={workdir}"]
     with (scratch / "output.txt").open("a") as output:
         process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
@@ -174,7 +197,7 @@ def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], 
                 time.sleep(0.2)
         finally:
             if process.poll() is None:
-                process.terminate()  # it saves its step and ends
+                process.terminate()  # podrl.launch then saves its step and ends
                 process.wait()
     if not there():
         last = (scratch / "output.txt").read_text(errors="replace").strip().split("\n")[-1]
@@ -182,7 +205,7 @@ def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], 
 
 
 def _sums(workdir: pathlib.Path, step: int) -> dict[str, Any]:
-    """The checksums of weights and optimizer in a checkpoint."""
+    """Reads the checksums of the weights and the optimizer state in a checkpoint."""
     from podrl.storage.record import Record  # imports jax
 
     state = Record.read(workdir / "checkpoints" / str(step)).state or {}
@@ -190,7 +213,7 @@ def _sums(workdir: pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def _of_step(workdir: pathlib.Path, step: int) -> dict[str, Any] | None:
-    """The metrics of a step, without what clocks and the process say; None where it is not recorded."""
+    """Reads the metrics of a step, without those that depend on clocks or the process; None if it is not recorded."""
     for record in read_metrics(workdir):
         if record["step"] == step and kind_of(record) == "step":
             return {name: value for name, value in record.items() if not _CLOCKS.match(name)}
@@ -198,7 +221,11 @@ def _of_step(workdir: pathlib.Path, step: int) -> dict[str, Any] | None:
 
 
 def _changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """The configuration with KEY=VALUE put in, as config.json would hold it."""
+    """Applies changes of the form KEY=VALUE to a configuration, with values as config.json would hold them.
+
+    Raises:
+      ValueError: a change is not of this form, or the configuration has no such key.
+    """
     made = json.loads(json.dumps(config))
     for change in changes:
         key, given, text = change.partition("=")

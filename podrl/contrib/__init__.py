@@ -1,1 +1,1 @@
-"""Beside podrl itself: the engine with slots of the caller, and files of other projects."""
+"""Additions that podrl itself does not use: an engine with slots that the caller chooses, and converters of files."""

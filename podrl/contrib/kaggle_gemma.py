@@ -3,7 +3,7 @@
     python -m podrl.contrib.kaggle_gemma --checkpoint=gemma2-2b-it --size=gemma2-2b --out=DIR
 
 Kaggle's archive holds an Orbax checkpoint in the layout of google-deepmind/gemma (gemma/gm/ckpts, gemma/gm/nn) and
-`tokenizer.model`. Gemma 2 and Gemma 3 are read; of a Gemma 3 with images the text half.
+`tokenizer.model`. Gemma 2 and Gemma 3 can be read; of a Gemma 3 with images, only the text model is converted.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from podrl.runtime.arguments import Parser
 from podrl.storage.storage import locate
 from podrl.types import PyTree
 
-# The size names of families whose checkpoints have this layout.
+# Names of the sizes whose checkpoints have this layout.
 READ = tuple(name for name in SIZES if name.startswith(("gemma2", "gemma3")))
 _PREFIX = re.compile(r"(params/)?(transformer/)?")
 _LAYER = re.compile(r"layer_(\d+)/(.+)")
@@ -48,14 +48,17 @@ _NORMS = {
 def read(folder: str | pathlib.Path, size: str) -> tuple[ModelConfig, dict]:
     """Reads a checkpoint into the host's memory as podrl's parameter tree, in bfloat16.
 
-    Rows of the embedding beyond the published vocabulary are left out: Gemma 2 has 128, which no token has.
+    Rows of the embedding beyond the published vocabulary are left out: Gemma 2 has 128 rows that belong to no token.
 
     Args:
-      folder: the Orbax checkpoint.
-      size: one of `READ`.
+      folder: directory of the Orbax checkpoint.
+      size: size of the model, one of `READ`.
+
+    Returns:
+      (configuration, parameter tree of numpy arrays).
 
     Raises:
-      ValueError: no checkpoint, another size than its own, or leaves that are missing or unknown.
+      ValueError: there is no checkpoint, it has another size, or leaves are missing or unknown.
     """
     if size not in READ:
         raise ValueError(f"--size={size} must be one of {', '.join(READ)}.")
@@ -85,12 +88,13 @@ def convert(checkpoint: str | pathlib.Path, size: str, out: str | pathlib.Path, 
     """Writes a checkpoint as a Hugging Face directory, complete or not at all.
 
     Args:
-      checkpoint, size: see `read`.
-      out: must not exist, or be empty.
-      tokenizer: tokenizer.model; by default the one beside the checkpoint or in it.
+      checkpoint: directory of the Orbax checkpoint.
+      size: size of the model, one of `READ`.
+      out: directory to write, which must not exist or must be empty.
+      tokenizer: path of tokenizer.model; '' looks for it in the checkpoint's directory and the one above.
 
     Raises:
-      ValueError: see `read`; no tokenizer.model.
+      ValueError: the checkpoint cannot be read (see `read`), or there is no tokenizer.model of Gemma.
     """
     folder = pathlib.Path(checkpoint)
     places = [pathlib.Path(tokenizer)] if tokenizer else [folder / "tokenizer.model", folder.parent / "tokenizer.model"]
@@ -112,7 +116,11 @@ def convert(checkpoint: str | pathlib.Path, size: str, out: str | pathlib.Path, 
 
 
 def _turn_marks(model: pathlib.Path) -> dict[str, dict[str, object]]:
-    """The marks around turns by their ids: pieces of the model that it does not call special."""
+    """Describes the marks around turns as special tokens, by their ids; the tokenizer's file has them as plain pieces.
+
+    Raises:
+      ValueError: the file is not a SentencePiece model, or lacks a mark.
+    """
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
     except RuntimeError as error:
@@ -124,7 +132,7 @@ def _turn_marks(model: pathlib.Path) -> dict[str, dict[str, object]]:
 
 
 def _name(path: tuple[str, ...]) -> str:
-    """The name of a leaf, whether its layers are nested or keys with slashes."""
+    """Makes the name of a leaf, which is the same whether the checkpoint nests its keys or joins them with slashes."""
     name = "/".join(path)
     name = name[_PREFIX.match(name).end() :]  # pyright: ignore[reportOptionalMemberAccess]
     return re.sub(r"(mlp/(linear|gating_einsum))/w$", r"\1", name)
@@ -140,7 +148,17 @@ def _array(folder: orbax_files.Place, path: tuple[str, ...], shape: tuple[int, .
 def _tree(
     leaves: Mapping[str, Mapping[int, np.ndarray]], config: ModelConfig, unknown: list[str], where: str
 ) -> dict[str, PyTree]:
-    """Stacks the leaves of layers, and checks every leaf by its shape."""
+    """Stacks the leaves of all layers, and checks the shape of every leaf.
+
+    Args:
+      leaves: arrays by the number of the layer, by the name of the leaf; a leaf outside of layers has number 0.
+      config: configuration of the model.
+      unknown: names of leaves that no rule reads.
+      where: description of the checkpoint, for the error message.
+
+    Raises:
+      ValueError: a leaf is missing, unknown or of another shape.
+    """
     specs = param_specs(config)
     wanted = {key: (spec.shape, False) for key, spec in specs.items() if is_param(spec)}
     wanted |= {name: (spec.shape, True) for name, spec in specs["layers"].items()}
@@ -164,7 +182,7 @@ def _tree(
 
 
 def _gates(both: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
-    # (2, F, D) or, as Gemma 2 2B has it, (2, D, F); F is larger than D in every size.
+    # Stored as (2, F, D) or, in Gemma 2 2B, as (2, D, F). F is larger than D in every size, so the shape tells which.
     turned = both.shape[-1] == config.model_dim
     return {name: part.T if turned else part for name, part in zip(("gate", "up"), both, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Values that calls of the engine with slots pass on: prefixes and result tokens."""
+"""The values that the engine with slots takes and returns: prefixes and result tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from podrl.engine.config import Sampling
 
 @flax.struct.dataclass
 class SlotData:
-    """Tokens of one slot, or several, from a call; see `ResultTokens`."""
+    """The tokens that a call made for one or several slots; see `ResultTokens` for the arrays."""
 
     tokens: Any
     valid: Any
@@ -24,14 +24,15 @@ class SlotData:
 
 @flax.struct.dataclass
 class ResultTokens:
-    """Tokens of a call, in one array so that one copy brings them to the host.
+    """The tokens of a call, in one array so that one copy brings them to the host.
 
     Attributes:
-      data: int32 (slots, 2 N + 1): N tokens, N validity flags, the length so far.
-      tokens_idx, valid_idx, length_idx: column ranges of the three. Length counts the tokens `generate` made since the
-        slot was filled; a flag is 0 behind a sample's last token, from where logits were NaN or infinite, and in empty
-        slots.
-      samples_per_slot: rows per slot.
+      data: int32 (slots, 2 N + 1): in each row N tokens, N validity flags, and the length so far.
+      tokens_idx: column range [start, end) of the tokens.
+      valid_idx: column range of the validity flags. A flag is 0 after a sample's last token, from the first token whose
+        logits were NaN or infinite, and in empty slots.
+      length_idx: column range of the length, the number of tokens that `generate` made since the slot was filled.
+      samples_per_slot: number of rows per slot.
       log_prob: float32 (slots, N), log-probability of each token at the sampling temperature over the whole vocabulary,
         nats.
     """
@@ -59,7 +60,7 @@ class ResultTokens:
         return self.get_result_at_slots(range(slot * n, (slot + 1) * n))
 
     def get_result_at_slots(self, slots: Sequence[int]) -> SlotData:
-        """Returns the rows of several slots, in the order asked for."""
+        """Returns the rows of several slots, in the order of `slots`."""
         rows = np.asarray(slots)
         part = lambda columns: self.data[rows, columns[0] : columns[1]]  # noqa: E731
         lengths = part(self.length_idx)[:, 0]
@@ -68,17 +69,18 @@ class ResultTokens:
 
 @flax.struct.dataclass
 class Prefix:
-    """Keys and values of a prompt, and the first token of each sample drawn from it.
+    """The keys and values of a prompt, and the first token of each sample drawn from it.
 
-    Every data-parallel shard holds a copy, so that inserting moves nothing between shards.
+    Every data-parallel shard holds a copy, so that inserting a prefix moves nothing between shards.
 
     Attributes:
-      key_LMKCH, value_LMKCH: the prompt's pages, then unused ones.
-      blocks: (position of the first token, tokens held) of the pages in use.
-      length: tokens of the prompt.
+      key_LMKCH: keys in M pages of C tokens: the prompt's pages first, then unused pages.
+      value_LMKCH: values, in the same pages.
+      blocks: (position of the page's first token, number of its tokens) of each page in use.
+      length: length of the prompt, tokens.
       tokens: first token of each sample.
       keys: random key of each sample, two uint32 words.
-      sampling: how the samples are drawn; `max_new` is set and counts the first token.
+      sampling: sampling settings of the samples; `max_new` is set and counts the first token.
     """
 
     key_LMKCH: Float[Array, "L M K C H"]

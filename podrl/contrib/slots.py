@@ -1,7 +1,8 @@
 """The decode engine with slots that the caller chooses: prefill a prompt, insert it, generate, free the slot.
 
-The calls have the names and arguments of JetStream's Engine, whose public repository was archived in February 2026. The
-engine does not run under JetStream's orchestrator, which pads, tokenizes and schedules by methods that are not here.
+The methods have the names and arguments of JetStream's Engine, whose public repository was archived in February 2026.
+The engine does not run under JetStream's orchestrator, which needs methods for padding, tokenizing and scheduling that
+this engine does not have.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ PREFILL_LANES = 8  # first tokens drawn at once
 
 
 class _Prompt(NamedTuple):
-    """An inserted prefix on one shard: its identity, its pages, and the slots that read it."""
+    """An inserted prefix on one shard: its identity (a slot), its pages, and the slots that read it."""
 
     handle: int
     pages: list[Page]
@@ -41,7 +42,14 @@ class _Prompt(NamedTuple):
 
 @dataclasses.dataclass
 class _Slot:
-    """A filled slot: its prompt, own pages, position of the token it feeds next, tokens it may still sample."""
+    """A filled slot.
+
+    Attributes:
+      prompt: the prompt, which other slots may share.
+      pages: pages of the slot alone, with the sampled tokens.
+      position: position of the token that the slot feeds to the model next.
+      left: number of tokens that the slot may still sample.
+    """
 
     prompt: _Prompt
     pages: list[Page]
@@ -50,15 +58,16 @@ class _Slot:
 
 
 class SlotEngine:
-    """prefill -> insert or bulk_insert -> generate -> free_resource, with slots chosen by the caller.
+    """Decodes in slots that the caller chooses: prefill -> insert or bulk_insert -> generate -> free_resource.
 
-    A call of `generate` makes `config.steps_per_dispatch` tokens per slot. Stop ids, lengths and sampling act on the
-    device; stop strings, policy and text are the caller's. The methods may be called from several threads, one call
-    of `generate`, `insert` or `bulk_insert` at a time.
+    A call of `generate` makes `config.steps_per_dispatch` tokens per slot. The device handles stop ids, lengths and
+    sampling; the caller must handle stop strings, text and the choice of requests. The methods may be called from
+    several threads, but only one call of `generate`, `insert` or `bulk_insert` at a time.
 
     Attributes:
-      mesh: where the engine runs.
-      max_concurrent_decodes: slots.
+      mesh: mesh of the engine.
+      config: settings of the engine.
+      max_concurrent_decodes: number of slots.
       max_prefill_length: longest prompt, tokens.
     """
 
@@ -72,15 +81,18 @@ class SlotEngine:
         eos_ids: Sequence[int],
         seed: int = 0,
     ):
-        """Allocates the prefill pool; compiles nothing yet.
+        """Allocates the prefill pool; programs are compiled by the first calls.
 
         Args:
-          dtype: of activations and caches.
-          eos_ids: ids that end a sample.
-          seed: of samples whose caller gives no key.
+          model: configuration of the model, whose layers must all be of one kind.
+          mesh: mesh of the engine.
+          config: settings of the engine.
+          dtype: dtype of activations and caches.
+          eos_ids: token ids that end a sample.
+          seed: random seed of samples for which the caller passes no key.
 
         Raises:
-          ValueError: sizes that do not fit together, or a model whose layers are of several kinds.
+          ValueError: sizes do not fit together, there are too many end ids, or the model has layers of several kinds.
         """
         if len(eos_ids) > STOP_IDS:
             raise ValueError(f"rollout.eos_tokens has {len(eos_ids)} ids: at most {STOP_IDS} are supported.")
@@ -104,18 +116,18 @@ class SlotEngine:
 
     def _forget(self) -> None:
         self._slots: dict[int, _Slot] = {}
-        self._stopped: set[int] = set()  # slots freed since the device was last told
+        self._stopped: set[int] = set()  # freed slots whose lanes the device has not stopped yet
         self._free = [list(range(self._engine.shape.pages - 1)) for _ in range(self._engine.shards)]
         self._start_R = np.zeros(self.max_concurrent_decodes, np.int32)
 
-    # Setup: parameters, state.
+    # Parameters and state.
 
     def load_params(self, params: PyTree) -> PyTree:
         """Converts the model's parameters to the form `prefill` and `generate` take."""
         return self._engine.prepare(params)
 
     def init_decode_state(self) -> DecodeState:
-        """Makes empty slots; forgets those of an earlier state."""
+        """Makes a state with empty slots; all slots of an earlier state are lost."""
         with self._lock:
             self._forget()
             return self._engine.init_state()
@@ -124,7 +136,7 @@ class SlotEngine:
         """Returns the sharding of a prefix's arrays."""
         return self._engine.pool_sharding
 
-    # Verbs.
+    # Methods of JetStream's Engine.
 
     def prefill(
         self,
@@ -138,7 +150,7 @@ class SlotEngine:
         request_id: Any = None,
         sampling: Sampling | None = None,
     ) -> tuple[Prefix, ResultTokens]:
-        """Prefills a prompt and draws one sample's first token. Arguments as of `prefill_multisampling`."""
+        """Prefills a prompt and draws the first token of one sample; see `prefill_multisampling` for the arguments."""
         return self.prefill_multisampling(
             params=params,
             existing_prefix=existing_prefix,
@@ -167,21 +179,24 @@ class SlotEngine:
         """Prefills a prompt once and draws the first token of `num_samples` samples.
 
         Args:
-          params: from `load_params`.
-          existing_prefix: a Prefix (or an object with one as `cache`) that the tokens continue; its first tokens are
-            not part of the text.
-          padded_tokens: tokens, of which the first `true_length` count.
-          sampler: must be None; see `sampling`.
-          rng: uint32 keys (num_samples, 2) or, for one sample, (2,); derived from the engine's seed and the number of
-            the request where there are none.
-          request_id: not used.
-          sampling: settings; the configuration's by default.
+          params: parameters from `load_params`.
+          existing_prefix: Prefix (or an object that holds one as `cache`) that the tokens continue; the sampled first
+            tokens of that prefix are not part of the new prompt. None for a whole prompt.
+          padded_tokens: tokens of the prompt (T); padding may follow.
+          true_length: number of tokens that count.
+          sampler: unsupported, must be None; see `sampling`.
+          rng: random keys, uint32 (num_samples, 2) or, for one sample, (2,). None derives keys from the engine's seed
+            and the number of the request.
+          request_id: ignored.
+          num_samples: number of samples.
+          sampling: sampling settings; None takes those of the configuration.
 
         Returns:
-          The prefix, and a row of results per sample.
+          (the prefix, first tokens in one row per sample).
 
         Raises:
-          ValueError: a sampler, an empty or too long prompt, too many stop ids, keys that do not fit.
+          ValueError: `sampler` or a stop string is set, the prompt is empty or too long, there are too many stop ids,
+            the number of keys is wrong, or the model's logits are NaN or infinite.
         """
         del request_id
         if sampler is not None:
@@ -210,7 +225,7 @@ class SlotEngine:
         return prefix, ResultTokens(data, (0, 1), (1, 2), (2, 3), 1, np.asarray(logprobs, np.float32)[:, None])
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int, request_id: Any = None) -> DecodeState:
-        """Puts the prefix's first sample into a slot."""
+        """Puts the first sample of a prefix into a slot; see `bulk_insert` for the arguments."""
         return self.bulk_insert(prefix, decode_state, [slot], request_id)
 
     def bulk_insert(
@@ -218,8 +233,17 @@ class SlotEngine:
     ) -> DecodeState:
         """Puts sample i of a prefix into `slots[i]`; slots of one data-parallel shard share the prompt's cache.
 
+        Args:
+          prefix: prefix from `prefill_multisampling`.
+          decode_state: newest state of the engine, which the call donates.
+          slots: numbers of the slots, which must differ; a filled slot is freed first.
+          request_id: ignored.
+
+        Returns:
+          The new state.
+
         Raises:
-          ValueError: more slots than samples, a slot that is not one, or a pool without room.
+          ValueError: there are more slots than samples, a slot does not exist or occurs twice, or the pool is full.
         """
         del request_id
         if len(slots) > len(prefix.tokens):
@@ -260,10 +284,19 @@ class SlotEngine:
     def generate(
         self, params: PyTree, decode_state: DecodeState, sampler: Callable | None = None, rng: Any = None
     ) -> tuple[DecodeState, ResultTokens]:
-        """Decodes the next tokens of every slot. `sampler` must be None; keys were given at prefill.
+        """Decodes the next tokens of every slot.
+
+        Args:
+          params: parameters from `load_params`.
+          decode_state: newest state of the engine, which the call donates.
+          sampler: unsupported, must be None: `prefill` takes the sampling settings.
+          rng: ignored: `prefill` takes the random keys.
+
+        Returns:
+          (the new state, N tokens of every slot).
 
         Raises:
-          ValueError: a sampler, or a pool without room.
+          ValueError: `sampler` is set, or the pool is full.
         """
         del rng
         if sampler is not None:
@@ -289,7 +322,7 @@ class SlotEngine:
         return decode_state, ResultTokens(data, (0, N), (N, 2 * N), (2 * N, 2 * N + 1), 1, logprob)
 
     def free_resource(self, slot: int) -> None:
-        """Frees a slot's cache; the next call with the decode state stops the lane on the device."""
+        """Frees the pages of a slot; the next call with the decode state stops the slot's lane on the device."""
         with self._lock:
             self._release(slot)
 
@@ -331,7 +364,18 @@ class SlotEngine:
     def _prefill(
         self, params: PyTree, state: DecodeState, tokens_T: np.ndarray, start: int, blocks: list[Page]
     ) -> tuple[DecodeState, list[Page]]:
-        """Prefills all tokens but the last on every shard, then makes room for the last."""
+        """Prefills all tokens but the last one on every shard, then makes room for the last token.
+
+        Args:
+          params: parameters from `load_params`.
+          state: state of the prefill engine.
+          tokens_T: new tokens of the prompt.
+          start: number of tokens in `blocks`, which is the position of the first new token.
+          blocks: pages of the existing prefix; empty for a whole prompt.
+
+        Returns:
+          (state, all pages of the prompt, the last of which has room for one more token).
+        """
         engine = self._prefiller
         C, given = engine.shape.page_tokens, tokens_T[:-1]
         prior = [(block.index, block.start, block.count) for block in blocks]
@@ -354,7 +398,22 @@ class SlotEngine:
         keys_G2: np.ndarray,
         sampling: Sampling,
     ) -> tuple[DecodeState, list[int], list[float]]:
-        """Feeds the last prompt token, which completes the last block, and draws every sample's first token."""
+        """Feeds the last prompt token to the model, and draws the first token of every sample.
+
+        Args:
+          params: parameters from `load_params`.
+          state: state of the prefill engine.
+          token: last token of the prompt.
+          blocks: pages of the prompt; the last one gets the keys and values of `token`.
+          keys_G2: random key of each sample.
+          sampling: sampling settings.
+
+        Returns:
+          (state, first tokens, their log-probabilities in nats).
+
+        Raises:
+          ValueError: the model's logits are NaN or infinite.
+        """
         engine = self._prefiller
         R, trash, last = engine.shape.lanes, engine.shape.pages - 1, blocks[-1]
         position = last.start + last.count
@@ -367,7 +426,8 @@ class SlotEngine:
                 seated = {}
                 for lane, key in enumerate(wave):
                     _seat(updates, shard * R + lane, token, position, 1, key, sampling)
-                    # The first lane's write stays; the others' go where nobody reads.
+                    # All lanes compute the same keys and values. Only the first lane writes them to the prompt's page;
+                    # the other lanes write to a page that nobody reads.
                     own = [last] if lane == 0 else [last, Page(trash, position, 0)]
                     seated[lane] = LaneReads(0, blocks[:-1], own)
                 engine.read_shape.fill(flat_XI[shard], seated, trash)
@@ -377,7 +437,7 @@ class SlotEngine:
                 (emitted.tokens_RT, emitted.drawn["logprob"], emitted.failed_R)
             )
             if failed_R[: len(wave)].any():
-                self._prefill_state = engine.init_state()  # the old one holds what is not finite
+                self._prefill_state = engine.init_state()  # the old state holds keys and values that are not finite
                 raise ValueError(
                     "The model's logits after this prompt are NaN or infinite: look for NaN in its weights, or use "
                     "rollout.data_type='float32' or 'bfloat16'."
@@ -390,7 +450,7 @@ class SlotEngine:
     # Slots.
 
     def _left(self, prefix: Prefix, sample: int) -> int:
-        """Number of tokens a sample may get after its first one."""
+        """Computes how many tokens a sample may get after its first one."""
         if prefix.tokens[sample] in (*self._eos_ids, *prefix.sampling.stop_ids):
             return 0
         assert prefix.sampling.max_new is not None
@@ -431,7 +491,7 @@ class SlotEngine:
 
 
 def _slot_shape(config: RolloutConfig, shards: int) -> EngineShape:
-    """Derives sizes with room for every slot's longest request, unless the configuration says less."""
+    """Derives sizes with room for the longest request in every slot; rollout.pool_tokens replaces the pool's size."""
     shape, C = engine_shape(config, shards), config.page_tokens
     prompt = -(-config.max_prompt_length // C)
     pages = shape.lanes * (prompt + -(-config.max_tokens_to_generate // C)) + 1
@@ -458,7 +518,7 @@ def _seat(
 
 
 def _result(emitted: Emitted, position_R: Array, start_R: Array) -> tuple[Array, Array]:
-    """Packs (tokens, validity and length side by side; log-probabilities) of every slot."""
+    """Packs the results of every slot: (tokens, validity flags and length side by side; log-probabilities)."""
     valid_RT = jnp.arange(emitted.tokens_RT.shape[1]) < emitted.count_R[:, None]
     tokens_RT = jnp.where(valid_RT, emitted.tokens_RT, 0)
     length_R1 = (position_R - start_R)[:, None]

@@ -214,9 +214,8 @@ class _Given:
     def last_lines(self) -> str:
         """Returns the last lines of the command's standard error; waits at most 5 s for the command to end."""
         if self._reader is not None:
-            self._reader.join(
-                _PING_S
-            )  # not without limit: a process that the command left behind may hold the pipe open
+            # Not without limit: a process that the command left behind may hold the pipe open.
+            self._reader.join(_PING_S)
         return "".join(self._last).rstrip()
 
     def _keep(self, read: int) -> None:
