@@ -45,9 +45,9 @@ _PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, its connec
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
-# Of these, what a healthy process meets where another one, or the network between them, fails.
+# Of these errors, those that a healthy process meets when another process or the network between them fails.
 _LOST = re.compile(r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): |[Gg]loo")
-# Flags that are read before absl parses them: their type, and the least value.
+# Flags that are read before absl parses them: type and smallest value of each.
 _NUMBERS = {
     "local_processes": (int, 0),
     "fake_devices": (int, 0),
@@ -58,7 +58,7 @@ _NUMBERS = {
 _KEY = re.compile(r"-{0,2}(?!config\.)[a-z]\w*(\.[a-z]\w*)+=")  # a key of the configuration without --config.
 _NAMES = re.compile(r"[\w./@:~-]+(,[\w./@:~-]+)*")  # reward functions without quotes
 _SWITCHES = ("dry_run", "shared_workdir", "debug", "help", "helpfull", "h")
-_COMMAND = "PODRL_COMMAND"  # what the user typed, told to the processes of a local pod
+_COMMAND = "PODRL_COMMAND"  # environment variable that passes the user's command to the processes of a local pod
 
 _WORKDIR = flags.DEFINE_string(
     "workdir",
@@ -126,7 +126,7 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Print the whole traceback of user er
 
 
 def take_config(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits the arguments: (value of --config, the others, each as --name=value).
+    """Splits the arguments: (value of --config, all other arguments, each as --name=value).
 
     Raises:
       ValueError: --config is missing.
@@ -209,9 +209,14 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
 
 
 def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster:
-    """Determines this process's place in the cluster, or in its own slice where it joins another job.
+    """Determines this process's place in the cluster, or in its own slice if it joins another job.
 
-    Settings that cannot work there are refused.
+    Args:
+      argv: the command line, each argument as --name=value.
+      joins: whether the process joins a running job.
+
+    Raises:
+      ValueError: settings that cannot work in this cluster.
     """
     topology = "auto" if joins else _early(argv, "topology", "auto", prefix="--")
     given = {name: _early(argv, name, "", prefix="--") for name in detect.GIVEN}
@@ -221,7 +226,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
     detect.check_fresh_jax(sys.modules)
     for name in cluster.unset:
         os.environ.pop(name, None)
-    if joins:  # which writes nothing
+    if joins:  # a rollout host writes nothing, so the working directory is not checked
         return dataclasses.replace(cluster, topology="split")
     workdir = _early(argv, "workdir", "", prefix="--")
     mounts = pathlib.Path("/proc/mounts")
@@ -260,7 +265,7 @@ def _start_pod(argv: Sequence[str], path: str, config: ConfigDict, processes: in
 
 
 def _share_of_devices(argv: Sequence[str], config: ConfigDict, processes: int) -> int:
-    """Number of CPU devices that each process of a pod on one machine fakes."""
+    """Computes the number of CPU devices that each process of a pod on one machine fakes."""
     devices = _early(argv, "fake_devices", config.get("fake_devices", 0))
     if 1 < devices < processes and not any(arg.startswith("--fake_devices=") for arg in argv):
         raise ValueError(
@@ -285,27 +290,27 @@ def _quoted(key: str, text: str) -> str:
 def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Parses absl's flags: (the whole configuration with defaults and overrides, arguments that are no flags).
 
-    The environment must be ready: this imports jax.
+    The environment must be prepared before, because this function imports jax.
 
     Args:
-      config: what the configuration file gave.
+      config: the configuration that the file returned.
       argv: the command line without --config; the program's name first.
 
     Raises:
-      ValueError: an unknown key or flag.
+      ValueError: a key or flag is unknown, or a value does not fit its key.
     """
     from podrl.job.config import check_text, complete, section_of
     from podrl.trainer.custom import ARGUMENTS
 
     config.algorithm = _early(argv, "algorithm", config.get("algorithm", "grpo"))
     section = section_of(config.algorithm)
-    for name in ARGUMENTS:  # functions of the user's, whose own numbers are keys
+    for name in ARGUMENTS:  # a loss or advantage of the user, whose number arguments become keys of the section
         if function := _early(argv, f"{section}.{name}", ""):
             config.update({section: {name: function}})
     values = ConfigDict(complete(config.to_dict()))
     _check_overrides(argv, values)
     parsed: list[str] = []
-    emptied: dict[str, bool] = {}  # by key: whether its last override asks for None, of which absl makes no number
+    emptied: dict[str, bool] = {}  # by key: whether its last override is None, which absl cannot read as a number
     for arg in argv:
         key, given, text = arg.removeprefix("--config.").partition("=")
         override = arg.startswith("--config.") and bool(given)
@@ -328,7 +333,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
 
 
 def _run(argv: Sequence[str], joined: list[Pod]) -> int:
-    """Runs the command up to its exit code; appends the job's processes, where there are several, to `joined`."""
+    """Runs the command and returns its exit code; appends the job's pod to `joined` if there are several processes."""
     if {"--help", "--helpfull", "-h"} & set(argv):
         print(__doc__, flags.FLAGS.main_module_help(), sep="\n")
         return EXIT_DONE
@@ -367,7 +372,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
         joined.append(joining.join(cluster, seat, deadline_s=wait_s, heartbeat_s=silence_s))
         signals.leave_on_signals(unwind=True)  # jax's cluster has installed a handler of its own
     elif not _switched_on(rest, "dry_run"):
-        joining.hosts_of(cluster, *_hosts(rest, config))  # refuses a list of hosts where there is one
+        joining.hosts_of(cluster, *_hosts(rest, config))  # refuses lists of hosts in a job of one host
     from podrl.job import job  # after the environment is prepared: this imports jax
 
     values, extra = resolve(config, rest)
@@ -385,7 +390,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
 
 
 def _unraisable(args: "sys.UnraisableHookArgs") -> None:
-    """Ignores what is told elsewhere: reads that Orbax abandoned at a damaged checkpoint, full disks, stops to come."""
+    """Hides unraisable errors that are reported elsewhere: abandoned Orbax reads, full disks, pending stop signals."""
     code = getattr(args.object, "cr_code", None)
     abandoned = "orbax" in getattr(code, "co_filename", "") or str(args.exc_value) == "Event loop is closed"
     full = isinstance(args.object, io.IOBase) and getattr(args.exc_value, "errno", None) == errno.ENOSPC
@@ -395,7 +400,7 @@ def _unraisable(args: "sys.UnraisableHookArgs") -> None:
 
 
 def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
-    """Prints why this process ends, in full if no other process of the job did: (exit code, the reason)."""
+    """Prints why this process ends, in full if no other process of the job failed first: (exit code, the reason)."""
     if isinstance(error, signals.StoppedError):
         print(f"podrl: {error}", file=sys.stderr)
         return signals.exit_code(error.number), str(error)
@@ -406,13 +411,14 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
         print("\n".join((f"podrl: error: {error}", *_how_to_resume(error))), file=sys.stderr)
         return EXIT_INFRASTRUCTURE, str(error)
     runtimes = _STATUS.match(str(error)) is not None and isinstance(error, RuntimeError | ValueError)
-    for pod in joined if runtimes else ():  # likely a collective that lost a process: who knows which one says it
+    for pod in joined if runtimes else ():  # a collective may have lost a process: does not return if others know it
         pod.await_end(_PEER_LOSS_S)
     users = isinstance(error, ValueError | OSError | ImportError) and not runtimes
-    bug = not users or (isinstance(error, ImportError) and error.name is not None)  # ours name the extra to install
+    # Python names the module in an ImportError. podrl's own ImportErrors have no name: they say which extra to install.
+    bug = not users or (isinstance(error, ImportError) and error.name is not None)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     said = disk_trouble(error) or f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
-    lost = joined and runtimes and _LOST.search(str(error))  # a rollout host may be replaced and the job go on
+    lost = joined and runtimes and _LOST.search(str(error))  # a lost rollout host may be replaced, and the job goes on
     first = not lost and all([pod.first_to_fail() for pod in joined])
     if (first and bug) or ((first or lost) and "--debug" in sys.argv):
         traceback.print_exception(error)
@@ -424,7 +430,7 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
 
 
 def _how_to_resume(error: BaseException) -> list[str]:
-    """Lists what podrl.job.job noted on an error of a run that may be started again."""
+    """Lists the notes that podrl.job.job added to the error of a run that can be resumed."""
     return [f"podrl: {note}" for note in getattr(error, "__notes__", ())]
 
 

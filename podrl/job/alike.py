@@ -28,28 +28,28 @@ from podrl.runtime.pod import LEADER, Pod
 from podrl.storage import hub
 from podrl.storage.storage import is_remote, locate
 
-# Settings that may differ: files and processes of one host, and what the leader alone writes. Everything else may not:
-# a rollout host needs checkpoint.every to know what a checkpoint asks it for.
+# Settings that may differ between hosts: files and processes of one host, and settings of files that the leader alone
+# writes. No others may: a rollout host needs checkpoint.every to know what a checkpoint asks it for.
 _OWN = ("log.", "checkpoint.keep", "compile_cache", "data.cache", "reward.workers")
 _SHOWN = 3  # differences named in one message
-_BLOCK, _BLOCKS = 1 << 14, 64  # bytes and number of the pieces that are read of a file of weights
+_BLOCK, _BLOCKS = 1 << 14, 64  # size in bytes, and number, of the pieces that are read of a file of weights
 _ABSENT = "absent"
 _MODULE = re.compile(r"^([A-Za-z_]\w*)(?=(?:\.\w+)*:[A-Za-z_])(?!.*\.py:)|(?<=-m )([A-Za-z_]\w*)")
 _SCRIPT = re.compile(r"[^\s:,'\"=]+\.py\b")
-_MOST = 1000  # files read of a package
+_MOST = 1000  # most files that are read of a package
 _TEXT = 4096  # characters of the longest setting that may name a file
 
 
 def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> None:
-    """Refuses settings that are not the leader's; the leader only tells its own.
+    """Refuses settings that differ from the leader's; the leader itself only publishes its settings.
 
     Args:
       values: the configuration, as plain nested mappings, before anything is derived from files.
       pod: the job's processes.
-      deadline_s: the longest wait for the leader.
+      deadline_s: longest wait for the leader, in seconds.
 
     Raises:
-      ValueError: a setting differs; names settings, both values and this host.
+      ValueError: a setting differs; the message names the settings, both values and this host.
       ChannelError: the leader did not answer.
     """
     mine = json.loads(json.dumps(values, default=_told))
@@ -67,10 +67,17 @@ def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> No
 
 
 def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
-    """Refuses files and versions that are not those of the other hosts; a file that a host lacks is its reader's error.
+    """Refuses files and versions that differ from those of the other hosts.
+
+    A data file or code that is missing on this host is not reported here, but by the function that reads it.
+
+    Args:
+      job: the job.
+      pod: the job's processes.
+      deadline_s: longest wait for the leader, in seconds.
 
     Raises:
-      ValueError: something differs; names it, both values and both hosts.
+      ValueError: a file or version differs; the message names it, both values and both hosts.
       ChannelError: the leader did not answer.
     """
     mine = facts(job)
@@ -89,24 +96,24 @@ def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
 
 
 class Compared:
-    """Facts of the hosts, served by the leader: the first host to tell one sets what the others are compared with."""
+    """Compares the facts of all hosts, on the leader: the first host to report a fact sets its value for the others."""
 
     def __init__(self, process: int, facts: Mapping[str, str]):
         """Starts with the facts of the leader."""
         self._known = {key: (value, process) for key, value in facts.items()}
 
     def __call__(self, message: Message) -> Message:
-        """Answers a host's facts with those that differ, and with who said otherwise."""
+        """Answers the facts of a host with the known value of each that differs, and the host that reported it."""
         process, told = int(message.value["process"]), message.value["facts"]
         first = {key: self._known.setdefault(key, (value, process)) for key, value in told.items()}
         return Message({"differ": {key: known for key, known in first.items() if known[0] != told[key]}})
 
 
 def facts(job: Job) -> dict[str, str]:
-    """Describes, by name, what a job's numbers depend on beside its settings: files by size and checksum, and versions.
+    """Describes, by name, what a job's numbers depend on besides its settings: files by size and checksum, versions.
 
-    Data files are read whole, as their readers do; of files of weights, which may take terabytes, some pieces are.
-    What is in a bucket is the same for all hosts, and so is what comes from the hub, whose commit is in the settings.
+    Data files are read whole, as their readers do. Of files of weights, which may take terabytes, only pieces are read.
+    Models in a bucket are the same for all hosts; so are data and models of the hub, whose commits are in the settings.
     """
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     own = pathlib.Path(__file__).resolve().parent.parent
@@ -136,14 +143,14 @@ def facts(job: Job) -> dict[str, str]:
 
 
 def _told(value: Any) -> Any:
-    """Writes a value that JSON has no form for as all hosts write it."""
-    if isinstance(value, set | frozenset):  # whose order follows the hash seed of a process
+    """Replaces a value that JSON cannot hold, in the same way on all hosts."""
+    if isinstance(value, set | frozenset):  # the order of a set depends on the hash seed of the process
         return sorted(map(str, value))
-    return getattr(value, "__qualname__", None) or str(value)  # a function's text holds its address in this process
+    return getattr(value, "__qualname__", None) or str(value)  # str of a function holds its address in this process
 
 
 def _counts(file: pathlib.Path, root: pathlib.Path) -> bool:
-    """True for a file of the source itself: no dangling link of an editor, and nothing in a hidden folder."""
+    """True for a file of the source code itself: not a dangling link of an editor, nor a file in a hidden folder."""
     return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
@@ -181,13 +188,13 @@ def _models(job: Job) -> Iterator[tuple[str, str]]:
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
     teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
     for key, path in [*named.items(), *teachers]:
-        path = "tiny" if path == SCRATCH else path  # whose tokenizer it has
+        path = "tiny" if path == SCRATCH else path  # the scratch model has the tokenizer of 'tiny'
         if path and not is_remote(path) and not hub.named(path):
             yield key, str(MODELS.get(path) or path)
 
 
 def _of_model(directory: str) -> Iterator[tuple[str, str]]:
-    """Yields (file, description) of a model directory: its small files whole, pieces of its weights."""
+    """Yields (file, description) of a model directory: small files are read whole, and pieces of files of weights."""
     folder = epath.Path(locate(directory))
     if not folder.is_dir():
         return
@@ -199,7 +206,7 @@ def _of_model(directory: str) -> Iterator[tuple[str, str]]:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (dotted key, text) of every text in nested settings; of a function, the file that it is in."""
+    """Yields (dotted key, text) of every text in nested settings; for a function the text is the path of its file."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             yield from _texts(one, f"{key}.{name}" if key else str(name))
@@ -213,7 +220,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _of_file(file: epath.Path, cache: Cache | None = None) -> str:
-    """Describes a file by its size and the checksum of its bytes, in a bucket by its time instead."""
+    """Describes a file by its size and the checksum of its bytes; a file in a bucket by its size and time of change."""
     size = sources.size(file)
     if is_remote(file):
         return f"{size} bytes of {file.stat().mtime}"
@@ -224,7 +231,7 @@ def _of_file(file: epath.Path, cache: Cache | None = None) -> str:
 
 
 def _of_weights(file: epath.Path) -> str:
-    """Describes a file by its size and pieces all over it, its header among them: any training changes all of them."""
+    """Describes a file by its size and a checksum of pieces all over it, since any training changes all of the file."""
     size, digest = sources.size(file), hashlib.sha256()
     with open(file, "rb") as content:
         for i in range(_BLOCKS):
@@ -264,7 +271,7 @@ def _with_imports(file: pathlib.Path) -> list[pathlib.Path]:
         found[one] = None
         try:
             tree = ast.parse(one.read_bytes())
-        except (SyntaxError, ValueError, RecursionError):  # whoever runs it says so
+        except (SyntaxError, ValueError, RecursionError):  # reported by the code that runs the file
             continue
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -1,7 +1,7 @@
 """A job as `--config` describes it: one dataclass for every algorithm, and the registry of algorithms.
 
-A configuration has one section under the name of the algorithm or its family (`grpo`, `ppo`, `sft`, `dpo`), which the
-registry says how to read; everything else is the same for all.
+A configuration has one section under the name of the algorithm or its family (`grpo`, `ppo`, `sft`, `dpo`). The
+registry says how to read that section; all other sections are the same for all algorithms.
 """
 
 import dataclasses
@@ -64,7 +64,8 @@ class TeacherSource:
     Attributes:
       path: a Hugging Face directory, local or gs://; with another tokenizer than the policy's, tokens are compared by
         the text that they stand for.
-      sources: names of the sources in data.sources whose samples it scores; none for all that no other teacher scores.
+      sources: names of the sources in data.sources whose samples the teacher scores; empty for all sources that no
+        other teacher scores.
     """
 
     path: str
@@ -81,7 +82,7 @@ class ModelSource:
         checkpoints shipped with podrl, 'scratch' is a small model with random weights (the section `scratch`).
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy; '' for the starting weights.
-      teachers: models that teach by `grpo.teacher_coef`, instead of `reference`.
+      teachers: teachers of distillation, instead of `reference`; `grpo.teacher_coef` is its weight.
       critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
       lora: adapters; rank 0 trains all parameters.
     """
@@ -105,7 +106,7 @@ class ModelSource:
         return path
 
     def tokenizer(self, directory: str) -> Place:
-        """The directory of the job's tokenizer: as given, else the model's own."""
+        """The directory of the job's tokenizer: `directory` (the key tokenizer), or the model's own if that is ''."""
         if directory:
             return EMBEDDED.get(directory) or locate(hub.local(directory))
         return TINY if self.path == SCRATCH else self.directory
@@ -119,14 +120,15 @@ class ScratchModel:
     Attributes:
       num_layers: number of layers.
       model_dim: width of the residual stream.
-      ffn_dim: width of the feed-forward layers; with experts, of each.
+      ffn_dim: width of the feed-forward layers; with experts, the width of each expert.
       num_heads: query heads of a layer; a multiple of `num_kv_heads`.
       num_kv_heads: key and value heads of a layer.
       head_dim: width of a head.
-      window: tokens that every second layer attends to, and with experts every layer; other layers attend to all.
+      window: number of tokens that every second layer attends to, or every layer with experts; the other layers attend
+        to all tokens.
       max_length: tokens of the longest sequence.
-      experts: feed-forwards of a layer, of which each token is computed by `chosen`; 0 makes a dense model.
-      chosen: experts that compute a token.
+      experts: number of feed-forward experts of a layer; `chosen` of them compute each token. 0 makes a dense model.
+      chosen: number of experts that compute a token.
     """
 
     num_layers: Count = 3
@@ -144,7 +146,7 @@ class ScratchModel:
         """Returns the configuration of the model.
 
         Raises:
-          ValueError: a token has more experts than there are.
+          ValueError: `chosen` is larger than `experts`.
         """
         fields = dataclasses.asdict(self)
         experts, chosen = fields.pop("experts"), fields.pop("chosen")
@@ -184,12 +186,12 @@ class Kind:
     """A registry entry: the settings, algorithm and data stream of a kind of job.
 
     Attributes:
-      settings: the dataclass of its section of the configuration.
-      algorithm: what the loop trains with (podrl.learner.loop.Algorithm).
-      stream: (job, tokenizer) -> batches of data.
-      form: refuses records that are not of the form that it learns from; None for prompts.
-      answers: sequences that each item of a batch gives to learn from; 0 where they are generated.
-      base: values that the configuration starts from, where they are not the defaults.
+      settings: dataclass of the algorithm's section of the configuration.
+      algorithm: algorithm that the loop trains with (podrl.learner.loop.Algorithm).
+      stream: function (job, tokenizer) -> stream of batches of data.
+      form: function that refuses records of another form than the algorithm learns from; None for prompts.
+      answers: number of given sequences in each item of a batch; 0 if sequences are generated.
+      base: values of keys, in nested mappings, that a configuration of this kind starts from instead of the defaults.
     """
 
     settings: type
@@ -201,12 +203,12 @@ class Kind:
 
     @property
     def given(self) -> bool:
-        """True where training is on given answers, as SFT's; samples are made only to evaluate, if at all."""
+        """True if the job trains on given answers, as SFT does; it then samples only for evaluations, if at all."""
         return self.answers > 0
 
     @property
     def scores(self) -> bool:
-        """True where a reward model is trained, which generates nothing."""
+        """True if the job trains a reward model, which generates nothing."""
         return self.algorithm is RewardModelling
 
 
@@ -222,9 +224,9 @@ def _prompts(job: "Job", tokenizer: Tokenizer) -> PromptStream:
 
 
 def _other_tokenizers(job: "Job", tokenizer: Tokenizer) -> dict[str, Tokenizer]:
-    """The tokenizers of teachers that have another than the policy's, by the sources that these teach; '' for the rest.
+    """The tokenizer of each source's teacher, by name of the source; '' stands for all sources that are not named.
 
-    A source whose teacher has the policy's tokenizer has that.
+    Empty if all teachers have the policy's tokenizer.
     """
     own = {teacher: tokenizer_of(hub.local(teacher.path), tokenizer) for teacher in job.model.teachers}
     if not any(own.values()):
@@ -241,7 +243,7 @@ def _pairs(job: "Job", tokenizer: Tokenizer) -> PairStream:
 
 
 def pair_settings(job: "Job") -> dict[str, Any]:
-    """The size of a batch of pairs, their longest, and its key."""
+    """The arguments of a stream of pairs: pairs of a batch, longest sequence in tokens, and the key of that length."""
     return {"pairs": job.algo.batch_size, "max_length": job.algo.max_length, "key": f"{job.section}.max_length"}
 
 
@@ -249,7 +251,8 @@ def _labels(job: "Job", tokenizer: Tokenizer) -> LabelStream:
     return LabelStream(job.data, tokenizer, answers=job.algo.batch_size, max_length=job.algo.max_length)
 
 
-# Given answers teach the distribution itself; at another temperature it is that of sampling which learns them.
+# Given answers are to be learned by the model's own distribution. With another rollout temperature, the distribution
+# at that temperature would learn them.
 _PLAIN = {"rollout": {"temperature": 1.0}}
 KINDS: Mapping[str, Kind] = {
     "grpo": Kind(GRPOConfig, make_grpo, _prompts),
@@ -266,7 +269,7 @@ def section_of(algorithm: str) -> str:
     """Returns the key of KINDS for an algorithm, which is also its section of the configuration.
 
     Raises:
-      ValueError: an unknown algorithm; says which there are.
+      ValueError: the algorithm is unknown; the message lists the known ones.
     """
     config.check(algorithm, str, "algorithm")
     if algorithm in KINDS and algorithm not in PRESETS:
@@ -280,16 +283,16 @@ class Job:
     """The whole configuration of a job, one section per field.
 
     Attributes:
-      algo: the settings of the algorithm: the section under its name.
+      algo: settings of the algorithm, which are the section under its name.
       algorithm: 'sft', 'dpo', 'orpo', 'kto', 'reward_model', or a preset of podrl.algorithms.presets.
       seed: seed of random weights, adapters, and sampling; the order of the data follows data.seed.
       fake_devices: CPU devices to fake; 0 for the machine's own.
-      compile_cache: where compiled programs are kept: 'auto', a directory, or '' for nowhere.
-      tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' is that of the model
-        ('tiny' with model.path='scratch').
-      scratch: the model trained where model.path is 'scratch'.
-      reward: of generated samples; given answers have none.
-      env: of generated samples, those of an evaluation included.
+      compile_cache: directory that keeps compiled programs, or 'auto', or '' to keep none.
+      tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' for the tokenizer of
+        the model ('tiny' with model.path='scratch').
+      scratch: sizes of the model that is trained if model.path is 'scratch'.
+      reward: rewards of generated samples; jobs on given answers have none.
+      env: environment of generated samples, in evaluations, too.
     """
 
     trainer: RLTrainingConfig
@@ -320,7 +323,7 @@ class Job:
 
     @property
     def max_steps(self) -> int:
-        """The last step: trainer.max_steps counts updates, of which a step may make several."""
+        """The number of the last step. trainer.max_steps counts updates, and a step may make several updates."""
         steps = self.trainer.steps(self.updates_per_step)
         assert steps is not None, "parse refuses that"
         return steps
@@ -331,16 +334,16 @@ class Job:
 
     @property
     def kept_versions(self) -> int:
-        """Versions of the weights that a trainer of `topology=split` keeps for rollout hosts: all that one may ask for.
+        """Number of weight versions that a trainer of `topology=split` keeps: all that a rollout host may ask for.
 
-        Samples in flight are drawn by the newest `max_staleness` + 1. One more is for a host that was told where to
-        begin just before the trainers went on.
+        Samples in flight are drawn by the newest `max_staleness` + 1 versions. One more version is for a host that was
+        told its first version just before the trainers went on.
         """
         return 2 + self.max_staleness
 
     @property
     def group_size(self) -> int:
-        """Number of samples of a prompt; sequences of a group may share its tokens."""
+        """Number of samples of a prompt, which may share the tokens of the prompt; 1 for given answers."""
         return 1 if self.kind.given else self.algo.num_generations
 
     @property
@@ -362,7 +365,7 @@ class Job:
 
     @property
     def has_accuracies(self) -> bool:
-        """True where completions are asked to answer between the reference tags, where accuracies look for it."""
+        """True if answers can be expected between the reference tags, where accuracies look for them."""
         asked = any(
             template.ANSWER_START in one.system_prompt
             or (one.system_prompt in ("", AUTO) and one.path in EMBEDDED_TASKS)
@@ -379,7 +382,7 @@ class Job:
         return self.rollout.longest
 
     def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:
-        """Computes the shape of one update's packed batch on a mesh, of sequences longer by `more` tokens."""
+        """Computes the shape of one update's packed batch on a mesh; `more` tokens are added to every sequence."""
         return pack_shape(
             self.trainer,
             mesh,
@@ -397,7 +400,7 @@ class Job:
 
 
 def _unread(kind: Kind) -> tuple[str, ...]:
-    """Lists the sections that jobs of a kind do not have."""
+    """Lists the sections of the configuration that jobs of a kind do not have."""
     return ("reward",) if kind.given else ()
 
 
@@ -413,8 +416,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     fields: Mapping[str, Any] = {}
     if not kind.given:
         other = "grpo" if section == "ppo" else "ppo"
-        # A configuration written for the other kind of algorithm keeps whatever both kinds have, but for what makes up
-        # the algorithm.
+        # A configuration written for the other kind of algorithm keeps the values of keys that both kinds have, except
+        # those that the preset sets.
         common = {f.name for f in dataclasses.fields(AlgorithmConfig)}
         carried = {key: value for key, value in given.pop(other, {}).items() if key in common}
         fields = merge(carried, preset(name).settings)
@@ -431,10 +434,10 @@ def check_text(key: str, text: str, algorithm: str) -> bool:
     """Refuses a command-line override that its key cannot hold, such as 2.5 for a whole number.
 
     Returns:
-      True for the text None where the key holds a number or None.
+      True if the text is None and the key holds a number or None.
 
     Raises:
-      ValueError: names the key, the text and the values there are.
+      ValueError: the key cannot hold the text; the message names the key, the text and the allowed values.
     """
     path, section = key.split("."), section_of(algorithm)
     root, below = (KINDS[section].settings, path[1:]) if path[0] == section else (Job, path)
@@ -446,7 +449,7 @@ def parse(values: Mapping[str, Any]) -> Job:
     """Builds the job of a configuration and checks its batch arithmetic.
 
     Raises:
-      ValueError: unknown or missing keys, sizes that do not divide, or models and devices that do not go together.
+      ValueError: keys are unknown or missing, sizes do not divide, or models and devices do not go together.
     """
     values = _in_own_names(values)
     section = section_of(values.get("algorithm", "grpo"))
@@ -492,7 +495,7 @@ def parse(values: Mapping[str, Any]) -> Job:
 
 
 def _with_sources(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    """Returns the algorithm's section, with what sources of the data have of its settings."""
+    """Returns the algorithm's section, with the settings that data sources have for themselves under `sources`."""
     sources = build(DataConfig, values.get("data", {}), "config.data").sources
     own = {source.label: dict(source.grpo) for source in sources if source.grpo}
     given = values.get(section, {})
@@ -510,7 +513,7 @@ def _with_sources(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 
 def _check_program(job: Job) -> None:
-    """Refuses windows for programs, which ask by conversations."""
+    """Refuses agent programs (env.program) in a job whose rollout works in windows."""
     staleness = getattr(job.algo, "max_staleness", 0) or 0
     if job.env.program and (job.rollout.clock == "wall" or staleness >= 2):
         raise ValueError(
@@ -617,7 +620,7 @@ def _check_teacher(job: Job) -> None:
 
 
 def _check_teachers(job: Job) -> None:
-    """Refuses teachers beside another, and sources that none or several of them would teach."""
+    """Refuses `model.teachers` beside another teacher, and sources that are unknown or would have several teachers."""
     taught, teachers = job.algo.distillation, job.model.teachers
     beside = {
         f"model.reference={job.model.reference!r}": job.model.reference,
@@ -646,7 +649,7 @@ def _check_teachers(job: Job) -> None:
 
 
 def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Decides each system_prompt='auto': the reference text where a reward function reads its tags, else none.
+    """Decides each system_prompt='auto': the reference text if a reward function reads its tags, else no text.
 
     A record that is scored by the user's functions alone gets no words that the user did not write, and neither do
     given answers and embedded tasks.
@@ -679,10 +682,15 @@ def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
 def with_prompt_length(values: Mapping[str, Any], tools: Tools = ()) -> dict[str, Any]:
     """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
 
-    `tools` are those that prompts name.
+    The system prompt of env.system_prompt_file, if there is one, becomes the system prompt of the data;
+    `_with_system_prompts` decides all others.
 
-    The system prompt of env.system_prompt_file, where there is one, becomes the data's; `_with_system_prompts` decides
-    the others.
+    Args:
+      values: the whole configuration, as nested mappings.
+      tools: tools that the chat template writes into prompts.
+
+    Raises:
+      ValueError: there is no model, or no tokenizer to count tokens with.
     """
     if values.get("env", {}).get("system_prompt_file"):
         text = build(EnvironmentConfig, values["env"], "config.env").system_prompt()

@@ -1,4 +1,4 @@
-"""Configuration files: where one named by the user is, what it holds, and which run directory is its own.
+"""Configuration files: finds the file that a user names, runs it, and chooses its run directory.
 
 Nothing here imports jax, whose environment depends on what the file says.
 """
@@ -14,13 +14,14 @@ from podrl.config import nearest
 
 
 def find_config(name: str, cwd: pathlib.Path | None = None) -> str:
-    """Finds a configuration file named on the command line: as given, else in ./configs, else one shipped with podrl.
+    """Finds a configuration file: at the path that the user names, else in ./configs, else among those of podrl.
 
     Args:
       name: 'file.py' or 'file.py:variant'.
+      cwd: directory in which to look; None for the current directory.
 
     Raises:
-      ValueError: no such file; names the nearest one there is.
+      ValueError: there is no such file; the message names the nearest one.
     """
     path, colon, variant = name.partition(":")
     here = pathlib.Path.cwd() if cwd is None else cwd
@@ -39,7 +40,7 @@ def load_config(path: str) -> ConfigDict:
     """Runs get_config of a configuration file named 'file.py' or 'file.py:variant'.
 
     Raises:
-      ValueError: the file does not run, or gives no ConfigDict; names file and line.
+      ValueError: the file does not run, or get_config returns no ConfigDict; the message names file and line.
     """
     file, colon, variant = path.partition(":")
     if not file.endswith(".py"):
@@ -57,10 +58,10 @@ def load_config(path: str) -> ConfigDict:
     except SyntaxError as error:
         place = f"{error.filename}, line {error.lineno}" if error.filename else "the file"
         raise ValueError(f"--config={file}: {place}: {error.msg}.") from error
-    except (Exception, SystemExit) as error:  # it is code and may do anything
+    except (Exception, SystemExit) as error:  # the file is code, and may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f"--config={file}{f', line {lines[-1]}' if lines else ''}"
-        if isinstance(error, ValueError):  # the configuration's own words
+        if isinstance(error, ValueError):  # the configuration refuses something, in its own words
             raise ValueError(f"{error} ({where})" if lines else str(error)) from error
         raise ValueError(f"{where}: {type(error).__name__}: {error}.") from error
     if not isinstance(config, ConfigDict):
@@ -72,6 +73,6 @@ def load_config(path: str) -> ConfigDict:
 
 
 def default_workdir(path: str) -> str:
-    """The run directory of a configuration 'file.py' or 'file.py:variant' where the user names none."""
+    """The run directory of a configuration 'file.py' or 'file.py:variant' if the user names no directory."""
     file, _, variant = path.partition(":")
     return f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}"

@@ -40,10 +40,10 @@ def role_rows(
     """Makes one row per role: its mesh, its devices, and its processes.
 
     Args:
-      on: the meshes.
-      auxiliary: what 'critic' and 'reward' do, as far as the job has them.
-      pod: the job's processes, where there are several.
-      evaluation: its hosts, as configured.
+      on: meshes of all roles.
+      auxiliary: descriptions of the roles 'critic', 'teacher' and 'reward', as far as the job has them.
+      pod: the job's processes; None for one process.
+      evaluation: the configured hosts for evaluations.
     """
     does = {
         "trainer": "actor, reference: updates and log-probabilities",
@@ -55,7 +55,7 @@ def role_rows(
         mesh: Mesh = getattr(on, role)
         ids = _ranges([d.id for d in mesh.devices.flat])
         table.append([role, describe_mesh(mesh), f"{mesh.size}", ids, _processes(role, pod), what])
-    if evaluation.hosts:  # whose devices no other process sees
+    if evaluation.hosts:  # no other process sees their devices, so none are listed
         process = f"hosts {evaluation.hosts}" if pod is None else _processes(EVAL, pod)
         table.append([EVAL, "as a rollout host", "", "", process, "evaluation and nothing else"])
     return table
@@ -95,14 +95,14 @@ def print_plan(
     if not job.kind.given and not console.quiet:
         for line in (*weight_lines(job, on, pod, dry=dry), *data_lines(job)):
             console.print(line)
-    if dry:  # a run says so itself
+    if dry:  # a run itself warns at its start
         for text in unmoved_lines(job):
             console.print(f"Warning: {text}")
     console.print(f"Run directory: {workdir}\n")
 
 
 def unmoved_lines(job: Job) -> list[str]:
-    """Says why the job cannot change its weights, where it cannot."""
+    """Lists the reasons why the job cannot change its weights; empty if it can."""
     if job.kind.given:
         return unmoved(job.trainer)
     of_job = (job.algo, job.rollout, job.reward, job.env)
@@ -110,7 +110,14 @@ def unmoved_lines(job: Job) -> list[str]:
 
 
 def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> About:
-    """Makes the page about a job: roles, batch arithmetic, sources of data, formula, and where its code came from."""
+    """Makes the page about a job: roles, batch arithmetic, sources of data and formula.
+
+    Args:
+      job: the job.
+      on: meshes of all roles.
+      pod: the job's processes; None for one process.
+      code: URL of the user's code, with its SHA-256; '' for none.
+    """
     header = ["role", "mesh", "devices", "ids", "process", "does"]
     rows = role_rows(on, _auxiliary_models(job), pod, job.roles.eval)
     tables = [Table(f"Roles ({device_line()})", header, rows)]
@@ -124,7 +131,7 @@ def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> A
 
 
 def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[str]:
-    """Counts the copies of the weights beside those that train; a dry run does not know the topology."""
+    """Describes the copies of the weights besides those that train; a dry run does not know the topology."""
     if not job.model.path and not job.model.size:
         return []
     held, split = copies(job, on.trainer, on.rollout), pod is not None and pod.seat.disposable
@@ -136,7 +143,7 @@ def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[st
 
 
 def _sources(job: Job) -> Table:
-    """Makes a table of a mixture's sources: how often they are drawn, and what became of their records."""
+    """Makes a table of a mixture's sources: the share of each in the draws, and counts of its records."""
     rows = split(job.data, job.kind.form).rows()
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = [[f"{v:.1%}" if (v := row.get(c, 0)) and c == "share" else f"{v}" for c in columns] for row in rows]
@@ -147,7 +154,7 @@ _FEW = 10  # held-out records below which a comparison says nothing
 
 
 def data_lines(job: Job) -> list[str]:
-    """Counts the records to train on and to evaluate on, and names the fields that reward functions are given."""
+    """Counts the records to train on and to evaluate on, and names the fields that reward functions get."""
     data = job.data
     try:
         opened = split(data)
@@ -211,12 +218,12 @@ def algorithm_lines(job: Job, on: Meshes) -> list[str]:
 
 
 def _route_lines(job: Job) -> list[str]:
-    """States what recorded routes take, for a model with experts."""
+    """States the memory that recorded routes take, for a model with experts."""
     if not job.rollout.router_replay or not (job.model.path or job.model.size):
         return []
     try:
         size = moe.route_bytes(model_of(job))
-    except ValueError:  # files that cannot be read: `ready.check_models` names the key, after all of this is told
+    except ValueError:  # files that cannot be read: `ready.check_models` names the key, after this page is printed
         return []
     if not size:
         return []
@@ -228,7 +235,7 @@ def _route_lines(job: Job) -> list[str]:
 
 
 def _guarantee(job: Job) -> str:
-    """States the guarantee that holds of a run that is killed and started again."""
+    """States the guarantee for a run that is killed and started again."""
     if job.rollout.clock == "wall":
         return (
             "Guarantee (rollout.clock='wall'): in a run that is killed and started again no prompt is lost or trained "
@@ -338,9 +345,9 @@ def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str
     """Prints the paths of a finished run's files, and its speed.
 
     Args:
-      workdir: the local directory of its files.
+      workdir: local directory of the run's files.
       place: the run directory as the user names it.
-      summary: what is in summary.json.
+      summary: content of summary.json.
     """
     rates = {k: v for k, v in summary["throughput"].items() if v}
     for name, rate in rates.items():

@@ -1,4 +1,4 @@
-"""Refuses evaluations that a job cannot make: their sets, and hosts that would have nothing to do."""
+"""Refuses evaluation sets that do not fit a job, and evaluation hosts that would have nothing to do."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def check_evaluation(job: Any) -> None:
       job: a podrl.job.config.Job, complete.
 
     Raises:
-      ValueError: says which, and what to set.
+      ValueError: a set or the hosts do not fit; the message says which, and what to set.
     """
     _check_hosts(job)
     most = job.rollout.max_tokens_to_generate
@@ -27,7 +27,7 @@ def check_evaluation(job: Any) -> None:
 
 
 def _check_hosts(job: Any) -> None:
-    """Refuses evaluation hosts where they would have nothing to do."""
+    """Refuses evaluation hosts that would have nothing to do."""
     if not (hosts := job.roles.eval.hosts):
         return
     asks = f"roles.eval.hosts={hosts!r} names hosts that evaluate and do nothing else"

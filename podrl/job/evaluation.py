@@ -1,4 +1,4 @@
-"""Opens the records that a job evaluates on: those held out of its training data, and the sets of eval.sets."""
+"""Opens the records that a job evaluates on: records held out of its training data, and the sets of eval.sets."""
 
 import functools
 import logging
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
-    """Builds the evaluation on held-out records; None when it is off or has none."""
+    """Builds the evaluation on held-out records and on the sets of eval.sets; None if there is neither."""
     data, batches = job.data, held_out(job, cluster.tokenizer)
     sets = [_held_out_set(one, cluster, job) for one in job.eval.sets]
     if not batches and not sets:
@@ -33,12 +33,12 @@ def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
 
 
 def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
-    """Makes the batches of the evaluation on held-out records: prompts, or pairs where a reward model is trained.
+    """Makes the batches of the evaluation on held-out records: prompts, or pairs if the job trains a reward model.
 
-    Warns where there are none though eval.problems asks for some.
+    Warns if there are none though eval.problems asks for some.
 
     Raises:
-      ValueError: a record that cannot be used; says that eval.problems asks for it.
+      ValueError: a record cannot be used; a note says that eval.problems asks for it.
     """
     data, count = job.data, job.eval.problems
     if not count:
@@ -66,7 +66,7 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
     return found
 
 
-@functools.cache  # once, though the start looks first
+@functools.cache  # warns once, though the checks of a start and the evaluation both open the records
 def _say_none(path: str, why: str, fraction: float) -> None:
     _log.warning(
         "There is no evaluation on records held out from data.path=%s: %s. Give data.eval_path, raise "
@@ -79,7 +79,7 @@ def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
     """Opens a set of eval.sets.
 
     Raises:
-      ValueError: bad data, or none that fits; names the set.
+      ValueError: the set has bad data, or no record that fits; the message names the set.
     """
     rollout, data = job.rollout, one.data(job.data)
     batches = set_prompts(
@@ -122,7 +122,7 @@ def unmeasured(job: Job, data: DataConfig) -> str:
 
 
 def _scorer(job: Job, data: DataConfig) -> Scorer | None:
-    """Makes the accuracies of a data set's completions, where the task has any and all records have answers."""
+    """Makes the function that computes a completion's accuracies; None if the data set has none (`unmeasured`)."""
     if unmeasured(job, data):
         return None
     return functools.partial(accuracies, has_format=has_format(data))

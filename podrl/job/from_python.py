@@ -33,12 +33,12 @@ def run(
     Equal settings give equal metrics, bit for bit. The same call resumes a run that ended early.
 
     Args:
-      config: 'file.py' or 'file.py:variant', looked up as given, then in configs/.
+      config: 'file.py' or 'file.py:variant', looked up at this path, then in configs/.
       overrides: values of keys, by dotted path ('trainer.max_steps') or in nested mappings.
       workdir: the run directory, local or gs://; by default runs/<config>.
       reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names; instead of reward.fns.
-      environment: of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; instead of the
-        configuration's env.
+      environment: environment of all samples, 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; instead of
+        the configuration's env.
       loss: the token loss of the policy, a function `(logprob_BT, old_logprob_BT, advantage_BT, *, numbers...)` or its
         name; instead of policy_loss_fn of the algorithm's section.
       advantage: the advantage, a function `(reward_PG, *, numbers...)` or its name; instead of advantage_estimator.
@@ -47,7 +47,7 @@ def run(
       The exit code of the command: 0 done, 75 stopped by a signal after saving.
 
     Raises:
-      ValueError: a key, value or argument that is not allowed, or an environment of several processes.
+      ValueError: a key, value or argument is not allowed, or this process is one of several.
     """
     child.refuse_inside()
     path = find_config(config)

@@ -58,7 +58,7 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     """Prints the resolved configuration, the role table and the batch arithmetic.
 
     Raises:
-      ValueError: the run itself would be refused, among others for an empty model.path, which is said last.
+      ValueError: the run itself would be refused. An empty model.path is such a reason, and is reported last.
     """
     console = make_console()
     sized = values["rollout"]["max_prompt_length"] or not values["model"]["path"]
@@ -73,7 +73,14 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
 
 
 def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Tools = ()) -> RLCluster:
-    """Loads the models of a job onto its meshes; `tools` are those that prompts name."""
+    """Loads the models of a job onto its meshes.
+
+    Args:
+      job: the job.
+      on: meshes of all roles.
+      link: transfer of weights to the other cluster under topology=split; None elsewhere.
+      tools: tools that the chat template writes into prompts.
+    """
     roles = {Role.ACTOR: on.trainer, Role.REFERENCE: on.trainer, Role.ROLLOUT: on.rollout}
     config = ClusterConfig(
         role_to_mesh=roles | {Role.CRITIC: on.critic, Role.REWARD: on.reward, Role.TEACHER: on.teacher},
@@ -110,7 +117,14 @@ def build_cluster(job: Job, on: Meshes, link: PullLink | None = None, tools: Too
 
 
 def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
-    """Loads the model of a job that trains a reward model; `trains` under split, where hosts see their own cluster."""
+    """Loads the model of a job that trains a reward model.
+
+    Args:
+      job: the job.
+      on: meshes of all roles.
+      trains: whether this process trains, under topology=split, where a host sees only its own cluster; None elsewhere,
+        where the meshes say it.
+    """
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
     source: Any = None
     config = ClusterConfig(
@@ -127,7 +141,7 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
 
 
 def _train_scorer(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod | None) -> int:
-    """Trains a reward model and evaluates it on held-out pairs; hosts of rollouts have nothing to do but to agree."""
+    """Trains a reward model and evaluates it on held-out pairs; rollout hosts load no model and open no data."""
     if pod is not None and pod.seat.hosts.follows(pod.seat.process):
         return _follow(None, current, pod)
     with current.watchdog.stage("start-up"):
@@ -142,7 +156,15 @@ def _train_scorer(job: Job, on: Meshes, link: PullLink | None, current: Run, pod
 
 
 def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int, *, here: bool = True) -> Decoder:
-    """Makes a decoder with random parameters in place on the mesh; only shapes if that is on other hosts."""
+    """Makes a decoder with random parameters in place on the mesh; only shapes unless `here`.
+
+    Args:
+      config: sizes of the model.
+      vocab_size: tokens of the vocabulary.
+      mesh: mesh of the trainer.
+      seed: seed of the parameters.
+      here: whether the mesh has devices of this process.
+    """
     model = config.model(vocab_size)
     abstract = decoder.abstract_params(model, mesh, jnp.dtype("float32"))
     if not here:
@@ -173,14 +195,14 @@ def run(
     Args:
       values: the configuration, as plain nested mappings.
       workdir: the run directory, local or gs://; a run that is there is resumed.
-      command: how the process was started, for the message that says how to resume.
-      pod: the job's processes where there are several; each calls this.
+      command: shell command that started the process, for the message that says how to resume.
+      pod: the job's processes, each of which calls this function; None if there is one process.
       profile: first and last step to profile, as in '120:125'; '' for none.
       code: URL of the user's code that this host has unpacked, with its SHA-256; '' where none was sent.
     """
     steps = parse_steps(profile)
     check_storage(workdir, values)
-    if pod is not None:  # before anything is asked for that hosts with other settings do not offer
+    if pod is not None:  # first, because hosts with other settings may not send what is waited for below
         alike.check_settings(values, pod, 4 * build(LogConfig, values["log"], "config.log").stall_s)
     values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)
@@ -220,7 +242,7 @@ def run(
 
 
 def _pinned(values: Mapping[str, Any], workdir: str, pod: Pod | None) -> Mapping[str, Any]:
-    """Puts commits into the names of the hub: in a pod the leader asks, so that all processes have the same."""
+    """Adds commits to the names of the hub; in a pod the leader looks them up, so that all processes have the same."""
     if not hub.names(values):
         return values
     if pod is None or pod.leads:
@@ -234,7 +256,7 @@ def _pinned(values: Mapping[str, Any], workdir: str, pod: Pod | None) -> Mapping
 
 
 def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools:
-    """The tools that the job's prompts name: in a pod the leader asks for them, so that all processes have the same."""
+    """The tools that prompts name; in a pod the leader looks them up, so that all processes have the same."""
     config = environment_config(build(EnvironmentConfig, values["env"], "config.env"))
     if not asks_template(config):
         return ()
@@ -259,7 +281,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
             stream = job.kind.stream(job, cluster.tokenizer)
             if pod is None:
                 cluster.warm_up(cluster.sync_weights(0, in_place=True))
-            elif cluster.generates:  # the weights come when everybody knows from which step
+            elif cluster.generates:  # the weights come later, once all hosts know the step to start from
                 cluster.warm_up()
     if pod is not None and pod.seat.hosts.follows(pod.seat.process):
         return _follow(cluster, current, pod)
@@ -284,7 +306,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
 
 
 def _follow(cluster: RLCluster | None, current: Run, pod: Pod) -> int:
-    """Runs what the head of this process's replica runs; returns the step reached."""
+    """Runs the calls that the head of this process's replica runs; returns the step reached."""
     with current:
         return follow(cluster, pod, current, deadline_s=4 * current.log_config.stall_s)
 
@@ -299,11 +321,11 @@ def _write_sources(current: Run, job: Job, too_long: Mapping[str, int]) -> None:
 
 
 def check_storage(workdir: str, values: Mapping[str, Any]) -> None:
-    """Asks every bucket the job will use, before anything large is loaded.
+    """Checks that every bucket of the job can be used, before anything large is loaded.
 
     Raises:
-      ValueError: as `storage.check`, or data.sources or eval.sets are not as podrl.data.config describes them.
-      StorageError: as `storage.check`.
+      ValueError: `storage.check` refuses a path, or data.sources or eval.sets are not as podrl.data.config describes.
+      StorageError: the service of a bucket does not answer.
     """
     storage.check(workdir, "--workdir", writes=True)
     for place in ("data.path", "data.eval_path", "model.path", "model.reference", "model.critic", "reward.model"):
@@ -332,7 +354,7 @@ _LOADERS = {TRAINER: ("model.path", "model.reference", "model.teachers", "model.
 
 @contextlib.contextmanager
 def _open_run(job: Job, workdir: str, pod: Pod | None, command: str) -> Iterator[Run]:
-    """Opens the run directory for a `with` block; an error that ends it also says what is saved, and what resumes."""
+    """Opens the run directory for a `with` block; an error in it gets a note of what is saved and how to resume."""
     current = _make_run(job, workdir, pod)
     current.command = command
     if pod is not None:
@@ -341,7 +363,7 @@ def _open_run(job: Job, workdir: str, pod: Pod | None, command: str) -> Iterator
     try:
         with current:
             yield current
-    # Of a channel or of jax that lost a process, a service, a bucket; or Ctrl-C.
+    # A channel or jax has lost a process, a service or a bucket is away, or the user pressed Ctrl-C.
     except (RuntimeError, ServiceError, StorageError, KeyboardInterrupt) as error:
         if words := current.how_to_resume():
             error.add_note(words)
@@ -364,7 +386,7 @@ def finish(current: Run, step: int, max_steps: int, facts: dict[str, Any]) -> in
 
     Raises:
       ValueError: the last step could not be saved.
-      StorageError: the same, in a bucket.
+      StorageError: the last step could not be saved in a bucket.
     """
     assert current.workdir is not None
     if (saved := current.saved_step()) < step:
@@ -395,7 +417,18 @@ def answer_accuracy(
     answer: list[Any] | None = None,
     **_: Any,
 ) -> dict[str, float]:
-    """Computes accuracy/{answer,partial,format} of the training samples, where the data has answers and a format."""
+    """Computes accuracy/{answer,partial,format} of the training samples, as far as the data has answers and a format.
+
+    Args:
+      prompts: prompt of each sample; not read.
+      completions: completion of each sample.
+      rewards: reward of each sample; not read.
+      has_format: whether the task asks for the exact format.
+      answer: reference answer of each sample, or a list of them; None for data without answers.
+
+    Returns:
+      The mean of each accuracy over the samples; empty for data without answers.
+    """
     del prompts, rewards
     if not answer:
         return {}

@@ -21,7 +21,8 @@ from podrl.config import described, nearest, types_of
 from podrl.job.config import KINDS, Job, section_of, unset
 
 _ATTRIBUTE = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): +(.*)")
-# The sections of the algorithms that read the keys beginning so. An algorithm reads its own section besides.
+# Beginnings of keys that only some algorithms read, and the sections of these algorithms. An algorithm also reads its
+# own section.
 _GENERATING = tuple(name for name, kind in KINDS.items() if not kind.given)
 _SECTIONS = {
     "data.curriculum": _GENERATING,
@@ -43,9 +44,9 @@ class Key:
       path: dotted path below `config`; `[]` stands for an entry of a list.
       kind: the values it takes, in words, with their range.
       default: the value it has when the configuration does not set it, as Python writes it; '' where it must be set.
-      presets: default of each algorithm that has another one.
-      meaning: one or more sentences, or '' where the docstring has none.
-      readers: the sections of the algorithms that read it; those of all algorithms for most keys.
+      presets: default of each algorithm that starts with another value.
+      meaning: one or more sentences, or '' if the docstring has none.
+      readers: sections of the algorithms that read the key; most keys are read by all.
     """
 
     path: str
@@ -70,7 +71,7 @@ def meanings(cls: type) -> dict[str, str]:
         for line in text.splitlines():
             if line and not line.startswith(" "):
                 break
-            # Fields start two columns in; what goes on stands further right.
+            # The first line of a field is indented by two columns, its further lines by more.
             match = _ATTRIBUTE.fullmatch(line.strip()) if re.match(r"  \S", line) else None
             if match:
                 names = match[1].split(", ")
@@ -91,7 +92,7 @@ def all_keys() -> list[Key]:
 
 
 def _presets(key: Key, starts: Mapping[str, Mapping[str, typing.Any]]) -> dict[str, str]:
-    """Finds the algorithms whose configuration starts with another value than the default of `key`."""
+    """Finds the algorithms whose configuration starts with another value of `key` than its default."""
     found: dict[str, str] = {}
     for algorithm, values in starts.items():
         value: typing.Any = values
@@ -121,12 +122,12 @@ def _keys(
         yield Key(path, described(hint), text, said.get(name, ""), _readers(path, readers))
         if inner is not None:
             groups.append((f"{path}[]", inner, None))
-    for path, inner, default in groups:  # a group's own keys stay together
+    for path, inner, default in groups:  # after the keys above, so that the keys of a group stay together
         yield from _keys(inner, f"{path}.", _readers(path, readers), default)
 
 
 def _readers(path: str, others: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the sections of the algorithms that read a key; `others` for a key that all of its group read."""
+    """Returns the sections of the algorithms that read a key; `others` for a key without an entry in `_SECTIONS`."""
     return next((names for begin, names in _SECTIONS.items() if path.startswith(begin)), others)
 
 
@@ -146,7 +147,7 @@ def _default(field: dataclasses.Field) -> typing.Any:
 
 
 def _other_defaults(key: Key) -> list[str]:
-    """Writes the defaults that algorithms have of their own, each value once: '0.28 with dapo'."""
+    """Writes the defaults that single algorithms have for a key, each value once: '0.28 with dapo'."""
     values = dict.fromkeys(key.presets.values())
     return [f"{one} with {', '.join(name for name, value in key.presets.items() if value == one)}" for one in values]
 
@@ -155,7 +156,7 @@ def help_text(prefix: str = "") -> str:
     """Writes the keys whose path is `prefix`, lies below it, or begins with it, for a terminal.
 
     Raises:
-      ValueError: no key begins with `prefix`; names the nearest one.
+      ValueError: no key begins with `prefix`; the message names the nearest key.
     """
     prefix = prefix.removeprefix("--").removeprefix("config.")
     keys = all_keys()

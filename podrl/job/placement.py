@@ -22,8 +22,8 @@ class RoleConfig:
     Attributes:
       mesh: 'fsdp=4', 'data=2,tensor=2', 'fsdp=4,seq=4' (trainer only: rows cut along time), or 'auto' (trainer fsdp,
         rollout data).
-      hosts: numbers of the hosts, '0-1' or '0,2-3', where the job has several; '' is what the other role leaves, and
-        half each if neither says.
+      hosts: numbers of the role's hosts, such as '0-1' or '0,2-3', in a job of several hosts. '' takes the hosts that
+        the other role leaves; if neither role names hosts, each gets half of them.
     """
 
     mesh: str = "auto"
@@ -42,8 +42,9 @@ class AuxiliaryConfig:
     """Settings of an auxiliary model: its devices and mesh.
 
     Attributes:
-      mesh: the role whose mesh it shares ('trainer' for a critic and teachers, 'rollout' for a reward model); or a mesh
-        such as 'fsdp=2' of devices of its own, equally many of each host of that role, which goes without them.
+      mesh: name of the role whose mesh the model shares ('trainer' for a critic and teachers, 'rollout' for a reward
+        model); or a mesh of its own such as 'fsdp=2', whose devices are taken from that role, equally many on each of
+        its hosts.
     """
 
     mesh: str
@@ -61,8 +62,8 @@ class EvaluationConfig:
     """Settings of evaluations: hosts that training does not wait for.
 
     Attributes:
-      hosts: numbers of hosts that evaluate and do nothing else, '3' or '6-7', in topology=split; '' for none. Their
-        mesh is laid out as that of a rollout host.
+      hosts: numbers of hosts that evaluate and do nothing else, such as '3' or '6-7', in topology=split; '' for none.
+        Such a host has the mesh of a rollout host.
     """
 
     hosts: str = ""
@@ -74,13 +75,14 @@ class RolesConfig:
     """Settings of all roles: the topology, and the devices of each.
 
     Attributes:
-      trainer: the actor and the reference.
-      rollout: the engine that decodes.
-      critic: of PPO. It learns in turn with the actor: a mesh of its own gives both more memory, and no time.
-      teacher: of `model.teachers`. They score before the actor learns: a mesh of their own gives memory, and no time.
-      reward: the model of `reward.model`.
-      eval: hosts for evaluations, which training then does not wait for.
-      colocated: all roles get all devices.
+      trainer: devices of the actor and the reference.
+      rollout: devices of the engine that decodes.
+      critic: devices of PPO's critic. Critic and actor learn in turn: a mesh of its own gives memory, but no speed.
+      teacher: devices of `model.teachers`. Teachers score before the actor learns: a mesh of their own gives memory,
+        but no speed.
+      reward: devices of the model of `reward.model`.
+      eval: hosts for evaluations that training does not wait for.
+      colocated: whether all roles share all devices.
     """
 
     trainer: RoleConfig = RoleConfig()
@@ -113,12 +115,14 @@ class RolesConfig:
 class Meshes:
     """The mesh of every role, over the devices of this process's cluster.
 
-    Where trainers and rollouts are clusters of their own, the meshes of the other cluster's roles stand for nothing.
+    Where trainers and rollouts are clusters of their own, the meshes of roles on the other cluster are placeholders.
 
     Attributes:
-      critic: the trainer's mesh or one of its own.
-      reward: the rollout's mesh or one of its own.
-      own_teacher: the teachers' mesh where it is one of their own.
+      trainer: mesh of the actor and the reference.
+      rollout: mesh of the engine.
+      critic: mesh of the critic, the trainer's unless it has its own.
+      reward: mesh of the reward model, the rollout's unless it has its own.
+      own_teacher: mesh of the teachers if it is their own; None if they share the trainer's.
     """
 
     trainer: Mesh
@@ -129,7 +133,7 @@ class Meshes:
 
     @property
     def teacher(self) -> Mesh:
-        """The teachers' mesh: one of their own, else the trainer's."""
+        """The mesh of the teachers: their own, else the trainer's."""
         return self.own_teacher or self.trainer
 
 
@@ -137,13 +141,13 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     """Builds the meshes of all roles.
 
     Args:
-      roles: the configuration.
-      hosts: the role of every process, where there are several; None splits the devices of one process.
-      split: trainers and rollouts are clusters of their own.
-      role: of this process, under split.
+      roles: the configured meshes.
+      hosts: role of every process, if there are several; None divides the devices of one process.
+      split: whether trainers and rollouts are clusters of their own (topology=split).
+      role: role of this process; read only if `split`.
 
     Raises:
-      ValueError: meshes that do not fit the devices.
+      ValueError: a mesh does not fit its devices.
     """
     devices = jax.devices()
     if hosts is not None and split and role != TRAINER:
@@ -173,7 +177,7 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
 
 
 def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
-    """Builds the meshes of a replica of the rollouts, mostly one host, or of an evaluation host: it sees no others."""
+    """Builds the meshes of one rollout replica (mostly one host) or of an evaluation host, over its devices alone."""
     count, own = max(len(hosts.heads), 1), jax.process_index() // hosts.replica
     devices = [d for d in jax.devices() if d.process_index // hosts.replica == own]
     mine, scores = _cut(devices, roles.reward, "reward", ROLLOUT, hosts=max(len(hosts.rollout), 1))
@@ -186,7 +190,7 @@ def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
 def _cut(
     devices: Sequence[Any], model: AuxiliaryConfig, name: str, host: str, *, hosts: int = 0
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Sets devices aside for an auxiliary model with its own mesh: (devices left, its devices)."""
+    """Sets devices aside for an auxiliary model with its own mesh: (devices left, devices of the model)."""
     if model.mesh == host:
         return devices, ()
     return set_aside(devices, model.mesh, key=f"roles.{name}.mesh", shared=host, hosts=hosts)

@@ -23,9 +23,9 @@ from podrl.rundir.gauges import read_plan
 from podrl.runtime.service import ServiceError
 from podrl.storage import hub, storage
 
-_LOOK = 256  # records of a source whose fields are looked at
-# Records of a source that are made into what is trained on: by a start, and by a dry run. A conversation of six turns
-# takes 10 ms, and a very long one a second.
+_LOOK = 256  # records of a source whose fields are checked
+# Records of a source that are rendered as for training: by the start of a run, and by a dry run. A conversation of six
+# turns takes 10 ms, and a very long one a second.
 _FEW, _MANY = 32, 10_000
 
 
@@ -34,11 +34,11 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 
     Args:
       job: the job.
-      keys: which of its models this process loads: 'model.path', 'model.reference', 'model.teachers', 'model.critic',
-        'reward.model'.
+      keys: keys of the models that this process loads: 'model.path', 'model.reference', 'model.teachers',
+        'model.critic', 'reward.model'.
 
     Raises:
-      ValueError: names the key and what is missing or damaged.
+      ValueError: a directory cannot be used; the message names the key, and what is missing or damaged.
     """
     named = {"model.path": job.model.path, "model.reference": job.model.reference}
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
@@ -49,7 +49,7 @@ def check_models(job: Job, keys: Collection[str]) -> None:
         directory = storage.locate(hub.local(path))
         if not directory.is_dir():
             raise ValueError(f"{key}={path!r} is not a directory: give a Hugging Face directory.")
-        if storage.is_remote(directory):  # where every file is a request
+        if storage.is_remote(directory):  # a look at each file would be a request to the bucket
             continue
         try:
             read_config(directory)
@@ -63,12 +63,12 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     """Refuses records that the job's reward functions or its chat template cannot use.
 
     Args:
-      job: the job, which samples.
-      rewards: its functions, loaded.
-      tokenizer: renders the first prompt of every source.
+      job: a job that samples.
+      rewards: the job's reward functions, loaded.
+      tokenizer: tokenizer that renders the first records of every source.
 
     Raises:
-      ValueError: names the record, and the function or the template.
+      ValueError: a record cannot be used; the message names the record, and the function or the template.
     """
     given = {"turns": "", "model_text": "", "sample_text": ""} if job.env.used else {}  # episodes give these
     opened = split(job.data)
@@ -93,12 +93,13 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
 
 
 def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
-    """Makes the first `most` records of every source into what is trained on, and held-out ones into an evaluation.
+    """Renders the first `most` records of every source as for training, and the held-out records as for evaluation.
 
-    Warns of those that are too long, and where none are held out though eval.problems asks for some.
+    Warns of records that are too long, and if none are held out though eval.problems asks for some.
 
     Raises:
-      ValueError: one cannot be made, as where the chat template does not write a turn; names its place.
+      ValueError: a record cannot be rendered, for example because the chat template does not write a turn; the message
+        names the place of the record.
     """
     in_files = any(one.path not in EMBEDDED_TASKS for one in job.data.singles())
     job.kind.stream(job, tokenizer).look(most if in_files else _FEW)
@@ -131,12 +132,12 @@ def check_all(job: Job) -> None:
 
 
 def _own(choices: Collection[str]) -> str:
-    """The first of some environments that is code of the user."""
+    """The first environment among `choices` that is code of the user."""
     return next(name for name in choices if ":" in name)
 
 
 def _shown(part: Part, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
-    """Places and fields of the first records of a source, as reward functions are given them."""
+    """Places and fields of the first records of a source, as reward functions get them."""
     source: Any = part.train
     place = (lambda i: f"{part.config.path} record {i}") if part.config.path in EMBEDDED_TASKS else source.place
     rendered = itertools.islice(sources.made(source, PartRenderer(part, tokenizer)), _LOOK)

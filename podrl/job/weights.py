@@ -1,4 +1,4 @@
-"""Counts the copies of the policy's weights that a job holds, on a device of each side."""
+"""Counts the copies of the policy's weights that a device of the trainer and a device of the rollout hold."""
 
 import dataclasses
 import math
@@ -19,14 +19,15 @@ from podrl.models.sizes import config_of
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """The copies of the policy's weights, and the bytes of one on a device.
+    """The number of copies of the policy's weights, and the bytes of one copy on a device.
 
     Attributes:
-      versions: the most that a trainer keeps for other hosts under `topology=split`, of what moves every step.
-      version_bytes: one of them, on a trainer's device.
-      generating: those on a rollout's device while it generates: 2 where layers are unrolled, as they are then held
-        one by one, too.
-      policy_bytes: one of them.
+      versions: largest number of versions that a trainer keeps for other hosts under `topology=split`; a version holds
+        the weights that move every step.
+      version_bytes: bytes of one version on a trainer's device.
+      generating: number of copies on a rollout's device while it generates: 1, or 2 if layers are unrolled, because the
+        weights are then held layer by layer as well.
+      policy_bytes: bytes of one copy on a rollout's device.
     """
 
     versions: int
@@ -36,29 +37,29 @@ class Copies:
 
     @property
     def on_trainer(self) -> float:
-        """Bytes of a trainer's device under `topology=split`."""
+        """Bytes of all versions on a trainer's device under `topology=split`."""
         return self.versions * self.version_bytes
 
     @property
     def on_rollout(self) -> float:
-        """Bytes of a rollout's device while it generates."""
+        """Bytes of all copies on a rollout's device while it generates."""
         return self.generating * self.policy_bytes
 
     def of_trainer(self) -> str:
-        """Tells the first in words."""
+        """Describes the versions on a trainer's device in words."""
         return f"up to {self.versions} versions of {_size(self.version_bytes)}, {_size(self.on_trainer)}"
 
     def of_rollout(self) -> str:
-        """Tells the second in words."""
+        """Describes the copies on a rollout's device in words."""
         times = {1: "once", 2: "twice"}[self.generating]
         return f"{_size(self.policy_bytes)} {times}, {_size(self.on_rollout)}"
 
 
 def model_of(job: Job) -> ModelConfig:
-    """Reads the configuration of the model that a job trains: of `model.path`, or the published `model.size`.
+    """Reads the configuration of the model that a job trains, from `model.path` or for the published `model.size`.
 
     Raises:
-      ValueError: neither is given.
+      ValueError: both keys are empty.
     """
     source = job.model
     if source.path == SCRATCH:
@@ -80,18 +81,18 @@ def rollout_model(job: Job, model: ModelConfig) -> ModelConfig:
 
 
 def rollout_dtype(job: Job) -> jnp.dtype:
-    """Returns the type of the weights on the rollout mesh, and of those that move there."""
+    """Returns the type of the weights on the rollout mesh, in which they also move there."""
     return jnp.dtype(job.rollout.data_type or job.trainer.dtype)
 
 
 def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
-    """Counts the copies of a job's weights on these meshes; from shapes alone."""
+    """Counts the copies of a job's weights on these meshes, from shapes alone."""
     model, dtype = model_of(job), rollout_dtype(job)
     decoded = rollout_model(job, model)
     moved, _ = decoder.split_trainable(decoder.abstract_params(decoded, trainer, dtype), decoded)
     policy = decoder.abstract_params(decoded, rollout, dtype)
     generating = 2 if unrolls(decoded, rollout, dtype) else 1
-    versions = job.kept_versions + bool(job.roles.eval.hosts)  # one that evaluation hosts pull at their own time
+    versions = job.kept_versions + bool(job.roles.eval.hosts)  # evaluation hosts pull one at a time of their own
     return Copies(versions, device_bytes(moved), generating, device_bytes(policy))
 
 
