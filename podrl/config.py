@@ -17,14 +17,14 @@ Call = TypeVar("Call", bound=Callable[..., object])
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Suggests the known name closest to `name` (' Did you mean X?'), else lists the known names."""
+    """Suggests the known name closest to `name` (' Did you mean X?'); lists the known names if none is close."""
     known = sorted(known)
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(known)}."
 
 
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
-    """Suggests the dotted paths at which nested mappings have the key `name`; '' where none has."""
+    """Suggests the dotted paths at which `group`, or a mapping inside it, has the key `name`; '' where none has it."""
     places = sorted(_places(name, group, ""))
     return f" Did you mean {' or '.join(repr(prefix + place) for place in places)}?" if places else ""
 
@@ -37,7 +37,7 @@ def _places(name: str, group: Mapping[str, object], prefix: str) -> list[str]:
 
 
 def known_arguments(call: Call) -> Call:
-    """Decorates a function, so that a keyword it does not have raises a TypeError that names those it has."""
+    """Decorates a function, so that an unknown keyword raises a TypeError that suggests one of its parameters."""
     names = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @functools.wraps(call)
@@ -52,17 +52,19 @@ def known_arguments(call: Call) -> Call:
 
 
 def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
-    """Decorates a function, so that arguments of another library are refused with podrl's way; None and False pass.
+    """Decorates a function, so that an argument of another library raises a TypeError that says what podrl has instead.
+
+    Such an argument is dropped if its value is None or False, because it then asks for nothing.
 
     Args:
-      ways: what to do instead, by the argument's name.
+      ways: sentence saying what to do instead, by the argument's name.
     """
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
         def checked(*args: object, **kwargs: object) -> object:
             for name in ways.keys() & kwargs.keys():
-                if (value := kwargs.pop(name)) is not None and value is not False:  # arrays have no `in`
+                if (value := kwargs.pop(name)) is not None and value is not False:  # `in` fails on arrays
                     raise TypeError(f"{call.__qualname__} has no argument {name!r}: {ways[name]}")
             return call(*args, **kwargs)
 
@@ -72,10 +74,10 @@ def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
 
 
 class Elsewhere:
-    """A name that another library's class has and podrl's lacks: to read it is an AttributeError with podrl's way."""
+    """An attribute that another library's class has and podrl's class lacks; reading it raises an AttributeError."""
 
     def __init__(self, way: str):
-        """`way` is what to use instead, a sentence."""
+        """Keeps the sentence `way`, which says what to use instead, for the error."""
         self._way, self._name = way, ""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -86,10 +88,15 @@ class Elsewhere:
 
 
 def as_settings(cls: type[T], value: object, name: str) -> T:
-    """Returns settings given as `cls` itself, or as a dict of its fields.
+    """Returns `value` as settings of class `cls`: an instance as it is, or a dict of fields as a new instance.
+
+    Args:
+      cls: dataclass of settings.
+      value: instance of `cls`, or a dict of its fields.
+      name: name of the settings in error messages.
 
     Raises:
-      ValueError: `value` is neither, or a field is not allowed; names `name`.
+      ValueError: `value` is neither an instance nor a dict, or a field is unknown or has a value that is not allowed.
     """
     if isinstance(value, cls):
         return value
@@ -100,9 +107,9 @@ def as_settings(cls: type[T], value: object, name: str) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The range of a numeric setting, for `typing.Annotated`: an interval as in mathematics, such as '[0, 1)'.
+    """The range of a numeric setting, for `typing.Annotated`: an interval in the notation of mathematics, as '[0, 1)'.
 
-    Both ends are finite numbers; a bracket includes its end, a parenthesis does not.
+    Both ends are finite numbers; a bracket includes its end, a parenthesis excludes it.
     """
 
     text: str
@@ -138,7 +145,7 @@ _FORMER: dict[str, str] = {}
 
 
 def former(path: str) -> str:
-    """Names what took the place of a former key such as 'log.tensorboard'; '' where it is none."""
+    """Returns the sentence that says what replaced a former key such as 'log.tensorboard'; '' for any other key."""
     return _FORMER.get(path, "")
 
 
@@ -147,15 +154,17 @@ def section(
 ) -> Callable[[type[T]], type[T]]:
     """Decorates a frozen dataclass of settings, so that every instance is checked.
 
-    Values of other types than the fields', and numbers outside their `Range`, raise a ValueError that names the key,
-    the value and what it must be. Unknown keywords raise one with podrl's way to do the same, or the nearest name, for
-    all of them at once; a field of another system that asks for nothing (None or False) is passed over.
-    Whole numbers become floats, lists tuples and mappings the dataclass where the field is one.
+    A value of the wrong type, or a number outside its `Range`, raises a ValueError that names the key, the value and
+    the allowed values. Unknown keywords raise one ValueError for all of them; for each keyword it says what podrl has
+    instead, or the nearest name. A field of another system that asks for nothing (None or False) is ignored.
+    Values are converted to the field's type: a whole number to a float, a list to a tuple, a mapping to a dataclass.
 
     Args:
-      name: the group of the configuration that holds these settings, such as 'trainer'; '' for the whole.
-      advice: shell-style patterns of field names (of other systems) to a sentence saying what to use instead.
-      former: names of fields that these settings had, to the same; refused whatever their value.
+      name: group of the configuration that holds these settings, such as 'trainer'; '' for the whole configuration.
+      advice: sentences that say what to use instead of a field of another system, by a shell-style pattern of the
+        field's name.
+      former: sentences that say what to use instead of a field that these settings had once, by the field's name. Such
+        a field is refused whatever its value.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -181,7 +190,7 @@ def section(
 
 
 def group_of(settings: Any) -> str:
-    """Returns the configuration group of these settings, as given to `section`."""
+    """Returns the configuration group of these settings: the `name` that their class passed to `section`."""
     return settings.__section__
 
 
@@ -201,7 +210,7 @@ def types_of(cls: type) -> dict[str, object]:
 
 
 def hint_at(cls: type, path: Sequence[str]) -> object:
-    """Returns the type of the field at a path of names below `cls`; None where there is none."""
+    """Returns the type of the field at a path of names below `cls`; None where there is no such field."""
     hint: object = cls
     for name in path:
         if not hasattr(hint, "__section__") or name not in types_of(hint):
@@ -228,8 +237,8 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
     """Makes a dataclass of settings (see `section`) from a mapping, with its nested settings.
 
     Args:
-      cls: the dataclass.
-      values: field values.
+      cls: dataclass of settings.
+      values: values of the fields, by name; mappings for nested settings.
       prefix: dotted path of `values` in the user's config, for messages about keys.
 
     Raises:
@@ -244,7 +253,11 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
 
 
 def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Returns the values of the fields of `cls`; refuses all others that ask for something."""
+    """Returns the values whose names are fields of `cls`.
+
+    Raises:
+      ValueError: `values` has other names. A field of another system with the value None or False is no error.
+    """
     hints, advice = types_of(cls), getattr(cls, "__refused__", {})
     asking = [
         key
@@ -289,13 +302,13 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def _given(values: Mapping[str, object]) -> dict[str, object]:
-    """Leaves out what is None, also in nested groups."""
+    """Leaves out the values that are None, also in nested groups."""
     given = {key: value for key, value in values.items() if value is not None}
     return {key: _given(value) if isinstance(value, Mapping) else value for key, value in given.items()}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges `over` into `base`, group by group."""
+    """Merges `over` into `base`: nested mappings are merged, and any other value of `over` replaces that of `base`."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -307,7 +320,7 @@ def check(value: object, hint: object, key: str) -> Any:
     """Checks and converts `value` to type `hint`, such as `Count` or `Share | None`; `key` names it in messages.
 
     Raises:
-      ValueError: another type, or a number outside the range.
+      ValueError: `value` has another type, or is a number outside the range.
     """
     options = _options(hint)
     for option in options:
@@ -318,10 +331,14 @@ def check(value: object, hint: object, key: str) -> Any:
 
 
 def check_text(text: str, hint: object, key: str) -> bool:
-    """Refuses, with the ValueError of `check`, a command-line text that is no number where only numbers fit.
+    """Checks the text that a command line gives for a field of type `hint`.
 
     Returns:
-      True where the text asks for None instead of a number.
+      True if the text is 'none' and the field takes None instead of a number; else False.
+
+    Raises:
+      ValueError: the field takes only numbers and named values, and the text is neither. The message is that of
+        `check`.
     """
     options = _options(hint)
     if type(None) in options and text.lower() == "none" and any(_range_of(option) is not None for option in options):
@@ -343,7 +360,7 @@ def check_text(text: str, hint: object, key: str) -> bool:
 
 
 def _try(value: Any, option: Any, key: str) -> tuple[bool, Any]:
-    """Checks a value against one type of a union: (fits, converted value)."""
+    """Checks a value against one type of a union: (whether the value fits, the converted value)."""
     kind, limits = typing.get_origin(option) or option, _range_of(option)
     if limits is not None:
         kind = typing.get_args(option)[0]
@@ -362,7 +379,7 @@ def _try(value: Any, option: Any, key: str) -> tuple[bool, Any]:
         return several, tuple(check(v, item, f"{key}[{i}]") for i, v in enumerate(value)) if several else None
     if option in (str, bool, type(None)):
         return isinstance(value, option), value
-    return True, value  # an object that Python callers give
+    return True, value  # an object that only Python code can pass, such as a function: not checked
 
 
 def _options(hint: object) -> tuple[object, ...]:
@@ -370,7 +387,7 @@ def _options(hint: object) -> tuple[object, ...]:
 
 
 def _leaves(hint: object) -> list[object]:
-    """Lists the plain types in a hint, those inside unions and tuples."""
+    """Lists the plain types in a hint, including the types inside unions and tuples."""
     inner = _options(hint)
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)

@@ -1,4 +1,4 @@
-"""Property checks of losses and advantages, for tests of your own: those that podrl's own functions pass.
+"""Property checks of losses and advantages, for tests of your own functions; podrl's functions pass the same checks.
 
     from podrl import testing
     from my_loss import centred, tanh_clip
@@ -7,7 +7,7 @@
         testing.check_policy_loss(tanh_clip, scale=0.7)
         testing.check_advantage(centred)
 
-Each raises an AssertionError that says what does not hold.
+Each check raises an AssertionError that says which property does not hold.
 """
 
 import dataclasses
@@ -27,10 +27,11 @@ from podrl.groups import complete
 from podrl.learner.settings import GRPOConfig
 from podrl.types import Layout, Ratio
 
-# Four sequences as (prompt tokens, loss tokens); the second has a tool token in the middle, the last is all prompt.
+# Four sequences as (prompt tokens, tokens behind the prompt). The second sequence has a tool token, which is masked,
+# among its sampled tokens; the last sequence is a prompt alone.
 SEQUENCES = ((2, 4), (1, 3), (1, 2), (3, 0))
 ROWS, WIDTH = 4, 12
-# Per-token inputs that every policy loss reads beside its mask and lengths: those without a default.
+# Names of the per-token inputs that every policy loss reads beside its mask and lengths: the fields that must be set.
 NAMES = [
     field.name.removesuffix("_BT")
     for field in dataclasses.fields(ReferencedRows)
@@ -40,15 +41,19 @@ Loss = Callable[..., tuple[Ratio, dict[str, Ratio]]]
 
 
 def check_policy_loss(function: str | Callable[..., Any], **numbers: float) -> None:
-    """Checks a token loss in all that training relies on.
+    """Checks every property of a policy loss that training relies on.
 
-    What masked tokens hold, how sequences are packed and how a batch is split change neither loss nor gradient; without
-    advantages there is no gradient; gradients stay finite at extreme ratios; and where a batch is as likely as when it
-    was sampled, the loss raises the likelihood of tokens of positive advantage and lowers that of the others.
+    The values at masked tokens, the packing of sequences and the split of a batch change neither loss nor gradient.
+    Advantages of 0 give no gradient. Loss and gradient stay finite at extreme ratios. On-policy, the loss raises the
+    likelihood of tokens of positive advantage and lowers the likelihood of tokens of negative advantage.
 
     Args:
-      function: as for grpo.policy_loss_fn: a function of your own, 'file.py:function', or a built-in name.
-      numbers: values of its own keywords.
+      function: policy loss, as grpo.policy_loss_fn takes it: a function of your own, 'file.py:function', or the name
+        of a built-in loss.
+      numbers: values of the function's own keywords.
+
+    Raises:
+      AssertionError: a property does not hold; the message says which one.
     """
     key = "policy_loss_args" if callable(function) or ":" in function else None
     more: dict[str, Any] = {key: numbers} if key else dict(numbers)
@@ -63,14 +68,18 @@ def check_policy_loss(function: str | Callable[..., Any], **numbers: float) -> N
 
 
 def check_advantage(function: str | Callable[..., Any], **numbers: float) -> None:
-    """Checks an advantage estimator in all that training relies on.
+    """Checks every property of an advantage estimator that training relies on.
 
-    Equal rewards teach nothing; the order of samples in a group does not matter; padding and what masked tokens hold
-    play no part; and every advantage is a finite number.
+    A group of equal rewards has advantage 0. The order of samples in a group does not matter. Padding and the values
+    at masked tokens do not matter, even if they are NaN.
 
     Args:
-      function: as for grpo.advantage_estimator: a function of your own, 'file.py:function', or a built-in name.
-      numbers: values of its own keywords.
+      function: estimator, as grpo.advantage_estimator takes it: a function of your own, 'file.py:function', or the
+        name of a built-in estimator.
+      numbers: values of the function's own keywords.
+
+    Raises:
+      AssertionError: a property does not hold; the message says which one.
     """
     key = "advantage_args" if callable(function) or ":" in function else None
     more: dict[str, Any] = {key: numbers} if key else dict(numbers)
@@ -84,7 +93,7 @@ def check_advantage(function: str | Callable[..., Any], **numbers: float) -> Non
 
 
 def check_packing(loss: Loss) -> None:
-    """Masked tokens may hold anything, and sequences lie anywhere: loss, metrics and gradient are the same."""
+    """Checks that loss, metrics and gradient depend neither on packing nor on the values at masked tokens."""
     tokens = sequences(constant_advantage=False)
     results = []
     for layout in (padded_layout(tokens["owner"]), packed_layout(tokens["owner"])):
@@ -101,7 +110,7 @@ def check_packing(loss: Loss) -> None:
 
 
 def check_micro_batches(loss: Loss) -> None:
-    """The parts of a batch add up to the whole, however it is split."""
+    """Checks that loss, metrics and gradient of the parts of a batch add up to those of the whole, for any split."""
     tokens = sequences(constant_advantage=False)
     arguments = lay_out(tokens, padded_layout(tokens["owner"]))
     *policy, rows = arguments
@@ -120,7 +129,7 @@ def check_micro_batches(loss: Loss) -> None:
 
 
 def check_no_advantage(loss: Loss, *, but: int = 0) -> None:
-    """Asserts that advantages of 0 give no gradient, except on at most `but` tokens."""
+    """Checks that advantages of 0 give no gradient, except on at most `but` tokens."""
     tokens = sequences() | {"advantage": np.zeros(len(sequences()["mask"]))}
     _, _, grad_BT = run(loss, lay_out(tokens, packed_layout(tokens["owner"])))
     count = np.count_nonzero(grad_BT)
@@ -128,7 +137,7 @@ def check_no_advantage(loss: Loss, *, but: int = 0) -> None:
 
 
 def check_direction(loss: PolicyLoss) -> None:
-    """On-policy, a step moves tokens to the side of their advantage, or not at all; and it moves some."""
+    """Checks that an on-policy step moves no token's likelihood against the sign of its advantage, and moves some."""
     tokens = sequences()
     layout = packed_layout(tokens["owner"])
     _, _, grad_BT = run(with_old(loss, "current"), lay_out(tokens, layout))
@@ -138,12 +147,16 @@ def check_direction(loss: PolicyLoss) -> None:
 
 
 def check_extremes(loss: Loss) -> None:
-    """Loss and gradient are finite in float32 where the policies disagree by 60 and by 10,000 nats."""
+    """Checks that loss and gradient are finite in float32 where the policies differ by 60 and by 10,000 nats."""
     tokens = sequences()
     layout = padded_layout(tokens["owner"])
     every = np.arange(tokens["mask"].size)
     for offset in (60.0, 1e4):
-        for current in (every % 2 == 0, every >= 0, every < 0):  # which tokens the current policy finds unlikely
+        for current in (
+            every % 2 == 0,
+            every >= 0,
+            every < 0,
+        ):  # the tokens that the current policy finds unlikely
             moved = tokens | {"logprob": tokens["logprob"] - offset * current}
             for name in ("old_logprob", "sampler_logprob", "ref_logprob"):
                 moved[name] = tokens[name] - offset * ~current
@@ -159,18 +172,19 @@ def check_extremes(loss: Loss) -> None:
 
 _REWARD_B: Any = np.array([1.0, 0.0, 0.5, 0.5, 3.0, 1.0, 1.0, 1.0])  # two prompts, four samples each
 _GROUP_B = complete(2, 4)
-_MASK_BT: Any = np.tril(np.ones((8, 8)))  # row b has b + 1 sampled tokens
+_MASK_BT: Any = np.tril(np.ones((8, 8)))  # row b has b + 1 sampled tokens, its first ones
 
 
 def check_equal_rewards(estimate: AdvantageEstimator) -> None:
-    """A group of equal rewards has advantage 0."""
-    # 0.1 has no exact mean in binary: without care the rounding is divided by the small eps.
+    """Checks that every sample of a group of equal rewards has advantage 0."""
+    # The float32 mean of several 0.1s need not be exactly 0.1. An estimator that divides the difference by a standard
+    # deviation of about eps makes a large advantage of this rounding error.
     advantage_BT = _advantages(estimate, np.full(8, 0.1, np.float32), _MASK_BT.astype(np.float32))
     assert np.all(advantage_BT == 0.0), f"equal rewards have advantages up to {np.abs(advantage_BT).max():g}, not 0"
 
 
 def check_order(estimate: AdvantageEstimator) -> None:
-    """Permuting the samples of a group permutes their advantages."""
+    """Checks that permuting the samples of a group permutes their advantages."""
     order = np.array([2, 0, 3, 1, 7, 5, 4, 6])
     permuted_BT = _advantages(estimate, _REWARD_B[order], _MASK_BT[order])
     straight_BT = _advantages(estimate, _REWARD_B, _MASK_BT)
@@ -179,7 +193,7 @@ def check_order(estimate: AdvantageEstimator) -> None:
 
 
 def check_padding(estimate: AdvantageEstimator) -> None:
-    """Padding, and what masked tokens hold, play no part; advantages are 0 there."""
+    """Checks that padding and the values at masked tokens change no advantage, and that padding has advantage 0."""
     reward_BT: Any = outcome_reward(_REWARD_B, _MASK_BT)
     plain_BT = _advantages(estimate, _REWARD_B, _MASK_BT)
     wide_BT: Any = np.pad(np.where(_MASK_BT > 0, reward_BT, np.nan), ((0, 0), (2, 3)), constant_values=np.nan)
@@ -198,7 +212,7 @@ def _advantages(estimate: AdvantageEstimator, reward_B: Any, mask_BT: Any) -> np
 
 
 def policy_rows(segment_BT: Any, mask_BT: Any, length_BT: Any, *, kl_scale: Any = 1.0, **given_BT: Any) -> PolicyRows:
-    """Builds the rows of a policy loss; missing inputs are zeros, tokens and positions play no part."""
+    """Builds the rows of a policy loss: inputs that are not passed are zeros, and so are token ids and positions."""
     blank_BT = jnp.zeros(segment_BT.shape, int)
     inputs = {f"{name}_BT": given_BT.get(name, jnp.zeros_like(mask_BT)) for name in NAMES}
     layout = Layout(blank_BT, segment_BT, blank_BT)
@@ -207,7 +221,7 @@ def policy_rows(segment_BT: Any, mask_BT: Any, length_BT: Any, *, kl_scale: Any 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The place of each token of the batch: row, column and segment number."""
+    """The place of each token of the batch: row, column and segment id."""
 
     row: np.ndarray
     column: np.ndarray
@@ -215,7 +229,7 @@ class Places:
 
 
 def sequences(seed: int = 0, *, constant_advantage: bool = True) -> dict[str, np.ndarray]:
-    """Draws per-token arrays of the whole batch in one line of tokens, ready to be laid out."""
+    """Draws the per-token arrays of a batch, by name: all tokens of all sequences in one line, for `lay_out`."""
     rng = np.random.default_rng(seed)
     mask, length, owner = [], [], []
     for index, (prompt, loss) in enumerate(SEQUENCES):
@@ -249,7 +263,7 @@ def padded_layout(owner: np.ndarray) -> Places:
 
 
 def packed_layout(owner: np.ndarray) -> Places:
-    """Lays out sequences 2 and 0 in the last row, 3 and 1 in the second; the other rows are empty."""
+    """Lays out sequences 2 and 0 in the last row, and sequences 3 and 1 in the second row; the others are empty."""
     placement = {2: (3, 1), 0: (3, 2), 3: (1, 1), 1: (1, 2)}
     row, column, segment = (np.zeros_like(owner) for _ in range(3))
     used = np.zeros(ROWS, int)
@@ -262,7 +276,7 @@ def packed_layout(owner: np.ndarray) -> Places:
 
 
 def lay_out(tokens: dict[str, np.ndarray], layout: Places, junk: float = 0.0) -> tuple[Any, Any, PolicyRows]:
-    """Builds the arguments of a PolicyLoss in a layout; `junk` fills every entry that must not matter."""
+    """Builds the arguments of a PolicyLoss in a layout; `junk` fills every entry that must not change the result."""
     keep = tokens["mask"] > 0
 
     def rows(name: str, fill: float) -> np.ndarray:
@@ -283,7 +297,7 @@ def lay_out(tokens: dict[str, np.ndarray], layout: Places, junk: float = 0.0) ->
 
 @functools.lru_cache(maxsize=32)
 def compiled(loss: Loss) -> Callable[..., Any]:
-    """Computes loss, metrics and the gradient of the undivided total, compiled once per loss."""
+    """Compiles a loss, once: the program returns loss, metrics and the gradient of the loss's numerator."""
 
     def total(logprob_BT: Any, *rest: Any) -> Any:
         found, metrics = loss(logprob_BT, *rest)
@@ -293,7 +307,7 @@ def compiled(loss: Loss) -> Callable[..., Any]:
 
 
 def run(loss: Loss, arguments: Sequence[Any]) -> tuple[Ratio, dict[str, Ratio], np.ndarray]:
-    """Computes (loss, metrics, gradient of the undivided total) of a laid out batch."""
+    """Computes (loss, metrics, gradient of the loss's numerator) of the arguments that `lay_out` built."""
     (_, (found, metrics)), grad_BT = compiled(loss)(*arguments)
     return found, metrics, np.asarray(grad_BT)
 

@@ -1,7 +1,7 @@
 """Types that cross layers, and the dimension key: the letters that end every array name of podrl.
 
 Dimension key:
-  P prompts        G samples per prompt    B sequences or packed rows (podrl.groups: the prompt of each sample)
+  P prompts        G samples per prompt    B sequences or packed rows (podrl.groups finds the prompt of each sequence)
   T tokens         S cache length          R decode lanes           C tokens of a page of the key/value pool
   V vocabulary     D model                 F feed-forward           L layers
   N query heads    K key/value heads       H head dimension         A micro-batches (gradient accumulation)
@@ -23,7 +23,7 @@ PyTree = Any
 
 
 class BatchError(ValueError):
-    """A batch cannot be trained on: the run saves the steps before it, then ends with this message."""
+    """Raised when a batch cannot be trained on: the run saves the steps before it, then ends with this message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,11 @@ class Prompts:
 
 SOURCE = "dataset"  # the field of prompts that names their source in a mixture
 
-Mode = Literal["train", "eval"]  # what samples are made for
+Mode = Literal["train", "eval"]  # the purpose of samples: training or evaluation
 
-# Why a sample ended; values of `Rollouts.stop_B`. A failed one met logits without a distribution (NaN, infinity); an
-# environment ended one by returning, or had no time left for it, or it ended after a call beyond env.max_tool_calls.
+# The reason why a sample ended; values of `Rollouts.stop_B`. STOP_FAILED: its logits gave no distribution (NaN or
+# infinity). STOP_ENV: its environment returned. STOP_DEADLINE: its environment had no time left, or its program failed.
+# STOP_CALLS: its episode ended after the model made more calls than env.max_tool_calls.
 STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE, STOP_CALLS = range(7)
 
 
@@ -64,30 +65,30 @@ class LeftOut(enum.IntEnum):
 
     NOT = 0
     FAILED = 1  # the model's logits gave no distribution
-    NO_REWARD = 2  # its reward is NaN, or that of its prompt's greedy completion
+    NO_REWARD = 2  # its reward is NaN, or the reward of its prompt's greedy completion is NaN
     GROUP = 3  # another sample of its group failed or has no reward
-    OUT_OF_TIME = 4  # its environment met its deadline
+    OUT_OF_TIME = 4  # its environment ran into its deadline, or the environment's program failed
     NO_TOKENS = 5  # it ended before the policy said anything
-    OVERLONG = 6  # the limit cut it off, and such samples are filtered
-    STALE = 7  # all of its tokens are older than the bound
+    OVERLONG = 6  # the length limit cut it off, and the setting overlong_filter leaves cut samples out
+    STALE = 7  # all of its tokens were sampled by versions older than the setting stale_bound allows
     CRITIC_WARMUP = 8  # only the critic learns in this step
-    EQUAL_REWARDS = 9  # its advantage is 0, as all rewards of its group are equal
+    EQUAL_REWARDS = 9  # its advantage is 0 because all rewards of its group are equal
     ZERO_ADVANTAGE = 10  # its advantage is 0 for another reason
-    DYNAMIC_SAMPLING = 11  # its group was replaced by another
+    DYNAMIC_SAMPLING = 11  # dynamic sampling replaced its group by another group
 
 
-# `Rollouts.episodes` of a sample that has no environment.
+# The entry of `Rollouts.episodes` for a sample that has no environment.
 NO_EPISODE: Mapping[str, Any] = {"turns": [], "metrics": {}, "seconds": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The storage type and the fill of a per-token array of `Rollouts`.
+    """The storage type and the fill value of a per-token array of `Rollouts`.
 
     Attributes:
-      dtype: numpy type of its values on the host, on disk and between hosts.
-      fill: value of a token that the policy did not sample, and beyond the end of a sample.
-      drawn: whether the engine makes the value with each token that it samples.
+      dtype: numpy type of the array's values on the host, on disk and between hosts.
+      fill: value at tokens that the policy did not sample, and beyond the end of a sample.
+      drawn: whether the engine computes the value when it samples the token.
     """
 
     dtype: type[np.generic]
@@ -99,37 +100,39 @@ class Column:
 class Rollouts:
     """B finished samples of P prompts on the host; prompt and completion in one right-padded row.
 
-    A field whose type has a `Column` is a row of the tables TOKENS and DRAWN below. Sessions, checkpoints of partial
-    samples, messages between hosts and the trace go by these tables, so a new number per token is one field here, a
-    value of `podrl.engine.sampling.Draw` of the same name, and whoever reads it.
+    A field whose type has a `Column` is an entry of the tables TOKENS and DRAWN below. Sessions, checkpoints of partial
+    samples, messages between hosts and the trace all read these tables. So a new number per token takes one field here,
+    a field of the same name in `podrl.engine.sampling.Draw`, and the code that reads it.
 
     Attributes:
-      prompts: what was asked.
-      tokens_BT: prompt then completion, padded with the pad id.
-      group_B: row of each sample's prompt in `prompts`; a group is found by it alone, and may be incomplete.
-      length_B: prompt plus completion tokens.
-      piece_BT: number of the piece that each token belongs to, from 0 within its sample and ascending. A piece is a
-        token sequence with a context of its own: no token attends to another piece, and positions restart. Piece 0
-        begins with the prompt; 0 beyond the end.
+      prompts: the P prompts that the samples answer.
+      tokens_BT: prompt tokens, then completion tokens, padded with the pad id.
+      group_B: row in `prompts` of each sample's prompt. Samples with the same row are a group; a group may be
+        incomplete.
+      length_B: number of prompt and completion tokens of each sample.
+      piece_BT: number of the piece that each token belongs to, counted from 0 within a sample, never falling. A piece
+        is a token sequence with a context of its own: its tokens attend to no other piece, and its positions start at
+        0. Piece 0 begins with the prompt. The value beyond the end of a sample is 0.
       mask_BT: 1 where the policy sampled the token (the end token included), 0 on prompt, tool output and padding.
-      logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats: the distribution the
-        trainer computes too.
-      kept_BT: share of that distribution that top-k, top-p and min-p left, 1 without them and where mask is 0: the
-        token was drawn with log-probability logprob_BT - log(kept_BT).
+      logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats. The trainer computes the
+        same distribution.
+      kept_BT: probability, under the distribution of `logprob_BT`, of the tokens that top-k, top-p and min-p left to
+        choose from. The token was drawn with log-probability logprob_BT - log(kept_BT). 1 without these filters and
+        where mask is 0.
       raw_logprob_BT: log-probability under the model's own distribution at temperature 1, nats.
       version_BT: version of the weights that sampled each token; -1 where mask is 0.
-      turn_reward_BT: what the sample's environment gave, on the last sampled token of the turn it was given for; what
-        it gave for the whole sample is on the last of all, and where nothing was sampled on the prompt's last token.
-        0 elsewhere, and without an environment.
-      stop_B: why each ended: STOP_EOS to STOP_CALLS.
+      turn_reward_BT: rewards that the sample's environment gave. The reward of a turn is on the last sampled token of
+        the turn. The reward of the whole sample is on the last sampled token of all, or on the prompt's last token
+        where no token was sampled. 0 elsewhere, and without an environment.
+      stop_B: reason why each sample ended: STOP_EOS to STOP_CALLS.
       completions: decoded completions without end tokens.
-      episodes: of each sample, as JSON: `turns` (of the model: by, text, tokens, versions of the first and last, stop,
-        reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name, `seconds`, and `text`
-        where the environment gave the text to be scored.
-      seconds: wall time the batch took to generate.
-      route_BTX: the experts that computed each token in the sampler, prompt tokens included: bytes of the numbers
-        (L, k) that `podrl.models.moe.route` takes, 0 where none are recorded (the last token, which no program was
-        fed, and padding). None where routes are not recorded.
+      episodes: record of each sample's episode, as JSON: `turns` (of the model: by, text, tokens, versions of the
+        first and last token, stop, reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name,
+        `seconds`, and `text` where the environment gave the text to be scored.
+      seconds: wall time that generating the batch took.
+      route_BTX: experts that computed each token in the sampler, prompt tokens included: bytes of the numbers (L, k)
+        that `podrl.models.moe.route` takes. 0 where no route is recorded: at padding, and at the last token, which was
+        fed to no program. None where the job does not record routes.
     """
 
     prompts: Prompts
@@ -150,7 +153,8 @@ class Rollouts:
     route_BTX: UInt8[np.ndarray, "B T X"] | None = None
 
 
-# Per-token columns of Rollouts by name, without the shape suffix: all of them, and those that the engine draws.
+# Per-token columns of Rollouts by name, without the shape suffix. TOKENS: all columns. DRAWN: the columns whose values
+# the engine computes when it samples a token.
 TOKENS: Mapping[str, Column] = {
     field.name.removesuffix("_BT"): column
     for field in dataclasses.fields(Rollouts)
@@ -161,22 +165,23 @@ DRAWN: Mapping[str, Column] = {name: column for name, column in TOKENS.items() i
 
 
 def blank_columns(shape: tuple[int, int], *, pad_id: int, written: Collection[str] | None = None) -> dict[str, Any]:
-    """Makes every per-token column of Rollouts, by field name, with the values that stand where nothing was sampled.
+    """Makes every per-token column of Rollouts, by field name, filled with its value for tokens that nobody sampled.
 
-    All samples have one piece: `piece_BT` is 0, and always writable, as it travels with the header of a batch.
+    Every sample has one piece: `piece_BT` is 0. `piece_BT` is always writable, because a message between hosts carries
+    pieces in its header and not as a column that `written` could name.
 
     Args:
       shape: (B, T) of each array.
-      pad_id: fills the tokens.
-      written: fields that the caller will write to; the others are read-only views of one value, which take no memory.
-        None for all of them.
+      pad_id: token id that fills `tokens_BT`.
+      written: names of the fields that the caller will write to; None for all fields. The other fields are read-only
+        views of one value, which take no memory.
     """
     blank: dict[str, Any] = {"piece_BT": np.zeros(shape, np.int16)}
     for name, column in TOKENS.items():
         field, fill = f"{name}_BT", column.dtype(pad_id if name == "tokens" else column.fill)
         if written is not None and field not in written:
             blank[field] = np.broadcast_to(fill, shape)
-        else:  # zeros take memory only where something is written
+        else:  # np.zeros takes memory only for the pages that are written; np.full writes all of them
             blank[field] = np.full(shape, fill) if fill else np.zeros(shape, column.dtype)
     return blank
 
@@ -188,12 +193,13 @@ class Experience:
     Attributes:
       rollouts: the samples.
       reward_FB: reward of each function for each sample, unweighted.
-      reward_B: the weighted sum the algorithm optimises, shaping included.
-      greedy_reward_B: the same for the greedy completion of each sample's prompt; zeros unless the advantage needs it.
-      seconds: wall time spent scoring.
-      counts: what generation has to say about the batch, by metric name; of several hosts' parts sums, of time/* and
-        perf/* the largest.
-      lost_B: why each sample leaves the loss, as far as that is known where samples are made: LeftOut codes.
+      reward_B: weighted sum of the rewards, shaping included: the number that the algorithm optimises.
+      greedy_reward_B: the weighted sum for the greedy completion of each sample's prompt; zeros unless the advantage
+        estimator reads it.
+      seconds: wall time that scoring took.
+      counts: metrics of generating the batch, by metric name. Where several hosts made parts of the batch, a metric is
+        the sum over the parts; time/* and perf/* are the largest of the parts.
+      lost_B: LeftOut code of each sample, as far as the code that makes samples knows it; 0 for samples in the loss.
     """
 
     rollouts: Rollouts
@@ -205,7 +211,7 @@ class Experience:
     lost_B: Int[np.ndarray, " B"]
 
     def rewarded(self) -> Bool[np.ndarray, " B"]:
-        """True for the samples of groups that are whole, so that their rewards count: all that `lost_B` leaves in."""
+        """Marks the samples whose rewards count: those that `lost_B` leaves in the loss, and stale ones."""
         return np.isin(self.lost_B, (LeftOut.NOT, LeftOut.STALE))
 
     @property
@@ -219,11 +225,12 @@ class Layout:
     """Packed tokens with their segment ids and positions: all that a forward pass reads.
 
     Attributes:
-      tokens_BT: packed sequences.
-      segment_BT: 1, 2, ... within a row; 0 is padding. Attention never crosses segments but for shared prefixes.
-      position_BT: position of the token inside its own sequence.
-      route_BTX: the experts that the policy's tokens take, see `Rollouts.route_BTX`; None where all tokens choose for
-        themselves. Other models than the policy do not read it.
+      tokens_BT: token ids of the packed sequences.
+      segment_BT: segment id of each token: 1, 2, ... within a row; 0 is padding. Tokens attend only to their own
+        segment and to its shared prefix.
+      position_BT: position of the token inside its own sequence, from 0.
+      route_BTX: experts that the policy's tokens take, as in `Rollouts.route_BTX`; None where the router chooses for
+        every token. Only the policy reads it, no other model.
     """
 
     tokens_BT: Int[Array, "B T"]
@@ -232,23 +239,24 @@ class Layout:
     route_BTX: UInt8[Array, "B T X"] | None = flax.struct.field(default=None, kw_only=True)
 
     def prefix(self) -> Int[Array, "B T"] | None:
-        """Segment id of the shared prefix that each token attends to besides its own segment."""
+        """Segment id of the shared prefix that each token attends to besides its own segment; None without prefixes."""
         return None
 
     def sample(self) -> Int[Array, "B T"]:
-        """Number of each token's sample within the row, from 1, 0 on padding: its segment, unless samples have pieces.
+        """Number of each token's sample within the row: 1, 2, ...; 0 on padding.
 
-        Terms over whole samples go by it. Meaningless on shared prefixes, which count in no loss.
+        It is the token's segment id, unless samples have pieces. Loss terms over whole samples group tokens by it. It
+        has no meaning on the tokens of a shared prefix, which count in no loss.
         """
         return self.segment_BT
 
 
 @flax.struct.dataclass
 class SharedLayout(Layout):
-    """A layout in which samples of a prompt share its tokens (a shared prefix).
+    """A layout in which the samples of a prompt share one copy of the prompt's tokens, a shared prefix.
 
     Attributes:
-      prefix_BT: the segment that comes before the token's own; 0 where its sequence shares nothing.
+      prefix_BT: segment id of the prefix that the token's sequence continues; 0 where the sequence shares no prefix.
     """
 
     prefix_BT: Int[Array, "B T"]
@@ -259,10 +267,11 @@ class SharedLayout(Layout):
 
 @flax.struct.dataclass
 class PiecesLayout(Layout):
-    """A layout in which all pieces of a sample lie in one row, so that terms over whole samples can be computed.
+    """A layout in which all pieces of a sample lie in one row, so that loss terms over whole samples can be computed.
 
     Attributes:
-      sample_BT: 1, 2, ... within a row; 0 is padding. A sample has one segment for each of its pieces.
+      sample_BT: number of each token's sample: 1, 2, ... within a row; 0 is padding. A sample has one segment for each
+        of its pieces.
     """
 
     sample_BT: Int[Array, "B T"]
@@ -279,28 +288,29 @@ class Batch(Generic[Rows]):
     """Packed rows for one call of a compiled program: A micro-batches of B rows each.
 
     Attributes:
-      rows: what the program reads of every token: a Layout for scoring, else a dataclass that lies beside the loss that
-        reads it. Its fields are named for one micro-batch; here each array has a dimension A before those of its name.
-      micro_batches: how many of the A micro-batches hold tokens, at least 1; they come first.
+      rows: per-token arrays that the program reads: a Layout for scoring, else the dataclass that is declared beside
+        the loss that reads it. Names of fields give the shape of one micro-batch; here each array has a leading
+        dimension A before the dimensions of its name.
+      micro_batches: number of the A micro-batches that hold tokens, at least 1. Micro-batches with tokens come first.
     """
 
     rows: Rows
     micro_batches: Int[Array, ""]
 
     def layout(self) -> "Batch[Layout]":
-        """The part of the batch that scoring reads; shares the arrays."""
+        """The part of the batch that scoring reads; shares the batch's arrays."""
         rows: Any = self.rows
         return Batch(rows.layout, self.micro_batches)
 
 
 def unrouted(batch: Batch[Layout]) -> Batch[Layout]:
-    """Takes the recorded routes out of a batch: for models other than the policy, and older states of it."""
+    """Drops the recorded routes from a batch: models other than the policy, and its older states, do not read them."""
     return Batch(dataclasses.replace(batch.rows, route_BTX=None), batch.micro_batches)
 
 
 @flax.struct.dataclass
 class TrainState:
-    """State that a training step changes. `params` holds the trainable leaves only (under LoRA: the adapters)."""
+    """State that a training step changes. `params` holds the trainable leaves only (with LoRA: the adapters)."""
 
     params: PyTree
     opt_state: PyTree
@@ -337,7 +347,7 @@ class Policy:
 
 @flax.struct.dataclass
 class Ratio:
-    """Numerator and denominator of a mean: micro-batches and hosts add both, division happens once."""
+    """Numerator and denominator of a mean: micro-batches and hosts add each of them, and the division happens once."""
 
     total: Float[Array, ""]
     count: Float[Array, ""]
