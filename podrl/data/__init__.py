@@ -1,1 +1,1 @@
-"""Prompts and supervised examples: sources, tokenizer, templates, resumable streams."""
+"""The data of a job: sources of prompts and supervised examples, tokenizer, templates and resumable streams."""

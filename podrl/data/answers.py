@@ -1,4 +1,4 @@
-"""Given answers as tokens: a prompt, and the words that are learned after it, each as a text or as turns."""
+"""Turns the answers of records into examples: tokens of a prompt and of the answer that is learned after it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from podrl.data.tokenizer import Tokenizer
 
 
 class Example(NamedTuple):
-    """A text, its tokens, and a mask with 1 on each token that is learned."""
+    """A text, its token ids, and a mask with 1 on each token that is learned and 0 on the others."""
 
     text: str
     tokens: Sequence[int]
@@ -21,7 +21,13 @@ class Example(NamedTuple):
 
 
 def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
-    """Parts as one example, each encoded behind the one before it; the end of the model's turn is its end mark."""
+    """Encodes parts as one example, each part on its own behind the part before it.
+
+    Behind a part that ends the model's turn stands the tokenizer's `turn_end_id`.
+
+    Raises:
+      ValueError: the example is longer than `limit`, and `limit` makes this an error.
+    """
     tokens, learned = [], []
     for i, part in enumerate(parts):
         ids = tokenizer.encode(part.text, start=not i and not part.rendered, behind=tokens[-1] if tokens else None)
@@ -35,9 +41,12 @@ def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example
 
 
 def encode_chat(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
-    """Parts of a rendered conversation as one example: the text is encoded as a whole.
+    """Encodes the parts of a rendered conversation as one example: their text is encoded as a whole.
 
-    A token that holds characters of two parts is learned where one of them is.
+    A token with characters of two parts is learned if one of the two parts is learned.
+
+    Raises:
+      ValueError: the example is longer than `limit`, and `limit` makes this an error.
     """
     text = "".join(part.text for part in parts)
     tokens, spans = tokenizer.encode_spans(text)
@@ -53,10 +62,18 @@ def encode_chat(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Ex
 def turns(
     messages: Sequence[Message], tokenizer: Tokenizer, limit: Limit, *, tools: Any = None, first: int = 0
 ) -> Example | TooLong:
-    """A conversation as an example: the assistant's turns from message `first` on are learned.
+    """Encodes a conversation as an example in which the assistant's turns from message `first` on are learned.
+
+    Args:
+      messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
+      tokenizer: tokenizer of the model that learns, with its chat template.
+      limit: most tokens of the example.
+      tools: value of the record's field 'tools': schemas of functions, their JSON text, or None.
+      first: index of the first message that may be learned.
 
     Raises:
-      ValueError: see podrl.data.conversation.parts.
+      ValueError: the chat template cannot write the conversation (see podrl.data.conversation.parts), or the example
+        is longer than `limit` and `limit` makes this an error.
     """
     return encode_chat(
         conversation.parts(tokenizer, messages, tools=shape.tools_of(tools), first=first), tokenizer, limit
@@ -66,17 +83,18 @@ def turns(
 def of_record(
     record: Mapping[str, Any], names: Sequence[str], render: Renderer, tokenizer: Tokenizer, limit: Limit
 ) -> list[Example | TooLong]:
-    """Examples of a record's answers, each after the record's prompt; they end where the model's turn ends.
+    """Makes an example of each of a record's answers, behind the record's prompt; it ends with the model's last turn.
 
     Args:
-      record: has passed `check`.
-      names: the fields of the answers.
-      render: makes a prompt of a question.
-      tokenizer: of the model that learns.
-      limit: tokens of an example.
+      record: record that has passed `check`.
+      names: names of the fields that hold the answers.
+      render: writes a question as a prompt.
+      tokenizer: tokenizer of the model that learns.
+      limit: most tokens of an example.
 
     Raises:
-      ValueError: see podrl.data.conversation.parts.
+      ValueError: the chat template cannot write a conversation (see podrl.data.conversation.parts), or an example is
+        longer than `limit` and `limit` makes this an error.
     """
     answers = [record[name] for name in names]
     if not _has_turns(record, names) and (record.get("prompt") is not None or not render.in_turns):
@@ -90,7 +108,7 @@ def of_record(
 
 
 def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> str:
-    """Says what a record lacks for examples of the answers in its fields `names`; '' where it lacks nothing."""
+    """Says why a record gives no examples of the answers in its fields `names`; '' where nothing is wrong with it."""
     before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
         missing = [name for name in (before, *names) if not isinstance(record.get(name), str)]
@@ -134,14 +152,14 @@ def _as_turns(answer: Any) -> Sequence[Message]:
 
 
 def _turns_before(record: Mapping[str, Any], answer: Any, render: Renderer) -> Sequence[Message]:
-    """The turns before a record's answers; none where the answers are whole conversations."""
+    """Returns the turns before a record's answers; no turns if the answers are whole conversations."""
     if isinstance(record.get("prompt"), list):
         return record["prompt"]
     return [] if _as_turns(answer)[0]["role"] != "assistant" else render.turns(record)
 
 
 def _shared(conversations: Sequence[Sequence[Message]]) -> int:
-    """Number of messages with which all conversations begin; 0 of a single one."""
+    """Counts the messages that all conversations have in common at their beginning; 0 for a single conversation."""
     if len(conversations) < 2:
         return 0
     shared = 0
@@ -153,6 +171,6 @@ def _shared(conversations: Sequence[Sequence[Message]]) -> int:
 
 
 def _ended(example: Example) -> Example:
-    """An example without what the template writes behind the end of the model's last turn."""
+    """Cuts an example behind its last learned token, because a template may write text behind the model's last turn."""
     end = max((i + 1 for i, learned in enumerate(example.learned) if learned), default=0)
     return example._replace(tokens=example.tokens[:end], learned=example.learned[:end])

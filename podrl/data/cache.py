@@ -1,4 +1,4 @@
-"""A cache of what reading data files found, by the content of the files: on a local disk, or in a bucket."""
+"""A cache, on a local disk or in a bucket, of the results of reading data files; the key is the files' content."""
 
 import contextlib
 import functools
@@ -21,18 +21,20 @@ from etils import epath
 from podrl.storage.storage import Place, is_remote, locate
 
 AUTO = "auto"
-_SETTLED_S = 2.0  # a file changed within its clock's grain of now may change again and keep its time
+# Seconds for which a file must be unchanged before its checksum is kept under its size and time: a file system's clock
+# is coarse, so a file that has just changed may change again and keep the same time.
+_SETTLED_S = 2.0
 
 
 class Cache:
-    """Arrays and files by keys that are checksums of what they were made of."""
+    """Stored arrays and files; the key of each is a checksum of the input that it was made of."""
 
     def __init__(self, where: str) -> None:
-        """Opens a cache; nothing is written yet.
+        """Opens a cache without writing anything.
 
         Args:
-          where: a directory, local or gs://; 'auto' for one under $XDG_CACHE_HOME or ~/.cache; '' for one that ends
-            with the process.
+          where: directory of the cache, local or gs://. 'auto' is a directory under $XDG_CACHE_HOME or ~/.cache; '' is
+            a temporary directory that is removed when the process ends.
         """
         if where == AUTO:
             home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -40,10 +42,10 @@ class Cache:
         self.directory: Place = locate(where or _temporary().name)
 
     def content(self, file: epath.Path) -> str:
-        """Computes the checksum of a file's bytes, or finds it by the file's name, size and time."""
+        """Returns the checksum of a file's bytes: computed, or stored earlier under the file's name, size and time."""
         stat = file.stat()
         which = [os.fspath(file), stat.length, stat.mtime]
-        if not is_remote(file):  # a copy may keep name, size and time, but not the number and the change of the file
+        if not is_remote(file):  # a copy may keep name, size and time, but not the inode's number and change time
             own = os.stat(file)
             which = [os.path.realpath(file), own.st_size, own.st_mtime_ns, own.st_ctime_ns, own.st_ino]
         memo = self.place(key("stat", *which), ".txt")
@@ -55,12 +57,12 @@ class Cache:
             with open(file, "rb") as content:
                 digest = hashlib.file_digest(content, "sha256")
         if stat.mtime < time.time() - _SETTLED_S:
-            with contextlib.suppress(OSError):  # it only saves the next reader time
+            with contextlib.suppress(OSError):  # the stored checksum only saves the next reader time
                 self.write(memo, digest.hexdigest().encode())
         return digest.hexdigest()
 
     def load(self, name: str) -> dict[str, np.ndarray] | None:
-        """Loads the arrays of a key; None where there are none, or they are damaged."""
+        """Loads the arrays that are stored under a key; None if there are none, or their file is damaged."""
         place = self.place(name, ".npz")
         try:
             with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as stored:
@@ -69,40 +71,44 @@ class Cache:
             return None
 
     def store(self, name: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Keeps arrays under a key."""
+        """Stores arrays under a key."""
         stored = io.BytesIO()
         np.savez(stored, **arrays)  # pyright: ignore[reportArgumentType]
         self.write(self.place(name, ".npz"), stored.getvalue())
 
     def place(self, name: str, suffix: str) -> Place:
-        """The file of a key."""
+        """Returns the path of the file with this name and suffix."""
         return self.directory / (name + suffix)
 
     def write(self, place: Place, content: bytes) -> None:
-        """Writes a file whole: a reader finds all of it, or none."""
+        """Writes a file at once: a reader finds the whole file or no file."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if is_remote(place):
             place.write_bytes(content)
             return
-        ready = place.with_name(f"{place.name}.{secrets.token_hex(4)}")  # hosts may share a cache, and process numbers
+        # A random name and no process number: hosts may share a cache, and two hosts may have equal process numbers.
+        ready = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
         ready.write_bytes(content)
         ready.replace(place)
 
 
 @functools.cache
 def _temporary() -> "tempfile.TemporaryDirectory[str]":
-    """A directory that is removed when the process ends."""
+    """Makes a directory that is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="podrl-data-")
 
 
 def key(*parts: Any) -> str:
-    """The checksum of values that JSON holds, and of the code: what another version of it kept is not used."""
+    """Computes a key of the cache: the checksum of `parts`, which JSON must hold, and of this package's code.
+
+    The code is part of the key, so that a changed reader does not use the results of an older one.
+    """
     return hashlib.sha256(json.dumps([_code(), *parts]).encode()).hexdigest()
 
 
 @functools.cache
 def _code() -> str:
-    """Checksum of the code that reads records, checks them and takes notes of them."""
+    """Computes the checksum of the code that reads records, checks them and takes notes of them."""
     here = pathlib.Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parent / "runtime" / "plain.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

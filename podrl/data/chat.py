@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs of a model, run under limits of memory and time."""
+"""Chat templates: the Jinja programs that come with models, run under limits of memory and time."""
 
 import json
 import re
@@ -11,26 +11,30 @@ import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
-MOST = 1 << 20  # characters a template may write of a conversation beyond its own, turns of its loops, a number's value
-_MARKS = ("generation_opens_", "generation_closes_")  # names in a template of what is written around generations
-_WIDTH = re.compile(r"[%:{]\S*\d{7}")  # in a text: a format that pads to millions of characters
+# The limit of several quantities: characters that a template writes beyond those of the messages, turns of its loops
+# over ranges, and the size of a number or a text that it computes.
+MOST = 1 << 20
+# Names of the template variables that hold the marks around a text inside {% generation %}.
+_MARKS = ("generation_opens_", "generation_closes_")
+_WIDTH = re.compile(r"[%:{]\S*\d{7}")  # finds a format in a text that pads to millions of characters
 
-Message = Mapping[str, Any]  # role, content, and what else the template reads, such as tool_calls
-Tools = Sequence[Mapping[str, Any]]  # each {"type": "function", "function": {name, description, parameters}}
+Message = Mapping[str, Any]  # 'role', 'content', and other fields that templates read, such as 'tool_calls'
+Tools = Sequence[Mapping[str, Any]]  # each is {"type": "function", "function": {name, description, parameters}}
 
 
 class ChatTemplate:
-    """A chat template of a Hugging Face directory."""
+    """The chat template of a Hugging Face directory."""
 
     def __init__(self, source: str, where: str):
         """Parses the template.
 
         Args:
-          source: the template.
-          where: the directory it comes from, for messages.
+          source: text of the template.
+          where: directory that the template comes from, for error messages.
 
         Raises:
-          ValueError: it does not parse, or holds a number or format that can only be meant to fill the memory.
+          ValueError: the template does not parse, or holds a number or a format so large that rendering it would fill
+            the memory.
         """
         self._where = where
         self._environment = _Environment(
@@ -55,17 +59,18 @@ class ChatTemplate:
     ) -> str:
         """Renders the conversation as text.
 
-        The current date is not given: a prompt is the same on every day.
+        The template cannot read the current date, so that a prompt is the same on every day.
 
         Args:
           messages: the conversation.
-          add_generation_prompt: end with the opening of the model's turn.
-          tokens: the special tokens by their names, such as 'bos_token'.
-          tools: what the model may call.
-          marks: written before and behind what the template marks as the model's words by `{% generation %}`.
+          add_generation_prompt: whether to end with the opening of the model's turn.
+          tokens: texts of the special tokens by their names, such as 'bos_token'.
+          tools: schemas of the functions that the model may call.
+          marks: two texts, written before and behind each stretch that the template puts inside `{% generation %}`,
+            which marks the model's words.
 
         Raises:
-          ValueError: the template refuses these messages, fails on them, or does not come to an end within bounds.
+          ValueError: the template refuses these messages, fails on them, or exceeds a limit of memory or time.
         """
         said = sum(len(str(value)) for message in messages for value in message.values())
         most = MOST + 8 * (said + (len(json.dumps(list(tools))) if tools else 0))
@@ -84,7 +89,7 @@ class ChatTemplate:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A Jinja sandbox that also counts turns of loops over numbers, and bounds products."""
+    """A Jinja sandbox that also limits the turns of loops over ranges, and the size of sums, products and powers."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -120,7 +125,7 @@ def _size(operator: str, left: Any, right: Any) -> float:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Reads `{% generation %}`, which marks a model's words in some templates, as what stands inside between marks."""
+    """Replaces the tag `{% generation %}`, which marks the model's words, by the marks around the text inside it."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 

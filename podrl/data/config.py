@@ -13,35 +13,37 @@ from podrl.data.pools import CurriculumConfig
 from podrl.data.transforms import Transform
 
 PROBLEMS = "problems"
-# The tasks that come with podrl, by the names that data.path has for them.
+# The tasks that come with podrl, by the value of data.path that chooses them.
 EMBEDDED: Mapping[str, Generator[Any]] = {PROBLEMS: problems.GENERATOR, "sums": sums.GENERATOR}
 
 
 @section("data.sources")
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """Settings of one source of a mixture; what is not given is as in the section `data`.
+    """Settings of one source of a mixture; settings that a source lacks are those of the section `data`.
 
     Attributes:
-      path: as data.path.
-      name: in tables and, as the field `dataset`, of its records; '' is the path's last part up to a dot.
-      weight: share of the prompts that are drawn, relative to the other sources' weights; all sources have one, or
-        none, and then every record is drawn as often as any other.
-      count: records used, chosen by data.seed.
-      fraction: of its records that are used, chosen by data.seed.
-      split: where `path` is a directory, the beginning of the names of its files, such as 'train'.
-      template: as data.template.
-      system_prompt: instructions before the questions of this source; 'auto' takes data.system_prompt, and if that is
+      path: an embedded task or a file of records, as data.path takes it.
+      name: name of the source in tables, and in the field `dataset` of its records. '' stands for the last part of the
+        path up to its first dot.
+      weight: share of the prompts that are drawn from this source, relative to the other sources' weights. Either all
+        sources have a weight or none has; without weights every record of the mixture is drawn equally often.
+      count: number of the source's records that are used, chosen by data.seed; None uses all.
+      fraction: share of the source's records that are used, chosen by data.seed; None uses all.
+      split: beginning of the names of the files to read, such as 'train', where `path` is a directory.
+      template: form of this source's prompts, as data.template takes it; '' takes data.template.
+      system_prompt: instructions before the questions of this source. 'auto' takes data.system_prompt; if that is
         'auto' as well, the functions that score the records of this source decide.
-      question_field, answer_field: as in `data`.
-      reward: reward functions of its records, instead of reward.fns.
-      group: what its records have in the field `group`: rewards and evaluations are also told of the records of each
+      question_field, answer_field: names of the fields with the question and the answer in this source's records; ''
+        takes the name in `data`.
+      reward: reward functions that score the samples of this source, instead of reward.fns.
+      group: value of the field `group` in this source's records. Rewards and evaluations are also reported for each
         group alone.
-      hint: as data.hint.
-      env: what its records have in the field `env`: an environment of env.others; '' for env.environment.
-      grpo: what differs of the section grpo for samples of its records, such as {'teacher_coef': 1.0}: weights of the
-        loss's components, the loss and the advantage (docs/algorithms.md).
-      transforms: what is done to its records, in this order, before they are used.
+      hint: text that only a teacher reads behind the question, as data.hint takes it; '' takes data.hint.
+      env: name of the environment in env.others in which samples of this source act; '' takes env.environment.
+      grpo: settings of the section grpo that differ for samples of this source, such as {'teacher_coef': 1.0}: weights
+        of the loss's components, the loss and the advantage (docs/algorithms.md).
+      transforms: steps that change or drop the source's records before they are used, in this order.
     """
 
     path: str
@@ -78,13 +80,13 @@ class SourceConfig:
 
     @property
     def label(self) -> str:
-        """The name, or what stands for it."""
+        """The source's name: `name`, or the name that its path gives."""
         last = self.path.rstrip("/").rsplit("/", 1)[-1].partition(".")[0].removeprefix("hf:").partition(":")[0]
         return self.name or last.strip("*-_") or self.path
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields that its records get."""
+        """The fields that these settings add to the source's records."""
         given = {"group": self.group, "env": self.env, "reward_fns": list(self.reward)}
         return {name: value for name, value in given.items() if value}
 
@@ -92,31 +94,33 @@ class SourceConfig:
 @section("data")
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Settings of the source of prompts: file or generator, template, order.
+    """Settings of a job's records: where they come from, how they become prompts, and in which order.
 
     Attributes:
-      path: an embedded task, 'problems' or 'sums', or a file (see podrl.data.sources.read); '' where there are sources.
-      sources: a mixture, instead of `path`.
-      eval_path: a file of held-out records; '' holds out a part of `path`.
-      eval_fraction: share of the questions of `path` that is held out where `eval_path` is ''. An embedded task
-        always holds out its own tenth.
-      question_field: the record's field with the question; a record may ask by 'prompt' or 'messages' instead, as
-        podrl.data.shape says.
-      answer_field: the record's field with the answer, which only some rewards need; of a GSM8K solution, what follows
-        '####'.
+      path: an embedded task, 'problems' or 'sums', or a file of records (see podrl.data.sources.read). '' if `sources`
+        is set.
+      sources: sources of a mixture, used instead of `path`.
+      eval_path: file of held-out records; '' holds out a part of `path`.
+      eval_fraction: share of the questions of `path` that is held out if `eval_path` is ''. An embedded task always
+        holds out its own tenth.
+      question_field: name of the record's field with the question. A record may ask in the field 'prompt' or
+        'messages' instead (docs/data.md).
+      answer_field: name of the record's field with the answer, which only some rewards need. The answer of a GSM8K
+        solution is the text behind '####'.
       system_prompt: instructions before the question; '' for none. 'auto' is none, unless a reward function that
         scores the records of a file reads the reference tags ('answer', 'exact_format', ...): then 'auto' is the text
         that asks for these tags.
-      hint: what a teacher alone reads behind the question, with names of the record's fields in braces, as in 'The
-        answer is {answer}.'; with {prompt} it stands in place of the question. '' for none.
-      template: 'chat' for the model's own turns, 'plain' for a model without a chat template.
-      seed: of the shuffling, and of an embedded task's problems.
-      shuffle: new order every epoch; False keeps the order of the file.
-      long_prompts: what happens to a prompt longer than rollout.max_prompt_length: 'skip' (counted) or 'error'.
-      size: problems of an embedded task in an epoch.
-      cache: directory, local or gs://, of what reading large files found and of transformed records; 'auto' is one
-        under ~/.cache, '' keeps nothing.
-      curriculum: the choice of prompts by how often their samples pass.
+      hint: text behind the question that only a teacher reads, with names of the record's fields in braces, such as
+        'The answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
+      template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without one.
+      seed: seed of the shuffling, and of an embedded task's problems.
+      shuffle: whether every epoch has a new order; False keeps the order of the file.
+      long_prompts: treatment of a prompt longer than rollout.max_prompt_length: 'skip' leaves it out and counts it,
+        'error' ends the run with an error.
+      size: number of an embedded task's problems in an epoch.
+      cache: directory, local or gs://, that keeps transformed records and the results of reading large files. 'auto'
+        is a directory under ~/.cache; '' keeps nothing after the run.
+      curriculum: choice of prompts by how often their samples pass.
     """
 
     path: str = PROBLEMS
@@ -144,16 +148,16 @@ class DataConfig:
 
     @property
     def hinted(self) -> bool:
-        """True where a teacher reads a hint of some records."""
+        """True where some source has a hint for a teacher."""
         return any(single.hint for single in self.singles())
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Groups of the sources, in their order."""
+        """The names of the sources' groups, each once, in the order of the sources."""
         return tuple(dict.fromkeys(source.group for source in self.sources if source.group))
 
     def singles(self) -> "Sequence[DataConfig]":
-        """The settings of each source alone, or these where there is no mixture."""
+        """The settings of each source as a job's only source; these settings themselves where there is no mixture."""
         return [self._single(source) for source in self.sources] or [self]
 
     def _single(self, source: SourceConfig) -> "DataConfig":

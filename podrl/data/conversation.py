@@ -1,10 +1,10 @@
-"""A conversation as its chat template writes it, and which parts of that text a model is to learn.
+"""Renders a conversation by its chat template, and finds the parts of the text that a model is to learn.
 
-The text is the template's rendering of the whole conversation. Where the template marks generations, its marks say what
-is learned. Elsewhere the parts are found by comparing renderings: a turn of the assistant begins where the prompt for
-that turn ends, and ends with the mark that the template writes behind the turn. A template may write a turn otherwise
-once other turns follow, as templates that drop the thoughts of earlier turns do: what the whole rendering shows is
-learned.
+The text is the template's rendering of the whole conversation. If the template marks the model's words by
+{% generation %}, these marks say which parts are learned. Otherwise the parts are found by comparing renderings: a turn
+of the assistant begins where the prompt for that turn ends, and ends with the end mark that the template writes behind
+the turn. A template may write a turn differently once other turns follow; for example, some templates drop the thoughts
+of earlier turns. The model then learns the turn as the rendering of the whole conversation shows it.
 """
 
 import functools
@@ -24,9 +24,10 @@ from podrl.runtime import plain
 from podrl.types import Prompts
 
 _log = logging.getLogger(__name__)
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the names under which templates read thoughts
-_MOST = 256  # characters of a turn's header, of what a template writes before its words, and of the mark behind it
-_ASK = {"role": "user", "content": "ask"}  # stands before a turn where a template demands a question
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the fields from which templates read thoughts
+# The most characters of a turn's header, of the text between the header and the turn's words, and of its end mark.
+_MOST = 256
+_ASK = {"role": "user", "content": "ask"}  # stands before a turn if the template demands a question there
 
 
 def render(
@@ -35,13 +36,13 @@ def render(
     """Renders a conversation as text, and makes sure that the text holds every message.
 
     Args:
-      tokenizer: its chat template writes the text.
+      tokenizer: tokenizer whose chat template writes the text.
       messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
       tools: schemas of the functions that the model may call; None for the tokenizer's own.
       add_generation_prompt: whether to end with the opening of the model's turn.
 
     Raises:
-      ValueError: the template refuses the messages, or passes one over; names the message.
+      ValueError: the template refuses the messages, or leaves one out; names the message.
     """
     writing = _Writing(tokenizer, messages, tools)
     return writing.write(writing.messages, add_generation_prompt=True) if add_generation_prompt else writing.whole
@@ -50,19 +51,19 @@ def render(
 def parts(
     tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Tools | None = None, first: int = 0
 ) -> list[Part]:
-    """Renders a conversation as parts that join to the template's text; the assistant's turns are learned.
+    """Renders a conversation as parts whose texts join to the template's text; the assistant's turns are learned.
 
-    The last part `ends` where it is the assistant's and the template writes no end mark behind it.
+    The last part has `ends` set if it is a turn of the assistant behind which the template writes no end mark.
 
     Args:
-      tokenizer: its chat template writes the text.
+      tokenizer: tokenizer whose chat template writes the text.
       messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
       tools: schemas of the functions that the model may call; None for the tokenizer's own.
-      first: index of the first message that may be learned; the assistant's turns before it are given.
+      first: index of the first message that may be learned; the assistant's turns before it are not learned.
 
     Raises:
-      ValueError: the template refuses the messages, passes one over, or writes one so that it cannot be found; names
-        the message.
+      ValueError: the template refuses the messages, leaves one out, or writes a turn so that it cannot be found in the
+        text; names the message.
     """
     writing = _Writing(tokenizer, messages, tools)
     turns = [i for i, message in enumerate(messages) if i >= first and shape.is_learned(message)]
@@ -101,7 +102,7 @@ def parts(
 
 
 def _thoughts(message: Message) -> str:
-    """What a turn of the assistant thinks, by its own field or within its words; '' for nothing."""
+    """Returns the thoughts of an assistant's turn, from a field of their own or from its content; '' for none."""
     within = str(message.get("content")).partition("</think>")
     thoughts = next((message[name] for name in _REASONING if message.get(name)), within[0] if within[1] else "")
     return thoughts.rpartition("<think>")[2].strip()
@@ -118,7 +119,7 @@ def _say_dropped(directory: str) -> None:
 
 
 class _Span(NamedTuple):
-    """Characters of the whole text that are learned, from `start` to `end`; `open` where no end mark is among them."""
+    """Characters of the whole text that are learned, from `start` to `end`; `open` if they hold no end mark."""
 
     start: int
     end: int
@@ -126,22 +127,23 @@ class _Span(NamedTuple):
 
 
 class _Writing:
-    """The renderings of one conversation.
+    """The renderings of one conversation, and the places of its turns in the rendering of the whole.
 
     Attributes:
       messages: the conversation, in a form that the template writes in full.
-      whole: the template's rendering of all messages.
+      whole: text of all messages, as the template renders them.
     """
 
     def __init__(self, tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None) -> None:
         """Finds a form of the messages that the template writes in full.
 
         Raises:
-          ValueError: there is none; what is wrong with the messages as they were given.
+          ValueError: there is no such form; says what is wrong with the messages as they were passed.
         """
         self._tokenizer = tokenizer
         self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)
         said = _json((messages, tools or tokenizer.tools))
+        # A word that occurs in no message: wherever a rendering holds it, the template wrote what it stands for.
         self._word = next(word for n in range(len(said)) if (word := f"zq{n}x") not in said)
         fault: ValueError | None = None
         for self.messages in _forms([_given(message) for message in messages]):
@@ -164,7 +166,7 @@ class _Writing:
                 )
 
     def fault(self, i: int, why: str) -> ValueError:
-        """Makes the error about a message that the template does not write as it must."""
+        """Makes the error about message `i`, which the template does not write as it must; `why` says how."""
         return ValueError(
             f"messages[{i}] ({self.messages[i]['role']}): the chat template of {self._tokenizer.directory} {why}. The "
             f"message is {_json(self.messages[i])[:200]}. Change the message, or give the model a chat_template.jinja "
@@ -172,12 +174,12 @@ class _Writing:
         )
 
     def marked(self) -> list[_Span]:
-        """Returns the parts that the template itself marks as generations; none where it has no usable marks."""
+        """Returns the parts that the template itself marks as the model's words; none if it has no usable marks."""
         opens, closes = f"{self._word}o", f"{self._word}c"
         text = self.write(self.messages, add_generation_prompt=False, marks=(opens, closes))
         pieces = re.split(f"({opens}|{closes})", text)
         if "".join(piece for piece in pieces if piece not in (opens, closes)) != self.whole:
-            return []  # the template works on the marked text, as `trim` does
+            return []  # the template changes the text inside the marks, as its filter `trim` does
         spans, at, start = [], 0, 0
         for piece in pieces:
             if piece == opens:
@@ -192,7 +194,7 @@ class _Writing:
         """Finds the assistant's turn at index i in the whole text, its end mark included.
 
         Raises:
-          ValueError: it cannot be found.
+          ValueError: the turn cannot be found.
         """
         before = self._before(i)
         prompt = self.write(before, add_generation_prompt=True)
@@ -204,8 +206,8 @@ class _Writing:
             headers = self._headers(before, prompt)
             opened = self._start(i, prompt, headers, alone, before, [])
             start = self._start(i, prompt, headers, self.whole, self.messages[:i], self.messages[i + 1 :])
-        # Gemma 4's prompt opens no turn behind an output, where the whole text has a header. Falcon's header begins
-        # with a line's end, unless it is the first.
+        # Behind the output of a tool, Gemma 4's prompt opens no turn, although the whole text has a header there.
+        # Falcon's header begins with a line feed, unless it is the first header of the text.
         if not prompt.endswith(self._header):
             opened, start = (
                 at + max(len(header) * text.startswith(header, at) for header in (self._header, self._header.lstrip()))
@@ -217,7 +219,10 @@ class _Writing:
         return span
 
     def _check_alone(self, i: int, span: "_Span") -> None:
-        """Raises ValueError where the span of the turn at index i reaches into the words of a message beside it."""
+        """Raises ValueError if the span of the turn at index i reaches into the words of a message beside it.
+
+        To find where the words of a neighbouring message begin or end in the text, one character of them is changed.
+        """
         for k in (i - 1, i + 1):
             words = self.messages[k].get("content") if 0 <= k < len(self.messages) else None
             if not words or self.messages[k]["role"] == "assistant":
@@ -239,7 +244,7 @@ class _Writing:
         return prompt[_shared(asked, prompt) :]
 
     def _before(self, i: int) -> Sequence[Message]:
-        """Takes the messages before index i, and a question where the template demands one before a model's turn."""
+        """Returns the messages before index i, and a question if the template demands one before the model's turn."""
         try:
             self.write(self.messages[:i], add_generation_prompt=True)
         except ValueError:
@@ -247,9 +252,9 @@ class _Writing:
         return self.messages[:i]
 
     def _headers(self, before: Sequence[Message], prompt: str) -> Mapping[int, str]:
-        """Finds where the header of a turn may end in the turn's prompt, and by what text the end is known.
+        """Finds the places in a turn's prompt where its header may end, and the text by which to find each again.
 
-        Behind the header a prompt may have tags or special tokens, such as those that open a thought, or white space.
+        A prompt may have white space, tags or special tokens behind the header; some of them open a thought.
 
         Returns:
           {end of the header: its last special token or its last line that is not empty, whichever is shorter}.
@@ -275,16 +280,16 @@ class _Writing:
     ) -> int:
         """Finds where the words of the turn at index i begin in a rendering that does not begin with the turn's prompt.
 
-        A rendering in which a word of our own stands for the words of the turn shows the header. Between the header and
-        the words the template may write something more, such as Mistral's space.
+        The messages are rendered again with a made-up word in place of the turn's words: the header is in the text
+        before this word. Between the header and the words the template may write more, such as Mistral's space.
 
         Args:
           i: index of the turn.
           prompt: rendering of the messages before the turn, with the opening of the model's turn.
-          headers: see `_headers`.
+          headers: result of `_headers` for this prompt.
           text: rendering of `before`, the turn, and `behind`.
           before: messages before the turn.
-          behind: messages behind it.
+          behind: messages behind the turn.
         """
         given = self.messages[i]
         message = {key: value for key, value in given.items() if key not in _REASONING} | {"content": self._word}
@@ -310,14 +315,14 @@ class _Writing:
 
         Args:
           i: index of the turn.
-          alone: the turn's words and what follows them, where the turn is the last one.
-          start: the place in the whole text at which the turn's words begin.
+          alone: text from the beginning of the turn's words on, in a rendering in which the turn is the last one.
+          start: index in the whole text at which the turn's words begin.
         """
         if not alone:
             raise self.fault(i, "writes nothing of the turn")
         mark, closing = self._ending
         said = alone.removesuffix(closing)
-        if mark is None or self.messages[i].get("tool_calls"):  # calls may end otherwise
+        if mark is None or self.messages[i].get("tool_calls"):  # a turn with calls may have another end mark
             mark = next((said[a:b] for a, b in self._tokenizer.special_spans(said) if b == len(said)), "")
         said = said.removesuffix(mark)
         whole = self.whole[start:]
@@ -328,19 +333,20 @@ class _Writing:
         if behind and behind[0][0] == 0:
             end = stop + behind[0][1]
             found, rest = whole[stop:end], whole[end : end + _MOST].lstrip()
-            # A header behind a turn without a mark is no mark, unless a model ends its turns by writing that.
+            # A special token behind a turn without a mark opens the next header and is no end mark, unless it is one of
+            # the model's end tokens.
             other = bool(mark) and any(a == 0 for a, _ in self._tokenizer.special_spans(rest))
             if found == mark or other or self._tokenizer.token_id(found) in self._tokenizer.eos_ids:
                 return _Span(start, start + end)
         return _Span(start, start + stop, open=not mark)
 
     def _stop(self, i: int, said: str, start: int) -> int:
-        """Number of characters of the turn at index i in the whole text, which has a part of it only.
+        """Counts the characters of the turn at index i in the whole text, which holds only a part of the turn.
 
         Args:
           i: index of the turn.
-          said: the turn's words, where the turn is the last one.
-          start: the place in the whole text at which the turn's words begin.
+          said: the turn's words, as the template writes them where the turn is the last one.
+          start: index in the whole text at which the turn's words begin.
         """
         message, whole = self.messages[i], self.whole[start:]
         content = message.get("content", "")
@@ -350,7 +356,8 @@ class _Writing:
             head, _, tail = text.partition(self._word)
             if head + tail == self.whole and len(head) >= start:
                 return len(head) - start
-        # A turn that calls ends at the special token up to which most of its end is there, its last call at least.
+        # A turn with calls ends at a special token: the one before which the text has the most of the turn's end, or
+        # else the first one behind the turn's last call.
         called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
         last = said[max(0, *(said.rfind(name) for name in called[-1:])) :] if called else said
         places = [place for place, _ in self._tokenizer.special_spans(whole[: len(said) + _MOST])]
@@ -364,8 +371,8 @@ class _Writing:
     def _ending(self) -> tuple[str | None, str]:
         """The text that the template writes after the words of a last turn: (end mark, text after the mark).
 
-        The mark is the special token that ends the turn, the last one where two do; '' where there is none, and None
-        where the template takes no such turn.
+        The mark is the special token that ends the turn, or the last one of adjacent tokens that end it. It is '' if
+        the template writes no mark, and None if the template refuses a conversation of a question and an answer.
         """
         said = [_ASK, {"role": "assistant", "content": self._word}]
         try:
@@ -375,7 +382,8 @@ class _Writing:
         last, earlier = (text.partition(self._word)[2] for text in (last, earlier))
         shared, mark, ends, closing = _shared(last, earlier), "", 0, ""
         for start, end in self._tokenizer.special_spans(last):
-            # Behind other text it is no mark, as where a prompt is always written; nor is what only a last turn has.
+            # A special token behind other text is no mark: some templates always write the next prompt. Nor is a token
+            # that only a last turn has.
             if mark and (start > ends or ends <= shared < end):
                 break
             mark, ends = last[start:end], end
@@ -383,7 +391,10 @@ class _Writing:
         return mark, closing
 
     def _check_written(self) -> None:
-        """Raises ValueError where the template passes a message or a call over, or writes arguments as text in text."""
+        """Raises ValueError if the template leaves out a message or a call, or quotes a call's arguments as a text.
+
+        Made-up words are put into every message and call, and are looked for in the rendering.
+        """
         probe: list[Message] = []
         words: list[tuple[int, str, Sequence[str]]] = []
         for i, message in enumerate(self.messages):
@@ -406,7 +417,7 @@ class _Writing:
 
 
 def _given(message: Message) -> Message:
-    """A message without what is None or no call, its thoughts under every name that templates read."""
+    """Copies a message without empty calls and fields that are None, its thoughts under both names of templates."""
     kept = _without_none(message)
     if calls := kept.pop("tool_calls", None):
         kept["tool_calls"] = [_with(_without_none(call), _without_none(_function(call))) for call in calls]
@@ -419,7 +430,10 @@ def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """The forms in which templates take calls: arguments as an object or as JSON text, no words as '' or as None."""
+    """Yields the messages in every form that templates may expect of calls.
+
+    Arguments are an object or JSON text. The content of a turn without words is absent, '' or None.
+    """
     yield messages
     if not any("tool_calls" in message for message in messages):
         return
@@ -446,14 +460,14 @@ def _with(call: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _called(call: Mapping[str, Any], word: str) -> Mapping[str, Any]:
-    """A call with words of our own for its name and arguments."""
+    """Returns a call with made-up words for its name and arguments."""
     function = {**_function(call), "name": f"{word}n"}
     if "arguments" in function:
         arguments = {f"{word}k": f"{word}v"}
         function["arguments"] = _text(arguments) if isinstance(function["arguments"], str) else arguments
     made = dict(_with(call, function))
     name = _function(call).get("name")
-    if isinstance(made.get("id"), str) and name:  # Kimi writes no name but that in the id
+    if isinstance(made.get("id"), str) and name:  # Kimi's template writes a call's name only as part of its id
         made["id"] = made["id"].replace(name, function["name"])
     return made
 
@@ -475,7 +489,7 @@ def _json(value: Any) -> str:
 
 
 def _shared(a: str, b: str) -> int:
-    """Number of characters that two texts share at their beginning."""
+    """Counts the characters that two texts share at their beginning."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -484,7 +498,7 @@ def _shared(a: str, b: str) -> int:
 
 
 def _shared_end(a: str, b: str) -> int:
-    """Number of characters that two texts share at their end."""
+    """Counts the characters that two texts share at their end."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -493,7 +507,7 @@ def _shared_end(a: str, b: str) -> int:
 
 
 def _is_cut(text: str, of: str) -> bool:
-    """True where a text is another one without a stretch of it, or all of it."""
+    """True if `text` is equal to `of`, or to `of` without one stretch of characters."""
     return len(text) <= len(of) and _shared(text, of) + _shared_end(text, of) >= len(text)
 
 
@@ -505,24 +519,24 @@ def prompt(
     form: template.Form,
     question_field: str = shape.QUESTION,
 ) -> Part:
-    """Renders a record as the text that the model goes on from.
+    """Renders a record as the text that the model continues.
 
     Args:
-      record: `messages`, or a `prompt` that is a list, are put by the model's chat template, with the schemas in
-        `tools` where the job has no tools; a `prompt` of text is used as it is; a question is wrapped as
-        `template.wrap` does.
+      record: record that asks. The chat template renders its `messages`, or a `prompt` that is a list, with the
+        schemas in its field `tools` if the job has no tools. A `prompt` of text is used as it is. A question is
+        wrapped by `template.wrap`.
       tokenizer: the model's tokenizer, whose chat template is used.
       system: instructions before a question; '' for none.
-      form: how a question is wrapped: as a turn of the chat template, or as plain text.
-      question_field: see `podrl.data.shape.asked`.
+      form: form of a wrapped question: 'chat' for a turn of the chat template, 'plain' for plain text.
+      question_field: name of the field with the question; podrl.data.shape.asked says which field asks.
 
     Raises:
-      ValueError: the model's chat template drops what is asked.
+      ValueError: the model's chat template refuses the conversation, or its rendering lacks a message or the question.
     """
     name = shape.asked(record, question_field)
     value = record[name]
     if isinstance(value, list):
-        tools = None if tokenizer.tools else shape.schemas(record)  # those of the job are offered in every prompt
+        tools = None if tokenizer.tools else shape.schemas(record)  # every prompt offers the job's tools if it has some
         return Part(render(tokenizer, shape.conversation(record, name), tools=tools), rendered=True)
     if name == "prompt" and question_field != "prompt":
         return Part(value)
@@ -542,13 +556,14 @@ def prompts_of(
     """Makes prompts of plain texts and of conversations.
 
     Args:
-      given: a text, or a list of messages, for each prompt. Messages are put by the chat template.
+      given: prompts, each a text or a list of messages; the chat template renders messages.
       tokenizer: the model's tokenizer, whose chat template is used.
-      max_length: the most tokens that a prompt may have.
-      chat: whether a text is a user's turn of a conversation; else it is what the model goes on from.
+      max_length: most tokens that a prompt may have.
+      chat: whether a text is a user's turn, which the chat template renders; if False, the model continues the text
+        itself.
 
     Raises:
-      ValueError: what is neither text nor messages, or a prompt of more than `max_length` tokens.
+      ValueError: a prompt is neither a text nor messages that can be rendered, or has more than `max_length` tokens.
     """
     if isinstance(given, str):
         raise ValueError(f"The prompts are the text {given[:80]!r}: give a list of texts or of conversations.")

@@ -1,4 +1,4 @@
-"""A stream whose records are chosen by their pass rates: the walk of a plain stream, and pools beside it."""
+"""A stream that chooses records by their pass rates: most come in a shuffled order, some from pools beside it."""
 
 import bisect
 import itertools
@@ -19,14 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 class ChosenStream(Stream[Item], Generic[Item]):
-    """A stream that passes records over, and brings some back, as a curriculum says.
+    """A stream that leaves records out, and draws others more often, as a curriculum says.
 
-    Every source is walked in an order of its own that is new in every epoch. Records of closed pools are passed over;
-    those of pools with a share are drawn besides, the one first that was visited longest ago. Sources keep their
-    weights. What the stream draws for a batch is a function of its position and of the curriculum's table.
+    The stream walks every source in an order of its own, which is new in every epoch, and skips the records of closed
+    pools. From a pool with a share it draws records beside the walk; the record that was visited longest ago comes
+    first. Sources keep their weights. The records of a batch are a function of the stream's position and of the
+    curriculum's table.
     """
 
-    _chooses = True
+    _chooses = True  # restore() refuses the state of a stream without a curriculum
 
     def __init__(
         self,
@@ -38,20 +39,22 @@ class ChosenStream(Stream[Item], Generic[Item]):
         curriculum: Curriculum,
         tools: str = "",
     ) -> None:
-        """Starts at the first record; arguments as of Stream, and the pass rates."""
+        """Starts at the first record; `curriculum` has the pass rates, and the other arguments are those of Stream."""
         super().__init__(source, prepare, shuffle_seed, limit, tools=tools)
         self._weights = list(source.weights) if isinstance(source, Mixed) else [1.0]
         self.curriculum = curriculum
-        self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))  # numbers of first records
+        # A record's number counts through all sources; this lists the number of each source's first record.
+        self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))
         self._walks = [_Walk(len(one), shuffle_seed, k) for k, one in enumerate(self._sources)]
-        self._drawn_of = [0] * len(self._sources)  # by source
-        self._wanted_of = [[0] * (1 + len(curriculum.config.shares)) for _ in self._sources]  # the walk, then pools
-        self._first, self._ids = 0, []  # records of the newest batches, and the position of the first of them
+        self._drawn_of = [0] * len(self._sources)  # items decided so far, by source
+        # Items decided so far, by source: of the walk, then of each pool with a share.
+        self._wanted_of = [[0] * (1 + len(curriculum.config.shares)) for _ in self._sources]
+        self._first, self._ids = 0, []  # position of the first record in `_ids`; numbers of the newest batches' records
         self._brought_back = 0
-        self._long: list[set[int]] = [set() for _ in self._sources]  # records known to be too long
+        self._long: list[set[int]] = [set() for _ in self._sources]  # by source: records known to be too long
 
     def take(self, count: int) -> list[Item]:
-        """Returns the items of the next batch, which are as many every time.
+        """Returns the `count` items of the next batch; `count` must be the same in every call.
 
         Raises:
           ValueError: every record is too long.
@@ -68,7 +71,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         return items
 
     def state(self) -> bytes:
-        """Returns the stream's position, as JSON: without the pass rates, which are the curriculum's."""
+        """Returns the stream's position, as JSON. The pass rates are not in it: `Curriculum.memory` returns them."""
         own = {
             "walks": [walk.position for walk in self._walks],
             "drawn": self._drawn_of,
@@ -88,19 +91,23 @@ class ChosenStream(Stream[Item], Generic[Item]):
         self._first, self._ids, self._brought_back = own["first"], list(own["ids"]), own["brought_back"]
 
     def _place(self) -> tuple[int, int | None]:
-        """Decides the source of the next item, and the pool: None is the walk."""
+        """Decides where the next item comes from: (number of the source, pool; None for the source's walk)."""
         part = _behind(self._drawn_of, self._weights)
         shares = self.curriculum.config.shares
         wanted = _behind(self._wanted_of[part], [max(1.0 - sum(shares.values()), 0.0), *shares.values()])
         return part, [None, *shares][wanted]
 
     def walk(self, part: int, taken: Callable[[int], bool], closed: int) -> tuple[int, Item] | None:
-        """Returns the next record of a source's walk that is not taken; None where one round finds none.
+        """Returns the next record of a source's walk that may be drawn, and its item; None if there is no such record.
 
         Args:
           part: number of the source.
-          taken: True of records that are passed over.
-          closed: how many are; where that is all that are not too long, no walk is begun.
+          taken: says whether a record, by its number, must be skipped.
+          closed: number of the source's records that `taken` skips. If these and the records known to be too long are
+            all of the source, the result is None without a walk.
+
+        Raises:
+          ValueError: MOST_IN_A_ROW records in a row are too long.
         """
         walk, start = self._walks[part], self._starts[part]
         if closed + len(self._long[part]) >= len(walk):
@@ -119,28 +126,30 @@ class ChosenStream(Stream[Item], Generic[Item]):
             too_long.append(made)
             if len(too_long) == MOST_IN_A_ROW:
                 raise self.unfit(MOST_IN_A_ROW)
-        walk.position = position  # as if it were known already which are too long
+        # The walk stays where it was, as it does where the records that are too long are known from the start: a
+        # resumed run knows none of them, and must draw the same records.
+        walk.position = position
         return None
 
     def item(self, number: int) -> Item | TooLong:
-        """Prepares a record by its number."""
+        """Prepares a record, found by its number, for the batch that is being drawn."""
         part = self.part_of(number)
         return self.made(self.emitted, part, number - self._starts[part])
 
     def span(self, part: int) -> tuple[int, int]:
-        """The numbers of a source's records: the first, and the first of the next source."""
+        """Returns the range of the numbers of a source's records: (first number, last number + 1)."""
         return self._starts[part], self._starts[part + 1]
 
     def part_of(self, number: int) -> int:
-        """The source of a record."""
+        """Returns the number of the source that holds a record."""
         return bisect.bisect_right(self._starts, number) - 1
 
     def parts_from(self, part: int) -> list[int]:
-        """All sources, this one first."""
+        """Lists the numbers of all sources, `part` first."""
         return [part, *(k for k in range(len(self._sources)) if k != part)]
 
     def bring_back(self, pool: int) -> None:
-        """Counts a record that is drawn for want of others."""
+        """Counts, and reports at powers of ten, a record of `pool` that is drawn because no other record is left."""
         self._brought_back += 1
         if str(self._brought_back).rstrip("0") == "1":  # 1, 10, 100, ...
             _log.warning(
@@ -154,8 +163,12 @@ class ChosenStream(Stream[Item], Generic[Item]):
 class _Draw(Generic[Item]):
     """The choice of one batch's records.
 
+    It takes the step of every record's last visit (`last_N`; -1 before the first visit), every record's pool
+    (`pool_N`), the numbers of the records in batches whose results the curriculum's table lacks (`busy`), and the
+    number of records in the batch (`count`).
+
     Attributes:
-      chosen: numbers of the records so far.
+      chosen: numbers of the records chosen so far.
     """
 
     def __init__(
@@ -163,15 +176,15 @@ class _Draw(Generic[Item]):
     ) -> None:
         self.stream, self._last_N, self._pool_N = stream, last_N, pool_N
         self._closed = stream.curriculum.config.closed
-        self._needed = len(busy) + count  # one of so many may be drawn, unless it is too long
-        self._busy = _Away(self, busy)  # in batches whose results are not known, or in this one
-        self._mine = _Away(self, ())  # in this one
+        self._needed = len(busy) + count  # so many records of a pool are enough to find one that is not busy
+        self._busy = _Away(self, busy)  # records in batches whose results are not known, or in this batch
+        self._mine = _Away(self, ())  # records in this batch
         self._queues: dict[tuple[int, int], _Queue] = {}
         self._shut_of: dict[int, int] = {}
         self.chosen: list[int] = []
 
     def next(self, part: int, wanted: int | None) -> Item:
-        """Returns the next item: of a pool, else of the walk, else of what is left."""
+        """Returns the next item: from the wanted pool or the source's walk, else from whatever is left."""
         for number, item in self._offers(part, wanted):
             self.chosen.append(number)
             self._busy.add(number)
@@ -180,7 +193,7 @@ class _Draw(Generic[Item]):
         raise self.stream.unfit(2 * self.stream.records)
 
     def _offers(self, part: int, wanted: int | None) -> Iterator[tuple[int, Item]]:
-        """Lists what may be drawn, best first; only the first one is used."""
+        """Yields the records that may be drawn, and their items, best first; only the first of them is used."""
         stream, order = self.stream, self.stream.parts_from(part)
         if wanted is not None:
             yield from self._of_pool(part, wanted, self._busy)
@@ -218,12 +231,15 @@ class _Draw(Generic[Item]):
                     yield number, item
 
     def shut(self, number: int) -> bool:
-        """True of a record that has no turn of its own."""
+        """True if a record's pool is closed, so that the walk skips the record."""
         return self._pool_N[number] in self._closed
 
 
 class _Queue:
-    """Records by the step of their last visit, the oldest first, and by number; those behind are sorted if needed."""
+    """Yields the records of a pool, the one visited longest ago first, and by number where visits are equally old.
+
+    Only the first `needed` records are sorted at once; the rest is sorted when somebody gets that far.
+    """
 
     def __init__(self, ids_N: np.ndarray, last_N: np.ndarray, needed: int) -> None:
         self._ids_N, self._last_N, self._begun = ids_N, last_N, np.arange(0)
@@ -239,11 +255,11 @@ class _Queue:
 
 
 class _Away:
-    """Records that a batch is not to have.
+    """A set of records that a batch must not draw.
 
     Attributes:
-      numbers: of the records.
-      open_of: how many of them would have a turn, by source.
+      numbers: numbers of the records.
+      open_of: number of the records whose pool is not closed, by source.
     """
 
     def __init__(self, draw: _Draw[Any], numbers: Sequence[int]) -> None:
@@ -262,10 +278,10 @@ class _Away:
 
 
 class _Walk:
-    """An endless walk through the numbers below `size`, in a new order every epoch.
+    """An endless walk through the numbers below `size`: in a new order every epoch, or rising if `seed` is None.
 
     Attributes:
-      position: numbers given out so far.
+      position: count of the numbers that the walk has returned.
     """
 
     def __init__(self, size: int, seed: int | None, part: int) -> None:
@@ -289,7 +305,7 @@ class _Walk:
 
 
 def _behind(counts: list[int], weights: Sequence[float]) -> int:
-    """Counts one more for the kind that is furthest behind its weight, and returns it."""
+    """Returns the index whose count is furthest below its share of the weights, and raises this count by 1."""
     whole, done = sum(weights), sum(counts) + 1
     chosen = max(range(len(counts)), key=lambda k: (weights[k] / whole * done - counts[k], -k))
     counts[chosen] += 1

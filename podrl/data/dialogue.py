@@ -1,36 +1,40 @@
-"""Observations as tokens behind a model's words, and the strings at which its turns end as an engine can find them."""
+"""Encodes the observations that follow a model's words, and sorts stop strings into texts and special tokens."""
 
 import functools
 from collections.abc import Mapping, Sequence
 
 from podrl.data.tokenizer import ORDINARY, Tokenizer
 
-# Stands for the model's words where a template is asked what it writes behind them. Templates that drop a model's
-# thoughts from earlier turns show it on these.
+# Stands for the model's words in renderings that show what a template writes behind them. The words hold a thought, so
+# that a template which drops thoughts from earlier turns is noticed.
 _WORDS = "<think>\nfirst\n</think>\n\nthen"
-# Stand on both sides of a text where a template is asked what it makes of it; of Unicode's private use.
+# Two characters of Unicode's private use. They stand around a text in a rendering, to find the text again.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
 
 class Dialogue:
-    """Encodes what is added to a sample after the model's words; sampled tokens are never encoded again."""
+    """Encodes the text that is added to a sample after the model's words; sampled tokens are never encoded again."""
 
     def __init__(self, tokenizer: Tokenizer):
-        """Of a tokenizer; its chat template is read when the first turn is made of it."""
+        """Keeps the tokenizer; its chat template is examined when the first turn of the template is encoded."""
         self.tokenizer, self.decode = tokenizer, tokenizer.decode
 
     def encode(self, text: str | Sequence[str], role: str = "raw", *, last: int | None = None) -> list[int]:
-        """Tokens of an observation, encoded alone; special tokens written in its text stay text.
+        """Encodes an observation on its own; special tokens written in its text stay text.
 
         Args:
-          text: the observation; several become messages of their own where the role is a tool's.
-          role: 'raw' for the text as it is; 'user' or 'tool' for a turn of the chat template behind the end of the
-            model's turn, and the opening of the model's next one.
-          last: the sample's last token: the end of the model's turn is not written again where it is that; None for
-            one that is not special.
+          text: text of the observation, or several texts. If the role is 'tool' and the template knows tools, each text
+            is a message of its own; else they are joined by an empty line.
+          role: 'raw' for the text alone; 'user' or 'tool' for the end of the model's turn, a turn of the chat template
+            with the text, and the opening of the model's next turn.
+          last: id of the sample's last token; None for a token that is not special. If it is an end token of the model,
+            the end of the model's turn is not written again.
+
+        Returns:
+          Token ids of the observation, without the sample's last token.
 
         Raises:
-          ValueError: a role that the chat template does not give.
+          ValueError: no turn of this role can follow a model's words in the chat template.
         """
         texts = [text] if isinstance(text, str) else list(text)
         if role == "raw" or (role := self._role(role)) == "user":
@@ -43,7 +47,7 @@ class Dialogue:
         mark = "" if last is None else self.tokenizer.token_text(last)
         if mark and last in self.tokenizer.eos_ids:
             written[0] = written[0].removeprefix(mark)
-        tokens = [ORDINARY if last is None else last]  # the sample's own, which is cut off
+        tokens = [ORDINARY if last is None else last]  # the sample's last token, which the return cuts off
         tokens += self.tokenizer.encode(written[0], behind=tokens[-1])
         for inside, after in zip(given, written[1:], strict=True):
             tokens += self.tokenizer.encode_plain(inside, behind=tokens[-1])
@@ -51,10 +55,11 @@ class Dialogue:
         return tokens[1:]
 
     def stops(self, strings: Sequence[str]) -> tuple[tuple[str, ...], Mapping[int, str]]:
-        """Stop strings as (those that are text, those that are one special token, by its id).
+        """Sorts stop strings: (strings that are text, strings that are one special token by the token's id).
 
         Raises:
-          ValueError: a string that holds a special token beside other text: decoded text never contains it.
+          ValueError: a string holds a special token and other text: decoded text has no special tokens, so it never
+            contains such a string.
         """
         texts, ids = [], {}
         for string in strings:
@@ -75,15 +80,16 @@ class Dialogue:
         """Refuses a chat template in which no turn of a role can follow a model's words.
 
         Raises:
-          ValueError: there is none, or it writes a model's earlier turns otherwise than they were.
+          ValueError: the tokenizer has no chat template, the template refuses the turn, or it rewrites the model's
+            earlier turns.
         """
         self._role(role)
 
     def check_tags(self, tags: Sequence[str]) -> None:
-        """Refuses tags that are special tokens: they are no text of a completion, and none of an observation.
+        """Refuses tags that hold special tokens, because completions and observations are read without special tokens.
 
         Raises:
-          ValueError: names the tag and the token.
+          ValueError: a tag holds a special token; names the tag.
         """
         for tag in tags:
             if self.tokenizer.holds_special(tag):
@@ -98,7 +104,11 @@ class Dialogue:
 
     @functools.lru_cache  # noqa: B019 - one per tokenizer, of two roles
     def _role(self, role: str) -> str:
-        """The role under which the template takes a turn; a tool's is a user's where it knows no tools."""
+        """Returns the role under which the template writes a turn: 'user' for a tool's turn if it knows no tools.
+
+        Raises:
+          ValueError: the template refuses the role, or rewrites the model's earlier turns.
+        """
         ask = {"role": "user", "content": "ask"}
         said = {"role": "assistant", "content": _WORDS}
         try:
@@ -110,10 +120,10 @@ class Dialogue:
             if role != "tool":
                 raise
             return self._role("user")
-        if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the role is passed over
+        if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the template leaves the tool's turn out
             return self._role("user")
-        # White space between given turns may differ, as in Hermes' form: what the sample was given stays in it.
-        # A prompt may open the thought with which the model's words then go on.
+        # The two renderings may differ in the white space between turns, as in Hermes' form: a sample keeps the tokens
+        # that it was given first. A prompt may end with the opening of a thought, which the model's words continue.
         given, words = _packed(once), _packed(_WORDS)
         opened = next(n for n in range(len(words), -1, -1) if given.endswith(words[:n]))
         if again.count(_WORDS) != 2 or not _packed(again).startswith(given + words[opened:]):
@@ -125,17 +135,20 @@ class Dialogue:
         return role
 
     def _behind(self, role: str, texts: Sequence[str]) -> str:
-        """Renders the chat template's text between the model's words and its next ones, with turns in between."""
+        """Renders the text that the chat template writes between the model's words and its next words.
+
+        Between them stands one turn of `role` for each of `texts`.
+        """
         turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": _WORDS}]
         whole = self.tokenizer.apply_chat_template([*turns, *({"role": role, "content": text} for text in texts)])
         return whole[whole.index(_WORDS) + len(_WORDS) :]
 
     def _around(self, role: str, texts: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Splits that rendering at the turns' texts: (what the template writes around them, the texts)."""
+        """Splits the rendering of `_behind`: (the template's text around the turns' texts, the turns' texts)."""
         texts = [text.replace(_OPEN, "").replace(_CLOSE, "") for text in texts]
         whole = self._behind(role, texts)
         written, given = [whole], []
-        for form in (str, str.strip):  # many templates strip a text, which the marks prevent
+        for form in (str, str.strip):  # many templates strip a text; with marks around it they would not
             parts = self._behind(role, [_OPEN + form(text) + _CLOSE for text in texts]).split(_OPEN)
             pairs = [part.partition(_CLOSE)[::2] for part in parts[1:]]
             written, given = [parts[0], *(after for _, after in pairs)], [inside for inside, _ in pairs]

@@ -1,8 +1,8 @@
-"""Problems written from seeds, endlessly: the same on every machine, with a tenth of them held out.
+"""Endless streams of problems written from a seed: the same on every machine, with a tenth of the problems held out.
 
-A kind of problem is a function that writes one from random draws. Two problems are the same where their keys are;
-those whose key hashes to 0 modulo 10 are held out, so that none of them differs from a training problem in its wording
-alone.
+A kind of problem is a function that writes a problem from random draws. Two problems are the same if their keys are
+equal. The problems whose key hashes to 0 modulo 10 are held out, so a held-out problem never differs from a training
+problem in its wording alone.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ _STREAM = {"train": 0, "held_out": 1}
 
 
 class Problem(Protocol):
-    """A question with what is known of its answer."""
+    """A question with its answer."""
 
     @property
     def key(self) -> str:
-        """The identity of a problem, without names and wording."""
+        """The identity of the problem: equal for problems that differ only in names and wording."""
         ...
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """'question', 'answer' and what else a record of the task has."""
+        """The fields of the problem's record: 'question', 'answer', and others that the task has."""
         ...
 
 
@@ -36,33 +36,33 @@ P = TypeVar("P", bound=Problem)
 
 
 class Draw:
-    """Draws from numpy's raw PCG64 words, whose sequence numpy keeps fixed for ever (its distributions may change)."""
+    """Random draws from numpy's raw PCG64 words, whose sequence numpy keeps fixed; its distributions may change."""
 
     def __init__(self, *key: int) -> None:
         self._bits = np.random.PCG64(np.random.SeedSequence(key))
 
     def between(self, low: int, high: int) -> int:
-        """An integer from low to high, both included."""
+        """Draws an integer from low to high, both included."""
         assert low <= high, (low, high)
         return low + int(self._bits.random_raw()) % (high - low + 1)
 
     def one(self, choices: Sequence[T]) -> T:
-        """One of the choices, each as likely."""
+        """Draws one of the choices, each with the same probability."""
         return choices[self.between(0, len(choices) - 1)]
 
     def two(self, choices: Sequence[T]) -> tuple[T, T]:
-        """Two different ones of the choices."""
+        """Draws two different elements of the choices, in random order."""
         first = self.between(0, len(choices) - 1)
         second = self.between(0, len(choices) - 2)
         return choices[first], choices[second + (second >= first)]
 
     def share(self) -> float:
-        """A number in [0, 1)."""
+        """Draws a number in [0, 1]; exactly 1 only by rounding, with a probability of 2**-54."""
         return self._bits.random_raw() / 2.0**64
 
 
 def held_out(key: str) -> bool:
-    """True for problems of the held-out tenth, which training never sees."""
+    """True for the keys of the held-out tenth of the problems, which training never sees."""
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_MODULUS == 0
 
@@ -71,22 +71,22 @@ class Generator(Generic[P]):
     """The problems that one function writes.
 
     Attributes:
-      reasoned: whether their answers have the reference format, in which reasoning comes first.
+      reasoned: whether the problems' answers have the reference format, in which reasoning comes first.
     """
 
     def __init__(self, write: Callable[[Draw], P], *, reasoned: bool = True) -> None:
         self._write, self.reasoned = write, reasoned
 
     def problem(self, split: Split, index: int, seed: int = 0) -> P:
-        """The problem at a position of an endless stream, in any order of access.
+        """Writes the problem at a position of an endless stream; positions may be read in any order.
 
         Args:
-          split: 'train' or 'held_out'; the two share no key.
-          index: position, 0 or more.
-          seed: another seed is another stream, with the same keys held out.
+          split: 'train' or 'held_out'; the two streams share no key.
+          index: position in the stream, 0 or more.
+          seed: seed of the stream. Every seed gives another stream, with the same keys held out.
 
         Raises:
-          ValueError: unknown split or negative index.
+          ValueError: the split is unknown or the index is negative.
         """
         if split not in _STREAM:
             raise ValueError(f"Split {split!r} does not exist: use 'train' or 'held_out'.")
@@ -99,7 +99,7 @@ class Generator(Generic[P]):
                 return candidate
 
     def distinct(self, split: Split, count: int, seed: int = 0) -> list[P]:
-        """The first `count` problems of a stream with different keys: a fixed evaluation set."""
+        """Returns the first `count` problems of a stream that have different keys: a fixed evaluation set."""
         chosen: dict[str, P] = {}
         index = 0
         while len(chosen) < count:
@@ -109,10 +109,10 @@ class Generator(Generic[P]):
         return list(chosen.values())
 
     def source(self, split: Split, size: int, seed: int = 0) -> "Problems[P]":
-        """The first `size` problems of a stream, as Grain reads them.
+        """Returns the first `size` problems of a stream, as a source with random access.
 
         Raises:
-          ValueError: a size of 0.
+          ValueError: `size` is below 1.
         """
         if size < 1:
             raise ValueError(f"A source of {size} problems is empty: data.size must be at least 1.")
@@ -120,7 +120,7 @@ class Generator(Generic[P]):
 
 
 class Problems(Generic[P]):
-    """A random-access source of the first problems of a stream."""
+    """The first problems of a stream, as a source with random access."""
 
     def __init__(self, generator: Generator[P], split: Split, size: int, seed: int) -> None:
         self._generator, self._size, self._seed = generator, size, seed

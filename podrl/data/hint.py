@@ -1,4 +1,4 @@
-"""The prompt that a teacher alone reads: a record's prompt with a hint that is made of the record's fields."""
+"""The prompt that only a teacher reads: a record's prompt with a hint that is made from the record's fields."""
 
 import re
 from collections.abc import Mapping
@@ -9,21 +9,22 @@ from podrl.runtime import plain
 
 TEACHER_PROMPT = "teacher_prompt"  # the field of a prompt that holds the token ids that its teacher reads instead
 _SLOT = re.compile(r"\{(\w+)\}")
-_ASKED = "prompt"  # the slot of what is asked
+_ASKED = "prompt"  # name of the slot that stands for the text of the question
 
 
 def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, question_field: str) -> shape.Record:
-    """Returns the record with a hint in what it asks: in its last user's turn, its prompt, or its question.
+    """Returns the record with a hint in the text that asks: its last user's turn, its prompt, or its question.
 
     Args:
-      record: what is asked, see podrl.data.shape.
-      fields: the fields that the hint may name, as reward functions get them.
-      hint: a text with names of fields in braces, which stands behind what is asked, after an empty line; with
-        `{prompt}` it stands in place of it.
-      question_field: see `shape.asked`.
+      record: record that asks (podrl.data.shape).
+      fields: fields that the hint may name, as reward functions get them.
+      hint: text with names of fields in braces. It is added behind the text that asks, after an empty line. A hint
+        with `{prompt}` replaces the text that asks, which is then filled in for `{prompt}`.
+      question_field: name of the field with the question; shape.asked says which field asks.
 
     Raises:
-      ValueError: the record lacks a field that the hint names, or it is no text.
+      ValueError: the record lacks a field that the hint names, the field holds no text, or the conversation has no
+        user's turn.
     """
     name = shape.asked(record, question_field)
     asks = record[name]
@@ -42,7 +43,8 @@ def _filled(asks: str, fields: Mapping[str, Any], hint: str) -> str:
         if name == _ASKED:
             return asks
         value = fields.get(name)
-        value = value[0] if isinstance(value, list | tuple) and value else value  # any of several answers is right
+        # Where several answers are right, the field is a list; the hint names the first answer.
+        value = value[0] if isinstance(value, list | tuple) and value else value
         if not shape.is_text(value):
             named = ", ".join((_ASKED, *fields))
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Streams of labelled answers: a prompt, an answer, and whether it is a good one, as batches of tokens."""
+"""Streams of labelled answers, as batches of tokens: a prompt, an answer, and whether the answer is a good one."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class LabelledBatch(SFTBatch):
     """B answers with labels, on the host.
 
     Attributes:
-      desirable_B: True where the answer is one to learn, False where it is one to avoid.
+      desirable_B: label of each answer: True for an answer to learn, False for an answer to avoid.
     """
 
     desirable_B: Bool[np.ndarray, " B"]
@@ -28,7 +28,7 @@ class LabelledBatch(SFTBatch):
     def unrelated(self) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"], Float[np.ndarray, "B T"]]:
         """Joins every prompt with the answer of the next example: (tokens, lengths, mask of the answer).
 
-        Where both are too long for a row, the end of the answer is cut off.
+        If prompt and answer together are longer than a row, the end of the answer is cut off.
         """
         B, T = self.tokens_BT.shape
         prompt_B = self.mask_BT.argmax(axis=1)
@@ -52,25 +52,26 @@ class LabelStream(Batches[_Labelled]):
     """An endless, exactly resumable stream of `LabelledBatch`.
 
     Attributes:
-      steps_per_epoch: batches that use as many answers as there are records.
+      steps_per_epoch: number of batches whose answers are as many as the records, at least 1.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, *, answers: int, max_length: int) -> None:
         """Starts at the first answer.
 
         Args:
-          data: where records come from. A file holds, in each record, the text 'completion', 'label' (true or false),
-            and before them either the text 'prompt', used as it is, or data.question_field, put into data.template.
-            'prompt' and 'completion' may be turns of a conversation, of which those of the completion are learned.
-            Where all records also have data.answer_field, the questions that an evaluation uses are left out.
-            'problems' is the embedded task: half of the answers have the reference form and are desirable, the others
-            are what a base model might write.
-          tokenizer: of the model that learns.
-          answers: of a batch.
-          max_length: tokens of prompt and answer; longer ones are left out, or an error, as data.long_prompts says.
+          data: settings of the records. Each record of a file holds the text 'completion', the 'label' (true or false)
+            and the question: either the text 'prompt', used as it is, or the field data.question_field, rendered as
+            data.template says. 'prompt' and 'completion' may be turns of a conversation; the assistant's turns of the
+            completion are learned. If all records also have data.answer_field, the questions that an evaluation uses
+            are left out. Of an embedded task such as 'problems', about half of the answers have the reference form and
+            are desirable; the others are answers that a base model might write.
+          tokenizer: tokenizer of the model that learns.
+          answers: number of answers in a batch.
+          max_length: most tokens of prompt and answer together; data.long_prompts says whether longer examples are left
+            out or are an error.
 
         Raises:
-          ValueError: bad data.
+          ValueError: the data cannot be read, or a record holds no labelled answer.
         """
         limit = Limit(max_length, "kto.max_length", data.long_prompts)
         source, parts = given_answers(data, check_form)
@@ -91,7 +92,7 @@ class LabelStream(Batches[_Labelled]):
 
 
 class _Writer:
-    """Makes a labelled answer from a record and its position in the stream."""
+    """Makes a labelled answer of a record; its position in the stream decides the draws of an embedded task."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._tokenizer, self._limit = data, tokenizer, limit
@@ -111,7 +112,11 @@ class _Writer:
 
 
 def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
-    """Refuses a record that holds no labelled answer, with its file and line."""
+    """Refuses a record that holds no labelled answer.
+
+    Raises:
+      ValueError: says what is missing; names the file and line, `place`.
+    """
     if fault := answers.check(record, ("completion",), data):
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: a labelled answer needs the text 'completion' (or "

@@ -17,9 +17,9 @@ def main() -> None:
 
 
 def mapped(function: Callable[..., Any], records: list[dict[str, Any]]) -> dict[str, Any]:
-    """The records that a function makes of others; or what is wrong with one of them, and its index."""
+    """Applies a function to records: {'records': results}, or {'raised': error, 'record': index of the record}."""
     made: list[Any] = []
-    left = frames.MOST_BYTES // 2  # what stands around the records fits into the other half
+    left = frames.MOST_BYTES // 2  # the other half of a message is room for the JSON around the records
     for i, record in enumerate(records):
         try:
             made.append(function(record))
