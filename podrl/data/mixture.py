@@ -1,4 +1,4 @@
-"""Opens the sources of a job's data: which records are used, which are held out, and which were dropped and why."""
+"""Opens the sources of a job's data: decides which records are used and held out, and counts why others are dropped."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from podrl.data.transforms import transformed
 from podrl.types import SOURCE
 
 _log = logging.getLogger(__name__)
-# Bytes of a file from which on reading it takes longer than looking into the cache.
+# Size in bytes from which on a file takes longer to read than to be found in the cache.
 WORTH = 1 << 20
 
 Form = Callable[[Record, str, DataConfig], None]
@@ -30,15 +30,15 @@ class Part:
     """A source that has been opened.
 
     Attributes:
-      name: '' where it is the only one.
-      config: the settings of this source alone.
+      name: name of the source; '' if it is the only source.
+      config: settings of a job that has this source only.
       train: records to train on.
       held: records held out.
-      weight: share of the prompts drawn from it, relative to the others'.
-      unanswered: place of its first record without an answer, and what it has; '' where all have one.
-      counts: its records, by what happened to them.
-      fields: fields that its records get.
-      hashes: question hashes of the records to train on; an embedded task has none.
+      weight: share of the prompts that are drawn from this source, relative to the other sources' weights.
+      unanswered: place and fields of the source's first record without an answer, as a text; '' if all have one.
+      counts: number of the source's records, by what became of them: 'used', 'held out', ...
+      fields: fields that the settings add to the source's records.
+      hashes: question hashes of the records to train on; empty for an embedded task.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A configuration's records.
+    """The records of a configuration's sources.
 
     Attributes:
-      parts: its sources, at least one.
-      evaluation: records of data.eval_path; None without one.
-      unanswered: (place of a record without an answer, reward functions of its source if it has its own) of each file
-        that has such a record.
+      parts: sources of the configuration, at least one.
+      evaluation: records of data.eval_path; None if data.eval_path is ''.
+      unanswered: (place and fields of a record without an answer, the source's own reward functions; none if it has
+        none of its own) for each file that has such a record.
     """
 
     parts: Sequence[Part]
@@ -68,13 +68,13 @@ class Opened:
     unanswered: Sequence[tuple[str, Sequence[str]]]
 
     def asked_by(self, other: "Opened") -> int:
-        """Counts the records to train on that ask what records of another configuration ask, of those in files."""
+        """Counts the records to train on whose question `other` trains on, too; embedded tasks do not count."""
         theirs = np.concatenate([part.hashes for part in other.parts])
         return sum(int(np.isin(part.hashes, theirs).sum()) for part in self.parts)
 
     @property
     def train(self) -> Source | Mixed:
-        """The records to train on, as a stream takes them."""
+        """The records to train on, as a stream takes them: the only source, or a mixture."""
         if len(self.parts) == 1:
             return self.parts[0].train
         names = [part.name for part in self.parts]
@@ -82,11 +82,11 @@ class Opened:
 
     @property
     def held(self) -> int:
-        """Number of records held out."""
+        """Number of held-out records: those of data.eval_path, or those that the sources hold out."""
         return sum(len(part.held) for part in self.parts) if self.evaluation is None else len(self.evaluation)
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Counts what became of each source's records, for the run directory."""
+        """Counts what became of each source's records: one row for each source, for the run directory."""
         whole = sum(part.weight for part in self.parts)
         return [
             {"source": part.name or part.config.path, "share": round(part.weight / whole, 6), **part.counts}
@@ -95,15 +95,17 @@ class Opened:
 
 
 def split(config: DataConfig, form: Form | None = None) -> Opened:
-    """Opens a configuration's records; files are read again only when they have changed.
+    """Opens a configuration's records; a file is read again only if it has changed.
 
     Args:
-      config: see `DataConfig`.
-      form: refuses records that are not of a form, where they need not ask anything; records are then held out only
-        where all have answers.
+      config: settings of the data.
+      form: function of (record, its place, settings of its source) that refuses a record of another form, for jobs
+        whose records hold answers and need not ask. Such a job holds out records of a file only if all of the file's
+        records have an answer in data.answer_field. None for jobs whose records must ask.
 
     Raises:
-      ValueError: bad data; names file and line.
+      FileNotFoundError: a file does not exist.
+      ValueError: a record or a setting is not allowed; names file and line.
     """
     paths = [(single.path, source.split if source else "") for single, source in _pairs(config)]
     files = [(config.eval_path, ""), *((path, part) for path, part in paths if path not in EMBEDDED)]
@@ -111,7 +113,10 @@ def split(config: DataConfig, form: Form | None = None) -> Opened:
 
 
 class _Key:
-    """Arguments of `_opened`, equal where their text is; a configuration may hold mappings."""
+    """The arguments of `_opened`, compared and hashed as texts, because a configuration may hold mappings.
+
+    `identities` has the identity of every file, so that a changed file makes another key.
+    """
 
     def __init__(self, config: DataConfig, form: Form | None, identities: tuple[Any, ...]) -> None:
         self.config, self.form, self._text = config, form, repr((config, form, identities))
@@ -143,14 +148,14 @@ def _pairs(config: DataConfig) -> list[tuple[DataConfig, SourceConfig | None]]:
 
 
 class _File(NamedTuple):
-    """The records of a source that are in files.
+    """The records of a source whose records are in files.
 
     Attributes:
-      records: the records that the transforms of the source left.
+      records: records that the transforms of the source left.
       dropped: number of records that the transforms dropped, by reason.
       hashes: question hash of every record.
-      is_held: True for records that are held out.
-      unanswered: see `Part`.
+      is_held: True for every record that is held out.
+      unanswered: place and fields of the first record without an answer, as a text; '' if all have one.
     """
 
     records: sources.Records
@@ -161,7 +166,7 @@ class _File(NamedTuple):
 
 
 def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: Form | None) -> _File | None:
-    """Reads a source; None for an embedded task."""
+    """Reads the files of a source; returns None for an embedded task."""
     if config.path in EMBEDDED:
         return None
     notes = Notes(config.question_field, config.answer_field)
@@ -190,7 +195,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
 
 
 def _part(config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray) -> Part:
-    """Chooses the records of a source to train on: never one that asks what a held-out record of any source asks."""
+    """Chooses a source's records to train on: none of them asks what a held-out record of any source asks."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
         generator = EMBEDDED[config.path]
@@ -231,16 +236,17 @@ def _contents(path: str, part: str, cache: Cache) -> list[str]:
 def _read(
     config: DataConfig, path: str, part: str, notes: Notes, cache: Cache, form: Form | None, *, asks: bool = False
 ) -> sources.Records:
-    """Reads a file's records and takes notes of them, from the cache where the file is large and was read before.
+    """Reads a file's records and takes notes of them; the cache has both if the file is large and was read before.
 
     Args:
-      config: settings of the source alone.
-      path: the file, or a directory of files.
-      part: the split's name, with which the names of the files begin; '' where `path` is a file.
-      notes: takes the notes of the file's records.
-      cache: see podrl.data.cache.
-      form: refuses records that are not of a form; None for records that must ask.
-      asks: whether records that ask need no form, as those of an evaluation, which may be prompts or given answers.
+      config: settings of a job that has this source only.
+      path: path of the file, or of a directory of files.
+      part: name of the split, with which the names of the files begin; '' if `path` is a file.
+      notes: object that takes the notes of the file's records.
+      cache: cache of what reading large files found.
+      form: function that refuses records of another form; None if records must ask.
+      asks: whether a record that asks is allowed whatever its form; so it is for an evaluation file, whose records may
+        be prompts or answers.
     """
 
     def check(record: Record, place: str) -> None:
@@ -268,7 +274,7 @@ def _read(
 
 
 def _chosen(indices: np.ndarray, source: SourceConfig | None, seed: int) -> np.ndarray:
-    """Picks as many of some records as a source wants, in their order: those of the smallest hash."""
+    """Picks as many records as a source wants: those whose indices have the smallest hashes, in rising order."""
     if source is None or (source.count is None and source.fraction is None):
         return indices
     share = source.fraction or 1.0
@@ -283,7 +289,7 @@ def _chosen(indices: np.ndarray, source: SourceConfig | None, seed: int) -> np.n
 
 
 def hashed(values: np.ndarray) -> np.ndarray:
-    """Hashes numbers (the finaliser of splitmix64)."""
+    """Hashes numbers of type uint64 (the finaliser of splitmix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -291,7 +297,7 @@ def hashed(values: np.ndarray) -> np.ndarray:
 
 
 def interleaved(items: Sequence[Iterator[Any]]) -> Iterator[Any]:
-    """One of each in turn, until all have ended."""
+    """Yields an item of each iterator in turn, until all of them have ended."""
     left = list(items)
     while left:
         for one in list(left):

@@ -1,4 +1,4 @@
-"""Notes that are taken of every record while its file is read: its question's hash, and whether it has an answer."""
+"""Notes about every record, taken while its file is read: the hash of its question, and whether it has an answer."""
 
 import array
 import hashlib
@@ -16,26 +16,34 @@ class Notes:
     """The notes of the records of one source, in their order."""
 
     def __init__(self, question_field: str, answer_field: str) -> None:
-        """None yet; see podrl.data.shape for the fields."""
+        """Starts without notes; the arguments name the record's fields with the question and the answer."""
         self._question, self._answer = question_field, answer_field
         self._hashes, self._answered = array.array("Q"), array.array("b")
 
     @property
     def key(self) -> Sequence[str]:
-        """Settings that the notes depend on."""
+        """The settings that the notes depend on, for the key of a cache."""
         return (self._question, self._answer)
 
     def check(self, record: Record, place: str) -> None:
-        """Refuses a record that asks nothing, and notes it."""
+        """Notes a record that must ask.
+
+        Raises:
+          ValueError: the record asks nothing, or its answer is not allowed; names `place`.
+        """
         shape.check(record, place, self._question)
         self.note(record, place)
 
     def note(self, record: Record, place: str) -> None:
-        """Notes a record that asks."""
+        """Notes a record that is known to ask.
+
+        Raises:
+          ValueError: the record's answer is not allowed; names `place`.
+        """
         self._note(record, answered=shape.answers(record, place, self._answer))
 
     def note_given(self, record: Record, place: str) -> None:
-        """Notes a record whose answer is given: its field `answer`, which nobody trains on, may hold anything."""
+        """Notes a record with a completion of its own: the answer field, which nobody trains on, may hold anything."""
         try:
             answered = shape.answers(record, place, self._answer)
         except ValueError:
@@ -50,7 +58,7 @@ class Notes:
         return len(self._hashes)
 
     def arrays(self, start: int) -> dict[str, np.ndarray]:
-        """The notes from a record on."""
+        """Returns the notes of the records from index `start` on."""
         hashes, answered = np.frombuffer(self._hashes, np.uint64), np.frombuffer(self._answered, np.int8)
         return {"hashes": hashes[start:].copy(), "answered": answered[start:].copy()}
 
@@ -61,11 +69,11 @@ class Notes:
 
     @property
     def hashes(self) -> np.ndarray:
-        """The hash of every record's question, equal where records ask the same (see `shape.same_question`)."""
+        """The hash of every record's question; equal if two records ask the same, as `shape.same_question` says."""
         return np.frombuffer(self._hashes, np.uint64)
 
     def unanswered(self, records: Any) -> str:
-        """The place of the first record without an answer, and what it has; '' where all have one."""
+        """Names the place and the fields of the first record without an answer; '' if every record has one."""
         missing = np.flatnonzero(np.frombuffer(self._answered, np.int8) == 0)
         if not len(missing):
             return ""
@@ -73,7 +81,10 @@ class Notes:
         return f"{records.place(first)} lacks {self._answer!r} (it has {', '.join(records[first])})"
 
     def held_out(self, fraction: float) -> np.ndarray:
-        """The records that are held out: by the question's hash, so that a repeated question is on one side only."""
+        """Marks the records that are held out, about `fraction` of them.
+
+        The hash of the question decides, so that records with the same question are all held out or all trained on.
+        """
         return self.hashes < np.uint64(math.ceil(fraction * 2.0**64))
 
 
@@ -81,7 +92,7 @@ class Subset(Sequence[Record]):
     """A part of a source's records, in the source's order."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        """Those at `indices`."""
+        """Selects the records of `source` at `indices`, which rise."""
         self._source, self._indices = source, indices
 
     def __len__(self) -> int:
@@ -91,7 +102,7 @@ class Subset(Sequence[Record]):
         return self._source[int(self._indices[index])]
 
     def place(self, index: int) -> str:
-        """Names a record, for messages."""
+        """Returns the place of a record in its file, for messages."""
         source: Any = self._source
         return source.place(int(self._indices[index]))
 

@@ -1,4 +1,4 @@
-"""Streams of preference pairs: two answers to one prompt, one preferred, as batches of tokens."""
+"""Streams of preference pairs, as batches of tokens: two answers to one prompt, of which one is preferred."""
 
 import dataclasses
 import functools
@@ -22,10 +22,10 @@ class _Pair(NamedTuple):
 
 
 class PairStream(Batches[_Pair]):
-    """An endless, exactly resumable stream of `SFTBatch`: rows 2p and 2p + 1 are chosen and rejected of pair p.
+    """An endless, exactly resumable stream of `SFTBatch`: rows 2p and 2p + 1 are the answers of pair p, chosen first.
 
     Attributes:
-      steps_per_epoch: batches that use as many pairs as there are records.
+      steps_per_epoch: number of batches whose pairs are as many as the records, at least 1.
     """
 
     def __init__(
@@ -34,20 +34,21 @@ class PairStream(Batches[_Pair]):
         """Starts at the first pair.
 
         Args:
-          data: where records come from. A file holds, in each record, the texts 'chosen' and 'rejected', and before
-            them either the text 'prompt', used as it is, or data.question_field, put into data.template. All of these
-            may be turns of a conversation; 'chosen' and 'rejected' may be whole conversations. Only turns of the
-            assistant that the answers do not share are learned. Where all records also have data.answer_field, the
-            questions that an evaluation uses are left out. 'problems' is the
-            embedded task: the reference form is chosen, what a base model might write of the same solution rejected.
-          tokenizer: of the model that learns.
-          pairs: of a batch.
-          max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as
-            data.long_prompts says.
-          key: that sets `max_length`, for messages.
+          data: settings of the records. Each record of a file holds the texts 'chosen' and 'rejected' and the question:
+            either the text 'prompt', used as it is, or the field data.question_field, rendered as data.template says.
+            All of these may be turns of a conversation; 'chosen' and 'rejected' may be whole conversations. The
+            assistant's turns that only one of the two answers has are learned. If all records also have
+            data.answer_field, the questions that an evaluation uses are left out. Of an embedded task such as
+            'problems', the answer in the reference form is chosen, and an answer that a base model might write of the
+            same solution is rejected.
+          tokenizer: tokenizer of the model that learns.
+          pairs: number of pairs in a batch.
+          max_length: most tokens of prompt and answer together; data.long_prompts says whether pairs with a longer
+            answer are left out or are an error.
+          key: name of the setting that is `max_length`, for messages.
 
         Raises:
-          ValueError: bad data.
+          ValueError: the data cannot be read, or a record holds no pair.
         """
         limit = Limit(max_length, key, data.long_prompts)
         source, parts = given_answers(data, check_form)
@@ -69,7 +70,10 @@ class PairStream(Batches[_Pair]):
 def held_out_pairs(
     data: DataConfig, tokenizer: Tokenizer, *, count: int, pairs: int, max_length: int, key: str
 ) -> list[SFTBatch]:
-    """Makes batches of at most `count` held-out pairs, as PairStream does; none where the data holds none out."""
+    """Makes batches of at most `count` held-out pairs, `pairs` in a batch, in the form of PairStream.
+
+    The list is empty if the data holds no record out. The other arguments are those of PairStream.
+    """
     limit = Limit(max_length, key, data.long_prompts)
     if data.eval_path:
         whole = dataclasses.replace(data, path=data.eval_path, eval_path="", eval_fraction=0.0, sources=())
@@ -87,7 +91,7 @@ def _made(write: "_Writer", records: sources.Source) -> Iterator[_Pair | TooLong
 
 
 class _Writer:
-    """Makes a pair from a record and its position in the stream."""
+    """Makes a pair of a record; its position in the stream decides the draws of an embedded task."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._tokenizer, self._limit = data, tokenizer, limit
@@ -114,7 +118,11 @@ class _Writer:
 
 
 def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
-    """Refuses a record that holds no pair, with its file and line."""
+    """Refuses a record that holds no pair.
+
+    Raises:
+      ValueError: says what is missing; names the file and line, `place`.
+    """
     if fault := answers.check(record, ("chosen", "rejected"), data):
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: a pair needs the texts (or turns) 'chosen' and "

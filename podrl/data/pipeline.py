@@ -1,4 +1,4 @@
-"""Turns records into batches of prompts: order, length limit, resumable position, held-out records."""
+"""Turns records into batches of prompts: their order, length limit and resumable position, and held-out prompts."""
 
 import contextlib
 import importlib.metadata
@@ -23,7 +23,7 @@ from podrl.types import Prompts
 
 
 class _Task(NamedTuple):
-    """A record ready for use: the prompt as text and ids, and the fields for its rewards."""
+    """A record ready for use: its prompt as text and as token ids, and the fields that reward functions read."""
 
     text: str
     tokens: Sequence[int]
@@ -31,17 +31,18 @@ class _Task(NamedTuple):
 
 
 class PromptStream(Batches[_Task]):
-    """An endless, exactly resumable stream of `Prompts`, the same whatever the number of processes.
+    """An endless, exactly resumable stream of `Prompts`, the same for any number of processes.
 
-    Every process walks the whole stream and keeps its rows of each batch, so what is skipped, and where a batch ends,
-    never depends on how many there are.
+    Every process walks the whole stream and keeps its own rows of each batch. So the number of processes changes
+    neither which prompts are skipped nor where a batch ends.
 
     Attributes:
-      prompts_per_step: P of the whole job.
-      steps_per_epoch: batches that use as many prompts as there are records.
-      curriculum: the pass rates that prompts are chosen by; None where each has its turn.
-      unanswered: see podrl.data.mixture.Opened.
-      groups: of its records, by their field `group`.
+      prompts_per_step: number P of prompts in a step of the whole job.
+      steps_per_epoch: number of steps whose prompts are as many as the records, at least 1.
+      curriculum: pass rates by which prompts are chosen; None if every prompt has its turn.
+      unanswered: (place and fields of a record without an answer, the source's own reward functions) for each file
+        that has such a record.
+      groups: names of the groups that the records' field `group` may have.
     """
 
     groups: Sequence[str] = ()
@@ -63,19 +64,20 @@ class PromptStream(Batches[_Task]):
         """Starts at the first prompt.
 
         Args:
-          source: records by index.
-          render: prompt and reward fields of a record.
-          tokenizer: of the model that answers.
-          prompts_per_step: P over all shards.
-          max_prompt_length: tokens; the width of every batch.
-          shuffle_seed: None keeps the source's order.
-          long_prompts: 'skip' or 'error'.
-          unanswered: see the attribute.
-          curriculum: chooses prompts by their pass rates; None, or one that decides nothing, gives each its turn.
-          hint_tokens: tokens that a hint may add to the longest prompt; more make a prompt too long.
+          source: records by index, or a mixture of such sources.
+          render: function of a record (of a `Sourced` record in a mixture) that returns its prompt and reward fields.
+          tokenizer: tokenizer of the model that answers.
+          prompts_per_step: number of prompts in a step of the whole job.
+          max_prompt_length: most tokens of a prompt; also the width of every batch.
+          shuffle_seed: seed of the order; None keeps the source's order.
+          long_prompts: treatment of a longer prompt: 'skip' leaves it out and counts it, 'error' raises.
+          unanswered: value of the attribute `unanswered`.
+          curriculum: settings of the choice of prompts by their pass rates. With None, or settings that decide
+            nothing, every prompt has its turn.
+          hint_tokens: number of tokens by which a teacher's prompt with its hint may exceed `max_prompt_length`.
 
         Raises:
-          ValueError: an empty source, or no prompts in a step.
+          ValueError: the source is empty, or a step has no prompts.
         """
         if prompts_per_step < 1:
             raise ValueError(f"{prompts_per_step} prompts make no step: rollout.prompts_per_step must be at least 1.")
@@ -112,7 +114,19 @@ class PromptStream(Batches[_Task]):
         hint_tokens: int = 0,
         teachers: Mapping[str, Tokenizer] | None = None,
     ) -> "PromptStream":
-        """Builds the training stream of a configuration, with the prompts that teachers read; see the constructor."""
+        """Builds the training stream of a configuration, with the prompts that teachers read.
+
+        Args:
+          config: settings of the data.
+          tokenizer: tokenizer of the model that answers.
+          prompts_per_step: number of prompts in a step of the whole job.
+          max_prompt_length: most tokens of a prompt.
+          hint_tokens: number of tokens by which a teacher's prompt may exceed `max_prompt_length`.
+          teachers: tokenizers of teachers, as in `renderer`.
+
+        Raises:
+          ValueError: a record or a setting is not allowed.
+        """
         opened = split(config)
         made = cls(
             opened.train,
@@ -140,13 +154,14 @@ class PromptStream(Batches[_Task]):
         shuffle_seed: int | None = None,
         system: str = "",
     ) -> "PromptStream":
-        """Builds a stream over prompts given as texts, used as they are, or as records (podrl.data.shape).
+        """Builds a stream over a list of prompts: texts, which are used as they are, or records (podrl.data.shape).
 
-        A question is put in the chat template if the model has one, behind `system`. Fields reach reward functions as
-        they are, `question` beside them.
+        A question becomes a turn of the chat template if the model has one, behind the instructions `system`. Reward
+        functions read the record's fields as they are, and its question as `question`. A prompt that is too long is an
+        error. The other arguments are those of the constructor.
 
         Raises:
-          ValueError: an item that asks nothing; names its position.
+          ValueError: an item asks nothing; names its position.
         """
         records = [_listed(item, i) for i, item in enumerate(prompts)]
         lacks = [i for i, record in enumerate(records) if not shape.answers(record, f"Prompt {i}")]
@@ -172,10 +187,10 @@ class PromptStream(Batches[_Task]):
         return self
 
     def __next__(self) -> Prompts:
-        """Returns the next batch, every row `max_prompt_length` wide.
+        """Returns the next batch, every row `max_prompt_length` tokens wide.
 
         Raises:
-          ValueError: a prompt is too long under 'error', or all of them are under 'skip'.
+          ValueError: long_prompts is 'error' and a prompt is too long, or it is 'skip' and all prompts are too long.
         """
         start = self._stream.emitted
         tasks = self._stream.take(self.prompts_per_step)
@@ -185,17 +200,21 @@ class PromptStream(Batches[_Task]):
 def held_out_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int, batch_size: int | None = None
 ) -> list[Prompts]:
-    """Makes the fixed evaluation set, whose questions the same configuration's training stream never has.
+    """Makes the fixed evaluation set; the training stream of the same configuration never asks its questions.
 
     Args:
-      config: see `DataConfig`.
-      tokenizer: of the model that answers.
-      count: prompts wanted; fewer where the data holds fewer.
-      max_prompt_length: tokens; longer prompts are left out, or an error, as `config.long_prompts` says.
-      batch_size: prompts in each batch (the last may hold fewer); None for one batch of all.
+      config: settings of the data.
+      tokenizer: tokenizer of the model that answers.
+      count: number of prompts; the result has fewer if the data holds fewer out.
+      max_prompt_length: most tokens of a prompt; `config.long_prompts` says whether longer prompts are left out or are
+        an error.
+      batch_size: number of prompts in each batch (the last may hold fewer); None puts all prompts into one batch.
 
     Returns:
-      Batches whose `index_P` counts through the whole set and whose `data_state` is empty.
+      Batches whose `index_P` counts through the whole set, from 0, and whose `data_state` is empty.
+
+    Raises:
+      ValueError: a record or a setting is not allowed.
     """
     if not count:
         return []
@@ -210,7 +229,10 @@ def held_out_prompts(
 
 
 def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int) -> list[Prompts]:
-    """Makes one batch of the first fitting records of a configuration's only source; see `held_out_prompts`."""
+    """Makes one batch of a configuration's only source: its first `count` prompts that are not too long.
+
+    Of an embedded task, the prompts are held-out problems. The list is empty if no prompt is short enough.
+    """
     (part,) = split(config).parts
     embedded = part.config.path in EMBEDDED
     records = _held_out(part, count) if embedded else part.train
@@ -286,14 +308,14 @@ def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> int:
 
 
 def _held_out(part: Part, count: int) -> Any:
-    """A source's held-out records; of an embedded task, at most `count` that differ."""
+    """Returns a source's held-out records; of an embedded task, `count` problems that differ."""
     if part.config.path in EMBEDDED:
         return EMBEDDED[part.config.path].distinct("held_out", count, part.config.seed)
     return part.held
 
 
 def has_format(config: DataConfig) -> bool:
-    """True where the task asks for the reference format: reasoning, then the answer, each in its tags."""
+    """True if the task asks for the reference format: reasoning, then the answer, each in its tags."""
     if config.sources:
         return all(map(has_format, config.singles()))
     if config.system_prompt not in ("", AUTO):
@@ -302,19 +324,22 @@ def has_format(config: DataConfig) -> bool:
 
 
 def system_prompt(config: DataConfig) -> str:
-    """The instructions before every question; '' for none."""
+    """Returns the instructions before every question; '' for none."""
     return "" if config.system_prompt == AUTO else config.system_prompt
 
 
 def renderer(
     config: DataConfig, tokenizer: Tokenizer, teachers: Mapping[str, Tokenizer]
 ) -> Callable[[Any], tuple[template.Part, Mapping[str, Any]]]:
-    """Renders what a training stream over a configuration's records is given: records, or those of a mixture.
+    """Makes the function that renders the items of a configuration's training stream: (prompt, reward fields).
+
+    An item is a record, or a `Sourced` record of a mixture.
 
     Args:
-      config: the data.
-      tokenizer: the policy's.
-      teachers: tokenizers of teachers that have another, by the label of a source; '' for all others.
+      config: settings of the data.
+      tokenizer: tokenizer of the policy.
+      teachers: tokenizers of teachers whose tokenizer is not the policy's, by the label of the source that the teacher
+        reads; the key '' stands for all other sources.
     """
     if not config.sources:
         return Renderer(config, tokenizer, reader=teachers.get("") or (tokenizer if config.hint else None))
@@ -327,7 +352,7 @@ def renderer(
 
 
 class PartRenderer:
-    """Renders the records of one source of a mixture, with the fields that it gives them."""
+    """Renders the records of one source of a mixture, and adds the fields of the source's settings."""
 
     def __init__(self, part: Part, tokenizer: Tokenizer, *, reader: Tokenizer | None = None) -> None:
         self._render, self._fields = Renderer(part.config, tokenizer, reader=reader), part.fields
@@ -340,8 +365,8 @@ class PartRenderer:
 class Renderer:
     """Renders a record's prompt text and reward fields by the configuration's template.
 
-    With a `reader`, the tokenizer of a teacher, the token ids of the prompt that the teacher reads are among the
-    fields, with the configuration's hint if it has one.
+    `reader` is the tokenizer of a teacher, or None. With a reader, the fields also hold the token ids of the prompt
+    that the teacher reads, which has the configuration's hint if there is one.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, reader: Tokenizer | None = None) -> None:
@@ -369,7 +394,7 @@ class Renderer:
         return self._config.question_field if self._config.question_field in record else shape.QUESTION
 
     def prompt(self, record: Record, tokenizer: Tokenizer | None = None) -> template.Part:
-        """Renders a record's prompt, by another tokenizer's chat template where one is given."""
+        """Renders a record's prompt by the chat template of `tokenizer`; None stands for the policy's tokenizer."""
         return conversation.prompt(
             record,
             tokenizer or self._tokenizer,
@@ -380,17 +405,17 @@ class Renderer:
 
     @property
     def in_turns(self) -> bool:
-        """True where a question is put as a turn of the chat template."""
+        """True if a question is rendered as a turn of the chat template."""
         return self._config.template == "chat"
 
     def turns(self, record: Record) -> list[dict[str, str]]:
-        """Puts a record's question as the turns of a conversation."""
+        """Writes a record's question as the turns of a conversation: one user's turn, with the instructions."""
         asks = shape.question(record, self._field_of(record))
         return [{"role": "user", "content": template.user_turn(asks, self._system)}]
 
 
 def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
-    """The fields of a record for reward functions; see podrl.data.shape.fields."""
+    """Returns the fields of a record for reward functions, as podrl.data.shape.fields makes them."""
     if not isinstance(record, Mapping):
         return dict(record.fields)
     return shape.fields(record, config.question_field, config.answer_field)

@@ -1,4 +1,4 @@
-"""Pools of prompts by how often their samples have passed: what is easy, hard, postponed or retired, and since when."""
+"""Pools of prompts by how often their samples passed: which prompts are easy, hard, postponed or retired."""
 
 import collections
 import contextlib
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from podrl.config import Count, Finite, Natural, Share, section
 from podrl.types import Experience
 
-# Pools of records that were trained on; one that was not is in none.
+# Pools of the records that were trained on; a record without a visit counts as NORMAL where a pool is needed.
 NORMAL, EASY, HARD, POSTPONED, RETIRED = range(5)
 NAMES = ("normal", "easy", "hard", "postponed", "retired")
 
@@ -22,22 +22,26 @@ NAMES = ("normal", "easy", "hard", "postponed", "retired")
 @section("data.curriculum")
 @dataclasses.dataclass(frozen=True)
 class CurriculumConfig:
-    """Settings of the choice of prompts by their pass rates; without any of them every record has its turn.
+    """Settings of the choice of prompts by their pass rates; with the defaults every record has its turn.
 
-    A record's pass rate is the mean over its visits, the newest weighing as much as all before it together.
+    A record is visited in each step that trains on its samples. The record's pass rate is a mean over its visits in
+    which the newest visit has the weight of all earlier visits together.
 
     Attributes:
-      metric: what a sample passes by: 'reward', or the name of a reward function.
-      pass_at: the least value of it with which a sample has passed.
-      easy_rate: pass rate from which on a prompt is easy.
-      hard_rate: pass rate up to which it is hard.
-      easy_share: share of the prompts that is drawn from the easy ones; None gives them their turn among all others.
-      hard_share: the same of the hard ones.
-      retire_after: visits in a row in which at least `retire_rate` of the samples passed, after which a prompt does not
-        come again; 0 never retires.
-      retire_rate: see there.
-      postpone_after: visits in a row without a passing sample, after which a prompt rests; 0 never postpones.
-      postpone_steps: steps for which it does.
+      metric: number that decides whether a sample passes: 'reward', or the name of a reward function.
+      pass_at: least value of `metric` with which a sample passes.
+      easy_rate: least pass rate, in [0, 1], of an easy prompt.
+      hard_rate: largest pass rate, in [0, 1], of a hard prompt.
+      easy_share: share of the prompts that is drawn from the easy prompts; None gives easy prompts their turn among all
+        others.
+      hard_share: share of the prompts that is drawn from the hard prompts; None gives hard prompts their turn among all
+        others.
+      retire_after: number of successful visits in a row after which a prompt does not come again; 0 never retires a
+        prompt.
+      retire_rate: least share of a visit's samples that must pass for the visit to be successful.
+      postpone_after: number of visits in a row without a passing sample after which a prompt rests; 0 never postpones a
+        prompt.
+      postpone_steps: number of steps for which a postponed prompt rests.
     """
 
     metric: str = "reward"
@@ -65,48 +69,48 @@ class CurriculumConfig:
 
     @property
     def used(self) -> bool:
-        """True where pass rates decide anything."""
+        """True if the settings let pass rates decide anything."""
         return bool(self.retire_after or self.postpone_after or self.shares)
 
     @property
     def shares(self) -> dict[int, float]:
-        """Maps pools of which a share is drawn to that share."""
+        """Maps each pool that has a share of the prompts to its share."""
         given = {EASY: self.easy_share, HARD: self.hard_share}
         return {pool: share for pool, share in given.items() if share is not None}
 
     @property
     def closed(self) -> tuple[int, ...]:
-        """Pools whose records have no turn of their own."""
+        """The pools whose records a stream's walk skips."""
         return (POSTPONED, RETIRED, *self.shares)
 
 
 class Results(NamedTuple):
-    """Pass rates of a step: the numbers of its records, and the share of each one's samples that passed."""
+    """The results of a step: the numbers of its records, and the share of each record's samples that passed."""
 
     ids_N: Int[np.ndarray, " N"]
     rate_N: Float[np.ndarray, " N"]
 
 
 class Table:
-    """The pass rates of all records after a number of steps, by number; it is changed in place, and changed back.
+    """The pass rates of all N records after a number of steps; it is changed in place, and changed back by `set`.
 
-    A step changes the rows of its own records only, so that a table of a million is as quick as one of ten.
+    A step changes only the rows of its own records, so that it takes as long for a million records as for ten.
 
     Attributes:
-      rate_N: pass rates so far; NaN where there is none.
-      solved_N: visits in a row, up to the last, in which enough samples passed to retire the record.
-      failed_N: the same with no sample that passed.
-      last_N: the step of the last visit; -1 of a record that was not trained on.
+      rate_N: pass rate of each record so far; NaN before the first visit.
+      solved_N: number of successful visits in a row (see retire_rate), up to the last visit.
+      failed_N: number of visits in a row without a passing sample, up to the last visit.
+      last_N: step of the last visit; -1 before the first visit.
     """
 
     def __init__(self, records: int) -> None:
-        """Nothing was trained on."""
+        """Makes the table of records of which none was visited."""
         self.rate_N = np.full(records, np.nan, np.float32)
         self.solved_N, self.failed_N = np.zeros(records, np.int32), np.zeros(records, np.int32)
         self.last_N = np.full(records, -1, np.int32)
 
     def learn(self, step: int, results: Results, config: CurriculumConfig) -> "Rows":
-        """Adds the results of a step, and returns the rows as they were before."""
+        """Adds the results of a step, and returns the rows of its records as they were before."""
         ids_n, first = np.unique(results.ids_N, return_index=True)
         before, rate_n = self.rows(ids_n), results.rate_N[first]
         known_n = before.last_N >= 0
@@ -121,18 +125,18 @@ class Table:
         return Rows(ids_n, self.rate_N[ids_n], self.solved_N[ids_n], self.failed_N[ids_n], self.last_N[ids_n])
 
     def set(self, rows: "Rows") -> None:
-        """Puts rows in the place of those of the same records."""
+        """Replaces the rows of the records that `rows` names."""
         for column, value_n in zip((self.rate_N, self.solved_N, self.failed_N, self.last_N), rows[1:], strict=True):
             column[rows.ids_N] = value_n
 
     def seen(self) -> Int[np.ndarray, " n"]:
-        """The numbers of the records that were trained on, rising."""
+        """Lists the numbers of the records that were visited, in rising order."""
         return np.flatnonzero(self.last_N >= 0)
 
     def pools(self, step: int, config: CurriculumConfig) -> Int[np.ndarray, " N"]:
-        """The pool of each record for the batch of a step; NORMAL of one that was not trained on."""
-        # Of two pools that a record fits in, it is in the one of the larger number. The largest of a few int8 arrays is
-        # found many times faster than masked values are set: this is done for every batch.
+        """Computes the pool of each record for the batch of a step; NORMAL for a record without a visit."""
+        # A record that fits two pools belongs to the one of the larger number. This runs for every batch: the maximum
+        # of a few int8 arrays is many times faster than setting values through masks.
         pool_N = (self.rate_N >= np.float32(config.easy_rate)).view(np.int8) * np.int8(EASY)
         np.maximum(pool_N, (self.rate_N <= np.float32(config.hard_rate)).view(np.int8) * np.int8(HARD), out=pool_N)
         if config.postpone_after:
@@ -145,7 +149,7 @@ class Table:
 
 
 class Rows(NamedTuple):
-    """Some rows of a table: the numbers of their records, and its columns."""
+    """Some rows of a table: the numbers of their records, and the values of each column."""
 
     ids_N: Int[np.ndarray, " N"]
     rate_N: Float[np.ndarray, " N"]
@@ -154,39 +158,45 @@ class Rows(NamedTuple):
     last_N: Int[np.ndarray, " N"]
 
 
+# Types of the columns of Rows in checkpoints, by the name of the array.
 _TYPES = {"ids": np.int64, "rate": np.float32, "solved": np.int32, "failed": np.int32, "last": np.int64}
 
 
 class Curriculum:
-    """The pass rates that a run's prompts are chosen by: a function of the steps done.
+    """The pass rates by which a run's prompts are chosen: a function of the steps done.
 
-    The batch of step b is chosen by the results of the steps before b - `lag`, which are known wherever it may be
-    begun. So results of the newest steps are kept apart: whoever begins a batch again, after a kill or on a host that
-    comes later, chooses by what was known the first time.
+    The batch of step b is chosen by the results of the steps before b - `lag`, which are known wherever the batch may
+    be begun. A batch may be begun again, after a kill or on a host that joins later, and must then have the same
+    prompts. So the results of the newest steps are kept one by one, and the table can be taken back to an older step.
 
     Attributes:
-      config: its settings.
+      config: settings of the choice.
       records: number of all records.
     """
 
     def __init__(self, config: CurriculumConfig, records: int) -> None:
-        """Nothing is known yet."""
+        """Starts without results."""
         self.config, self.records = config, records
         self._lag, self._row = 0, -1
         self._lock = threading.Lock()
-        self._at = 0  # steps whose results are not known apart any more
-        self._newer: dict[int, Results] = {}  # by step, from `_at` on
-        self._newest = -1
-        self._table, self._table_at = Table(records), 0  # after so many steps, from `_at` on
-        self._before: collections.deque[Rows] = collections.deque()  # the rows that each of them changed
+        self._at = 0  # the results of the steps before this one are in the table for good
+        self._newer: dict[int, Results] = {}  # results by step, from step `_at` on
+        self._newest = -1  # the last step whose results are known
+        self._table, self._table_at = Table(records), 0  # the table after `_table_at` steps, which is `_at` or more
+        # For each step in the table from `_at` on: the rows that the step changed, as they were before.
+        self._before: collections.deque[Rows] = collections.deque()
 
     @property
     def lag(self) -> int:
-        """Steps whose results come too late for a batch."""
+        """The number of steps right before a batch's step whose results come too late to choose the batch."""
         return self._lag
 
     def begin(self, *, lag: int, names: Sequence[str]) -> None:
-        """Sets what a run does not change: the staleness and its reward functions.
+        """Sets the values that stay the same during a run.
+
+        Args:
+          lag: number of steps right before a batch's step whose results come too late to choose the batch.
+          names: names of the run's reward functions, in the order of `Experience.reward_FB`.
 
         Raises:
           ValueError: data.curriculum.metric names no reward function.
@@ -200,7 +210,7 @@ class Curriculum:
                 )
             self._row = list(names).index(self.config.metric)
 
-    # What is learned of a step.
+    # The results of steps go in.
 
     def see(self, step: int, experience: Experience) -> None:
         """Adds the pass rates of the batch that step `step` trains on."""
@@ -216,30 +226,31 @@ class Curriculum:
         self.add(step, Results(ids_P[kept_P], rate_P))
 
     def add(self, step: int, results: Results) -> None:
-        """Adds the results of a step; those of earlier steps are known."""
+        """Adds the results of a step. Steps come in order; results of a step that is known already are ignored."""
         if step <= self._newest:
             return
         assert step == self._newest + 1, f"results of step {step} after those of {self._newest}"
         with self._lock:
             self._newer[step], self._newest = results, step
-            # A batch may be begun again by one who was told of the step before, or after a save one step back.
+            # The table must go back far enough to begin a batch again on a host that knows of one step less, or from a
+            # checkpoint of the step before.
             while self._at < step - 1 - self._lag:
                 self._move(max(self._table_at, self._at + 1))
                 self._before.popleft()
                 del self._newer[self._at]
                 self._at += 1
 
-    # What is made of it.
+    # Tables, sizes and checkpoints come out.
 
     @contextlib.contextmanager
     def table(self, batch: int) -> Iterator[Table]:
-        """The table that the batch of a step is chosen by; others wait until it is read."""
+        """Yields the table by which the batch of step `batch` is chosen; other threads wait until the block ends."""
         with self._lock:
             self._move(min(max(batch - self._lag, self._at), self._newest + 1))
             yield self._table
 
     def _move(self, end: int) -> None:
-        """Makes the table that of `end` steps."""
+        """Changes the table, forward or back, to the table after `end` steps."""
         while self._table_at > end:
             self._table.set(self._before.pop())
             self._table_at -= 1
@@ -248,7 +259,7 @@ class Curriculum:
             self._table_at += 1
 
     def sizes(self) -> dict[str, int]:
-        """The sizes of the pools by all that is known, and of the rest."""
+        """Counts the records of each pool by the results of all known steps, and the records without a visit."""
         with self._lock:
             self._move(self._newest + 1)
             pool_N = self._table.pools(self._newest + 1, self.config)
@@ -258,7 +269,7 @@ class Curriculum:
         return sizes | {NAMES[NORMAL]: sizes[NAMES[NORMAL]] - unseen, "unseen": unseen}
 
     def memory(self, step: int | None = None) -> dict[str, np.ndarray]:
-        """All that is known when `step` steps are done, as arrays; None for all."""
+        """Returns the results of the first `step` steps, or of all known steps if None, as arrays for `recall`."""
         with self._lock:
             end = self._newest + 1 if step is None else min(step, self._newest + 1)
             self._move(at := self._at)
@@ -272,7 +283,7 @@ class Curriculum:
         return arrays | {"range": np.asarray([at, end], np.int64)}
 
     def recall(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes over what `memory` returned."""
+        """Replaces all results by those that `memory` returned."""
         at, end = (int(number) for number in arrays["range"])
         with self._lock:
             self._table, self._table_at = Table(self.records), at

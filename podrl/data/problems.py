@@ -1,7 +1,7 @@
-"""Word problems within the head's reach: the task of podrl's first embedded checkpoint.
+"""Word problems for mental arithmetic: the embedded task 'problems'.
 
-A problem is a chain of one to three additions, subtractions, multiplications or divisions, every value 0 to 99, told
-as a short story. Its key is that chain.
+A problem is a chain of one to three additions, subtractions, multiplications or divisions, told as a short story. Every
+value is an integer from 0 to 99. The key of a problem is its chain.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from podrl.data.generated import Draw, Generator
 
-STEPS = (1, 2, 2, 3)
+STEPS = (1, 2, 2, 3)  # the number of a problem's steps is drawn from these
 LARGEST = 99
 
 _PEOPLE = (
@@ -40,8 +40,8 @@ class Problem:
 
     Attributes:
       question: the story and its question, in English.
-      answer: the final value in decimal digits, 0 to 99.
-      steps: the arithmetic in order, each as '25+17=42'; the first operand of a step is the value reached before it.
+      answer: final value in decimal digits, 0 to 99.
+      steps: steps of the arithmetic in order, each as '25+17=42'.
     """
 
     question: str
@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """The identity of a problem: its arithmetic, without names and wording."""
+        """The identity of the problem: its arithmetic, without names and wording."""
         return ";".join(self.steps)
 
     @property
@@ -68,13 +68,13 @@ class Story:
     """A story under construction.
 
     Attributes:
-      sentences: so far.
-      steps: its arithmetic so far.
-      value: reached by that.
+      sentences: sentences of the story so far.
+      steps: steps of its arithmetic so far, each as '25+17=42'.
+      value: value that the arithmetic has reached.
     """
 
     def __init__(self, draw: Draw) -> None:
-        """Draws who is in it, and what they have."""
+        """Draws the people of the story, and the things that they have."""
         (who, they), (other, _) = draw.two(_PEOPLE)
         self._draw = draw
         self._words = {"who": who, "they": they, "other": other}
@@ -88,11 +88,11 @@ class Story:
         return " ".join(self.sentences)
 
     def tell(self, wordings: Sequence[str], **numbers: int) -> None:
-        """Adds a sentence in one of the wordings."""
+        """Adds a sentence in one of the wordings; `numbers` fill the letters in its braces."""
         self.sentences.append(self._draw.one(wordings).format(**self._words, **numbers))
 
     def compute(self, left: int, operator: str, right: int) -> None:
-        """Adds a step of arithmetic."""
+        """Adds a step of arithmetic, and sets `value` to its result."""
         result = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[operator]
         assert 0 <= result <= LARGEST, (left, operator, right)
         self.steps.append(f"{left}{operator}{right}={result}")
@@ -117,7 +117,7 @@ def _write(draw: Draw) -> Problem:
 
 
 def _change(draw: Draw, story: Story) -> str:
-    """One gain or loss; returns which."""
+    """Adds a gain or a loss to the story; returns 'gain' or 'loss'."""
     value = story.value
     gains = value < LARGEST if value < 1 else value < LARGEST and draw.between(0, 1) == 0
     if gains:
@@ -132,7 +132,7 @@ def _change(draw: Draw, story: Story) -> str:
 
 
 def _finish(draw: Draw, story: Story, left: int) -> None:
-    """The last `left` steps (0, 1 or 2) and the question."""
+    """Adds the last `left` steps (0, 1 or 2) and the question to the story."""
     value = story.value
     if left == 0:
         story.tell(NOW[:1])

@@ -1,4 +1,4 @@
-"""Streams of supervised examples: prompt and answer, with a mask over the tokens to learn."""
+"""Streams of supervised examples, as batches of tokens: prompt and answer, with a mask over the tokens to learn."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ from podrl.data.template import Part, turn
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.runtime import plain
 
-# Styles in which a base model answers instead of the reference form.
+# Styles of answers that a base model might write instead of the reference form.
 STYLES = (
     "{reasoning} The answer is {answer}.",
     "{reasoning}<answer>{answer}</answer>",
@@ -36,14 +36,16 @@ _CALCULATION = re.compile(r"<<.*?>>")
 @section("sft")
 @dataclasses.dataclass(frozen=True)
 class SFTConfig:
-    """Settings of supervised fine-tuning: the part of each example that is learned.
+    """Settings of supervised fine-tuning: size, length and form of the examples.
 
     Attributes:
-      batch_size: examples per step.
-      max_length: tokens of prompt and target; longer examples are left out, or an error, as data.long_prompts says.
-      tagged_share: of the targets written by podrl (the embedded tasks, and files of questions and answers), the share
-        that keeps the reference form, for sums a call of the calculator; the others are written as a base model might.
-      full_steps: first steps in which every target keeps the form, whatever `tagged_share` says.
+      batch_size: number of examples in a step.
+      max_length: most tokens of prompt and target together; data.long_prompts says whether longer examples are left out
+        or are an error.
+      tagged_share: share of the targets that keep the reference form, which is a call of the calculator for 'sums'; the
+        other targets are written as a base model might answer. It applies to targets that podrl writes: those of the
+        embedded tasks, and of files of questions and answers.
+      full_steps: number of first steps in which every target keeps the reference form, whatever `tagged_share` is.
     """
 
     batch_size: Count = 64
@@ -57,11 +59,11 @@ class SFTBatch:
     """B supervised examples on the host.
 
     Attributes:
-      tokens_BT: prompt and target, right-padded with the pad id to sft.max_length.
-      length_B: tokens of each example.
-      mask_BT: 1 where the token is to be learned: the target, its end mark included.
-      text: the examples as text.
-      data_state: the stream's state after this batch, as JSON bytes.
+      tokens_BT: token ids of prompt and target, right-padded with the pad id to the stream's max_length.
+      length_B: number of tokens of each example.
+      mask_BT: 1 on the tokens to learn, which are those of the target, its end mark included; 0 on the others.
+      text: texts of the examples.
+      data_state: state of the stream after this batch, as JSON bytes.
     """
 
     tokens_BT: Int[np.ndarray, "B T"]
@@ -72,7 +74,7 @@ class SFTBatch:
 
     @staticmethod
     def of(examples: Sequence[Example], max_length: int, pad_id: int, data_state: bytes) -> "SFTBatch":
-        """Makes the batch of examples of at most `max_length` tokens."""
+        """Makes a batch of examples, each of at most `max_length` tokens; rows are `max_length` tokens wide."""
         tokens_BT, length_B = right_padded([example.tokens for example in examples], pad_id, width=max_length)
         mask_BT = np.zeros(tokens_BT.shape, np.float32)
         for b, example in enumerate(examples):
@@ -84,7 +86,7 @@ class SFTStream(Batches[Example]):
     """An endless, exactly resumable stream of `SFTBatch`.
 
     Attributes:
-      steps_per_epoch: batches that use as many examples as there are records.
+      steps_per_epoch: number of batches whose examples are as many as the records, at least 1.
     """
 
     def __init__(
@@ -99,18 +101,19 @@ class SFTStream(Batches[Example]):
         """Starts at the first example.
 
         Args:
-          data: where records come from: an embedded task, or a file that holds, in each record, 'messages' (a
-            chat, put by the model's template with the schemas in 'tools', if any; every assistant turn is learned), or
-            'prompt' and 'completion' (texts, used as they are, or turns, of which only those of the completion are
-            learned), or the fields data.question_field and data.answer_field, written in the reference form; of such a
-            file, the questions that an evaluation uses are left out.
-          config: lengths, batch size and style.
-          tokenizer: of the model that learns.
-          shard_index: which part of each batch this process keeps.
-          shard_count: number of parts; must divide sft.batch_size.
+          data: settings of the records: an embedded task, or a file. Each record of a file has one of three forms.
+            'messages' is a conversation, rendered by the model's chat template with the schemas in 'tools', if any;
+            every turn of the assistant is learned. 'prompt' and 'completion' are texts, used as they are, or turns; the
+            completion is learned. data.question_field and data.answer_field are a question and its answer, which is
+            written in the reference form and learned. If all records of a file have data.answer_field, the questions
+            that an evaluation uses are left out.
+          config: settings of the examples.
+          tokenizer: tokenizer of the model that learns.
+          shard_index: index of the part of each batch that this process keeps, from 0.
+          shard_count: number of parts of a batch; must divide sft.batch_size.
 
         Raises:
-          ValueError: bad data, or a batch that does not split.
+          ValueError: the data cannot be read, a record has none of the three forms, or a batch does not split.
         """
         if config.batch_size % shard_count:
             raise ValueError(
@@ -138,7 +141,7 @@ class SFTStream(Batches[Example]):
 
 
 class _Writer:
-    """Makes an example from a record and its position in the stream."""
+    """Makes an example of a record; its position in the stream decides whether the target keeps the reference form."""
 
     def __init__(self, data: DataConfig, config: SFTConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._config, self._tokenizer, self._limit = data, config, tokenizer, limit
@@ -150,7 +153,7 @@ class _Writer:
         if isinstance(record, Mapping) and record.get("completion") is not None:
             return answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)[0]
         prompt, fields = self._render(record)
-        # Draws of the form are apart from those of the problem.
+        # The 2 keeps these draws apart from those that write the problem: generated.Generator uses 0 and 1 there.
         draw = Draw(self._data.seed, 2, index)
         tagged = index < self._config.full_steps * self._config.batch_size
         tagged = tagged or draw.share() < self._config.tagged_share
@@ -163,10 +166,10 @@ class _Writer:
 
 
 def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part], list[Part]]:
-    """A record's answer in the reference form, and as a base model might write it."""
+    """Writes a record's answer in two forms: (the reference form, a form that a base model might write)."""
     if isinstance(record, Sum):
         return record.called(), record.guessed(draw)
-    # Where any of several answers is right, the first is learned. A record may have a field 'solution' of its own.
+    # If several answers are right, the first is learned. 'solution' may be a field of the record's own, of any type.
     answer, *_ = plain.references(fields["answer"])
     solution = fields["solution"] if isinstance(fields["solution"], str) and fields["solution"].strip() else answer
     words = {"reasoning": plain_solution(solution), "answer": answer}
@@ -176,12 +179,16 @@ def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part
 def plain_solution(solution: str) -> str:
     """Extracts the reasoning of a GSM8K solution, without the answer's line and the calculator's marks."""
     before, _, after = solution.rpartition("\n####")
-    marked = before and "\n" not in after.strip()  # elsewhere it begins a heading of Markdown
+    marked = before and "\n" not in after.strip()  # with more lines behind it, '####' begins a heading of Markdown
     return _CALCULATION.sub("", before if marked else solution)
 
 
 def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
-    """Refuses a record in none of the three forms, with its file and line."""
+    """Refuses a record that has none of the three forms of an example.
+
+    Raises:
+      ValueError: says what is missing; names the file and line, `place`.
+    """
     if record.get("messages") is not None:
         fault = shape.turns_fault(record["messages"], tools=record.get("tools"))
         some = not fault and any(map(shape.is_learned, record["messages"]))
@@ -202,21 +209,22 @@ def given_answers(data: DataConfig, check_form: Form) -> tuple[Any, Sequence[mix
     """Opens records for learning answers, without the questions that an evaluation uses.
 
     Args:
-      data: where they come from.
-      check_form: called with every record of a file and its place; raises where it does not hold what is needed.
+      data: settings of the records.
+      check_form: function of (record, its place, settings of its source) that raises ValueError if a record of a file
+        lacks a field that it needs.
 
     Returns:
       (the records as a stream takes them, their sources).
 
     Raises:
-      ValueError: bad data.
+      ValueError: the data cannot be read, or `check_form` refuses a record.
     """
     opened = split(data, check_form)
     return opened.train, opened.parts
 
 
 def by_part(writers: Sequence[Callable[[int, Any], Any]]) -> Callable[[int, Any], Any]:
-    """Prepares each record by the writer of its source."""
+    """Makes the function that prepares each record by the writer of its source; `writers` are in the sources' order."""
     if len(writers) == 1:
         return writers[0]
     return lambda index, item: writers[item.part](index, item.record)
@@ -228,5 +236,5 @@ def _solved(record: sources.Record, place: str, data: DataConfig) -> bool:
 
 
 def _turns(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Part]:
-    """A conversation as parts, of which the assistant's turns are learned."""
+    """Renders a conversation as parts; the assistant's turns are learned."""
     return conversation.parts(tokenizer, messages)
