@@ -1,6 +1,6 @@
-"""The shape of a record: what is asked, as `messages`, `prompt` or a question, and the answer where there is one.
+"""The shape of a record: the question, as `messages`, a `prompt` or a question's field, and the answer if there is one.
 
-Training, the Python API and podrl.generate read records by these functions alone.
+Training, the Python API and podrl.generate read the fields of records only by these functions.
 """
 
 import json
@@ -12,19 +12,19 @@ from podrl.runtime import plain
 
 Record = Mapping[str, Any]
 QUESTION, ANSWER = "question", "answer"
-PROMPTS_FILE = "prompts.json"  # of an exported model: how the run put its questions
+PROMPTS_FILE = "prompts.json"  # file of an exported model that says how the run rendered its questions
 
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"} | {name: name for name in ("user", "assistant", "system", "tool")}
-_TEXTS = ("text", "input_text", "output_text")  # types of the parts of OpenAI's interfaces that hold text
+_TEXTS = ("text", "input_text", "output_text")  # types of those content parts of OpenAI's interfaces that hold text
 
 
 def normal(record: Record) -> Record:
     """Writes a record's conversations in the one form that podrl reads: turns with the texts 'role' and 'content'.
 
-    ShareGPT's `conversations` become `messages`, with the text `system` as their first turn; its turns with 'from' and
-    'value' get a 'role' and a 'content', and content in parts becomes their text, wherever a conversation may stand.
-    Other forms stay as they are, for `turns_fault` to refuse.
+    ShareGPT's field `conversations` becomes `messages`, with the text in `system` as its first turn. In every field
+    that may hold a conversation, ShareGPT's 'from' and 'value' of a turn become 'role' and 'content', and content in
+    parts becomes the joined text of the parts. Other forms stay as they are, and `turns_fault` refuses them.
     """
     made = dict(record)
     if made.get("messages") is None and isinstance(made.get("conversations"), list):
@@ -40,7 +40,7 @@ def normal(record: Record) -> Record:
 
 
 def normal_turns(turns: Sequence[Any]) -> list[Any]:
-    """Writes turns in the form that podrl reads; see `normal`."""
+    """Writes the turns of a conversation in the form that podrl reads, as `normal` says."""
     return [_normal_turn(turn) if isinstance(turn, Mapping) else turn for turn in turns]
 
 
@@ -60,9 +60,10 @@ def _is_text_part(part: Any) -> bool:
 
 
 def asked(record: Record, question_field: str = QUESTION) -> str:
-    """Returns the field that asks: 'messages', else 'prompt', else the question; '' where there is none of them.
+    """Returns the name of the field that asks: 'messages', else 'prompt', else 'question'; '' if there is none of them.
 
-    A `question_field` of another name than 'question' was chosen by the user and comes before all.
+    A `question_field` other than 'question' was chosen by the user: it comes before 'messages' and 'prompt'. A field
+    that is None counts only if no other field asks.
     """
     names = ("messages", "prompt", QUESTION) if question_field == QUESTION else (question_field, "messages", "prompt")
     named = [name for name in names if name in record]
@@ -73,7 +74,8 @@ def check(record: Record, place: str, question_field: str = QUESTION) -> None:
     """Refuses a record that asks nothing.
 
     Raises:
-      ValueError: names the place, the field and its value.
+      ValueError: no field asks, or the field that asks holds no text and no turns; names the place, the field and its
+        value.
     """
     name = asked(record, question_field)
     if not name:
@@ -94,13 +96,13 @@ def check(record: Record, place: str, question_field: str = QUESTION) -> None:
 
 
 def turns_fault(turns: Any, *, tools: Any = None) -> str:
-    """Says what is wrong with the turns of a conversation; '' where nothing is.
+    """Says what is wrong with the turns of a conversation; '' if nothing is wrong.
 
     Args:
-      turns: a list, as `normal_turns` leaves it, of objects with the texts 'role' and 'content'. A turn of the
-        assistant may have 'tool_calls', as OpenAI's interface writes them, and then no content; its thoughts in the
-        text 'reasoning_content'; and a 'weight', 0 where it is not to be learned.
-      tools: schemas of functions that the conversation's model may call; see `tools`.
+      turns: turns as `normal_turns` returns them: a list of objects with the texts 'role' and 'content'. A turn of the
+        assistant may have 'tool_calls', in the form of OpenAI's interface, and then needs no content. It may have its
+        thoughts in the text 'reasoning_content', and a 'weight' of 0 if it is not to be learned.
+      tools: value of the record's field 'tools', as `tools_of` reads it.
     """
     if not isinstance(turns, list) or not turns:
         return f"{str(turns)[:80]!r} is no list of turns"
@@ -135,15 +137,15 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
 
 
 def is_learned(turn: Mapping[str, Any]) -> bool:
-    """True for a turn of the assistant that is to be learned: its `weight`, as in OpenAI's form, is not 0."""
+    """True for a turn of the assistant that is to be learned: its 'weight', a field of OpenAI's form, is not 0."""
     return turn["role"] == "assistant" and turn.get("weight") != 0
 
 
 def tools_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
-    """Reads the schemas in a record's field 'tools': a list, or the JSON text of one; None where there are none.
+    """Reads the schemas in a record's field 'tools': a list, or the JSON text of a list; None if the field is empty.
 
     Raises:
-      ValueError: what the field holds is no list of schemas.
+      ValueError: the field holds no list of schemas.
     """
     if value is None or value == "":
         return None
@@ -161,7 +163,7 @@ def tools_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
 
 
 def schemas(record: Record) -> Sequence[Mapping[str, Any]] | None:
-    """The schemas in the field 'tools' of a record that asks; None where it holds something else, or nothing."""
+    """Returns the schemas in a record's field 'tools'; None if the field is empty or holds something else."""
     try:
         return tools_of(record.get("tools"))
     except ValueError:
@@ -178,10 +180,12 @@ def _is_call(call: Any) -> bool:
 
 
 def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
-    """Takes batches `{'prompts': [...], 'field': [...]}` apart: (records, prompts of a batch; 0 if `items` are none).
+    """Splits batches `{'prompts': [...], 'field': [...]}` into records: (records, number of prompts in a batch).
+
+    If `items` are no such batches, the result is (`items`, 0).
 
     Raises:
-      ValueError: batches of several sizes, or a field with more or fewer values than prompts.
+      ValueError: the batches differ in size, or a field has more or fewer values than there are prompts.
     """
     if not items or not all(isinstance(item, Mapping) and "prompts" in item for item in items):
         return items, 0
@@ -206,10 +210,10 @@ def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
 
 
 def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
-    """True where a record holds an answer: no null, no empty text, no empty list.
+    """True if a record holds an answer; None, an empty text and an empty list are no answer.
 
     Raises:
-      ValueError: an answer that is neither a text nor a finite number, nor a list of these.
+      ValueError: the answer is neither a text nor a finite number nor a list of these, or nothing follows its '####'.
     """
     value = record.get(answer_field)
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
@@ -226,13 +230,13 @@ def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
 
 
 def conversation(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
-    """The turns of a conversation without a last one of the assistant, which is what the model is to write."""
+    """Returns a conversation's turns, without a last turn of the assistant, because the model is to write that turn."""
     turns = record[name]
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
 
 
 def question(record: Record, question_field: str = QUESTION) -> str:
-    """The text that is asked: of a conversation, its last turn's."""
+    """Returns the text of the question; of a conversation, the text of the last turn that the model answers."""
     name = asked(record, question_field) or "chosen"
     value = record[name]
     if isinstance(value, list):
@@ -241,10 +245,10 @@ def question(record: Record, question_field: str = QUESTION) -> str:
 
 
 def same_question(record: Record, question_field: str = QUESTION) -> str:
-    """A text that is equal for records that ask the same: without case and white space.
+    """Returns a text that is equal for records that ask the same question, whatever its case and white space.
 
-    A conversation asks what its user says in all turns; instructions of a system turn make no other question of it.
-    Records of answers may ask in another field than this one, which may then hold anything.
+    The question of a conversation is the text of all its user's turns; the instructions of a system turn do not count.
+    The field may hold a value of any type: a record of answers may ask in another field.
     """
     value = record.get(asked(record, question_field) or "chosen")
     if isinstance(value, list):
@@ -255,11 +259,15 @@ def same_question(record: Record, question_field: str = QUESTION) -> str:
 
 
 def fields(record: Record, question_field: str = QUESTION, answer_field: str = ANSWER) -> dict[str, Any]:
-    """The fields of a record for reward functions and environments.
+    """Returns the fields of a record for reward functions and environments.
 
-    `question` is what is asked. Where the record has an answer, `solution` is its text, and `answer` what follows
-    '####' in it, else all of it; where any of several answers is right, both are lists. All others keep their names,
-    and so do a `question_field` and an `answer_field` of other names, as they are in the record.
+    `question` is the text of the question. If the record has an answer, `solution` is the text of the answer, and
+    `answer` is the part of it behind '####', or all of it without '####'. If the record lists several right answers,
+    both are lists. A field `solution` of the record's own stays. All other fields keep their names and values, and so
+    do a `question_field` and an `answer_field` of other names.
+
+    Raises:
+      ValueError: the answer is neither a text nor a finite number nor a list of these.
     """
     name = asked(record, question_field)
     given = {"messages", "prompt", QUESTION, ANSWER}
@@ -275,9 +283,9 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
 
 
 def final_answer(solution: str) -> str:
-    """Reads the answer of a solution: the line behind the last '####', as GSM8K marks it, else the whole text.
+    """Reads the answer of a solution: the line behind the last '####', as in GSM8K, or else the whole text.
 
-    Where further lines follow, '####' is a heading of Markdown.
+    If more than one line follows '####', it is a heading of Markdown and marks no answer.
     """
     from podrl.data import template
 
@@ -286,7 +294,7 @@ def final_answer(solution: str) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """True for text that is not empty, and for a finite number."""
+    """True if `value` is a text that is not blank, or a finite number."""
     try:
         return bool(plain.text(value).strip())
     except ValueError:

@@ -1,7 +1,8 @@
-"""Reads records from files of several formats, and refuses malformed files with file and line.
+"""Reads records from files of several formats; the error about a malformed file names the file and the line.
 
-Records stay in their files. Every one is checked when its file is opened, and read again when it is asked for; what is
-held is where each begins, so a file of many gigabytes takes a few bytes per record.
+Every record is checked when its file is opened. Records of .jsonl, .csv and ArrayRecord files on a disk stay there, and
+are read again on access: the process keeps only the place of each record, so a file of many gigabytes takes a few bytes
+of memory per record. Parquet files, and files in a bucket, are kept in memory.
 """
 
 import array
@@ -29,15 +30,15 @@ from podrl.storage.regular import regular
 from podrl.storage.storage import is_remote, locate
 
 Record = Mapping[str, Any]
-Check = Callable[[Record, str], None]  # of a record and its place; raises ValueError
+Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
-_MARK = b"\xef\xbb\xbf"  # some programs begin UTF-8 files with it
+_MARK = b"\xef\xbb\xbf"  # the byte-order mark, with which some programs begin UTF-8 files
 csv.field_size_limit(1 << 30)  # characters; the library's own limit is shorter than long documents
 Made = TypeVar("Made")
 
 
 class Source(Protocol):
-    """Random access to records, as Grain's MapDataset reads it."""
+    """Random access to records by index, from 0."""
 
     def __len__(self) -> int: ...
 
@@ -45,10 +46,10 @@ class Source(Protocol):
 
 
 def make(source: Source, index: int, writer: Callable[[Record], Made]) -> Made:
-    """Makes something of a record.
+    """Applies a function to the record at an index.
 
     Raises:
-      ValueError: as `writer`, with the record's place.
+      ValueError: `writer` raised one; the message begins with the record's place.
     """
     record = source[index]
     try:
@@ -59,15 +60,15 @@ def make(source: Source, index: int, writer: Callable[[Record], Made]) -> Made:
 
 
 def made(source: Source, writer: Callable[[Record], Made]) -> Iterator[Made]:
-    """Makes something of every record, in order; errors as in `make`."""
+    """Applies a function to every record, in order; its errors get the record's place, as in `make`."""
     return (make(source, i, writer) for i in range(len(source)))
 
 
 def check_json(record: Record, place: str) -> None:
-    """Refuses a record with a value that JSON does not hold, as workers and files are given records as JSON.
+    """Refuses a record with a value that JSON cannot hold, because workers and files get records as JSON.
 
     Raises:
-      ValueError: names the place, the field and its value.
+      ValueError: JSON cannot hold a value; names the place, the field and its value.
     """
     for name, value in record.items():
         try:
@@ -92,7 +93,7 @@ class Records(Sequence[Record]):
         return self._records[index]
 
     def place(self, index: int) -> str:
-        """Returns file and line of a record, for messages."""
+        """Returns the file and the line (or number) of a record, for messages."""
         return f"{self.name} record {index}"
 
     def __repr__(self) -> str:
@@ -100,7 +101,7 @@ class Records(Sequence[Record]):
 
 
 class ParsedOnAccess(Records):
-    """Records that another reader holds on disk; each is parsed on access."""
+    """Records that a reader of another library finds on disk; each record is parsed on access."""
 
     def __init__(self, name: str, stored: Any, parse: Callable[[Any, str], Record]) -> None:
         super().__init__(name, stored)
@@ -113,23 +114,23 @@ class ParsedOnAccess(Records):
 
 
 class _Lines(Records):
-    """Records that are lines of text in a file; held are each one's place and checksum."""
+    """Records that are lines of text in a file; only the place and the checksum of each record are in memory."""
 
     def __init__(self, file: epath.Path, parse: Callable[[str, str], Record]) -> None:
         super().__init__(str(file), ())
         self._file, self._parse = file, parse
-        # Of a bucket's file every read would be a request.
+        # Every read of a file in a bucket would be a request, so its content is kept in memory.
         self._held = file.read_bytes() if is_remote(file) else None
         self._starts, self._sizes = array.array("q"), array.array("I")
         self._lines, self._sums = array.array("I"), array.array("I")
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The records' contents, for a cache."""
+        """Returns the places, line numbers and checksums of the records, for a cache."""
         fields = ("starts", "sizes", "lines", "sums")
         return {name: np.asarray(getattr(self, f"_{name}")) for name in fields}
 
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Takes what `arrays` returned, of the same content."""
+        """Appends the records in the arrays that `arrays` returned for a file of the same content."""
         for name in ("starts", "sizes", "lines", "sums"):
             getattr(self, f"_{name}").frombytes(arrays[name].tobytes())
 
@@ -138,7 +139,7 @@ class _Lines(Records):
         return open(self._file, "rb") if self._held is None else io.BytesIO(self._held)
 
     def add(self, start: int, raw: bytes, line: int) -> None:
-        """Appends the next record's place in the file, its line and its checksum."""
+        """Appends the next record: `start` is its offset in bytes, `raw` its bytes, `line` the number of its line."""
         self._starts.append(start)
         self._sizes.append(len(raw))
         self._lines.append(line)
@@ -164,7 +165,7 @@ class _Lines(Records):
 
 
 class _Joined(Records):
-    """The records of several files, one after the other."""
+    """The records of several files, one file after the other."""
 
     def __init__(self, name: str, parts: Sequence[Records]) -> None:
         super().__init__(name, ())
@@ -190,7 +191,7 @@ class _Joined(Records):
 
 
 class _Normal(Records):
-    """Records with their conversations in the form that podrl reads; see podrl.data.shape.normal."""
+    """Records whose conversations are in the form that podrl reads, which podrl.data.shape.normal makes."""
 
     def __init__(self, written: Records) -> None:
         super().__init__(written.name, written)
@@ -204,10 +205,10 @@ class _Normal(Records):
 
 
 class Known(Protocol):
-    """Facts about files that were read before."""
+    """A memory of files that were read before."""
 
     def __call__(self, file: epath.Path, lines: _Lines, read: Callable[[], None]) -> None:
-        """Fills `lines`, by `read` where the file's content is new."""
+        """Fills `lines` with the file's records; calls `read`, which reads the file, if its content is not known."""
         ...
 
 
@@ -220,21 +221,21 @@ def read(
     known: Known | None = None,
     as_written: bool = False,
 ) -> Records:
-    """Opens a file of records, with their conversations in one form (podrl.data.shape.normal).
+    """Opens a file of records, and writes their conversations in one form (podrl.data.shape.normal).
 
     Args:
-      path: a .jsonl, .csv (with a header, as Kaggle's GSM8K), .parquet or .array_record file, 'tfds:NAME/SPLIT', or
-        'hf:ORG/NAME:CONFIG:SPLIT' of the hub;
-        local or gs://; `*` in the last part stands for several files, read in the order of their names.
-      one_of: of a table (.csv, .parquet), columns of which it must have one.
-      check: called with every record, in their order, and its place; raises ValueError.
-      split: of a directory, the beginning of the names of its files.
-      known: spares reading JSON lines again.
-      as_written: leaves conversations in the form of the file.
+      path: path of a .jsonl, .csv (with a header, such as Kaggle's GSM8K), .parquet or .array_record file, local or
+        gs://; 'tfds:NAME/SPLIT'; or 'hf:ORG/NAME:CONFIG:SPLIT' of the hub. A `*` in the last part of a path stands for
+        several files, which are read in the order of their names.
+      one_of: names of columns; a table (.csv, .parquet) must have at least one of them.
+      check: function of (record, its place) that is called with every record in order, and raises ValueError.
+      split: beginning of the names of the files to read, if `path` is a directory.
+      known: memory of .jsonl files that were read before, which need not be read again.
+      as_written: whether to leave conversations in the form of the file.
 
     Raises:
       FileNotFoundError: nothing matches the path.
-      ValueError: an unknown format, an empty file, or a record that does not hold what it must; names file and line.
+      ValueError: the format is unknown, a file is empty or malformed, or `check` refuses a record; names file and line.
       ImportError: the library of the format, or of gs://, is not installed; names the extra.
     """
     accept: Check = check or (lambda record, place: None)
@@ -269,13 +270,17 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, known: Kn
 
 
 def identity(path: str, split: str = "") -> tuple[Any, ...]:
-    """Identifies the content of a path's files: changes when they do; errors as in `read`."""
+    """Identifies the content of a path's files: the result changes if a file's name, size or time does.
+
+    Raises:
+      FileNotFoundError: nothing matches the path.
+    """
     if not path or path.startswith("tfds:"):
         return ()
     found = files(of_split(path, split))
     if is_remote(path):
         return tuple((str(file), file.stat().mtime, file.stat().length) for file in found)
-    stats = [(str(file), os.stat(file)) for file in found]  # of the time, etils has whole seconds
+    stats = [(str(file), os.stat(file)) for file in found]  # etils' stat() has times in whole seconds only
     return tuple((name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats)
 
 
@@ -291,7 +296,11 @@ def _suffix(path: str) -> str:
 
 
 def files(path: str) -> list[epath.Path]:
-    """Resolves a path or pattern to files; an existing name is taken as it is."""
+    """Resolves a path or pattern to files, sorted by name; a `*` in the name of an existing file is no pattern.
+
+    Raises:
+      FileNotFoundError: nothing matches the path, or it is a directory.
+    """
     if path.startswith(hub.DATA):
         return [epath.Path(file) for file in hub.data_files(path)]
     whole = epath.Path(locate(path))
@@ -312,7 +321,7 @@ def _decoded_line(raw: bytes, file: epath.Path, number: int) -> str:
 
 
 def _numbered(content: io.BufferedIOBase) -> Iterator[tuple[int, int, bytes]]:
-    """Yields (offset, number, bytes) of every line, without the byte-order mark; lines end at line feeds only."""
+    """Yields (offset in bytes, number from 1, bytes) of every line, without a byte-order mark; lines end at b'\\n'."""
     offset = 0
     for number, raw in enumerate(content, start=1):
         mark = len(_MARK) if not offset and raw.startswith(_MARK) else 0
@@ -321,7 +330,11 @@ def _numbered(content: io.BufferedIOBase) -> Iterator[tuple[int, int, bytes]]:
 
 
 def of_split(path: str, split: str) -> str:
-    """Names the files of a split of a directory."""
+    """Returns the pattern of the files of a split in a directory; `path` itself if `split` is '' or not for files.
+
+    Raises:
+      ValueError: `path` is no directory, or the files of the split do not have one known format.
+    """
     if not split or path.startswith(("tfds:", hub.DATA)):
         return path
     whole = epath.Path(locate(path))
@@ -373,7 +386,11 @@ def _object(text: str | bytes, place: str) -> Record:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON whose every key is there once."""
+    """Makes a dict of the pairs of a JSON object.
+
+    Raises:
+      ValueError: a key occurs twice.
+    """
     made = dict(pairs)
     if len(made) < len(pairs):
         _refuse_twice([name for name, _ in pairs], "keys of an object")
@@ -381,7 +398,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_twice(names: Sequence[str], what: str) -> None:
-    """Raises ValueError where a name stands twice, of which one value would be lost."""
+    """Raises ValueError if a name occurs twice, because one of its two values would be lost."""
     if twice := sorted(name for name, count in collections.Counter(names).items() if count > 1):
         raise ValueError(f"several {what} are called {', '.join(map(repr, twice))}: each must have its own name")
 
@@ -389,7 +406,8 @@ def _refuse_twice(names: Sequence[str], what: str) -> None:
 def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     header: list[str] = []
     records = _Lines(file, lambda text, _: dict(zip(header, next(_csv_rows([text])), strict=True)))
-    taken: list[tuple[int, int, bytes]] = []  # the lines of the row that is being read
+    # The lines that the csv reader has taken for the row that it is reading: a quoted value may have line feeds.
+    taken: list[tuple[int, int, bytes]] = []
 
     def lines(content: io.BufferedIOBase) -> Iterator[str]:
         for start, number, raw in _numbered(content):
@@ -434,7 +452,7 @@ def _has_columns(header: Sequence[str], one_of: Sequence[str], place: str) -> No
 
 
 class _Table(Records):
-    """Rows of an Arrow table, which stores columns."""
+    """The rows of an Arrow table, which stores columns; each row is converted to a record on access."""
 
     def __init__(self, file: epath.Path, table: Any) -> None:
         super().__init__(str(file), ())
@@ -480,10 +498,10 @@ def _parquet(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
 
 
 def _as_json(value: Any) -> Any:
-    """A value of Arrow as the same value in JSON: decimals are numbers, times are texts in ISO's form.
+    """Converts a value of Arrow to a value of JSON: decimals to numbers, dates and times to texts in ISO's form.
 
-    The nulls inside objects are dropped, by which Arrow gives all objects of a column the same keys. Bytes that are no
-    text stay bytes, which reward functions and outputs refuse.
+    Nulls inside objects are dropped, because Arrow adds them so that all objects of a column have the same keys. Bytes
+    that are no UTF-8 text stay bytes, which reward functions and outputs refuse.
     """
     if isinstance(value, dict):
         return {name: _as_json(one) for name, one in value.items() if one is not None}
@@ -502,10 +520,10 @@ def _as_json(value: Any) -> Any:
 
 
 def _shortest(kind: Any) -> Callable[[Any], Any] | None:
-    """Makes the function that writes floats of 16 and 32 bits, at any depth of an Arrow type, as the user wrote them.
+    """Makes the function that reads 16-bit and 32-bit floats, at any depth of an Arrow type, as the user wrote them.
 
-    By way of the shortest text: 0.1 of 32 bits is written 0.1, and is another number as 64 bits. None for types
-    without such floats.
+    It goes by the shortest decimal text of the float: a 32-bit 0.1 becomes the 64-bit 0.1, and not
+    0.10000000149011612, which is its value. None for a type without such floats.
     """
     import pyarrow
 
@@ -532,7 +550,7 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".lz4")
 
 
 def _array_record(path: str, found: Sequence[epath.Path]) -> Records:
-    """Reads array records whose every record is a JSON object."""
+    """Opens ArrayRecord files in which every record is a JSON object."""
     if is_remote(path):
         raise ValueError(f"{path}: ArrayRecord files are read from disks only: copy it, or use .parquet or .jsonl.")
     import grain
@@ -548,7 +566,7 @@ def _array_record(path: str, found: Sequence[epath.Path]) -> Records:
 
 
 def _tfds(path: str) -> Records:
-    """Reads a data set of TensorFlow Datasets, without TensorFlow, from its ArrayRecord files."""
+    """Opens a data set of TensorFlow Datasets, without TensorFlow, from its ArrayRecord files."""
     name, _, split = path.removeprefix("tfds:").rpartition("/")
     if not name or not split:
         raise ValueError(f"{path!r} must name data set and split, as in tfds:gsm8k/train.")
@@ -565,7 +583,7 @@ def _decoded(raw: Mapping[str, Any]) -> Record:
 
 
 def _plain(value: Any) -> Any:
-    """A value of numpy as one of Python, and bytes as text."""
+    """Converts a value of numpy to a value of Python, and bytes to text."""
     if isinstance(value, np.ndarray):
         return [_plain(one) for one in value] if value.ndim else _plain(value[()])
     if isinstance(value, bytes):

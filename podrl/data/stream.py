@@ -1,4 +1,4 @@
-"""The base of batch streams: shuffled order, skipped records, and the position a run resumes from."""
+"""The base of batch streams: shuffled order, skipped records, and the position from which a run resumes."""
 
 import dataclasses
 import json
@@ -14,32 +14,33 @@ from podrl.types import BatchError
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
-# So many items in a row that are too long are an error, so that a large source of them does not look like a hang.
+# The number of consecutive items that may be too long. More are an error, because skipping on through a large source
+# would look like a hang.
 MOST_IN_A_ROW = 10_000
-_TOLD = 1000  # records between two messages of a check
+_TOLD = 1000  # number of records after which a check reports its progress again
 
 
 class TooLong:
-    """A placeholder for an item that is left out; `part` is the name of its source in a mixture."""
+    """A placeholder for an item that is left out; `part` is the name of its source in a mixture, else None."""
 
     def __init__(self, part: str | None = None) -> None:
         self.part = part
 
 
 class Sourced(NamedTuple):
-    """A record of a mixture, and the number of its source."""
+    """A record of a mixture, and the number `part` of its source."""
 
     part: int
     record: Any
 
 
 class Mixed(NamedTuple):
-    """Sources of which a stream draws, each in an order of its own.
+    """A mixture: several sources from which a stream draws, each in an order of its own.
 
     Attributes:
-      sources: records by index.
-      weights: how often each is drawn from, relative to the others.
-      names: of the sources.
+      sources: sources of the mixture, each with its records by index.
+      weights: share of the items that are drawn from each source, relative to the others.
+      names: names of the sources.
     """
 
     sources: Sequence[Source]
@@ -48,23 +49,33 @@ class Mixed(NamedTuple):
 
     @property
     def records(self) -> int:
-        """Number of the records of all sources."""
+        """The number of records of all sources together."""
         return sum(map(len, self.sources))
 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """The length limit of an item in tokens, the key that sets it, and the policy for longer ones."""
+    """The length limit of an item.
+
+    Attributes:
+      tokens: most tokens of an item.
+      key: name of the setting with this limit, for messages.
+      beyond: treatment of a longer item: 'skip' leaves it out, 'error' raises.
+    """
 
     tokens: int
     key: str
     beyond: Literal["skip", "error"]
 
     def exceeded(self, text: str, tokens: int) -> TooLong:
-        """Refuses an item of too many tokens, or returns its placeholder.
+        """Returns the placeholder of an item that is too long.
+
+        Args:
+          text: text of the item, for the message.
+          tokens: number of the item's tokens, more than the limit.
 
         Raises:
-          ValueError: longer items are errors.
+          ValueError: `beyond` is 'error'.
         """
         if self.beyond == "error":
             raise ValueError(
@@ -78,13 +89,13 @@ class Stream(Generic[Item]):
     """An endless, exactly resumable walk through a source, reshuffled in every epoch.
 
     Attributes:
-      records: number of the source's records.
-      emitted: items given out so far.
-      skipped: items left out so far.
-      too_long: the same by source of a mixture.
+      records: number of records of all sources.
+      emitted: number of items returned so far.
+      skipped: number of items left out so far, because they are too long.
+      too_long: number of items left out so far, by the name of their source; empty without a mixture.
     """
 
-    _chooses = False  # records by a curriculum
+    _chooses = False  # True in the subclass that chooses records by a curriculum
 
     def __init__(
         self,
@@ -99,14 +110,14 @@ class Stream(Generic[Item]):
 
         Args:
           source: records by index, or a mixture.
-          prepare: makes an item of (position in the walk, record, which is `Sourced` of a mixture); must depend on
-            nothing else.
-          shuffle_seed: None keeps the source's order.
-          limit: for messages about items that were left out.
+          prepare: function of (position in the walk, record) that makes an item. The record of a mixture is `Sourced`.
+            The item must depend on nothing else, so that a resumed run makes the same items.
+          shuffle_seed: seed of the order; None keeps the source's order.
+          limit: length limit that `prepare` applies, for messages about items that were left out.
           tools: checksum of the tools that items name; '' for none.
 
         Raises:
-          ValueError: an empty source.
+          ValueError: there are no records.
         """
         mixed = source if isinstance(source, Mixed) else Mixed([source], [1.0], [""])
         self._sources, self._names, self._mixes = mixed.sources, mixed.names, isinstance(source, Mixed)
@@ -145,7 +156,7 @@ class Stream(Generic[Item]):
         """Prepares record `number` of source `part` for a position of the walk.
 
         Raises:
-          BatchError: it cannot be prepared; names its place. A run saves the steps before it, then ends.
+          BatchError: the record cannot be prepared; names its place. The run saves the steps before it, then ends.
         """
         try:
             item = sources.make(
@@ -158,10 +169,10 @@ class Stream(Generic[Item]):
         return TooLong(self._names[part]) if self._mixes and isinstance(item, TooLong) else item
 
     def look(self, most: int) -> None:
-        """Prepares the first `most` records of every source, and warns of those that are too long.
+        """Prepares the first `most` records of every source, and warns if some of them are too long.
 
         Raises:
-          ValueError: one cannot be prepared; names its place.
+          BatchError: a record cannot be prepared; names its place.
         """
         for part, (source, name) in enumerate(zip(self._sources, self._names, strict=True)):
             looked, long = min(most, len(source)), 0
@@ -223,13 +234,13 @@ class Stream(Generic[Item]):
         self.too_long |= saved.get("too_long", {})
 
     def _next(self) -> Item:
-        # A record that fits may be the first of one epoch and the last of the next.
+        # Two epochs: the only record that fits may be the first of this epoch, read already, and the last of the next.
         tried = min(2 * self.records, MOST_IN_A_ROW)
         for _ in range(tried):
             try:
                 item = next(self._iterator)
             except ValueError as error:
-                vars(error).pop("__notes__", None)  # Grain's, about its own frames
+                vars(error).pop("__notes__", None)  # Grain adds notes about its own frames
                 raise
             if not isinstance(item, TooLong):
                 return item
@@ -248,14 +259,14 @@ class Stream(Generic[Item]):
             )
 
     def unfit(self, tried: int) -> ValueError:
-        """The error of so many items that were left out one after the other."""
+        """Makes the error for `tried` consecutive items that were too long."""
         which = f"All of {self.records} records" if tried >= 2 * self.records else f"{tried} records in a row"
         most = self._limit.tokens
         return ValueError(f"{which} are longer than {most} tokens: raise {self._limit.key}={most}.")
 
 
 def _numbers(records: int, shuffle_seed: int | None, part: int) -> Any:
-    """The walk through one source without end: (part, number of the record)."""
+    """Makes the endless walk through one source, as a Grain data set of (part, number of the record)."""
     dataset = grain.MapDataset.range(records)
     if shuffle_seed is not None:
         dataset = dataset.shuffle(seed=(shuffle_seed + part) % 2**32)
@@ -263,26 +274,26 @@ def _numbers(records: int, shuffle_seed: int | None, part: int) -> Any:
 
 
 class Batches(Generic[Item]):
-    """Base of all batch streams: draws records from a Stream and reports its position."""
+    """The base of all batch streams: draws items from a Stream, and reports the Stream's position."""
 
     def __init__(self, stream: Stream[Item]) -> None:
         self._stream = stream
 
     @property
     def skipped(self) -> int:
-        """Number of items left out so far because they were too long."""
+        """The number of items left out so far because they were too long."""
         return self._stream.skipped
 
     @property
     def too_long(self) -> Mapping[str, int]:
-        """Number of items left out so far by source of a mixture; none without one."""
+        """The number of items left out so far, by the name of their source; empty without a mixture."""
         return self._stream.too_long
 
     def look(self, most: int) -> None:
-        """Prepares the first `most` records of every source, and warns of those that are too long.
+        """Prepares the first `most` records of every source, and warns if some of them are too long.
 
         Raises:
-          ValueError: one cannot be prepared; names its place.
+          BatchError: a record cannot be prepared; names its place.
         """
         self._stream.look(most)
 
@@ -294,6 +305,6 @@ class Batches(Generic[Item]):
         """Continues after the batch with this `data_state`.
 
         Raises:
-          ValueError: the state belongs to another number of records or another seed.
+          ValueError: the state belongs to other sources, another number of records, another seed or other tools.
         """
         self._stream.restore(state)

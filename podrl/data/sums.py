@@ -1,7 +1,7 @@
-"""Sums too large for the head: a task that asks for a calculator, and the examples a model starts it from.
+"""Sums too large for mental arithmetic: the embedded task 'sums', which needs a calculator, and its first examples.
 
-One operation of + - * on two values of three to five digits, asked for as it is or told as a short story. The key of a
-sum is its expression. A small model can copy the values into a call, and cannot work the answer out.
+A problem is one operation, + - or *, on two values of three to five digits: the bare sum, or a short story. The key of
+a sum is its expression. A small model can copy the values into a call of the calculator, but cannot compute the answer.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from podrl.data.generated import Draw, Generator
 from podrl.data.problems import BOXES, FEWER, GAIN, HAS, LEFT, LOSE, MORE, NOW, OTHER, Story
 from podrl.data.template import Part
 
-DIGITS = (3, 5)
+DIGITS = (3, 5)  # least and largest number of digits of a value
 _BARE = ("What is {a} {o} {b}?", "How much is {a}{o}{b}?", "{a} {o} {b} = ?", "{a}{o}{b}=")
 _STORIES = {
     "+": ((HAS, GAIN, NOW), (HAS, MORE, OTHER)),
@@ -23,12 +23,12 @@ _STORIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """One sum and how it is asked for.
+    """One sum, with the text that asks for it.
 
     Attributes:
-      question: the sum, or a story and its question, in English.
-      expression: the sum as a calculator reads it: '4821*7703'.
-      answer: its value in decimal digits, 0 or more.
+      question: bare sum, or a story and its question, in English.
+      expression: sum as the calculator reads it, such as '4821*7703'.
+      answer: value of the sum in decimal digits, 0 or more.
     """
 
     question: str
@@ -37,7 +37,7 @@ class Sum:
 
     @property
     def key(self) -> str:
-        """The identity of a sum: its expression, without wording."""
+        """The identity of the sum: its expression, without the wording."""
         return self.expression
 
     @property
@@ -46,14 +46,14 @@ class Sum:
         return {"question": self.question, "answer": self.answer, "expression": self.expression}
 
     def called(self) -> list[Part]:
-        """The answer by way of the calculator, whose output is given."""
+        """Writes the answer by a call of the calculator: the call, its output, which is not learned, and the answer."""
         call = f"{template.CALL_START}{self.expression}{template.CALL_END}"
-        # As podrl.environments writes it, to the character.
+        # Character for character the output that podrl.environments writes.
         output = f"\n{template.OUTPUT_START}{self.answer}{template.OUTPUT_END}\n\n"
         return [Part(call, learned=True), Part(output), template.answered(self.answer)]
 
     def guessed(self, draw: Draw) -> list[Part]:
-        """An answer out of the head: as many digits as the true one has, the first of them right."""
+        """Writes a guess without the calculator: the answer's first digit, then random digits up to its length."""
         rest = "".join(str(draw.between(0, 9)) for _ in self.answer[1:])
         return [template.answered(self.answer[0] + rest)]
 

@@ -1,4 +1,4 @@
-"""The reference prompt: words and tags around a question; and the answer in a GSM8K solution."""
+"""The reference prompt: instructions and tags around a question; and the reader of the answer in a GSM8K solution."""
 
 import re
 from typing import Literal, NamedTuple
@@ -22,13 +22,14 @@ Form = Literal["chat", "plain"]
 
 
 class Part(NamedTuple):
-    """A stretch of an example that is learned from; the first is a prompt, which may stand alone.
+    """A stretch of text of an example. The first part of an example is its prompt; a prompt may also stand alone.
 
     Attributes:
-      text: as the model reads or writes it.
-      learned: the model is to write it; else it is given.
-      ends: the model is to end its turn behind it.
-      rendered: the chat template wrote it, so its start token, if it has one, is in the text; else it is plain text.
+      text: text as the model reads or writes it.
+      learned: whether the model is to write the text; if False, the model reads it.
+      ends: whether the model is to end its turn behind the text.
+      rendered: whether the chat template wrote the text, with the start token if it writes one; if False, the text is
+        plain and has no start token.
     """
 
     text: str
@@ -38,23 +39,28 @@ class Part(NamedTuple):
 
 
 def turn(text: str) -> Part:
-    """A whole turn of the model, or the end of one, to be learned."""
+    """Makes the part of a whole turn of the model, or of the end of a turn, that is to be learned."""
     return Part(text, learned=True, ends=True)
 
 
 def answered(answer: str) -> Part:
-    """The answer alone between its tags, which ends the turn."""
+    """Makes the part that ends the turn with the answer between its tags, without reasoning."""
     return turn(f"{ANSWER_START}{answer}{ANSWER_END}")
 
 
 def wrap(tokenizer: Tokenizer, question: str, *, system: str = "", form: Form = "chat") -> str:
-    """Wraps a turn into the text of a prompt.
+    """Wraps a question into the text of a prompt.
 
     Args:
-      tokenizer: its chat template forms the turns.
-      question: the task.
-      system: instructions before the question, in the user's turn as Gemma has no system turn; '' for none.
-      form: 'chat' for the model's turns, 'plain' for instructions and question alone (models without turns).
+      tokenizer: tokenizer whose chat template writes the turns.
+      question: text of the question.
+      system: instructions before the question, '' for none. They are in the user's turn, because Gemma has no system
+        turn.
+      form: form of the prompt: 'chat' for turns of the chat template, 'plain' for instructions and question alone, for
+        models without turns.
+
+    Raises:
+      ValueError: the form is 'chat' and the tokenizer has no chat template, or the template refuses the turn.
     """
     content = user_turn(question, system)
     if form == "chat":
@@ -68,12 +74,12 @@ def user_turn(question: str, system: str = "") -> str:
 
 
 def completion(reasoning: str, answer: str) -> str:
-    """Builds the completion that earns every reference reward."""
+    """Builds the completion that earns every reference reward: reasoning and answer, each in its tags."""
     return f"{REASONING_START}{reasoning}{REASONING_END}{ANSWER_START}{answer}{ANSWER_END}"
 
 
 def gsm8k_answer(solution: str) -> str:
-    """Extracts what follows `####` in a GSM8K solution, a number without thousands separators: '1,200' becomes '1200'.
+    """Extracts the text behind the last `####` of a GSM8K solution; a number loses its commas: '1,200' becomes '1200'.
 
     Raises:
       ValueError: the solution has no `####`.
@@ -85,4 +91,4 @@ def gsm8k_answer(solution: str) -> str:
     return answer.replace(",", "") if _GROUPED.fullmatch(answer) else answer
 
 
-_GROUPED = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d*)?\D*")  # 3,4 or (1,200) are no such number
+_GROUPED = re.compile(r"[-+]?\$?\d{1,3}(,\d{3})+(\.\d*)?\D*")  # not 3,4 or (1,200)
