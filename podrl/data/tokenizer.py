@@ -18,15 +18,16 @@ from podrl.data.chat import ChatTemplate, Message, Tools
 from podrl.storage.regular import load_object, regular
 from podrl.storage.storage import locate
 
-# Read where a file exists; a model's exporter copies those that do, to keep the directory loadable elsewhere.
+# The tokenizer files of a model directory; each is read if it exists. The exporter of a model copies the files that
+# exist, so that other libraries can load the directory it writes.
 FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
     "additional_chat_templates/tool_use.jinja",
 )
-ORDINARY = -1  # stands for a token that is not special, where it does not matter which
-_ANCHORS = ("\n", "0", ".", "a")  # a text is encoded behind the first of these that does not join with it
-_WORD = "zq0x"  # stands for the model's words, or for a call's name, where a template is asked how it ends a turn
+ORDINARY = -1  # stands for any token that is not special
+_ANCHORS = ("\n", "0", ".", "a")  # a text is encoded behind the first of these that forms no token with it
+_WORD = "zq0x"  # stands for the model's words, or for a call's name, in a rendering that shows how a turn ends
 _ASK = {"role": "user", "content": "ask"}
 _SAID = {"role": "assistant", "content": _WORD}
 _CALLED = {
@@ -38,10 +39,10 @@ _CALLED = {
 
 class _Backend(Protocol):
     size: int  # largest id plus one
-    added: Mapping[int, str]  # special tokens put beside the vocabulary
-    special: Mapping[int, str]  # all special tokens
-    marks: Mapping[int, str]  # tokens that are found in a text before it is cut into pieces, the special ones included
-    start: Sequence[int] | None  # what is put before a plain text; None where the files of this kind do not say it
+    added: Mapping[int, str]  # texts, by id, of the special tokens that are added beside the vocabulary
+    special: Mapping[int, str]  # texts, by id, of all special tokens
+    marks: Mapping[int, str]  # texts, by id, of tokens found before a text is cut into pieces; `special` is among them
+    start: Sequence[int] | None  # ids before a plain text; None if files of this kind do not say which
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -60,27 +61,28 @@ class Tokenizer:
     """A tokenizer with the ids and the chat template of its model.
 
     Attributes:
-      directory: where it was read from.
-      files: names of the tokenizer files found there.
-      vocab_size: largest id that `encode` gives, plus one; a model's embedding may have more rows.
-      pad_id: fills rows; the first end id where the model names none.
-      bos_id: the start token; None where the model names none. `start_ids` says whether a text begins with it.
-      start_ids: what the tokenizer's own post-processor puts before a plain text; often the start token, or nothing.
-      eos_ids: every id that ends a completion, the tokenizer's own first, that of the chat template included.
-      turn_end_id: ends the model's turn: the mark that the chat template writes behind it, else the first end id.
-      tools: what the chat template is told that the model may call, in every conversation.
+      directory: directory of the tokenizer files.
+      files: names of the tokenizer files that the directory has.
+      vocab_size: largest id that `encode` returns, plus one; a model's embedding may have more rows.
+      pad_id: id that fills rows: the model's padding token, or the first end id if the model names none.
+      bos_id: id of the start token; None if the model names none. `start_ids` says whether a text begins with it.
+      start_ids: ids that the tokenizer's own post-processor puts before a plain text; often the start token, or none.
+      eos_ids: every id that ends a completion: the tokenizer's own end token first, and the chat template's included.
+      turn_end_id: id that ends the model's turn: the mark that the chat template writes behind the turn, else the first
+        end id.
+      tools: schemas of the functions that the model may call; the chat template writes them into every conversation.
     """
 
     def __init__(self, directory: str | epath.PathLike, *, tools: Tools = ()) -> None:
         """Reads `tokenizer.json` (preferred) or SentencePiece's `tokenizer.model`, and the JSON files beside it.
 
         Args:
-          directory: a Hugging Face model directory, local or gs://.
-          tools: see the attribute.
+          directory: Hugging Face model directory, local or gs://.
+          tools: schemas of the functions that the model may call.
 
         Raises:
-          FileNotFoundError: no such directory, or neither tokenizer file in it.
-          ValueError: a file is not what its name says, no end token is named anywhere, or a named one does not exist.
+          FileNotFoundError: the directory does not exist, or it has neither tokenizer file.
+          ValueError: a file is not what its name says, no file names an end token, or a named token does not exist.
         """
         self.directory = epath.Path(locate(directory))
         if not self.directory.is_dir():
@@ -117,32 +119,34 @@ class Tokenizer:
         """Encodes `text`; special tokens written in it become their ids.
 
         Args:
-          text: the text.
-          behind: the token that stands before the text, or ORDINARY; None where the text begins. Llama's and Mistral's
-            tokenizers put a space before a text that begins, and some of them behind a special token, too.
-          start: put `start_ids` before a text that does not begin with them. Set for plain texts, whatever they are
-            for; never for a rendering of the chat template, in which the start token is written where the model wants
+          text: text to encode.
+          start: whether to put `start_ids` before the ids, unless these begin with them. Set it for every plain text.
+            Never set it for a rendering of the chat template: the template writes the start token if the model wants
             one.
+          behind: id of the token before the text, or ORDINARY; None if nothing is before the text. Llama's and
+            Mistral's tokenizers put a space before a text that nothing precedes, and some of them also behind a special
+            token.
 
         Raises:
-          ValueError: the text holds a special token that the model beside the tokenizer has no embedding for.
+          ValueError: the text holds a special token for which the model in the same directory has no embedding.
         """
         ids = self._within(text, self._backend.encode(text) if behind is None else self._encode_behind(text, behind))
         begin = list(self.start_ids) if start else []
         return ids if ids[: len(begin)] == begin else begin + ids
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encodes a text as `encode` does: (ids, the first character of each token and the end of its last one).
+        """Encodes a text as `encode` does: (ids, span of each token in characters: first, last + 1).
 
-        Every character has a token: one that normalisation drops belongs to the token behind it. Tokens that are bytes
-        of one character, or that normalisation inserts before it, all have its span.
+        Every character is in a span: a character that normalisation drops is in the span of the next token. Several
+        tokens that are the bytes of one character all have the span of the character, and so has a token that
+        normalisation inserts before it.
 
         Raises:
-          ValueError: see `encode`.
+          ValueError: the text holds a special token for which the model in the same directory has no embedding.
         """
         ids, offsets = self._backend.encode_spans(text)
         spans, before = [], 0
-        for start, end in offsets:  # which may leave out the spaces of a token
+        for start, end in offsets:  # a library's offsets may leave out the spaces of a token
             spans.append((min(start, before), end))
             before = end
         for i in range(len(spans) - 2, -1, -1):
@@ -151,7 +155,7 @@ class Tokenizer:
         return self._within(text, ids), spans
 
     def _encode_behind(self, text: str, token: int) -> list[int]:
-        """Ids of a text that goes on behind a token."""
+        """Encodes a text that continues a text which ends with `token`."""
         anchors = (self._backend.token_text(token),) if token in self._special else _ANCHORS
         ids = self._backend.encode(text)
         if not self._changed_by(anchors):
@@ -160,22 +164,22 @@ class Tokenizer:
         return next((own for own in found if own is not None), ids)
 
     def _split_behind(self, anchor: str, text: str) -> list[int] | None:
-        """Ids of a text behind another one; None where a token holds characters of both."""
+        """Encodes a text behind the text `anchor`; None if a token holds characters of both."""
         before, ids = self._backend.encode(anchor), self._backend.encode(anchor + text)
         return ids[len(before) :] if ids[: len(before)] == before else None
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - of the few tokenizers of a process
     def _changed_by(self, anchors: tuple[str, ...]) -> bool:
-        """True where texts have other tokens behind one of some anchors than alone: special tokens may take space."""
+        """True if some texts have other tokens behind an anchor than alone, as where the tokenizer inserts a space."""
         words = [(word, self._backend.encode(word)) for word in ("a", "1", "(", " a", "\n\na")]
         behind = [(self._split_behind(anchor, word), ids) for anchor in anchors for word, ids in words]
         return any(own is not None and own != ids for own, ids in behind)
 
     def _within(self, text: str, ids: list[int]) -> list[int]:
-        """Returns the ids of a text.
+        """Returns the ids of a text unchanged, after a check.
 
         Raises:
-          ValueError: the model beside the tokenizer has no embedding for one of them.
+          ValueError: the model in the same directory has no embedding for one of the ids.
         """
         if self._beyond and (found := self._beyond.keys() & set(ids)):
             names = ", ".join(f"{self._beyond[i]} (id {i})" for i in sorted(found))
@@ -189,38 +193,39 @@ class Tokenizer:
         """Encodes text of unknown origin, such as a tool's output: special tokens written in it stay text.
 
         Args:
-          text: the text.
-          behind: the token that stands before it.
+          text: text to encode.
+          behind: id of the token before the text, or ORDINARY.
         """
         if not self._starts.search(text):
             ids = self._encode_behind(text, behind)
             if self._special.isdisjoint(ids):
                 return ids
-        # Cut behind the first character of every special token, so that none is whole.
+        # The text is cut behind the first character of every special token, so that no piece holds a whole one.
         cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
         ids: list[int] = []
         for start, end in itertools.pairwise(cuts):
             ids += self._encode_behind(text[start:end], ids[-1] if ids else behind)
         if self._special.isdisjoint(ids):
             return ids
-        # Found in the normalised text only, or of one character.
+        # A special token is left that only the normalised text shows, or that has one character: each character is
+        # encoded alone, and characters that are special tokens are dropped.
         parts = [self._encode_behind(character, ORDINARY) for character in text]
         return [i for part in parts if self._special.isdisjoint(part) for i in part]
 
     def special_spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yields (first character, end) of every special token that is written in a text, from left to right."""
+        """Yields the span (first character, last + 1) of every special token written in a text, from left to right."""
         return (found.span() for found in self._written.finditer(text))
 
     def holds_special(self, text: str) -> bool:
-        """True where special tokens are written in a text."""
+        """True if a text holds special tokens."""
         return bool(self._starts.search(text)) or not self._special.isdisjoint(self._backend.encode(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decodes `ids` without special tokens."""
+        """Decodes `ids` to text; special tokens are left out."""
         return self._backend.decode([int(i) for i in ids])
 
     def token_id(self, token: str) -> int | None:
-        """Returns the id of a piece, or None when the vocabulary lacks it."""
+        """Returns the id of a piece; None if the vocabulary lacks it."""
         return self._backend.token_id(token)
 
     def token_text(self, token: int) -> str:
@@ -228,7 +233,7 @@ class Tokenizer:
         return self._backend.token_text(token)
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of text that a token stands for; none for a special one, and for what is not known."""
+        """Returns the bytes of text that a token stands for; b'' for a special token and for the unknown token."""
         return b"" if token in self._textless else self._backend.token_bytes(token)
 
     @functools.cached_property
@@ -238,13 +243,13 @@ class Tokenizer:
 
     @functools.cached_property
     def splits_text(self) -> bool:
-        """True where the bytes of a text's tokens are those of the text, as `token_bytes` reads them."""
+        """True if the bytes of a text's tokens, as `token_bytes` returns them, join to the bytes of the text."""
         text = "It is 42, or (1.5)x!\n\n a  b"  # other characters may be unknown to a small vocabulary
         return b"".join(map(self.token_bytes, self.encode_plain(text))) == text.encode()
 
     @property
     def bos_token(self) -> str:
-        """The start token's text, '' where the model has none."""
+        """The text of the start token; '' if the model has none."""
         return self._tokens.get("bos_token", "")
 
     @property
@@ -263,12 +268,13 @@ class Tokenizer:
 
         Args:
           messages: mappings with 'role' (system, user, assistant or tool) and 'content'.
-          add_generation_prompt: end with the opening of the model's turn.
+          add_generation_prompt: whether to end with the opening of the model's turn.
           tools: schemas of the functions that the model may call; None for the tokenizer's own.
-          marks: written before and behind what the template marks as the model's words.
+          marks: two texts, written before and behind each stretch that the template marks as the model's words.
 
         Raises:
-          ValueError: the tokenizer has no chat template, what is given are no messages, or its template refuses them.
+          ValueError: the tokenizer has no chat template, `messages` is no list of messages, or the template refuses
+            them.
         """
         _check_messages(messages)
         tools = self.tools if tools is None else tools
@@ -283,19 +289,22 @@ class Tokenizer:
 
     @functools.cached_property
     def tools_digest(self) -> str:
-        """A checksum of `tools`; '' without."""
+        """The checksum of `tools`; '' if there are none."""
         return hashlib.sha256(json.dumps(self.tools).encode()).hexdigest()[:16] if self.tools else ""
 
     @functools.cached_property
     def unnamed_tools(self) -> tuple[str, ...]:
-        """Names of `tools` that prompts made by the chat template do not hold."""
+        """The names of those `tools` that the chat template does not write into a prompt."""
         if not self.tools:
             return ()
         text = "" if not self.has_chat_template else self.apply_chat_template([{"role": "user", "content": "?"}])
         return tuple(name for tool in self.tools if (name := str(tool["function"]["name"])) not in text)
 
     def _special_tokens_beyond(self, model: Mapping[str, Any]) -> dict[int, str]:
-        """Lists special tokens at the end of the ids without an embedding in the model, as Gemma 3's for images."""
+        """Finds the special tokens with the largest ids that have no embedding in the model: {id: text}.
+
+        Gemma 3's token for images is one of them. The result is empty if an ordinary token has no embedding either.
+        """
         rows = _rows_of(model)
         if rows is None:
             return {}
@@ -306,7 +315,7 @@ class Tokenizer:
         return found if last < rows else {}
 
     def _special_tokens(self) -> dict[str, str]:
-        """Maps names such as 'bos_token' to their text."""
+        """Maps names of special tokens, such as 'bos_token', to the tokens' texts."""
         named = {**_read_json(self.directory / "special_tokens_map.json"), **self._config}
         found = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -322,12 +331,12 @@ class Tokenizer:
         return found
 
     def _find_special(self) -> tuple[set[int], re.Pattern[str]]:
-        """Ids that no text of others may become, and a pattern of the texts that are written for one of them."""
+        """Finds the ids that text of unknown origin must not get: (the ids, a pattern of the special tokens' texts)."""
         named = {self._backend.token_id(text): text for text in self._tokens.values()}
         named |= {i: self._backend.token_text(i) for i in self.eos_ids}
         found = {i: text for i, text in {**named, **self._backend.special}.items() if i is not None and text}
         written = "|".join(map(re.escape, sorted(found.values(), key=len, reverse=True))) or "(?!)"
-        # The unknown token is also what stands for characters that have no piece.
+        # The unknown token is not among the ids, because it also stands for characters without a piece.
         return set(found) - {self._backend.token_id(self._tokens.get("unk_token", ""))}, re.compile(written)
 
     def _one_id(self, name: str, *configs: Mapping[str, Any]) -> int | None:
@@ -340,10 +349,10 @@ class Tokenizer:
         return None if found is None else self._checked(f"{name}_token_id", found)
 
     def _checked(self, key: str, given: Any) -> int:
-        """Returns a token's id.
+        """Returns the id `given`, the value of `key` in a file, after a check.
 
         Raises:
-          ValueError: it is none of the vocabulary.
+          ValueError: the value is no id of the vocabulary.
         """
         if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < self._rows:
             raise ValueError(
@@ -355,7 +364,11 @@ class Tokenizer:
     def _end_ids(
         self, generation: Mapping[str, Any], model: Mapping[str, Any], turns: Sequence[int]
     ) -> tuple[int, ...]:
-        """Lists the tokenizer's own end token, those of the first file that lists some, and those of the template."""
+        """Lists the end tokens: the tokenizer's own, those of the first file that lists some, and the chat template's.
+
+        Raises:
+          ValueError: there are none, or one of them is not in the vocabulary.
+        """
         name = self._tokens.get("eos_token", "")
         own = self._backend.token_id(name)
         if name and own is None:
@@ -374,14 +387,14 @@ class Tokenizer:
         return ends
 
     def _end_of(self, turn: Message) -> int | None:
-        """Id of the mark that the chat template writes behind a turn; None where it writes none, or not that turn."""
+        """Returns the id of the mark that the chat template writes behind `turn`; None if it writes none."""
         for before in ([_ASK], [{"role": "system", "content": "be brief"}, _ASK], []):
             try:
                 text = self.apply_chat_template([*before, turn], add_generation_prompt=False) if self._templates else ""
             except ValueError:
                 continue
             _, found, tail = text.rpartition(_WORD)
-            # Of a call, the mark stands behind what closes the call.
+            # Behind a call, the template first closes the call: the mark of the turn is the last one.
             marks = [i for i in self._backend.encode(tail) if self._is_mark(i)] if found else []
             return next(iter(marks if turn is _SAID else reversed(marks)), None)
         return None
@@ -391,8 +404,10 @@ class Tokenizer:
         return bool(text.strip(" \t\r\n\u2581"))  # Gemma has runs of spaces and line ends among its added tokens
 
     def _start_of_text(self) -> tuple[int, ...]:
-        """Ids before a plain text: what tokenizer.json says; for tokenizer.model, which has no place for it, the
-        start token unless add_bos_token is false.
+        """Returns the ids that stand before a plain text.
+
+        tokenizer.json says which. tokenizer.model cannot say it: there it is the start token, unless add_bos_token in
+        tokenizer_config.json is false.
         """
         given = self._backend.start
         if given is None:
@@ -401,10 +416,10 @@ class Tokenizer:
         return tuple(self._checked("start token of the post-processor", i) for i in given)
 
     def _read_templates(self) -> dict[str, ChatTemplate]:
-        """Reads the chat templates by their names: 'default', and 'tool_use' where tools have one of their own.
+        """Reads the chat templates by their names: 'default', and 'tool_use' if there is one for prompts with tools.
 
-        As in transformers a file of its own comes before tokenizer_config.json. chat_template.json is where directories
-        of models that also see keep the only one.
+        As in transformers, a template in a file of its own comes before one in tokenizer_config.json. Directories of
+        models that also read images may have their only template in chat_template.json.
         """
         files = {name: self.directory / name for name in self.files if name.endswith(".jinja")}
         file, tools = files.get("chat_template.jinja"), files.get("additional_chat_templates/tool_use.jinja")
@@ -426,17 +441,17 @@ class Tokenizer:
 
 
 def _rows_of(model: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding by a model's config.json; None where that does not say it."""
+    """Returns the number of rows of a model's embedding; None if the model's config.json does not say it."""
     inner = model.get("text_config")
     rows = {**(inner if isinstance(inner, Mapping) else {}), **model}.get("vocab_size")
     return rows if isinstance(rows, int) else None
 
 
 def _check_messages(messages: Any) -> None:
-    """Refuses what is no conversation: a template would write a value's Python form.
+    """Refuses a value that is no conversation, because a template would write the value in its Python form.
 
     Raises:
-      ValueError: names the place and the value.
+      ValueError: the value is no list of messages; names the place and the value.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise ValueError(f"{str(messages)[:80]!r} is no conversation: it must be a list of messages.")
@@ -455,7 +470,7 @@ def _read_text(path: epath.Path) -> str:
 
 
 def _read_json(path: epath.Path) -> dict[str, Any]:
-    """Reads the object in a JSON file, {} when there is no such file."""
+    """Reads the object in a JSON file; {} if there is no such file."""
     return load_object(path) if path.exists() else {}
 
 
@@ -469,10 +484,10 @@ def _open_backend(directory: epath.Path, config: Mapping[str, Any]) -> _Backend:
 
 
 def _added_tokens(config: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
-    """Tokens that tokenizer_config.json adds: (text, whether it is special) by id.
+    """Reads the tokens that tokenizer_config.json adds: (text, whether the token is special) by id.
 
     Raises:
-      ValueError: the field `added_tokens_decoder` is not what it must be.
+      ValueError: the field `added_tokens_decoder` does not hold objects with 'content' and 'special' by id.
     """
     given = config.get("added_tokens_decoder") or {}
     try:
@@ -491,7 +506,11 @@ def _token_text(token: Mapping[str, Any]) -> str:
 
 
 def _added_elsewhere(directory: epath.Path) -> dict[int, tuple[str, bool]]:
-    """Tokens in added_tokens.json, which older files have, by id; all of them count as special."""
+    """Reads the tokens of added_tokens.json, a file of older directories, by id; all of them count as special.
+
+    Raises:
+      ValueError: an id is no integer.
+    """
     given = _read_json(directory / "added_tokens.json")
     if wrong := [name for name, i in given.items() if isinstance(i, bool) or not isinstance(i, int)]:
         raise ValueError(f"{directory / 'added_tokens.json'} gives {wrong[0]!r} the id {given[wrong[0]]!r}, no number.")
@@ -499,7 +518,7 @@ def _added_elsewhere(directory: epath.Path) -> dict[int, tuple[str, bool]]:
 
 
 class _Json:
-    """Runs a tokenizer.json by the `tokenizers` library."""
+    """Encodes and decodes by a tokenizer.json, with the `tokenizers` library."""
 
     def __init__(self, path: epath.Path, config: Mapping[str, Any]) -> None:
         self._path = path
@@ -508,7 +527,8 @@ class _Json:
         except Exception as error:
             # The library raises plain Exception for any malformed file.
             raise ValueError(f"{path} is not a tokenizer file: {error}") from error
-        # The file keeps the state of the program that saved it: how it cut and padded texts, and BPE's random merges.
+        # The file keeps the state of the program that saved it: its truncation, its padding, and the dropout that lets
+        # BPE skip merges at random. All of them are switched off.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
@@ -534,13 +554,13 @@ class _Json:
         """Adds the tokens of tokenizer_config.json that tokenizer.json lacks.
 
         Raises:
-          ValueError: the two give a token different ids.
+          ValueError: the two files give a token different ids.
         """
         whole = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for i, (text, special) in sorted(added.items()):
             if not text:
                 continue
-            if text not in whole:  # a piece of the vocabulary keeps its id, and is then read whole
+            if text not in whole:  # a text that is a piece of the vocabulary keeps its id, and is never split any more
                 add = self._tokenizer.add_special_tokens if special else self._tokenizer.add_tokens
                 add([tokenizers.AddedToken(text, special=special, normalized=False)])
             if (found := self._tokenizer.token_to_id(text)) != i:
@@ -552,7 +572,7 @@ class _Json:
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            # Where the parts of a file do not fit together, the library's Rust code may panic, which is no Exception.
+            # If the parts of a file do not fit together, the library's Rust code may panic: that is no Exception.
             if type(error).__name__ != "PanicException" and not isinstance(error, Exception):
                 raise
             raise ValueError(f"{self._path} cannot encode {text[:80]!a}: {error}") from None
@@ -583,23 +603,25 @@ class _Json:
 
     @functools.cached_property
     def _by_bytes(self) -> bool:
-        """True where each character of a piece stands for a byte, as in GPT-2's vocabulary."""
+        """True if each character of a piece stands for a byte, as in GPT-2's vocabulary."""
         decoder = self._tokenizer.decoder
         return decoder is not None and b"ByteLevel" in decoder.__getstate__()
 
 
 class _SentencePiece:
-    """Runs a SentencePiece model; recognises its control pieces in text, as `tokenizers` does."""
+    """Encodes and decodes by a SentencePiece model; finds control pieces written in a text, as `tokenizers` does."""
 
     def __init__(self, path: epath.Path, added: Mapping[int, tuple[str, bool]]) -> None:
         """Reads the model.
 
         Args:
-          path: the file `tokenizer.model`.
-          added: (text, whether it is special) by id, as the files beside it have them; some are pieces of the model.
+          path: path of the file `tokenizer.model`.
+          added: tokens that the files beside it add, as (text, whether the token is special) by id. Some of them are
+            pieces of the model.
 
         Raises:
-          ValueError: no SentencePiece model, or an added token that is another piece of the model.
+          ValueError: the file is no SentencePiece model, or the id of an added token is neither that of its piece nor,
+            for a text that is no piece, beyond all pieces.
         """
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=regular(path).read_bytes())
@@ -673,7 +695,7 @@ class _SentencePiece:
         return b"" if self._model.is_unknown(token) else _bytes_of(self._model.id_to_piece(token))
 
 
-# GPT-2 writes the bytes that are printable in Latin-1 as they are, and the others as the characters from 256 on.
+# GPT-2 writes a byte that is printable in Latin-1 as that character, and any other byte as a character from 256 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
@@ -681,13 +703,13 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _bytes_of(piece: str) -> bytes:
-    """The bytes of a SentencePiece piece: one byte, or text with another character for its spaces."""
+    """Returns the bytes of a SentencePiece piece: one byte such as '<0x0A>', or a text whose spaces are U+2581."""
     byte = _BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
 
 
 def foreign(directory: str | epath.PathLike, model: str | epath.PathLike) -> str:
-    """Finds a file of a tokenizer that is not the one that a model's directory has; '' where none differs."""
+    """Says which tokenizer file differs between a tokenizer's directory and a model's directory; '' if none does."""
     mine, theirs = epath.Path(locate(directory)), epath.Path(locate(model))
     for name in ("tokenizer.json", "tokenizer.model"):
         if (theirs / name).exists():
@@ -701,12 +723,12 @@ def foreign(directory: str | epath.PathLike, model: str | epath.PathLike) -> str
 def right_padded(
     rows: Sequence[Sequence[int]], pad_id: int, *, width: int | None = None
 ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-    """Pads token sequences on the right: (token rows of one width, length of each).
+    """Pads B token sequences on the right: (token rows of one width T, length of each sequence in tokens).
 
     Args:
       rows: token ids of each sequence.
-      pad_id: stands beyond the end of a sequence.
-      width: T, at least the longest sequence; None is that length, at least 1.
+      pad_id: id that stands beyond the end of a sequence.
+      width: T, at least the length of the longest sequence. None takes the length of the longest sequence, at least 1.
     """
     length_B = np.array([len(row) for row in rows], np.int32)
     tokens_BT = np.full((len(rows), max(int(length_B.max(initial=0)), 1) if width is None else width), pad_id, np.int32)

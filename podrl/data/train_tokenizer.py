@@ -1,10 +1,12 @@
-"""Makes the tokenizers of the embedded models: `python -m podrl.data.train_tokenizer --out=DIR`, or with --calls.
+"""Makes the tokenizers of the embedded models: `python -m podrl.data.train_tokenizer --out=DIR [--calls]`.
 
-A unigram model over the embedded task's language: digits and punctuation alone, the words of the task whole, then
-words of everyday arithmetic as room allows; any other ASCII text is spelled by letters. With
---calls, the tags of a tool's call and output are pieces too, behind all others. The trainers of `tokenizers`
-and SentencePiece are not used: the first visits words in the random order of a hash table, so two runs differ, and both
-break the few words of so small a language into fragments, which costs a third more tokens per prompt.
+The tokenizer is a unigram model of the embedded task's language. Every digit and punctuation mark is a piece of its
+own, and so are the task's words, and words of everyday arithmetic as far as the vocabulary has room; all other ASCII
+text is spelled by letters. With --calls, the tags of a tool's call and output are pieces as well, with the last ids.
+
+The trainers of `tokenizers` and SentencePiece are not used. The trainer of `tokenizers` visits words in the random
+order of a hash table, so two runs differ. Both trainers break the few words of so small a language into fragments,
+which costs a third more tokens per prompt.
 """
 
 import collections
@@ -46,7 +48,7 @@ CHAT_TEMPLATE = """{{ bos_token }}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
 """
 
-# Words a solver of arithmetic problems meets beyond the embedded task, commonest first.
+# Words of arithmetic problems that the embedded task does not use, the commonest first.
 _EVERYDAY = """
 user model The In answer is the a of to and in he she it for his her they at each on day will if all was an one two
 three half that are per from then be there after total much more than many number cost week dollars hours
@@ -55,12 +57,16 @@ made sold used bought takes left needs every another second third last next same
 spent earn eat sell buy get gets got give gave take would can their them so by or not you your think write
 problem step final single between reasoning given through what who when where which while up out into also
 """
-# Words that open a text or a turn, where no space stands before them.
+# Words that open a text or a turn, so that no space stands before them.
 _UNSPACED = ("user", "model", "The", "In")
 
 
 def train(*, calls: bool = False) -> tokenizers.Tokenizer:
-    """The embedded tokenizer, the same bytes on every call and machine; `calls` adds the tags of a call."""
+    """Makes the embedded tokenizer, the same bytes on every call and machine.
+
+    Args:
+      calls: whether the tags of a tool's call and output are pieces, too.
+    """
     count, everyday = collections.Counter(_words(_corpus())), _EVERYDAY.split()
     for rank, word in enumerate(everyday):
         word = word if word in _UNSPACED else SPACE + word
@@ -69,7 +75,8 @@ def train(*, calls: bool = False) -> tokenizers.Tokenizer:
     room = VOCAB_SIZE - len(CONTROLS) - len(TAGS) - len(TURNS) - len(letters)
     whole = sorted((word for word in count if len(word) > 1), key=lambda word: (-count[word], word))[:room]
     total = sum(count.values())
-    # Words beat fragments and fragments letters, so a text is cut into nearly the fewest pieces possible.
+    # The score of a word is its log-probability, which is above the score of a fragment; a fragment scores more than a
+    # letter. So a text is cut into nearly the fewest pieces possible.
     vocab = [(piece, 0.0) for piece in (*CONTROLS, *TAGS, *TURNS)]
     vocab += [(letter, -20.0) for letter in letters]
     vocab += [(word, round(math.log(count[word] / total), 4)) for word in whole]
@@ -91,7 +98,12 @@ def train(*, calls: bool = False) -> tokenizers.Tokenizer:
 
 
 def write(directory: str | epath.PathLike, *, calls: bool = False) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and generation_config.json, as `transformers` reads them."""
+    """Writes tokenizer.json, tokenizer_config.json and generation_config.json in the form that `transformers` reads.
+
+    Args:
+      directory: directory to write to; it is made if it does not exist.
+      calls: whether the tags of a tool's call and output are pieces, too.
+    """
     path = epath.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = train(calls=calls)
@@ -120,12 +132,12 @@ def _corpus() -> list[str]:
 
 
 def _words(texts: list[str]) -> list[str]:
-    """Lists the words as the splitter cuts them, with the space before a word as its first character."""
+    """Lists the words of texts as the splitter cuts them; a space before a word is the word's first character."""
     return [word for text in texts for word in re.findall(rf"{SPACE}?[A-Za-z]+", text.replace(" ", SPACE))]
 
 
 def _fragments(words: list[str]) -> list[str]:
-    """Lists word parts of two to four letters, most letters saved first."""
+    """Lists parts of words, of two to four letters; the part that saves most pieces over single letters comes first."""
     parts = collections.Counter(
         bare[i : i + size]
         for bare in sorted({word.lstrip(SPACE).lower() for word in words})

@@ -1,7 +1,7 @@
-"""Transforms of a source's records before they are used: rename, filter by length, map by a function of the user.
+"""Transforms a source's records before they are used: renames fields, drops by length, maps by a user's function.
 
-Transformed records are written to the cache as JSON lines, once for the content of their files, the transforms and the
-file of the function.
+Transformed records are written to the cache as JSON lines. They are written again when the content of the source's
+files, the transforms, or the file of the user's function has changed.
 """
 
 import collections
@@ -22,17 +22,18 @@ from podrl.workers.process import DiedError, Functions, LateError
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at
 
-_AT_ONCE = 256  # records that a function's process is given in one request
+_AT_ONCE = 256  # number of records in one request to the process of a user's function
 
 
 @section("data.sources.transforms.length")
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """Bounds of the characters of a field; records outside them are dropped.
+    """Bounds of the length of a field's text; records outside them are dropped.
 
     Attributes:
-      field: whose text is measured.
-      least, most: characters; 0 for no upper bound.
+      field: name of the field whose text is measured.
+      least: least number of characters.
+      most: largest number of characters; 0 for no upper bound.
     """
 
     field: str = "question"
@@ -40,7 +41,7 @@ class Length:
     most: Natural = 0
 
     def holds(self, record: Record) -> bool:
-        """True where the record is kept."""
+        """True if the record is kept: the field's text is within the bounds; a field that is absent has length 0."""
         value = record.get(self.field)
         size = 0 if value is None else len(plain.text(value) if isinstance(value, int | float) else str(value))
         return self.least <= size and (not self.most or size <= self.most)
@@ -49,14 +50,14 @@ class Length:
 @section("data.sources.transforms")
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """One step of a source's transforms: exactly one of its three forms is given.
+    """One step of a source's transforms; exactly one of `rename`, `length` and `map` must be set.
 
     Attributes:
-      rename: old names of fields to new ones.
-      length: bounds of a field's length.
-      map: 'file.py:function' or 'package.module:function', called in a process of its own with each record, a dict; it
-        returns the new record, or None to drop it.
-      deadline_s: seconds that `map` may take for 256 records.
+      rename: new names of fields, by their old names.
+      length: bounds of the length of a field's text; records outside them are dropped.
+      map: function 'file.py:function' or 'package.module:function', which is called in a process of its own with each
+        record, a dict, and returns the new record, or None to drop the record.
+      deadline_s: most seconds that `map` may take for 256 records.
     """
 
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -76,19 +77,20 @@ class Transform:
 def transformed(
     source: Records, content: str, steps: tuple[Transform, ...], cache: Cache
 ) -> tuple[Place, Mapping[str, int]]:
-    """Writes a source's transformed records, unless they are in the cache.
+    """Writes a source's transformed records to the cache, unless they are there already.
 
     Args:
-      source: the records.
-      content: checksum of their files.
-      steps: what is done, in this order.
-      cache: where to.
+      source: records of the source.
+      content: checksum of the files that hold them.
+      steps: transforms of the source, applied in this order.
+      cache: cache that the result is written to.
 
     Returns:
-      (a .jsonl file, dropped records by reason).
+      (path of the .jsonl file, number of dropped records by reason).
 
     Raises:
-      ValueError: a function failed, is late, or returned something else than a record.
+      ValueError: a function failed, exceeded its deadline, or returned neither a record nor None; a step names a field
+        that no record has; or the steps drop all records.
     """
     settings = [dataclasses.asdict(step) | {"code": _code(step)} for step in steps]
     name = key("transformed", content, settings)
@@ -109,10 +111,10 @@ def transformed(
 
 
 def _items(source: Records) -> Iterator[tuple[str, Record]]:
-    """Yields place and record, of every record of a source.
+    """Yields (place, record) of every record of a source.
 
     Raises:
-      ValueError: a record with a value that JSON does not hold.
+      ValueError: a record has a value that JSON cannot hold.
     """
     for i in range(len(source)):
         place, record = source.place(i), source[i]
@@ -127,10 +129,10 @@ def _step(
     processes: contextlib.ExitStack,
     path: str,
 ) -> Iterator[tuple[str, Record]]:
-    """Makes one step of the records of `path`.
+    """Applies one step to the records of `path`; yields (place, record), and counts in `dropped` those that it drops.
 
     Raises:
-      ValueError: a function failed, or the step names a field that no record has.
+      ValueError: a function failed, or the step names a field that no record has, or gives two fields the same name.
     """
     if step.map:
         yield from _mapped(step, items, dropped, processes)
@@ -165,7 +167,11 @@ def _mapped(
     dropped: collections.Counter[str],
     processes: contextlib.ExitStack,
 ) -> Iterator[tuple[str, Record]]:
-    """Sends records through the user's function, in a process of its own."""
+    """Applies the user's function to records, in a process of its own, which `processes` closes.
+
+    Raises:
+      ValueError: the function failed, exceeded its deadline, or returned neither a record nor None.
+    """
     place, _, name = step.map.rpartition(":")
     specs = {step.map: spec_at(place, name)}
     process = Functions("podrl.data.mapper", Limits(), specs, size=1, what="data.sources: map=")
@@ -190,7 +196,11 @@ def _mapped(
 
 
 def _code(step: Transform) -> str:
-    """Checksum of the file that a function is in."""
+    """Computes the checksum of the file that holds a step's function; '' if the step has no function.
+
+    Raises:
+      ValueError: `map` names no function.
+    """
     if not step.map:
         return ""
     place, colon, name = step.map.rpartition(":")
