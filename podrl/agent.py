@@ -38,8 +38,8 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
         variables OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY lead to the endpoint of this
         task.
     """
-    # Standard output carries the results, one line each. Python's own prints would break these lines, so descriptor 1
-    # becomes a copy of standard error.
+    # Standard output carries the results, one line each. Descriptor 1 becomes a copy of standard error, so that output
+    # of `solve` and of its subprocesses cannot mix with the results.
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

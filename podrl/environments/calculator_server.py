@@ -40,7 +40,7 @@ def serve(transport: str, **address: Any) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments {argv[1:]}: the flags are --transport and --port.")
-    logging.set_verbosity(logging.WARNING)  # mcp 1.x logs every request
+    logging.set_verbosity(logging.WARNING)  # package mcp 1.x logs every request
     address = {} if _TRANSPORT.value == "stdio" else {"host": "127.0.0.1", "port": _PORT.value}
     serve(_TRANSPORT.value, **address)
 

@@ -75,7 +75,7 @@ class _Session:
       dropped: requests whose clients hung up before they had the answer.
       jobs: tasks of the requests, by their numbers.
       full: True once a request found no room or no turns left.
-      overridden: number of requests that set what belongs to the job.
+      overridden: number of requests that set a setting in `_RESENT`.
     """
 
     model: Asked
@@ -103,8 +103,9 @@ class _Session:
 class Program:
     """Runs an episode for each task in a process of the user's program.
 
-    A process runs one episode at a time, and then takes the next task. It gets a JSON object a line, with the address
-    and the key of the endpoint for this episode, and answers with a JSON object a line; podrl.agent is the other side.
+    A process runs one episode at a time, and then takes the next task. It reads one JSON object per line, a task with
+    the endpoint's address and the key of this episode, and answers with one JSON object per line. podrl.agent is the
+    other side.
     """
 
     def __init__(self, config: EnvironmentConfig, folder: str) -> None:
@@ -112,7 +113,7 @@ class Program:
 
         Args:
           config: settings of the environments, which name the program.
-          folder: directory of the file with what programs write to standard error; '' writes to this process's.
+          folder: directory of the file for the programs' standard error; '' writes to this process's standard error.
 
         Raises:
           ValueError: there is no such command.
@@ -233,7 +234,7 @@ class Program:
         session.jobs[number] = asyncio.create_task(self._answer(session, number, wanted))
 
     def dropped(self, number: int) -> None:
-        """Takes the answer that a client did not wait for out of the row, as nobody acted on it."""
+        """Removes the answer to a request from the sample if its client hung up, because nobody acted on the answer."""
         if (session := self._of.get(number)) is not None:
             session.dropped.add(number)
             session.jobs[number].add_done_callback(lambda job: self._drop(session, number, job))
@@ -251,7 +252,7 @@ class Program:
             session.settle(number)
 
     def failed(self, error: Exception) -> None:
-        """Loses every open episode; the next one starts another front."""
+        """Ends every open episode as a failure of the infrastructure; the next episode starts another front."""
         self._front = None
         for session in self._sessions.values():
             session.lose("infrastructure", str(error))

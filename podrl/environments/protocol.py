@@ -11,7 +11,7 @@ REFUSED = "refused"  # value of Turn.stop if a request cannot be honoured; Turn.
 
 
 class Ended(Exception):  # noqa: N818 - no error, as StopIteration
-    """The sample has no room or no turns left. `run` should not catch this; the sample then ends without a Result."""
+    """The sample has no room or no turns left. `run` should let this propagate: the sample ends without a Result."""
 
 
 class OutsideError(Exception):
@@ -108,7 +108,7 @@ class Model(Protocol):
           reward: reward of the previous turn, assigned to that turn's last sampled token.
 
         Raises:
-          Ended: the sample has no room or no turns left; do not catch it.
+          Ended: the sample has no room or no turns left; let it propagate.
         """
         ...
 
@@ -138,7 +138,7 @@ class Model(Protocol):
           The assistant's message, with `tool_calls` if the model called tools.
 
         Raises:
-          Ended: the sample has no room or no turns left; do not catch it.
+          Ended: the sample has no room or no turns left; let it propagate.
         """
         ...
 

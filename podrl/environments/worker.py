@@ -23,8 +23,8 @@ from podrl.workers import child
 from podrl.workers.frames import pack
 from podrl.workers.user_objects import explain, extend_path, load, short
 
-BEAT_S = 0.2
-_OF_EPISODES = ("start", "turn", "answer", "cancel")
+BEAT_S = 0.2  # time between two frames that show the host that the event loop runs
+_OF_EPISODES = ("start", "turn", "answer", "cancel")  # kinds of frames that are for one episode
 _YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episode runs before the next frame is read
 
 
@@ -79,7 +79,7 @@ class Told:
             self.over = True
             raise Ended(f"env.max_turns={self._config.max_turns} turns are over.")
         said = {
-            "observation": str(observation).encode(errors="replace").decode(),  # no pipe takes lone surrogates
+            "observation": str(observation).encode(errors="replace").decode(),  # UTF-8 cannot encode lone surrogates
             "role": role,
             "stop": list(stop),
             "max_new": max_new,
@@ -160,7 +160,7 @@ class Told:
             started = time.monotonic()
             try:
                 answer: dict[str, Any] = {"answer": await make()}
-            except Exception as error:  # noqa: BLE001 - recorded, and raised by its name below
+            except Exception as error:  # noqa: BLE001 - recorded as text, and raised as an OutsideError below
                 answer = {"raised": f"{type(error).__name__}: {error}"}
             try:
                 json.dumps(answer)

@@ -156,7 +156,7 @@ class Episodes:
         """Starts an episode; `poll` returns its first Say, or its Done.
 
         Args:
-          episode: number of the episode, which no other episode of this object may have had.
+          episode: number of the episode, chosen by the caller; no other episode of this object may have it.
           task: the sample that the episode plays.
         """
         self._loop.soon(self._host.start, episode, task)
