@@ -1,4 +1,4 @@
-"""The branches of an episode that asks by conversations: each is a token sequence of its own, a piece of the sample."""
+"""The branches of an episode that asks by conversations: token sequences that become the pieces of the sample."""
 
 import collections
 import dataclasses
@@ -17,8 +17,9 @@ from podrl.environments.wire.asks import Choice, Refused, visible_text
 from podrl.rollout.histories import Histories
 from podrl.types import DRAWN, STOP_ENV
 
-# Why a request opened a branch: it repeats no earlier answer; its tools are others; the chat template renders an
-# earlier answer otherwise than it was sampled; another request has gone on from the same point.
+# The reason why a request opened a branch. "history": it repeats no earlier answer. "tools": it repeats an answer to a
+# request with other tools. "template": the chat template renders an earlier answer differently from how it was sampled.
+# "concurrent": another request has gone on from the same point.
 Fork = Literal["history", "tools", "template", "concurrent"]
 
 
@@ -35,10 +36,10 @@ class Asked:
       stop_ids: token ids that end the answer, besides the end of the model's turn.
       parser: format in which the model writes a call.
       id: prefix of the ids of the answer's calls.
-      max_new: most sampled tokens; None is limited by the room of the sample alone.
-      aside: True if the answer must not be trained.
-      logprobs: True if the answer needs the log-probabilities of its tokens.
-      pieces: True if the answer needs the text of each token.
+      max_new: most sampled tokens; None for as many as the sample has room for.
+      aside: whether the answer must stay out of training.
+      logprobs: whether the answer needs the log-probabilities of its tokens.
+      pieces: whether the answer needs the text of each token.
     """
 
     messages: Sequence[Mapping[str, Any]] | None
@@ -62,14 +63,14 @@ class Asked:
 
 @dataclasses.dataclass(eq=False)
 class _Branch:
-    """A conversation that goes on.
+    """A conversation that requests may go on with.
 
     Attributes:
-      track: its record in the engine.
+      track: record of its token sequence in the engine.
       request: number of its newest request.
-      before: (tokens of the track, records) before that request.
+      before: (number of the track's tokens, number of records in `turns`) before its newest request.
       turns: records of its turns.
-      count: number of the track's tokens that stay in the row; None for all. A branch that was cut ends there.
+      count: number of the track's tokens that stay in the row, for a branch that was cut; None for all tokens.
     """
 
     track: Track
@@ -82,23 +83,24 @@ class _Branch:
         return [*self.track.prompt.tolist(), *self.track.tokens]
 
     def kept(self, values: Sequence[Any]) -> list[Any]:
-        """Returns the values, one for each token of the track, of the tokens that stay in the row."""
+        """Selects the values of the tokens that stay in the row; `values` has one for each token of the track."""
         return list(values[: self.count])
 
 
 class Branches:
     """The branches of one episode.
 
-    A request goes on with the longest branch whose tokens its own begin with, else it opens a branch. Histories puts
-    the sampled tokens of earlier answers into the request, so text of the model is not encoded again. What a branch
-    draws depends on the sample's key, on the tokens that opened it and on how often these opened one before.
+    A request goes on with the longest branch whose tokens are a prefix of the request's tokens. If there is none, it
+    opens a branch. `Histories` puts the sampled tokens of earlier answers into the request, so text of the model is not
+    encoded again. The random key of a branch follows from the sample's key, the tokens that opened the branch, and how
+    often the same tokens opened a branch before.
 
     Attributes:
-      current: branch of the request that was asked last.
-      forks: number of branches that are trained and were opened for each reason, after the first branch.
+      current: branch of the newest request.
+      forks: number of branches opened for each reason, without the first branch and without asides.
       dropped: number of answers that nobody received.
-      text: text of the last answer that is trained.
-      read: token ids of the request that was asked last.
+      text: text of the newest answer that is trained.
+      read: token ids of the newest request.
     """
 
     def __init__(
@@ -119,9 +121,9 @@ class Branches:
           key_2: random key of the sample.
           prompt: tokens of the data's prompt, with which the sample's row begins.
           sampling: settings of the sample; `max_new` bounds the sampled tokens of all branches together.
-          response: tokens of the row after the prompt, at most: those of all branches together.
-          head: most tokens of a branch that the engine takes as its prompt; the rest are given tokens.
-          recording: the experts that tokens take are wanted, see `Track`.
+          response: most tokens of the row after the prompt, in all branches together.
+          head: most tokens of a branch that the engine takes as the branch's prompt; the other tokens are given tokens.
+          recording: whether to record the experts that tokens take (`Track`).
         """
         self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
         self._response, self._head, self._recording = response, head, recording
@@ -131,7 +133,7 @@ class Branches:
         self._opened: collections.Counter[bytes] = collections.Counter()
         self._asked: Asked | None = None  # newest request
         self._requests = 0
-        self._toolsets: list[Sequence[Mapping[str, Any]]] = []  # of the requests that were answered
+        self._toolsets: list[Sequence[Mapping[str, Any]]] = []  # the different tools of answered requests
         self.forks: collections.Counter[Fork] = collections.Counter()
         self.dropped = 0
         self.current: _Branch | None = None
@@ -148,10 +150,10 @@ class Branches:
           asked: the request.
           strings: stop strings of ordinary text.
           ids: token ids that end the answer, besides the end of the model's turn.
-          urgent: see Session.seat.
+          urgent: whether a new branch gets a lane before samples that are not urgent.
 
         Returns:
-          The given tokens of the request that the branch did not have; None if there is no room for them and an answer.
+          The tokens of the request that the branch did not have; None if there is no room for them and an answer.
 
         Raises:
           Refused: the conversation cannot be rendered.
@@ -234,19 +236,19 @@ class Branches:
         return self._asked
 
     def metrics(self) -> dict[str, float]:
-        """Counts requests, those among them that are not trained, forks with their reasons, and lost answers."""
+        """Counts all requests, the requests that are not trained, forks by reason, and answers that nobody received."""
         forks, asides = max(len(self._branches) - 1, 0), len(self._asides)
         counts = {"chat_requests": self._requests, "chat_forks": forks, "chat_asides": asides}
         counts |= {f"front/forks/{reason}": self.forks[reason] for reason in get_args(Fork)}
         return {name: float(count) for name, count in {**counts, "front/dropped": self.dropped}.items()}
 
     def joined(self, session: Session) -> tuple[Track | None, list[int], list[dict[str, Any]]]:
-        """Ends all branches, and writes those that are trained one after the other as one completion.
+        """Ends all branches, and joins the trained branches, one after the other, to one completion.
 
         Returns:
           (record of the sample, number of each token's piece, records of the turns in the order of the row). Piece 0
-          is the first branch if it began with the data's prompt, else that prompt alone. The record is None if nothing
-          is trained.
+          is the first branch if that branch began with the data's prompt, else the prompt alone. The record is None if
+          no branch is trained.
         """
         for track in (*self._asides, *(branch.track for branch in self._branches)):
             if track.stop is None:
@@ -280,7 +282,7 @@ class Branches:
         whole.routes = np.zeros((len(whole.prompt) + len(whole.tokens), known[0].shape[1]), np.uint8)
         end = 0 if tracks[0].prompt is self._prompt else len(whole.prompt)
         if any(branch.count is not None for branch in self._branches):
-            session.finish_routes()  # those of a branch that was cut are copied now
+            session.finish_routes()  # a cut branch's routes are copied below, so they must have arrived
         for branch, track in zip(self._branches, tracks, strict=True):
             start, end = end, end + len(track.prompt) + len(branch.kept(track.tokens))
             if track.routes is not None and branch.count is not None:
@@ -288,13 +290,13 @@ class Branches:
             elif track.routes is not None:
                 part = whole.routes[start:end]
                 part[:] = track.routes
-                track.routes = part  # so that what arrives later is written there
+                track.routes = part  # routes that arrive later are written into the row
 
     def _encoded(self, asked: Asked) -> list[int]:
         """Encodes a request.
 
         Raises:
-          Refused: the conversation cannot be rendered, or the request has no token, or one that the model has not.
+          Refused: the conversation cannot be rendered, or the request has no tokens, or a token that the model lacks.
         """
         if asked.messages is not None:
             return self._of(asked.parser).encode(asked.messages, asked.tools)
@@ -329,7 +331,7 @@ class Branches:
         return self._histories[parser]
 
     def _continued(self, tokens: list[int]) -> _Branch | None:
-        """Finds the longest branch that the tokens begin with and go beyond."""
+        """Returns the longest open branch whose tokens are a proper prefix of `tokens`; None if there is none."""
         open_ = [branch for branch in self._branches if branch.count is None]
         fits = [(known, branch) for branch in open_ if tokens[: len(known := branch.tokens())] == known]
         fits = [(len(known), branch) for known, branch in fits if len(known) < len(tokens)]

@@ -23,7 +23,7 @@ from podrl.environments.wire.asks import Refused
 # around the answer; _OPEN and _CLOSE enclose the content of a message.
 _WORDS, _OPEN, _CLOSE = "\ue0f3", "\ue0f0", "\ue0f1"
 _THOUGHTS = f"<think>\n{_WORDS}\n</think>\n\n{_WORDS}"  # a template that drops thoughts does not render it unchanged
-_MOST = 1 << 24  # tokens that are remembered, over all conversations
+_MOST = 1 << 24  # most tokens that are remembered, in all conversations together
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -34,7 +34,8 @@ class Histories:
       extended: number of conversations that continued a known answer.
       forks: number of conversations that repeated a known answer but were encoded from their text, because the chat
         template renders earlier turns differently from how they were sampled.
-      continued, forked: True if the conversation that was encoded last is counted in `extended`, in `forks`.
+      continued: whether `extended` counts the conversation that was encoded last.
+      forked: whether `forks` counts the conversation that was encoded last.
     """
 
     def __init__(self, tokenizer: Tokenizer, parser: str) -> None:
@@ -74,7 +75,7 @@ class Histories:
         return self._encoded(written, None)
 
     def knows(self, messages: Sequence[Message], tools: Tools) -> bool:
-        """Returns True if a conversation goes on with a known answer."""
+        """Returns True if a conversation goes on from a known answer."""
         return self._last_answer(messages, tools)[0] is not None
 
     def remember(
@@ -102,7 +103,7 @@ class Histories:
         """Looks up a conversation up to its last answer.
 
         Returns:
-          (token ids, number of messages) if that beginning is known and only users and tools speak after it, else
+          (token ids, number of messages) of this beginning if it is known and only users and tools speak after it, else
           (None, 0).
         """
         last = max((i for i, message in enumerate(messages) if message["role"] in ("assistant", "system")), default=-1)
@@ -197,7 +198,7 @@ class Histories:
         )
 
     def _encoded(self, parts: Sequence[tuple[str, bool]], last: int | None) -> list[int]:
-        """Encodes the output of `_parts`; `last` is the token before it, None at the beginning of the text."""
+        """Encodes the output of `_parts`; `last` is the token before the text, None if the text begins the sequence."""
         ids: list[int] = []
         for text, given in parts:
             if not text:

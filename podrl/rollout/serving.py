@@ -20,7 +20,8 @@ from podrl.rollout.worker import RolloutWorker
 from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, Policy
 
 _COUNTED = 100_000  # prompts whose repetitions are counted; the least recent ones are forgotten
-_PER_SESSION = 512  # requests of one session, whose records grow; a new session begins when no request is open
+# Requests after which a new session begins, once no request is open: the records of a session grow with its requests.
+_PER_SESSION = 512
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,7 +30,7 @@ class _Request:
 
     Attributes:
       wanted: parsed request.
-      id: name of the answer.
+      id: identifier of the answer.
       created: time of the request, seconds since 1970.
       prompt: token ids of the prompt.
       tracks: the engine's records of the samples.
@@ -75,7 +76,7 @@ class Serving:
         self._dialogue, self.histories = Dialogue(tokenizer), Histories(tokenizer, parser)
         self._context, self._vocab = worker.config.kv_cache_size, worker.model.vocab_size
         self._session: Session | None = None
-        self._asked = 0  # requests of this session
+        self._asked = 0  # requests of the present session
         self._requests: dict[int, _Request] = {}
         self._repeated: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
@@ -134,7 +135,7 @@ class Serving:
         request = self._requests.pop(number, None)
         for track in request.tracks if request is not None else ():
             if track.stop is None and self._session is not None:
-                self._session.end(track, STOP_LENGTH)  # any reason will do: nobody reads it
+                self._session.end(track, STOP_LENGTH)  # nobody reads the reason
 
     def step(self) -> list[tuple[int, Part | Answer | Refused]]:
         """Runs one step of the engine.
@@ -206,7 +207,7 @@ class Serving:
             strings, ids = self._dialogue.stops(ask.stop)
         except ValueError as error:
             raise Refused(400, "unsupported_parameter", str(error), "stop") from None
-        ends = self._tokenizer.eos_ids  # these end every answer anyway
+        ends = self._tokenizer.eos_ids  # the engine ends every answer at these
         stop_ids = tuple(dict.fromkeys(token for token in (*ask.stop_ids, *ids) if token not in ends))
         spare = self._open().spare_stop_ids(self._sampling)
         if len(stop_ids) > spare or any(token >= self._vocab for token in stop_ids):
@@ -255,7 +256,7 @@ class Serving:
         return self._record(request, track, 0, track.text, stop)
 
     def _record(self, request: _Request, track: Track, begin: int, text: str, stop: str) -> Choice:
-        """Makes a choice of the tokens from `begin` on."""
+        """Makes a choice from a sample's tokens from index `begin` on."""
         tokens = track.tokens[begin:]
         pieces = [self._piece(token) for token in tokens] if request.wanted.ask.pieces else []
         return Choice(text, tokens, track.drawn["raw_logprob"][begin:], pieces, stop)

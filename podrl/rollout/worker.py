@@ -28,7 +28,7 @@ from podrl.rollout.players import Chosen, Player, Unanswered, play
 from podrl.rollout.rows import Lengths, collect
 from podrl.types import DRAWN, BatchError, Mode, Policy, Prompts, PyTree, Rollouts
 
-FAILED_SHARE = 0.1  # of a call's samples that may fail before the call does
+FAILED_SHARE = 0.1  # largest share of a call's samples that may fail without failing the call
 _log = logging.getLogger(__name__)
 
 
@@ -38,10 +38,17 @@ class FailedSamplesError(BatchError):
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A finished sample, yielded by `stream`; the lists run over its completion, end token included.
+    """A finished sample; its lists have one entry per token of the completion, including the end token.
 
-    `prompt` is the row of the prompts it belongs to and `sample` its place in the group; `drawn` has a list for each
-    name of `podrl.types.DRAWN`; see `Rollouts` for the rest.
+    Attributes:
+      prompt: index of its prompt among the request's prompts.
+      sample: index of the sample in its group.
+      tokens: ids of sampled and given tokens.
+      versions: version of the weights that sampled each token; -1 for a given token.
+      drawn: a list for each name of `podrl.types.DRAWN`.
+      stop: reason why it ended, as in `Rollouts.stop_B`.
+      completion: text of the completion.
+      episode: record of its environment, as in `Rollouts.episodes`.
     """
 
     prompt: int
@@ -72,11 +79,13 @@ class RolloutWorker:
     """Samples from one model with the decode engine of one mesh.
 
     Attributes:
-      stats: of the last finished `generate` or `stream`.
-      config: as given.
-      partner: the environments of all samples; None where they have none.
-      several_hosts: the mesh has devices of other processes.
-      tell: tells these what to run.
+      model: architecture of the model.
+      mesh: the rollout mesh.
+      config: sampling defaults and engine sizes.
+      stats: counters of the last finished `generate`, `stream` or `advance`.
+      partner: the environments of all samples; None if samples have no environments.
+      several_hosts: whether the mesh has devices of other processes.
+      tell: sends the calls to run to the other processes of the mesh; None if there are none.
     """
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
@@ -96,13 +105,13 @@ class RolloutWorker:
 
         Args:
           model: the policy's architecture.
-          mesh: the rollout mesh. Where it has devices of several processes, one of them generates and tells the others
-            what to run (`tell`).
+          mesh: the rollout mesh. If it has devices of several processes, one of them generates and sends its calls to
+            the others (`tell`).
           config: sampling defaults and engine sizes.
-          pad_id: fills rows of the result.
+          pad_id: id that fills the rows of the result.
           eos_ids: ids that end every sample.
-          decode: token ids to text, special tokens left out.
-          seed: of all samples, unless config.seed is set.
+          decode: turns token ids into text, without special tokens.
+          seed: random seed of all samples, unless config.seed is set.
 
         Raises:
           ValueError: sizes that do not fit together.
@@ -132,7 +141,7 @@ class RolloutWorker:
 
         Args:
           params: weights as in `Policy.params`.
-          progress: called with one line before each program.
+          progress: function that is called with one line of text before each program.
         """
         say, started = progress or (lambda line: None), time.perf_counter()
 
@@ -142,7 +151,7 @@ class RolloutWorker:
         self._state = compile_all(self._get_engine(params), params, self._take_state, note)
 
     def sleep(self) -> None:
-        """Frees the pools; the compiled programs stay. Until `wake`, or the next call, the worker holds no memory."""
+        """Frees the pools until `wake` or the next call, and keeps the compiled programs."""
         if self.tell is not None:
             self.tell("sleep", ())
         if self._state is not None:
@@ -156,11 +165,11 @@ class RolloutWorker:
             self._state = self._engine.init_state()
 
     def refresh(self, policy: Policy) -> None:
-        """Gives new weights to a generation in progress, from its next dispatch on; versions are recorded per token."""
+        """Gives new weights to a generation in progress, from its next dispatch on; each token records its version."""
         self._refreshed = policy
 
     def memory(self, params: PyTree) -> int:
-        """Peak bytes of one device in the compiled `generate`: weights, pools and temporaries."""
+        """Returns the peak bytes of one device in the compiled `generate`: weights, pools and temporaries."""
         generate = next(p for p in self._get_engine(params).programs(params) if p.name == "generate")
         compiled = generate.jitted.lower(*generate.args).compile()
         m = compiled.memory_analysis()
@@ -184,20 +193,21 @@ class RolloutWorker:
         Args:
           policy: weights on the rollout mesh, with their version.
           prompts: P prompts.
-          group_size: G.
-          step: part of every sample's random key.
-          sampling: settings; the configuration's by default.
-          mode: what the samples' environments are told they are for.
-          ended: called with each sample when it ends, between two steps of the engine.
+          group_size: G, number of samples per prompt.
+          step: training step; a part of every sample's random key.
+          sampling: sampling settings; None for the configuration's.
+          mode: purpose of the samples, which environments are told.
+          ended: function that is called with each sample when it ends, between two steps of the engine.
 
         Returns:
-          B = P * G samples, group-major, in rows as long as the longest prompt and `max_new`, or what a sample with an
-          environment may hold.
+          B = P * G samples, group-major. The length of a row is the width of the prompts plus `max_new`, or plus the
+          most tokens after a prompt (`RolloutConfig.response_tokens`) if samples have environments.
 
         Raises:
-          ValueError: a request that cannot be served: named before anything runs.
+          ValueError: the engine cannot serve the request; raised before anything runs.
           FailedSamplesError: more than a tenth of the samples met logits that are NaN or infinite.
-          EnvironmentFailure, ServiceError: an environment raised, or what it asks is away.
+          EnvironmentFailure: an environment raised an error.
+          ServiceError: a service that an environment asks cannot be reached.
         """
         started = time.perf_counter()
         player = self.player(prompts, group_size=group_size, step=step, sampling=sampling, mode=mode, policy=policy)
@@ -216,7 +226,7 @@ class RolloutWorker:
         sampling: Sampling | None = None,
         mode: Mode = "train",
     ) -> Iterator[Finished]:
-        """Like `generate`, yielding each sample when it ends."""
+        """Samples as `generate` does, and yields each sample when it ends."""
         player = self.player(prompts, group_size=group_size, step=step, sampling=sampling, mode=mode, policy=policy)
         for _, sample in self.advance(policy, [(player, None)]):
             yield sample
@@ -234,12 +244,17 @@ class RolloutWorker:
         policy: Policy | None = None,
         partial: Partial | None = None,
     ) -> Player:
-        """Checks a request, and holds its samples, none of which is begun: `advance` plays them, `rows` takes them.
+        """Checks a request, and returns a player of its samples, none of which has begun.
+
+        `advance` plays the samples, and `rows` returns them once they have ended.
 
         Args:
-          prompts, group_size, step, sampling, mode: see `generate`.
-          policy: of an evaluation, whose version environments are told.
-          partial: what the samples were in another process.
+          prompts, group_size, step, sampling, mode: arguments of `generate`.
+          policy: policy of an evaluation, whose version environments are told; None for training.
+          partial: the samples as another process left them; None if they begin here.
+
+        Raises:
+          ValueError: the engine cannot serve the request.
         """
         version = policy.version if policy is not None else step
         asked = self._request(version, prompts, group_size, step, sampling, mode)
@@ -248,28 +263,36 @@ class RolloutWorker:
     def advance(
         self, policy: Policy, players: Chosen, *, calls: int | None = None, halt: Callable[[], bool] | None = None
     ) -> Iterator[tuple[Player, Finished]]:
-        """Plays requests until each sample has ended or drawn its quantum; yields those that end.
+        """Plays requests until each sample has ended or drawn its quantum.
 
-        Keys and values are computed anew by the weights of `policy`: what a sample draws depends on the sample alone.
+        Keys and values are computed anew by the weights of `policy`: the tokens that a sample draws depend on it alone.
 
         Args:
           policy: weights on the rollout mesh, with their version.
-          players: requests, the one to get lanes first at the front, with the tokens that each of their samples may
-            draw, None for all, or with points. A list that the caller appends further ones to, while it takes samples.
-          calls: turns that samples may end, where they draw a quantum; None for any number.
-          halt: asked between dispatches: True ends the call, with all samples as they are then.
+          players: players in the order in which their samples get lanes, each with the tokens that its samples may
+            draw: a number, None for all, or points. The caller may append further players to the list between samples.
+          calls: turns that a sample may end in this call, if its player has a quantum; None for any number.
+          halt: function that is called between dispatches; True ends the call, with all samples as they are then.
+
+        Yields:
+          (player, sample) of every sample when it ends.
 
         Raises:
-          As `generate`; all requests are then given up.
+          Exception: the errors of `generate`. All requests are then cancelled.
         """
         session = self.session(policy)
         for player, b, sample in self._run(session, players, calls, halt):
             if len(player.done) == player.request.samples:
-                session.finish_routes()  # here, as `rows` may be called on another thread
+                session.finish_routes()  # not in `rows`, which may be called on another thread
             yield player, _finished(b, sample, player.request.group_size)
 
     def rows(self, player: Player, seconds: float) -> Rollouts:
-        """The samples of a request, all of which have ended; `seconds` are those that it took."""
+        """Returns the samples of a request, all of which have ended.
+
+        Args:
+          player: player of the request.
+          seconds: time that the request took.
+        """
         asked = player.request
         longest = asked.response if self.partner else asked.sampling.max_new or 0
         answered, pad_id = bool(self.partner), self._pad_id
@@ -277,7 +300,11 @@ class RolloutWorker:
         return self._lengths.noted(asked, made)
 
     def session(self, policy: Policy) -> Session:
-        """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done."""
+        """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done.
+
+        Raises:
+          ValueError: the worker is generating already, or nobody sends its calls to the mesh's other processes.
+        """
         if self._session is not None:
             raise ValueError("This worker is generating already: finish that call, or close its session, first.")
         if self.several_hosts and self.tell is None:
@@ -295,20 +322,26 @@ class RolloutWorker:
         return self._session
 
     def close(self, session: Session) -> None:
-        """Takes the pools back from a session."""
+        """Takes the pools back from a session that is done."""
         assert session is self._session, "not this worker's session"
         self._session, self._refreshed = None, None
         self.put_back(session.device)
 
     def device(self, policy: Policy, tell: Tell | None = None) -> Device:
-        """Hands out the pools with a policy's weights, to who tells of it and calls `put_back`, or is told so."""
+        """Hands out the pools together with a policy's weights, until `put_back`.
+
+        Args:
+          policy: weights on the rollout mesh, with their version.
+          tell: sends the calls of the device to the mesh's other processes; None if there are none, and in a process
+            that carries out such calls.
+        """
         if tell is not None:
             tell("open", (policy.version,))
         engine = self._get_engine(policy.params)
         return Device(engine, self._take_state(), engine.prepare(policy.params), tell or tell_nobody)
 
     def put_back(self, device: Device) -> None:
-        """Takes the pools back."""
+        """Takes back the pools that `device` handed out."""
         if self.tell is not None:
             self.tell("close", ())
         self._state = device.state
@@ -316,7 +349,7 @@ class RolloutWorker:
     def _request(
         self, version: int, prompts: Prompts, group_size: int, step: int, sampling: Sampling | None, mode: Mode
     ) -> Request:
-        """A call's arguments, completed and checked."""
+        """Checks the arguments of a call, and makes a request of them with all settings filled in."""
         sampling = self._complete(sampling)
         self.check(prompts, group_size, sampling)
         assert sampling.max_new is not None
@@ -340,7 +373,7 @@ class RolloutWorker:
     def _run(
         self, session: Session, players: Chosen, calls: int | None, halt: Callable[[], bool] | None
     ) -> Iterator[tuple[Player, int, Track | Episode]]:
-        """(player, b, sample) of every sample as it ends."""
+        """Yields (player, b, sample) of every sample when it ends; closes the session at the end."""
         started, compiled = time.perf_counter(), _Compiles.total
 
         def between() -> None:
@@ -361,12 +394,13 @@ class RolloutWorker:
         finally:
             self.close(session)
             if session.open or session.stats.failed:
-                self.sleep()  # lanes of an abandoned generation may be live, caches of failed samples not finite
+                # Lanes of an abandoned generation may still be live, and caches of failed samples may hold NaN.
+                self.sleep()
             took, compiles = time.perf_counter() - started, _Compiles.total - compiled
             self.stats = RolloutStats.of(session.stats, seconds=took, compiles=compiles)
 
     def _bound_failures(self, session: Session, samples: int) -> None:
-        """Raises when too many of a call's samples failed."""
+        """Raises FailedSamplesError if too many of a call's samples failed."""
         if session.stats.failed.total() > FAILED_SHARE * samples:
             raise FailedSamplesError(
                 f"{_failures(session, samples)}: at most {FAILED_SHARE:.0%} may. Weights or activations "
@@ -388,7 +422,8 @@ class RolloutWorker:
         """Refuses requests that the engine cannot serve.
 
         Raises:
-          ValueError: an empty or too long prompt, a request over the cache or the pool, too many stop ids.
+          ValueError: a prompt is empty or too long, a sample might not fit the cache, or there are too many stop ids or
+            stop ids that the model has not.
         """
         sampling = self._complete(sampling)
         assert sampling.max_new is not None
@@ -431,7 +466,7 @@ class RolloutWorker:
 
 
 def _finished(b: int, sample: Track | Episode, group_size: int) -> Finished:
-    """The sample of a row."""
+    """Makes the finished sample of row `b`."""
     episode = sample if isinstance(sample, Episode) else Episode(sample, stop=sample.stop, text=sample.text)
     track = episode.track
     assert episode.stop is not None
@@ -456,9 +491,15 @@ def _failures(session: Session, samples: int) -> str:
 
 
 def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
-    """Chooses into how many pieces to cut each group, so that few prompts still fill all shards.
+    """Chooses the number of pieces to cut each group into, so that few prompts still fill all shards.
 
-    One where the groups divide evenly over the shards or there are many; every further piece prefills its prompt again.
+    It is 1 if the groups divide evenly over the shards or there are many groups. A prompt is prefilled once for each
+    piece on another shard.
+
+    Args:
+      prompts: P, number of prompts.
+      group_size: G, number of samples per prompt.
+      shards: number of data-parallel shards of the mesh.
     """
     for pieces in range(1, group_size):
         if prompts * pieces % shards == 0 or prompts * pieces >= 4 * shards:
@@ -467,10 +508,15 @@ def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
 
 
 def _check_ends(ids: Sequence[int], model: ModelConfig, key: str) -> None:
-    """Refuses ids that no sample can end with.
+    """Refuses stop ids that the model cannot sample.
+
+    Args:
+      ids: the stop ids.
+      model: architecture of the model.
+      key: key that has the ids, for the message.
 
     Raises:
-      ValueError: an id that the model has no embedding for; names the key.
+      ValueError: the model has no embedding for one of the ids.
     """
     if beyond := [i for i in ids if not 0 <= i < model.vocab_size]:
         raise ValueError(
