@@ -1,4 +1,4 @@
-"""The pump: plays samples whose environments answer them, and passes the words both ways."""
+"""The pump: plays samples that have environments, and passes turns to the environments and observations back."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ _STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "hea
 
 
 class Host(Protocol):
-    """Runs episodes; podrl.environments.workers.Episodes implements it, and documents the methods."""
+    """Runs episodes; podrl.environments.workers.Episodes implements this protocol and documents the methods."""
 
     def start(self, episode: int, task: Task) -> None: ...
 
@@ -51,16 +51,17 @@ class Host(Protocol):
 
 @dataclasses.dataclass
 class Partner:
-    """The other side of every sample.
+    """The environments of all samples, as the engine sees them.
 
     Attributes:
-      host: of its episodes.
-      dialogue: makes tokens of its observations.
+      host: runs the episodes.
+      dialogue: encodes observations as tokens.
       clock: rollout.clock of the job.
-      failed_share: env.failed_share of the job.
-      waits_for: whom the samples wait for while none of them runs; '' while one does.
-      started: episodes so far, all requests together: a message may be of a request that was given up.
-      inboxes: what was said to the pump of each episode that is open, and not read yet.
+      failed_share: env.failed_share of the job, the largest share of a request's environments that may fail.
+      waits_for: calls of environments that the samples wait for (`Episodes.waiting`); '' while a sample runs.
+      started: number of episodes so far, over all requests. It numbers the episodes, so that a late message of a
+        cancelled request is not mistaken for one of a later request.
+      inboxes: unread messages of each open episode, by its number.
     """
 
     host: Host
@@ -72,7 +73,11 @@ class Partner:
     inboxes: dict[int, list[Message]] = dataclasses.field(default_factory=dict)
 
     def poll(self, timeout_s: float) -> int:
-        """Sorts what has come, or what comes first within `timeout_s`, into the inboxes; returns how much it was."""
+        """Sorts the messages of environments into the inboxes; waits at most `timeout_s` seconds for the first one.
+
+        Returns:
+          The number of messages.
+        """
         messages = self.host.poll(timeout_s)
         for message in messages:
             if (inbox := self.inboxes.get(message.episode)) is not None:
@@ -82,17 +87,17 @@ class Partner:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A call of `generate`, all settings filled in: prompts, samples of each, and limits.
+    """A call of `RolloutWorker.generate`, with all settings filled in.
 
     Attributes:
-      prompts, group_size, step, sampling: as of RolloutWorker.generate, all settings filled in.
-      keys_PG2: the samples' random keys.
-      pieces: see Scheduler.add.
-      response: sampled and given tokens of a sample, at most.
+      prompts, group_size, step, sampling: arguments of `RolloutWorker.generate`.
+      keys_PG2: random keys of the samples, uint32.
+      pieces: number of pieces that each group is cut into (`Scheduler.add`).
+      response: most tokens of a sample after its prompt, sampled and given tokens together.
       mode: 'train' or 'eval'.
-      of_step: the training step that environments are told: `step` is another while evaluating.
-      expected: tokens that samples are expected to have, by their rows, where that is known.
-      route_bytes: bytes of a token's routes, where these are wanted; 0 where not.
+      of_step: training step that environments are told. In an evaluation it is the version of the weights, not `step`.
+      expected: expected number of tokens of samples by row, for the rows for which it is known.
+      route_bytes: bytes of a token's routes, if they are recorded; else 0.
     """
 
     prompts: Prompts
@@ -109,36 +114,40 @@ class Request:
 
     @property
     def samples(self) -> int:
-        """The number of samples it asks for."""
+        """Number of samples, P * G."""
         return len(self.prompts.length_P) * self.group_size
 
     def tokens(self, p: int) -> np.ndarray:
-        """The tokens of a prompt."""
+        """Returns the tokens of prompt `p`, int32."""
         return np.asarray(self.prompts.tokens_PT[p, : self.prompts.length_P[p]], np.int32)
 
 
 @dataclasses.dataclass
 class Episode:
-    """A sample and what passed between it and its environment.
+    """A sample together with the messages between it and its environment.
 
     Attributes:
-      track: None while it is not in the engine.
-      opening: how it begins, once its environment has said so.
-      stops: strings that are one token, by its id, at which the present turn ends.
-      strings: the others.
-      turns: a record of each turn and observation, see podrl.types.Rollouts.
-      rewards: (place in the completion, reward) of turns.
-      stop: why it ended.
-      text: of the completion; the environment may give another than what the tokens say.
-      answered: the environment gave that text.
-      full: there was no room for what its environment had to say.
-      told: what its environment was told of it, so that another process can bring one to the same point.
-      heard: how often its environment has said something.
-      repeated: how often an environment that began again has, on its way to the same point; None at that point.
-      calls: turns that it ended in this session.
-      branches: branches of the conversation, if the environment asks by Model.chat. `track` is then the branch that
-        was asked last; after the end it holds all branches as one.
-      piece: number of the piece of each token of the completion; empty where there is one piece.
+      track: record of the sample; None before its environment has opened it.
+      opening: tokens and limits that the sample begins with; None before its environment has sent them.
+      stops: stop strings of the present turn that are one token, by the id of the token.
+      strings: the other stop strings of the present turn.
+      turns: a record of each turn and observation, as in podrl.types.Rollouts.
+      rewards: (index of the token in the completion, reward) of each reward.
+      metrics: metrics that the environment gave, by name.
+      stop: reason why the sample ended (`podrl.types.STOP_ENV` and the others); None while it goes on.
+      text: text of the completion, which may be the environment's own instead of the text of the tokens.
+      answered: whether the environment gave `text`.
+      full: whether the sample had no room for the environment's last message.
+      told: messages to the environment. With them another process can bring a new environment to the same point.
+      heard: number of messages from the environment.
+      repeated: number of messages that an environment which began again has repeated so far; None once it has repeated
+        all of them, or if it did not begin again.
+      calls: number of turns that the sample has ended in the present session.
+      branches: branches of the conversation, if the environment asks by Model.chat. `track` is then the record of the
+        newest request's branch, and after the end a record that joins all branches.
+      piece: number of the piece of each token of the completion; empty if there is one piece.
+      started: time of the begin, seconds of `time.monotonic`.
+      seconds: time from the begin to the end of the episode.
     """
 
     track: Track | None = None
@@ -162,16 +171,16 @@ class Episode:
     seconds: float = 0.0
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint must hold of it besides its track, as JSON."""
+        """Returns the episode's part of a checkpoint, as values for JSON; its track is not included."""
         kept = {name: getattr(self, name) for name in _STATE}
         told = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.told]
         return kept | {"answered": self.answered, "stops": list(self.stops.items()), "told": told}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` returned, in another process: its environment will begin again."""
+        """Takes over the values that `state` returned in another process; the environment will begin again."""
         for name in _STATE:
             setattr(self, name, state[name])
-        self.answered = state.get("answered", False)  # older checkpoints lack it
+        self.answered = state.get("answered", False)  # older checkpoints lack this value
         self.strings, self.rewards = tuple(self.strings), [(place, reward) for place, reward in self.rewards]
         self.stops = {int(id_): text for id_, text in state["stops"]}
         self.told = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
@@ -184,19 +193,25 @@ class Episode:
 
 
 class Pump:
-    """Plays the episodes of one request: podrl.rollout.players.Player."""
+    """Plays the samples of one request with their environments. Implements podrl.rollout.players.Player."""
 
     def __init__(self, partner: Partner, request: Request, partial: Partial | None = None):
-        """Nothing starts yet; `partial` is what the samples were in another process."""
+        """Starts no episode yet.
+
+        Args:
+          partner: the environments of all samples.
+          request: the request.
+          partial: the samples as another process left them; None if they begin here.
+        """
         self.request, self.rows, self.done = request, {}, {}
         self._partner, self._host, self._dialogue = partner, partner.host, partner.dialogue
         self._partial = partial
         self._session: Any = None
         self._episodes = {b: Episode() for b in range(len(request.prompts.length_P) * request.group_size)}
-        self._unasked: dict[int, set[int]] = {}  # by prompt: samples whose environments have not begun
+        self._unasked: dict[int, set[int]] = {}  # by prompt: samples that their environments have not opened yet
         self._ended: list[int] = []
-        self._owed: set[int] = set()  # samples whose environments have the word
-        self._inboxes: dict[int, list[Message]] = {}
+        self._owed: set[int] = set()  # samples that wait for a message of their environments
+        self._inboxes: dict[int, list[Message]] = {}  # by row: the episode's inbox in `Partner.inboxes`
         self._points = Points()
         self._calls: int | None = None
         self._failed = 0
@@ -263,12 +278,12 @@ class Pump:
         return all(self._rests(b, episode) for b, episode in self._episodes.items())
 
     def _rests(self, b: int, episode: Episode) -> bool:
-        """True where a sample has left the session, in the midst of a turn or to hear its answer in the next."""
+        """Returns True if a sample has left the session: within a turn, or to get its answer in the next session."""
         left = episode.track is not None and episode.track.held and episode.track.stop is None
         return left and (b not in self._owed or self._parked(episode))
 
     def _parked(self, episode: Episode) -> bool:
-        """True where what its environment says is for the next session."""
+        """Returns True if messages of the sample's environment are left to the next session."""
         return self._calls is not None and episode.calls >= self._calls
 
     def owed(self) -> int:
@@ -292,15 +307,15 @@ class Pump:
             fields=fields,
             seed=int(self.request.keys_PG2[p, g, 0]),
             index=int(prompts.index_P[p]),
-            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # a greedy one, beside those of the group
+            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # -1: greedy, beside the group's samples
             step=self.request.of_step,
             mode=self.request.mode,
         )
 
-    # What environments say.
+    # Messages of environments.
 
     def hear(self) -> None:
-        """Acts on what environments have said."""
+        """Acts on the messages of environments."""
         for b, inbox in list(self._inboxes.items()):
             while inbox and b in self._episodes and not self._parked(self._episodes[b]):
                 message = inbox.pop(0)
@@ -318,7 +333,11 @@ class Pump:
             self._begin(p)
 
     def _repeats(self, b: int, message: Say | Done) -> bool:
-        """Brings an environment that began again to where it was; True while it says what it had said."""
+        """Brings an environment that began again to the point that it had reached, by repeating its messages.
+
+        Returns:
+          True if the message is a repeated one, False if it is new.
+        """
         episode = self._episodes[b]
         if episode.repeated is None:
             episode.heard += 1
@@ -336,7 +355,7 @@ class Pump:
         return True
 
     def _begin_anew(self, b: int) -> None:
-        """Forgets what a sample drew so far: its environment begins again."""
+        """Drops all tokens of a sample, because its environment begins again."""
         if (branches := self._episodes[b].branches) is not None:
             branches.joined(self._session)
         self._episodes[b] = Episode(started=self._episodes[b].started)
@@ -368,7 +387,11 @@ class Pump:
             self._fill(b)
 
     def _read(self, b: int, say: Say) -> tuple[list[int], tuple[str, ...]]:
-        """The tokens of an observation, and the stop strings of the turn that follows, as far as they are text."""
+        """Encodes an observation.
+
+        Returns:
+          The observation's tokens, and the stop strings of the next turn that are not a single token.
+        """
         episode, dialogue = self._episodes[b], self._dialogue
         last = episode.track.tokens[-1] if episode.track and episode.track.tokens else None
         try:
@@ -383,7 +406,7 @@ class Pump:
         return tokens, self._stops(b, say)
 
     def _stops(self, b: int, say: Say) -> tuple[str, ...]:
-        """Sets the stop strings of the turn that follows; those that are text are returned."""
+        """Sets the stop strings of the next turn; returns the strings that are not a single token."""
         try:
             texts, ids = self._dialogue.stops((*self.request.sampling.stop_strings, *say.stop))
         except ValueError as error:
@@ -397,7 +420,7 @@ class Pump:
         return texts
 
     def _on_chat(self, b: int, say: Say, asked: Asked) -> None:
-        """Goes on with the branch that a conversation continues, or opens one."""
+        """Handles a request by conversation: goes on with the branch that it continues, or opens a branch."""
         episode, request, session = self._episodes[b], self.request, self._session
         p, g = divmod(b, request.group_size)
         if self._points.quantum is not None or self._partial is not None or self._partner.clock != "tokens":
@@ -444,7 +467,7 @@ class Pump:
         )
 
     def _join(self, episode: Episode) -> None:
-        """Makes one completion of all branches of an episode."""
+        """Joins all branches of an episode to one completion."""
         if episode.branches is not None:
             episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
 
@@ -472,7 +495,7 @@ class Pump:
         self._end(b, stop, done.text)
 
     def _run_out(self, b: int) -> None:
-        """Ends a sample whose environment had no more time when the run was there before."""
+        """Ends a sample at the point at which its environment ran out of time in the run that is repeated."""
         self._host.cancel(self._first + b)
         self._owed.discard(b)
         self._on_done(b, Done(self._first + b, None, {}, None, "deadline"))
@@ -493,7 +516,7 @@ class Pump:
         return STOP_EOS if own else STOP_ENV
 
     def _begin(self, p: int) -> None:
-        """Submits the samples of a prompt, all of whose environments have begun or ended."""
+        """Submits the samples of a prompt once each of its environments has opened its sample or ended."""
         G, request = self.request.group_size, self.request
         chosen = [b for b in range(p * G, p * G + G) if b in self._episodes and self._episodes[b].stop is None]
         chosen = [b for b in chosen if self._episodes[b].branches is None]
@@ -518,13 +541,13 @@ class Pump:
         if tracks:
             session.seat(tracks, pieces=request.pieces, urgent=self._points.urgent)
 
-    # What the model says.
+    # Turns of the model.
 
     def event(self, track: Track) -> None:
         b = self.rows[track]
         episode = self._episodes[b]
         if track.paused is None and track.stop is None:
-            return  # held in the midst of a turn
+            return  # the sample left the session within a turn
         tokens = track.tokens[track.first :]
         if track.stop is not None:
             assert track.stop == STOP_FAILED, track.stop
@@ -554,7 +577,7 @@ class Pump:
         self._tell(b, turn)
 
     def _shown(self, asked: Asked, track: Track) -> dict[str, Sequence[Any]]:
-        """What an answer shows of its tokens beside their ids."""
+        """Returns the log-probabilities and texts of the newest turn's tokens, as far as the request asks for them."""
         logprobs = track.drawn["raw_logprob"][track.first :] if asked.logprobs else ()
         tokenizer, tokens = self._dialogue.tokenizer, track.tokens[track.first :] if asked.pieces else ()
         pieces = [tokenizer.decode([token]) or tokenizer.token_text(token) for token in tokens]
@@ -563,12 +586,12 @@ class Pump:
     # Records.
 
     def _fill(self, b: int) -> None:
-        """Tells the environment that its sample is full, so that it returns."""
+        """Tells the environment that its sample is full, so that the environment returns."""
         self._episodes[b].full = True
         self._tell(b, Turn("", FULL))
 
     def _tell(self, b: int, turn: Turn) -> None:
-        """Gives the environment of a sample the word."""
+        """Sends a turn to the environment of a sample, whose answer the sample waits for from then on."""
         track = self._episodes[b].track
         if track is not None and self._points.late.get(b) == len(track.tokens):
             self._run_out(b)
@@ -579,7 +602,13 @@ class Pump:
             self._host.turn(self._first + b, turn)
 
     def _reward(self, b: int, reward: float, *, whole: bool = False) -> None:
-        """Puts a reward on the last sampled token; that of a whole sample without any on the prompt's last."""
+        """Puts a reward on the last sampled token.
+
+        A reward of the whole sample (`whole`) goes to the prompt's last token if the sample has no sampled token.
+
+        Raises:
+          BatchError: the reward is for a turn, and the model has had no turn yet.
+        """
         episode = self._episodes[b]
         said = [turn for turn in episode.turns if turn["by"] == "model" and turn["tokens"]]
         if not reward:
@@ -597,7 +626,7 @@ class Pump:
         episode.rewards.append((place, reward))
 
     def _record_given(self, episode: Episode, say: Say, tokens: int) -> None:
-        """Records of an observation; the first has all of its tokens, which are encoded together."""
+        """Adds the records of an observation; the first record counts all its tokens, which are encoded together."""
         made = [dict(record) for record in say.records]
         if not made and tokens:
             made = [{"by": "environment", "text": say.observation}]
@@ -622,5 +651,5 @@ class Pump:
 
 
 def _plain(value: Any) -> Any:
-    """A field as JSON holds it."""
+    """Converts numpy values to values for JSON."""
     return value.item() if isinstance(value, np.generic) else value.tolist() if isinstance(value, np.ndarray) else value

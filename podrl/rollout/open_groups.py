@@ -1,4 +1,4 @@
-"""Groups that no batch holds yet: prompts with their samples, in one process and on the leader of a pod."""
+"""Open groups: prompts with their samples that no batch holds yet, in a single process or on the leader of a pod."""
 
 import abc
 import dataclasses
@@ -17,15 +17,16 @@ from podrl.types import Prompts
 
 @dataclasses.dataclass(eq=False)
 class Group(abc.ABC):
-    """A prompt and its samples; by the clock of tokens, several prompts that one process makes.
+    """A prompt and its samples; by the clock of tokens, several prompts whose samples one process makes.
 
     Attributes:
       prompts: the prompts.
-      number: position in the order of submission.
-      asked: step in the keys of the samples: that of the prompts' batch, or the one at which a prompt was asked again.
-      repeated: True where the prompt was asked before, and its samples became too old.
-      origin: samples as a checkpoint or another host has them; None where they are begun here, or have gone on since.
-      looked_up: the oldest version that drew a token, as far as it was looked up or heard of.
+      number: position of the group in the order of submission.
+      asked: step in the random keys of the samples: the step of the prompts' batch, or the step at which the prompt was
+        asked again.
+      repeated: whether the prompt was asked before, and the samples of then became too old.
+      origin: the samples as a checkpoint or another host has them; None if they begin here, or have gone on since.
+      looked_up: oldest version known to have drawn a token; None if no token is known.
     """
 
     prompts: Prompts
@@ -45,7 +46,7 @@ class Group(abc.ABC):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Position of the first prompt in the data, and the step at which it was asked."""
+        """Identity of the group: position of the first prompt in the data, and the step at which it was asked."""
         return self.index, self.asked
 
     @property
@@ -55,30 +56,30 @@ class Group(abc.ABC):
 
     @property
     def drawn(self) -> int | None:
-        """The oldest version that drew a token; None as long as there is no token, or none is heard of."""
+        """Oldest version known to have drawn a token; None if no token is known."""
         return self.looked_up
 
     @property
     def oldest(self) -> int | None:
-        """As podrl.rollout.clock.Candidate.oldest."""
+        """Oldest version that may have drawn a token (podrl.rollout.clock.Candidate.oldest)."""
         return self.drawn
 
     @abc.abstractmethod
     def record(self) -> Mapping[str, Any]:
-        """Returns the journal's entry of the group, once it has ended (podrl.rollout.journal.WallJournal)."""
+        """Returns the entry of an ended group for the journal (podrl.rollout.journal.WallJournal)."""
 
     @abc.abstractmethod
     def states(self) -> Sequence[tuple[Mapping[str, Any], Track | None]]:
-        """Returns the samples' records as podrl.rollout.players.Player.state does."""
+        """Returns the values and records of the samples, as podrl.rollout.players.Player.state does."""
 
     def part(self, step: int) -> Partial:
-        """Copies the samples as they are, for a checkpoint, as a part of the batch of a step."""
+        """Copies the samples as they are now, for a checkpoint, as a part of the batch of a step."""
         states = self.states() if self.origin is None else ()
         whole = self.origin or of_tracks(self.prompts, states, asked=bool(states), step=step, quantum=0)
         return self.marked(whole, step)
 
     def marked(self, part: Partial, step: int) -> Partial:
-        """Adds to a copy of the samples how the prompt was asked; `step` is the step of the batch it is a part of."""
+        """Adds `asked` and `repeated` to a copy of the samples, and makes it a part of the batch of a step."""
         own = {"asked": self.asked, "repeated": self.repeated}
         return dataclasses.replace(part, step=step, samples=[{**sample, **own} for sample in part.samples])
 
@@ -91,7 +92,7 @@ class OpenGroups(Generic[_G]):
     """The groups that no batch holds yet.
 
     Attributes:
-      groups: these, in the order of submission.
+      groups: the open groups, in the order of submission.
       position: state of the data after the prompts that were submitted last, as JSON bytes.
     """
 
@@ -105,10 +106,10 @@ class OpenGroups(Generic[_G]):
         """Begins with no group.
 
         Args:
-          clock: decides which groups make a batch, and which are asked again.
+          clock: decides which groups make a batch, and which prompts are asked again.
           size: number of groups of a batch.
-          make: makes a group of the values of its fields, in their order.
-          ends: cuts a number of prompts into groups: 0, and the end of each group.
+          make: makes a group from the values of the fields of `Group`, in their order.
+          ends: cuts a number of prompts into groups: returns 0 and the end of each group.
         """
         self._clock, self._size, self._make, self._ends = clock, size, make, ends
         self.groups: list[_G] = []
@@ -117,9 +118,14 @@ class OpenGroups(Generic[_G]):
         self._counts: dict[int, Mapping[str, float]] = {}  # by step
 
     def resume(self, step: int, pending: Sequence[Partial]) -> None:
-        """Takes over the groups of a checkpoint, which holds them in as many parts as there are batches.
+        """Takes over the groups of a checkpoint.
 
-        Samples that the journal says became others are begun anew: a host that had them was lost later.
+        A group begins anew if its samples cannot become the samples of its entry in the journal: after the checkpoint,
+        a host with these samples was lost, and other samples were drawn.
+
+        Args:
+          step: number of steps that are done.
+          pending: parts of the open groups, one for each batch in flight.
         """
         self._clock.forget(step)
         for part in pending:
@@ -132,41 +138,50 @@ class OpenGroups(Generic[_G]):
                 self._add(prompts, int(said["asked"]), bool(said["repeated"]), origin if known else None)
 
     def submit(self, prompts: Prompts, step: int) -> None:
-        """Opens the groups of the prompts of a step's batch."""
+        """Opens the groups of a step's batch, made from its prompts."""
         self.position = prompts.data_state
         for _, part in self._cut(prompts):
             self._add(part, step)
 
     def ask_again(self, old: Sequence[_G], step: int, give_up: Callable[[_G], None]) -> None:
-        """Gives up groups that are too old for a step, and asks their prompts again, in their places."""
+        """Cancels groups that are too old for a step, and asks their prompts again in new groups at the same places.
+
+        Args:
+          old: the groups.
+          step: the step, which is part of the new samples' random keys.
+          give_up: cancels the open samples of a group.
+        """
         for group in old:
             give_up(group)
             self.groups[self.groups.index(group)] = self._make(group.prompts, group.number, step, True, None)
 
     def decide(self, step: int, chosen: Sequence[_G]) -> None:
-        """Makes groups the batch of a step; it is in the journal when this returns."""
+        """Makes groups the batch of a step, and removes them from the open groups.
+
+        By the wall clock, the decision is in the journal when this returns.
+        """
         left = [group for group in self.groups if group not in chosen]
         self._counts[step] = self._clock.decide(step, chosen, left)
         self.groups = left
 
     def counts(self, step: int) -> Mapping[str, float]:
-        """Returns, once, the metrics of the queue when the batch of a step was decided."""
+        """Returns the metrics of the queue at the time when a step's batch was decided; a second call returns none."""
         return self._counts.pop(step, {})
 
     def rest(self) -> bytes:
-        """Returns the position for a checkpoint that holds no open groups: empty as long as there are some."""
+        """Returns `position` for a checkpoint that holds no open groups; empty bytes if there are open groups."""
         return b"" if self.groups else self.position
 
     def state(
         self, step: int, ahead: int, *, last: bool = False, found: Mapping[tuple[int, int], Partial] = _NONE
     ) -> Partial:
-        """Copies a part of the groups, for a checkpoint: as many as a batch will have.
+        """Copies a part of the open groups, for a checkpoint: as many groups as a batch will have.
 
         Args:
-          step: the step of that batch.
-          ahead: number of batches before it.
+          step: the step of the batch.
+          ahead: number of batches in flight before this batch, whose parts come first.
           last: whether the part has all groups that are left.
-          found: samples as others have them, by the group's key.
+          found: samples as other hosts have them, by the group's key.
         """
         own = self.groups[ahead * self._size : None if last else (ahead + 1) * self._size]
         parts = [group.marked(found[group.key], step) if group.key in found else group.part(step) for group in own]
@@ -174,7 +189,7 @@ class OpenGroups(Generic[_G]):
         return dataclasses.replace(whole, prompts=dataclasses.replace(whole.prompts, data_state=self.position))
 
     def _cut(self, prompts: Prompts) -> list[tuple[int, Prompts]]:
-        """Cuts prompts into those of groups, each with the place of the first."""
+        """Cuts prompts into groups; returns (index of the first prompt, prompts) of each group."""
         ends = self._ends(len(prompts.length_P))
         return [(i, take_prompts(prompts, np.arange(i, j))) for i, j in itertools.pairwise(ends)]
 
@@ -184,17 +199,17 @@ class OpenGroups(Generic[_G]):
 
 
 def oldest_of(part: Partial) -> int | None:
-    """Returns the oldest version that drew a token of a part; None where it has no token."""
+    """Returns the oldest version that drew a token of a part; None if no token was drawn."""
     return min((int(version) for version in part.rows["version_X"] if version >= 0), default=None)
 
 
 def begun(part: Partial) -> bool:
-    """Returns True if a sample of a part was begun."""
+    """Returns True if any sample of a part has begun."""
     return any(sample["track"] is not None for sample in part.samples)
 
 
 def _runs(part: Partial) -> list[list[list[int]]]:
-    """Lists the sessions that drew each sample, in the journal's form."""
+    """Lists the sessions that drew each sample, in the form of the journal (`runs_of`)."""
     versions = np.split(part.rows["version_X"], np.cumsum(part.rows["count_B"])[:-1])
     breaks = [(sample["track"] or {}).get("breaks", ()) for sample in part.samples]
     return [runs_of(versions_X.tolist(), each) for versions_X, each in zip(versions, breaks, strict=True)]
