@@ -1,16 +1,18 @@
 """Advantage estimators for outcome rewards: each one's baseline and scale.
 
-Everything here takes numpy arrays or jax arrays and answers in kind, in the precision it was given (integers become
-floats: a reward of 0.5 stays 0.5). Groups may be incomplete, of different sizes, and in any order.
+Every function takes numpy arrays or jax arrays and returns arrays of the same library and precision; integer rewards
+become float32. Groups may be incomplete, of different sizes, and in any order.
 
-Groups of one have no baseline of their own: their advantage is 0, so that they teach nothing. verl keeps the bare
-reward instead; `singleton="raw"` does so.
+A group of one sample has no baseline: by default its advantage is 0, so the sample teaches nothing. verl keeps the
+bare reward instead, and so does `singleton="raw"`.
+
+An advantage that is divided by a spread of rewards, or by their mean, is unitless; all others are in reward units.
 
 Shared arguments:
   reward_B: task rewards, any range.
   mask_BT: 1 on tokens the policy sampled.
-  group_B: number of each sample's group, a numpy array (`podrl.groups`). ValueError where its length is not B.
-  singleton: advantage of a group of one, "zero" or "raw". ValueError for any other.
+  group_B: number of each sample's group, a numpy array (`podrl.groups`). ValueError if its length is not B.
+  singleton: advantage of a group of one, "zero" or "raw". ValueError for any other value.
 """
 
 from collections.abc import Callable
@@ -27,15 +29,15 @@ Groups = Float[Array, "P G"]  # P groups of G samples
 
 
 def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Float[Array, " B"]) -> Float[Array, " B"]:
-    """Applies an estimator to the groups of each size, and puts what it makes in the place of the samples.
+    """Calls an estimator once for all groups of one size, and returns its results in the order of the samples.
 
     Args:
-      estimate: (values_PG, ...) -> (P, G) of P groups of G samples.
-      group_B: see above.
-      values_B: arrays of the samples; the first are the rewards.
+      estimate: function of one (P, G) array for each of `values_B`, with P groups of G samples; returns a (P, G) array.
+      group_B: number of each sample's group.
+      values_B: arrays with one value per sample; the first array holds the rewards.
 
     Raises:
-      ValueError: there are not as many samples as `group_B` has numbers.
+      ValueError: the number of rewards differs from the length of `group_B`.
     """
     size = values_B[0].shape[0]
     if len(group_B) != size:
@@ -45,7 +47,7 @@ def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Fl
         values_B = (values_B[0].astype(xp.float32), *values_B[1:])
     sizes = by_size(group_B)
     order_B = np.concatenate([rows_PG.ravel() for rows_PG in sizes])
-    if len(sizes) == 1 and np.array_equal(order_B, np.arange(size)):  # what podrl's engine makes: nothing moves
+    if len(sizes) == 1 and np.array_equal(order_B, np.arange(size)):  # the order of podrl's engine: a reshape is enough
         return estimate(*(values.reshape(sizes[0].shape) for values in values_B)).reshape(-1)
     made = [estimate(*(values[rows_PG] for values in values_B)).reshape(-1) for rows_PG in sizes]
     return xp.concatenate(made)[np.argsort(order_B)]
@@ -54,7 +56,8 @@ def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Fl
 def _centred(reward_PG: Groups, baseline_PG: Groups) -> Groups:
     """Subtracts the baseline; the result is exactly 0 in a group of equal rewards.
 
-    The mean of equal numbers can be off by a rounding, and a division by a tiny standard deviation makes that a signal.
+    The computed mean of equal numbers can be off by a rounding error. Without this rule a later division by a tiny
+    standard deviation would turn that error into a signal.
     """
     some_P1 = reward_PG.max(axis=1, keepdims=True) > reward_PG.min(axis=1, keepdims=True)
     return namespace(reward_PG).where(some_P1, reward_PG - baseline_PG, 0.0)
@@ -80,17 +83,18 @@ def group_relative(
     """Centres and scales each reward within its group (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Args:
-      scale: "std" divides by the group's standard deviation + eps, "batch" by that of all rewards + eps (arXiv
-        2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
-      ddof: 1 is the sample standard deviation (Tunix, TRL, verl), 0 the population's (NumPy, open-instruct).
+      scale: "std" divides by the group's standard deviation + eps; "batch" divides by the standard deviation of all
+        rewards + eps (arXiv 2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
+      ddof: 1 for the sample standard deviation (Tunix, TRL, verl), 0 for the population's (NumPy, open-instruct).
       eps: added to the standard deviation; a group of equal rewards gives exactly 0.
-      singleton: advantage of a group of one, "zero" or "raw" (the reward / (1 + eps) when scaled).
+      singleton: advantage of a group of one: "zero", or "raw" for the reward, which "std" divides by 1 + eps and
+        "batch" by the standard deviation of all rewards + eps.
 
     Returns:
-      Advantages, unitless, mean 0 in every group.
+      Advantages: mean 0 in every group but the groups of one under "raw"; unitless, in reward units under "none".
 
     Raises:
-      ValueError: unknown `scale` or `ddof`.
+      ValueError: unknown `scale`, `ddof` or `singleton`.
     """
     if scale not in ("std", "batch", "none"):
         raise ValueError(f"grpo.advantage_scale={scale!r}: use 'std', 'batch' or 'none'.")
@@ -116,19 +120,23 @@ def maxrl(
 ) -> Float[Array, " B"]:
     """Centres each reward within its group and divides by the group's mean (MaxRL, arXiv 2602.02710).
 
-    With rewards of 0 and 1 this weighs a prompt by one over its success rate, as the likelihood of success does.
+    With rewards of 0 and 1 the weight of a prompt is one over its success rate, as in the gradient of the log of the
+    success rate.
 
     Args:
       reward_B: task rewards, 0 or more.
-      eps: the least divisor; a group of equal rewards gives exactly 0.
+      eps: smallest divisor; a group of equal rewards gives exactly 0.
+
+    Returns:
+      Advantages, unitless, mean 0 in every group but the groups of one under "raw", whose advantage is the reward.
 
     Raises:
-      BatchError: a negative reward: the mean is no success rate then, and may be 0 where rewards differ.
+      BatchError: a numpy reward is negative. The mean is then no success rate, and can be 0 although rewards differ.
     """
 
     def estimate(reward_PG: Groups) -> Groups:
         mean_P1 = reward_PG.mean(axis=1, keepdims=True)
-        divisor_P1 = namespace(reward_PG).maximum(mean_P1, eps)  # not their sum: 1/8 + 1e-6 would be off by 8e-6
+        divisor_P1 = namespace(reward_PG).maximum(mean_P1, eps)  # not mean + eps: 1/8 + 1e-6 is off by a share of 8e-6
         return _singleton(reward_PG, _centred(reward_PG, mean_P1) / divisor_P1, singleton)
 
     if isinstance(reward_B, np.ndarray) and (reward_B < 0).any():
@@ -151,9 +159,12 @@ def leave_one_out(
     """Subtracts the mean reward of the group's other samples (RLOO, arXiv 2402.14740).
 
     Args:
-      scale: "std" also divides by the sample standard deviation of the others + eps, where they differ (NeMo-RL's
-        GRPO); "none" does not.
+      scale: "std" also divides by the sample standard deviation of the other samples' rewards + eps, unless these
+        rewards are equal or there is only one (NeMo-RL's GRPO); "none" does not divide.
       eps: added to the standard deviation.
+
+    Returns:
+      Advantages, in reward units under "none"; under "std" unitless where they were divided.
     """
 
     def estimate(reward_PG: Groups) -> Groups:
@@ -168,7 +179,13 @@ def leave_one_out(
 
 
 def _spread_of_others(reward_PG: Groups, mean_PG: Groups, eps: float) -> Groups:
-    """Sample standard deviation + eps of the group's other rewards, whose mean is given; 1 where these are equal."""
+    """Sample standard deviation + eps of the other rewards of each sample's group; 1 where these are equal.
+
+    Args:
+      reward_PG: rewards of P groups of G samples, G at least 3.
+      mean_PG: mean of the other rewards of each sample's group.
+      eps: added to the standard deviation.
+    """
     xp, size = namespace(reward_PG), reward_PG.shape[1]
     other_GG = ~np.eye(size, dtype=bool)
     reward_P1G = reward_PG[:, None, :]
@@ -184,7 +201,10 @@ def opo(
     """Subtracts the length-weighted mean reward of the group (OPO, arXiv 2505.23585, eq. 8).
 
     Args:
-      length_B: sampled tokens of each completion.
+      length_B: number of sampled tokens of each completion.
+
+    Returns:
+      Advantages, in reward units.
     """
 
     def estimate(reward_PG: Groups, length_PG: Groups) -> Groups:
@@ -197,9 +217,13 @@ def opo(
 
 
 def gpg(reward_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "zero") -> Float[Array, " B"]:
-    """Scales centred rewards by B / (B - M), M the samples in groups of equal rewards (GPG, arXiv 2504.02546, eq. 8).
+    """Scales centred rewards by B / (B - M) (GPG, arXiv 2504.02546, eq. 8).
 
-    The factor makes up for the groups that contribute no gradient. (verl counts samples of reward 0 as M instead.)
+    M is the number of samples in groups of equal rewards. The factor makes up for these groups, which contribute no
+    gradient. (In verl M is the number of samples of reward 0.)
+
+    Returns:
+      Advantages, in reward units.
     """
     unequal_B = by_group(_unequal, group_B, reward_B)
     useful = namespace(reward_B).maximum(unequal_B.sum(), 1)
@@ -213,7 +237,7 @@ def gpg(reward_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "
 
 
 def _unequal(reward_PG: Groups) -> Groups:
-    """1 for the samples of groups whose rewards differ."""
+    """1 for every sample of a group whose rewards differ, else 0."""
     some_P1 = reward_PG.max(axis=1, keepdims=True) != reward_PG.min(axis=1, keepdims=True)
     return namespace(reward_PG).zeros_like(reward_PG) + some_P1
 
@@ -221,12 +245,17 @@ def _unequal(reward_PG: Groups) -> Groups:
 def pass_at_k(
     reward_B: Float[Array, " B"], *, group_B: GroupIndex, scale: str = "std", eps: float = 1e-6
 ) -> Float[Array, " B"]:
-    """Gives the best sample of a group its lead over the second best, others 0 (pass@k with k = G, arXiv 2503.19595).
+    """Credits the best sample of a group with its lead over the second best (pass@k with k = G, arXiv 2503.19595).
+
+    The advantage of all other samples is 0. If two samples share the best reward, it is 0 for these two as well.
 
     Args:
-      group_B: see above; at least 2 samples of each prompt.
-      scale: "std" divides by the group's sample standard deviation + eps, "none" does not.
-      eps: as above.
+      group_B: number of each sample's group; every group has at least 2 samples.
+      scale: "std" divides by the group's sample standard deviation + eps, "none" does not divide.
+      eps: added to the standard deviation.
+
+    Returns:
+      Advantages, 0 or more; unitless under "std", in reward units under "none".
 
     Raises:
       ValueError: a group of one, or an unknown `scale`.
@@ -242,7 +271,7 @@ def pass_at_k(
         lead_P1 = ranked_PG[:, -1:] - ranked_PG[:, -2:-1]
         if scale == "std":
             lead_P1 = lead_P1 / (reward_PG.std(axis=1, ddof=1, keepdims=True) + eps)
-        # Where two share the lead it is 0, so that marking both changes nothing.
+        # If two samples share the best reward, the lead is 0, so it does not matter that both are marked.
         return xp.where(reward_PG == ranked_PG[:, -1:], lead_P1, 0.0)
 
     return by_group(estimate, group_B, reward_B)
@@ -254,6 +283,9 @@ def remax(reward_B: Float[Array, " B"], greedy_reward_B: Float[Array, " B"]) -> 
     Args:
       reward_B: task rewards of the samples.
       greedy_reward_B: reward of the greedy completion, repeated for each sample of its prompt.
+
+    Returns:
+      Advantages, in reward units.
     """
     return reward_B - greedy_reward_B
 
@@ -264,11 +296,12 @@ def reinforce_plus_plus(
     """Whitens discounted returns over all sampled tokens of the batch (REINFORCE++, arXiv 2501.03262).
 
     Args:
-      reward_BT: token rewards, the KL penalty included; outcome rewards through `outcome_reward`.
+      reward_BT: token rewards, less the KL penalty (`kl.penalized_reward`); `gae.outcome_reward` makes token rewards of
+        outcome rewards.
       gamma: discount per sampled token.
 
     Returns:
-      Advantages and returns, 0 where mask is 0.
+      Advantages (unitless) and returns (reward units), both 0 where mask is 0.
     """
     return_BT = discounted_return(reward_BT, mask_BT, gamma=gamma)
     return masked_whiten(return_BT, mask_BT), return_BT
@@ -280,8 +313,11 @@ def reinforce_plus_plus_baseline(
     """Centres rewards within the group, then whitens over all sampled tokens of the batch (arXiv 2501.03262).
 
     Args:
-      mask_BT: 1 on tokens the policy sampled; longer completions weigh more in the whitening.
+      mask_BT: 1 on tokens the policy sampled. The whitening counts tokens, so longer completions weigh more in it.
       singleton: advantage of a group of one before whitening, "zero" or "raw".
+
+    Returns:
+      Advantages, unitless, 0 where mask is 0.
     """
     centred_B = group_relative(reward_B, group_B=group_B, scale="none", singleton=singleton)
     return masked_whiten(centred_B[:, None] * mask_BT.astype(centred_B.dtype), mask_BT)

@@ -1,7 +1,8 @@
-"""Aggregation modes: turn per-token losses into one number, as numerators and denominators that add.
+"""Aggregation modes: reduce per-token losses to one number, kept as a numerator and a denominator that both add up.
 
-With l the value of a loss token, n the number of loss tokens in its sequence, N the number of sequences that have at
-least one, and L a fixed length:
+In the table, l is the value of a loss token, n the number of loss tokens in its sequence, N the number of sequences
+that have at least one loss token, and L a fixed length. Both sums in the first line are over the batch: over all its
+loss tokens, and over its sequences.
 
 =========================  ===============  ==========================
 mode                       value            source
@@ -13,7 +14,7 @@ sequence-mean-token-scale  sum(l) / (L N)   Dr. GRPO, arXiv 2503.20783
 token-sum-scale            sum(l) / L       the same without the mean
 =========================  ===============  ==========================
 
-`DIALECTS` says what frameworks call them.
+`DIALECTS` has the names that other frameworks use for these modes.
 """
 
 import jax.numpy as jnp
@@ -32,8 +33,8 @@ MODES = (
 )
 SCALED_MODES = ("sequence-mean-token-scale", "token-sum-scale")
 
-# The meaning of frameworks' own names, read off their sources: verl's `agg_loss` (one name changed its meaning after
-# January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework speaks its names.
+# The meaning of other frameworks' names, read off their sources: verl's `agg_loss` (one name changed its meaning after
+# January 2026), TRL's `loss_type`, Tunix's `loss_agg_mode`. A preset that reproduces a framework understands its names.
 _VERL = {
     "seq-mean-token-mean": "sequence-mean-token-mean",
     "seq-mean-token-sum": "sequence-mean-token-sum",
@@ -56,15 +57,15 @@ DIALECTS = {
 
 
 def canonical_mode(mode: str, *, key: str = "grpo.loss_agg_mode", dialect: str = "") -> str:
-    """Returns podrl's name of an aggregation mode that is given under any name.
+    """Translates any known name of an aggregation mode into podrl's name.
 
     Args:
-      mode: podrl's name; one of the dialect; or one that all dialects which have it mean alike.
-      key: the config key that messages name.
-      dialect: whose names go first, a key of `DIALECTS`; '' for nobody's.
+      mode: podrl's name, a name of `dialect`, or a name that means the same in every dialect that has it.
+      key: config key that error messages name.
+      dialect: framework whose meaning of a name comes first, a key of `DIALECTS`; '' for no framework.
 
     Raises:
-      ValueError: unknown or ambiguous name.
+      ValueError: unknown name, or a name whose meaning differs between dialects.
     """
     if mode in MODES:
         return mode
@@ -89,19 +90,22 @@ def aggregate(
     scale: float = 1.0,
     eps: float = 0.0,
 ) -> Ratio:
-    """Reduces per-token losses by a mode: numerator and denominator, which add over micro-batches, hosts, packings.
+    """Reduces per-token losses by a mode to a numerator and a denominator; add both over micro-batches and hosts.
 
-    A sequence counts by the sum of mask / length over its tokens, which is 1 however it is packed and 0 when it has no
-    loss token. `token-sum-scale` has no denominator that depends on data: its count is 0, and `Ratio.mean` then divides
-    by 1.
+    The number of sequences is the sum of mask / length over all tokens: a sequence adds 1 however it is packed, and 0
+    if it has no loss token. `token-sum-scale` has no denominator that depends on data: its count is 0, and
+    `Ratio.mean` then divides by 1.
 
     Args:
       value_BT: per-token values; masked tokens are ignored whatever they hold.
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      mode: a mode, or another name of one.
-      scale: the fixed length L of the two scale modes, in tokens (usually the completion limit); unused by the others.
+      mode: name of the mode, in any spelling that `canonical_mode` knows.
+      scale: fixed length L of the two scale modes, in tokens (usually the completion limit); other modes ignore it.
       eps: added to the length in sequence-mean-token-mean; 1e-8 is verl's arithmetic.
+
+    Returns:
+      The numerator in the units of `value_BT`, and the number that divides it.
 
     Raises:
       ValueError: unknown mode.
@@ -120,14 +124,18 @@ def aggregate(
 
 
 def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
-    """Averages over loss tokens, undivided: the mean that metrics use, whatever mode aggregates the loss."""
+    """The mean over loss tokens, before the division: metrics use this mean whatever mode aggregates the loss."""
     return Ratio(masked(value_BT, mask_BT).sum(), masked(jnp.ones_like(value_BT), mask_BT).sum())
 
 
 def divisor(mask_BT: Float[np.ndarray, "B T"], mode: str) -> float:
-    """Returns the divisor of a mode: its number of loss tokens, of sequences with any, or 1; rows are sequences.
+    """Returns the number by which a mode divides the batch's sum: of loss tokens, of sequences that have any, or 1.
 
-    Without a loss token it is 1, as an update divides by 1 then.
+    The divisor is 1 in a batch without a loss token, because an update then divides by 1.
+
+    Args:
+      mask_BT: 1 on loss tokens; each row is one sequence, not packed.
+      mode: name of the mode.
     """
     mode = canonical_mode(mode)
     if mode == "token-sum-scale":
@@ -144,12 +152,16 @@ def as_token_mean(
     eps: float = 0.0,
     over_BT: Float[np.ndarray, "B T"] | None = None,
 ) -> Float[np.ndarray, "B 1"]:
-    """Returns the factor on each sequence's values by which a mode gives the mean over loss tokens.
+    """Returns a factor for each sequence's values with which a mode yields their mean over loss tokens.
 
-    So two parts of a loss are aggregated together and have denominators of their own. Arguments as of `aggregate`.
+    With it, two parts of a loss can be aggregated in one sum although each part has its own denominator.
 
     Args:
-      over_BT: 1 on the tokens that the mean is over, whole sequences; None for all loss tokens.
+      mask_BT: 1 on loss tokens; each row is one sequence, not packed.
+      mode: name of the mode.
+      scale: fixed length L of the two scale modes, in tokens.
+      eps: number that `aggregate` adds to the length in sequence-mean-token-mean.
+      over_BT: 1 on the tokens to take the mean over, which are whole sequences; None for all loss tokens.
     """
     mode = canonical_mode(mode)
     length_B1 = (mask_BT > 0).sum(axis=1, keepdims=True)

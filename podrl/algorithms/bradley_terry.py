@@ -16,8 +16,9 @@ class Preferences(NamedTuple):
 
     Attributes:
       loss_P: loss of each pair, nats.
-      margin_P: score of the chosen answer less that of the rejected one: its log-odds of being preferred.
-      weight_P2: minus the derivative of each loss by the scores.
+      margin_P: score of the chosen answer minus score of the rejected answer, which is the log-odds that the chosen
+        answer is preferred.
+      weight_P2: minus the derivative of each loss with respect to the two scores.
     """
 
     loss_P: Float[Array, " P"]
@@ -26,7 +27,11 @@ class Preferences(NamedTuple):
 
 
 def bradley_terry(score_P2: Float[Array, "P 2"]) -> Preferences:
-    """Computes -log sigmoid(score of the chosen - score of the rejected) (arXiv 2203.02155, eq. 1), and its slopes."""
+    """Computes -log sigmoid(score of the chosen - score of the rejected) (arXiv 2203.02155, eq. 1) and its derivatives.
+
+    Args:
+      score_P2: score of each answer, whose differences are log-odds; column 0 is the chosen answer.
+    """
     margin_P = score_P2[:, 0] - score_P2[:, 1]
     slope_P = jax.nn.sigmoid(-margin_P)
     return Preferences(-jax.nn.log_sigmoid(margin_P), margin_P, jnp.stack([slope_P, -slope_P], axis=1))
@@ -37,9 +42,9 @@ class ScoredRows:
     """Packed rows that `weighted_score` reads.
 
     Attributes:
-      layout: the tokens and where they lie.
-      mask_BT: 1 on the last token of each answer, where its score is read.
-      weight_BT: weight of the token's answer there.
+      layout: the packed tokens, their segments and positions.
+      mask_BT: 1 on the last token of each answer, where the answer's score is read, 0 elsewhere.
+      weight_BT: weight of the answer, on its last token; other entries are ignored.
     """
 
     layout: Layout
@@ -48,7 +53,7 @@ class ScoredRows:
 
 
 def weighted_score(score_BT: Float[Array, "B T"], rows: ScoredRows) -> tuple[Ratio, dict[str, Ratio]]:
-    """Averages -weight x score over answers; the metric is reward_model/score."""
+    """Averages -weight x score over answers; the metric reward_model/score is the mean score."""
     score_BT = masked(score_BT, rows.mask_BT)
     count = jnp.sum(jnp.asarray(rows.mask_BT, jnp.float32))
     loss = Ratio(jnp.sum(-masked(rows.weight_BT, rows.mask_BT) * score_BT), count)

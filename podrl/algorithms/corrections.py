@@ -1,10 +1,10 @@
 """Corrections for a sampler that differs from the trainer's policy: importance weights and rejection masks.
 
-The rollout engine samples with other kernels and other precision than the trainer, so a token's probability differs
-between the two: w = exp(old_logprob - sampler_logprob), trainer over sampler. A weight made of w on the loss repairs
-that. w compares the *old* policy with the sampler, never the current one: the policy ratio r already holds current
-over old, so r w is current over sampler. If the sampler's log-probabilities are used as the old ones, w is 1 everywhere
-and nothing is corrected twice.
+The rollout engine samples with other kernels and other precision than the trainer, so the two compute different
+probabilities for a token. Their quotient is w = exp(old_logprob - sampler_logprob), trainer over sampler; a weight made
+from w corrects the loss for the difference. w compares the *old* policy with the sampler, never the current one: the
+policy ratio r is already current over old, so r w is current over sampler. If the sampler's log-probabilities are used
+as the old ones, w is 1 everywhere, so nothing is corrected twice.
 """
 
 import jax
@@ -30,14 +30,14 @@ CORRECTIONS = {
     "geometric_mask": (0.999, 1.001, "1 if low <= (product of w over the sequence)^(1/n) <= high else 0"),
 }
 
-# Those that multiply or average over a whole sample.
+# Corrections that multiply or average w over a whole sample.
 SAMPLE_CORRECTIONS = ("sequence_tis", "sequence_mask", "geometric_mask")
 
 
 def log_weight(
     old_logprob_BT: Float[Array, "B T"], sampler_logprob_BT: Float[Array, "B T"], mask_BT: Mask
 ) -> Float[Array, "B T"]:
-    """Log importance weight, nats, without gradient; 0 on masked tokens whatever they hold."""
+    """Log of the importance weight w, in nats, without gradient; 0 on masked tokens whatever they hold."""
     return jax.lax.stop_gradient(masked(old_logprob_BT, mask_BT) - masked(sampler_logprob_BT, mask_BT))
 
 
@@ -54,19 +54,20 @@ def importance_weight(
 ) -> Float[Array, "B T"]:
     """Computes the factor on each token's policy loss; 1 on masked tokens, no gradient.
 
-    Aggregation goes on dividing by all loss tokens, those of weight 0 included. Sources: TIS (truncated importance
-    sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), KPop (ringtech.notion.site/kpop), TRL's
-    sequence mask, geometric-mean masking of sequences (yingru.notion.site, "When speed kills stability").
+    `CORRECTIONS` has the formulas. Aggregation still divides by all loss tokens, including the tokens of weight 0.
+    Sources: TIS (truncated importance sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), KPop
+    (ringtech.notion.site/kpop), TRL's sequence mask, geometric-mean masking of sequences (yingru.notion.site, "When
+    speed kills stability").
 
     Args:
-      old_logprob_BT: trainer's log-probabilities under the weights that sampled.
-      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens.
+      old_logprob_BT: trainer's log-probabilities under the weights that sampled, nats.
+      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      segment_BT: sequence numbers.
+      segment_BT: number of each token's sequence within its row, 0 on padding.
       kind: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask.
-      low: lower bound; unused by the two truncations and by kpop.
-      high: upper bound; of kpop, nats.
+      low: lower bound, unitless; tis, sequence_tis and kpop ignore it.
+      high: upper bound, unitless; for kpop it bounds a divergence, in nats.
     """
     log_w_BT = log_weight(old_logprob_BT, sampler_logprob_BT, mask_BT)
     if kind == "none":
@@ -89,10 +90,15 @@ def importance_weight(
 
 
 def binary_divergence(logprob_BT: Float[Array, "B T"], other_logprob_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Computes the larger of D(p, q) and D(q, p), nats, without gradient; p, q the probabilities of the token.
+    """Computes the larger of D(p, q) and D(q, p), in nats, without gradient.
 
-    D is the Kullback-Leibler divergence of two events, the token and any other: p log(p / q) + (1 - p) log((1 - p) / (1
-    - q)). Probabilities are held within 1e-6 of 0 and 1, so that a token the sampler was sure of stays finite.
+    p and q are the probabilities of the token under the two policies. D is the Kullback-Leibler divergence over two
+    events, this token and any other token: D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)). p and q are clipped
+    to [1e-6, 1 - 1e-6], which keeps D finite for a token of probability 1.
+
+    Args:
+      logprob_BT: log p, nats.
+      other_logprob_BT: log q, nats.
     """
     logprobs = (jax.lax.stop_gradient(logprob_BT), jax.lax.stop_gradient(other_logprob_BT))
     p_BT, q_BT = (jnp.clip(jnp.exp(logprob), 1e-6, 1 - 1e-6) for logprob in logprobs)
@@ -104,17 +110,17 @@ def binary_divergence(logprob_BT: Float[Array, "B T"], other_logprob_BT: Float[A
 def stale_weight(age_BT: Float[Array, "B T"], mask_BT: Mask, bound: int) -> Float[Array, "B T"]:
     """Computes the factor that takes old tokens out of the policy loss: 0 where the age is above `bound`, else 1.
 
-    Aggregation goes on dividing by all loss tokens, those left out included; 1 on masked tokens.
+    The factor is 1 on masked tokens. Aggregation still divides by all loss tokens, including those left out.
 
     Args:
-      age_BT: updates by which the trained weights are newer than those that drew the token.
+      age_BT: age of the token: the number of updates between the weights that sampled it and the trained weights.
       mask_BT: 1 on loss tokens.
-      bound: the largest age that counts.
+      bound: largest age that counts, in updates.
     """
     return jnp.where(mask_BT.astype(bool) & (age_BT > bound), jnp.zeros_like(age_BT), 1.0)
 
 
 def within(log_x_BT: Float[Array, "B T"], low: float, high: float):
-    """True where low <= exp(log_x) <= high."""
+    """True where low <= exp(log_x) <= high; log_x is clipped to +-LOG_RATIO_LIMIT first."""
     x_BT = jnp.exp(jnp.clip(log_x_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return (x_BT >= low) & (x_BT <= high)

@@ -1,10 +1,12 @@
-"""On-policy distillation: a frozen teacher draws the policy to it, on what the policy samples.
+"""On-policy distillation: the policy learns to match a teacher's distribution on the tokens that the policy samples.
 
-After "On-policy distillation of language models" (arXiv 2306.13649) with the reverse KL, KL(policy || teacher), of the
-distribution that each sampled token was drawn from. It is estimated on the sampled token alone, as in the report of
-Thinking Machines of October 2025: its gradient is then that of an advantage of log teacher - log policy per token,
-undiscounted. Or it is exact, a sum over the vocabulary (podrl/trainer/divergence.py) or over the policy's likeliest ids
-and all others as one.
+After "On-policy distillation of language models" (arXiv 2306.13649), with the reverse KL, KL(policy || teacher), of the
+distribution that each sampled token was drawn from. There are two ways to compute the KL:
+
+- An estimate on the sampled token alone, as in the report of Thinking Machines of October 2025. Its gradient is the
+  policy gradient with the advantage log teacher - log policy of each token, undiscounted.
+- An exact sum over the vocabulary (podrl/trainer/divergence.py), or over the policy's likeliest ids with all other ids
+  counted as one (`top_k_kl`).
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from podrl.algorithms.policy_rows import Wrapped
 from podrl.algorithms.spans import over_spans
 
 TeacherKL = Literal["sampled", "top_k", "full"]
-# Which model teaches: that of model.reference, or the policy as it was at first, as it is, or its moving average.
+# The teacher: the model of model.reference, the policy before the first step, the current policy, its moving average.
 Teacher = Literal["reference", "initial", "current", "ema"]
 _IN_WORDS: Mapping[Teacher, str] = {
     "reference": "the teacher is model.reference",
@@ -29,19 +31,20 @@ _IN_WORDS: Mapping[Teacher, str] = {
     "current": "the teacher is the policy itself",
     "ema": "the teacher is a moving average of the policy",
 }
-_LEAST = 1e-6  # smaller sums of probabilities are roundings
+_LEAST = 1e-6  # a smaller remainder 1 - sum of probabilities is a rounding error of float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Distillation:
-    """Joins the teacher's part of an update with that of the rewards.
+    """Weights of the teacher's part and of the rewards' part of an update, and the form of the teacher's KL.
 
     Attributes:
-      coef: weight of the reverse KL: advantage per nat, or loss per nat; a number, or one for each sample (B, 1).
-      reward_coef: weight of the rewards' advantage, in the same form; 0 for none.
-      kl: what the KL of a token is taken over: the sampled id, the policy's likeliest ids, or the vocabulary.
-      top_k: number of likeliest ids.
-      teacher: which model teaches.
+      coef: weight of the reverse KL, in advantage per nat ("sampled") or loss per nat ("top_k", "full"); one number, or
+        an array (B, 1) with one number per sample.
+      reward_coef: weight of the rewards' advantage, a number or an array (B, 1); 0 for no rewards.
+      kl: set of ids that a token's KL is computed over: the sampled id, the policy's likeliest ids, or the vocabulary.
+      top_k: number of likeliest ids under "top_k".
+      teacher: name of the model that teaches, see `Teacher`.
     """
 
     coef: float | Float[np.ndarray, "B 1"]
@@ -52,13 +55,13 @@ class Distillation:
 
     @property
     def sampled(self) -> bool:
-        """True where the teacher's part is an advantage of the sampled token, not a term of the loss."""
+        """True if the teacher's part is an advantage of the sampled token, False if it is a term of the loss."""
         return self.kl == "sampled"
 
     def rewards(
         self, advantage_BT: Float[np.ndarray, "B T"], mask_BT: Float[np.ndarray, "B T"]
     ) -> Float[np.ndarray, "B T"]:
-        """Weighs the rewards' advantages; 0 on tokens that were not sampled."""
+        """Multiplies the rewards' advantages by `reward_coef`; 0 on tokens that were not sampled."""
         return self.reward_coef * np.where(mask_BT > 0, advantage_BT, 0.0)
 
     def advantages(
@@ -68,16 +71,22 @@ class Distillation:
         mask_BT: Float[np.ndarray, "B T"],
         span_BT: Int[np.ndarray, "B T"] | None = None,
     ) -> tuple[Float[np.ndarray, "B T"], dict[str, float]]:
-        """Returns the teacher's advantages, 0 on tokens that were not sampled, and opd/reverse_kl, nats per token.
+        """Returns the teacher's advantages, coef (log teacher - log policy), and metrics of the comparison.
 
-        With spans also opd/compared, the share of the sampled tokens that have one.
+        A policy and a teacher that split text into different tokens are compared by spans of text. Every token of a
+        span has the advantage of the whole span, as the gradient of log p(span) is the sum of its tokens' gradients.
 
         Args:
-          logprob_BT: under the policy before the update, nats.
-          teacher_logprob_BT: log-probabilities of the same tokens under the teacher, nats.
+          logprob_BT: log-probabilities under the policy before the update, nats.
+          teacher_logprob_BT: log-probabilities of the same text under the teacher, nats; in a span only the sum over
+            its tokens matters.
           mask_BT: 1 on sampled tokens.
-          span_BT: number of the span of text that a token is compared in, -1 for none; the sum of a span's tokens is
-            what counts, and is the advantage of each of them: log p(span) has the gradient of all. None: each alone.
+          span_BT: number of each token's span within its row, -1 for a token outside all spans, whose advantage is 0;
+            None to compare each token alone.
+
+        Returns:
+          Advantages, 0 on tokens that were not sampled; and opd/reverse_kl, in nats per compared token. With spans also
+          opd/compared, the share of the sampled tokens that lie in a span.
         """
         sampled = max(float((mask_BT > 0).sum()), 1.0)
         if span_BT is not None:
@@ -91,11 +100,12 @@ class Distillation:
         return -self.coef * of_spans_BT, mean
 
     def formula(self, rewards: str, policy: str) -> str:
-        """Writes advantage and loss with the teacher's part for the dry run, without terms of weight 0.
+        """Writes advantage and loss with the teacher's part in plain text, for the dry run; omits terms of weight 0.
 
         Args:
-          rewards: the line of the advantage that rewards give.
-          policy: the lines of the policy loss; of an exact KL alone, without a reward, those that have no advantage.
+          rewards: line that describes the advantage made from rewards.
+          policy: lines that describe the policy loss; for an exact KL without rewards, only the terms without an
+            advantage.
         """
         teacher = f"({_IN_WORDS[self.teacher]})"
         if self.sampled:
@@ -113,15 +123,15 @@ class Distillation:
 
 @flax.struct.dataclass
 class TaughtRows(Wrapped):
-    """Packed rows of an update with a teacher's exact divergence, whose weights are loss per nat."""
+    """Packed rows of an update with a term for the teacher's exact KL; `weight_BT` is in loss per nat."""
 
 
 @flax.struct.dataclass
 class TopKRows(TaughtRows):
-    """Packed rows of an update with a teacher's divergence over K ids, the policy's likeliest before it.
+    """Packed rows of an update with the teacher's KL over K ids, the likeliest ones before the update.
 
     Attributes:
-      id_BTK: in place of each token.
+      id_BTK: the K likeliest ids at each token's position, under the policy before the update.
       teacher_logprob_BTK: log-probabilities of these ids under the teacher, nats.
     """
 
@@ -130,10 +140,15 @@ class TopKRows(TaughtRows):
 
 
 def top_k_kl(logprob_BTK: Float[Array, "B T K"], teacher_logprob_BTK: Float[Array, "B T K"]) -> Float[Array, "B T"]:
-    """Sums p log(p / q) over K ids and, as one more, over all others together; q has no gradient.
+    """Computes KL(policy || teacher) per token over K ids and one more event, "any other id", in nats.
 
-    Taking ids together makes a divergence smaller, never negative: a bound from below on the exact one, which it equals
-    where all others are in the same ratio (or there are none).
+    The value is the sum of p log(p / q) over these K + 1 events. Merging ids into one event makes a divergence smaller
+    and never negative, so the value is a lower bound of the exact KL. It equals the exact KL if p / q is the same for
+    all merged ids, or if there are none.
+
+    Args:
+      logprob_BTK: log-probabilities of the K ids under the policy, nats; differentiated.
+      teacher_logprob_BTK: log-probabilities of the same ids under the teacher, nats; constants.
     """
     teacher_logprob_BTK = jnp.asarray(teacher_logprob_BTK)
     p_BTK = jnp.exp(logprob_BTK)

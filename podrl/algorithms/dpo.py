@@ -17,10 +17,11 @@ class Pairs(NamedTuple):
 
     Attributes:
       loss_P: loss of each pair, nats.
-      margin_P: the policy's preference for the chosen answer: of DPO its implicit reward less that of the rejected one,
-        beta times nats.
-      weight_P2: minus the derivative of each loss by the answers' log-probabilities, so that the gradient of the loss
-        is that of -weight logprob with the weight held: a policy gradient whose advantages the pair itself gives.
+      margin_P: preference of the policy for the chosen answer. In DPO: the implicit reward (beta times nats) of the
+        chosen answer minus that of the rejected answer. In ORPO: the log of the ratio of their odds.
+      weight_P2: minus the derivative of each loss with respect to the answers' log-probabilities. The gradient of the
+        loss therefore equals that of -weight x logprob with a constant weight: a policy gradient in which the weights
+        are the advantages.
     """
 
     loss_P: Float[Array, " P"]
@@ -35,16 +36,16 @@ def dpo(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Pairs:
-    """Computes DPO's loss and weights (arXiv 2305.18290, eq. 7), with a share of labels assumed wrong.
+    """Computes DPO's loss and weights (arXiv 2305.18290, eq. 7), with a share of the labels assumed to be wrong.
 
-    With m = beta ((logprob - ref) of the chosen - (logprob - ref) of the rejected) and s the share, the loss is
-    -(1 - s) log sigmoid(m) - s log sigmoid(-m) (the conservative form, ericmitchell.ai/cdpo.pdf, eq. 3).
+    With m = beta ((logprob - ref) of the chosen - (logprob - ref) of the rejected) and s the share of wrong labels, the
+    loss is -(1 - s) log sigmoid(m) - s log sigmoid(-m) (the conservative form, ericmitchell.ai/cdpo.pdf, eq. 3).
 
     Args:
       logprob_P2: log-probability of each whole answer under the policy, nats.
-      ref_logprob_P2: the same under the reference.
-      beta: reward of a nat of difference to the reference, above 0.
-      label_smoothing: the share s, in [0, 0.5).
+      ref_logprob_P2: log-probability of each whole answer under the reference, nats.
+      beta: implicit reward per nat of difference to the reference, above 0.
+      label_smoothing: share s of the labels that are assumed to be wrong, in [0, 0.5).
     """
     reward_P2 = beta * (logprob_P2 - ref_logprob_P2)
     margin_P = reward_P2[:, 0] - reward_P2[:, 1]
@@ -59,10 +60,10 @@ class WeightedRows:
     """Packed rows that `weighted_likelihood` reads.
 
     Attributes:
-      layout: the tokens and where they lie.
-      mask_BT: 1 on the tokens of the answers.
-      length_BT: number of such tokens in this token's sequence, 1 on padding.
-      weight_BT: weight of the token's answer.
+      layout: the packed tokens, their segments and positions.
+      mask_BT: 1 on the tokens of the answers, 0 on prompts and padding.
+      length_BT: number of answer tokens in this token's sequence, 1 on padding.
+      weight_BT: weight of the answer that the token belongs to.
     """
 
     layout: Layout
@@ -74,7 +75,16 @@ class WeightedRows:
 def weighted_likelihood(
     logprob_BT: Float[Array, "B T"], entropy_BT: Float[Array, "B T"], rows: WeightedRows
 ) -> tuple[Ratio, dict[str, Ratio]]:
-    """Sums -weight x logprob over each answer and averages over answers; the metric is actor/entropy."""
+    """Sums -weight x logprob over each answer and averages the sums over answers.
+
+    Args:
+      logprob_BT: log-probabilities under the policy, nats; differentiated.
+      entropy_BT: entropy of the next-token distribution, nats.
+      rows: packed answers and their weights.
+
+    Returns:
+      The loss, and the metric actor/entropy: the mean entropy over answer tokens, nats.
+    """
     logprob_BT, weight_BT = masked(logprob_BT, rows.mask_BT), masked(rows.weight_BT, rows.mask_BT)
     loss = aggregate(-weight_BT * logprob_BT, rows.mask_BT, rows.length_BT, "sequence-mean-token-sum")
     return loss, {"actor/entropy": token_mean(jax.lax.stop_gradient(entropy_BT), rows.mask_BT)}

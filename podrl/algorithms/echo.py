@@ -1,7 +1,8 @@
-"""ECHO: the policy also learns to predict what its environment answers, by a cross-entropy beside its policy loss.
+"""ECHO: the policy also learns to predict its environment's answers, by a cross-entropy added to the policy loss.
 
-After arXiv 2605.24517. A token that an environment gave after the sample's first turn, such as the output of a tool, is
-known and not sampled: it has no advantage, and its probability is raised as in supervised fine-tuning.
+After arXiv 2605.24517. An observed token comes from the environment after the sample's first turn, such as a token of a
+tool's output. The policy did not sample it, so it has no advantage; its probability is raised as in supervised
+fine-tuning.
 """
 
 import flax.struct
@@ -19,20 +20,21 @@ from podrl.types import Ratio
 
 @flax.struct.dataclass
 class ObservedRows(Wrapped):
-    """Packed rows of an update that learns from observations, too: the term is the cross-entropy."""
+    """Packed rows of an update that also learns from observations; the additional term is their cross-entropy."""
 
 
 def observed(
     mask_BT: Float[np.ndarray, "B T"], length_B: Float[np.ndarray, " B"], piece_BT: Int[np.ndarray, "B T"]
 ) -> Float[np.ndarray, "B T"]:
-    """1 on the tokens that an environment gave after the first sampled token of a piece, one sample per row.
+    """Marks observed tokens with 1: those the environment appended after the first sampled token of a piece.
 
-    What comes before is the piece's prompt, which repeats tokens of other pieces.
+    Tokens before a piece's first sampled token are its prompt. They do not count, because they repeat tokens of other
+    pieces.
 
     Args:
-      mask_BT: 1 on sampled tokens.
-      length_B: tokens of each sample; padding follows.
-      piece_BT: number of the token's piece within its sample, from 0.
+      mask_BT: 1 on sampled tokens; one sample per row.
+      length_B: number of tokens of each sample; padding follows.
+      piece_BT: number of each token's piece within its sample, from 0.
     """
     sampled_BT = np.asarray(mask_BT) > 0
     count_BT = np.cumsum(sampled_BT, axis=1)
@@ -45,7 +47,8 @@ def observed(
 def with_observations(loss: PolicyLossFn):
     """Adds to a policy loss the weighted cross-entropy of observed tokens, divided by their number.
 
-    The result reads ObservedRows. Its metric echo/nll is the mean of -log p over observed tokens, nats, not weighted.
+    The returned function reads ObservedRows. It adds the metric echo/nll: the mean of -log p over observed tokens, in
+    nats, not weighted.
     """
 
     def joined(

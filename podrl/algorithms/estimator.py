@@ -11,7 +11,7 @@ from podrl.algorithms.gae import namespace
 from podrl.config import Positive, Range, Share, group_of, section
 from podrl.types import Mask
 
-# kind: formula, R the reward of a sample.
+# Formula of each kind of estimator; R is the reward of a sample, and braces hold names of settings.
 KINDS = {
     "grpo": "R - mean of the group",
     "rloo": "R - mean of the group's other samples",
@@ -25,7 +25,7 @@ KINDS = {
     "maxrl": "(R - mean of the group) / max(mean of the group, {advantage_eps:g})",
     "gae": "generalised advantage over sampled tokens (gamma {gamma:g}, lambda {gae_lambda:g})",
 }
-# Compare a sample with its group, so that in a group of one `singleton` decides.
+# Kinds that compare a sample with its group; in a group of one sample the setting `singleton` decides.
 _OF_A_GROUP = ("grpo", "rloo", "rloo_std", "reinforce_plus_plus_baseline", "opo", "gpg", "maxrl")
 ALIASES = {"group_relative": "grpo", "leave_one_out": "rloo", "grpo_passk": "pass_at_k"}
 
@@ -39,7 +39,7 @@ class AdvantageSettings:
       advantage_estimator: grpo, rloo, rloo_std, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg,
         pass_at_k, maxrl or gae, which needs a critic's values (`podrl.algorithms.gae`); or a function of the user's,
         'file.py:function' (docs/algorithms.md).
-      advantage_args: numbers of such a function, by the names of its keywords.
+      advantage_args: numbers passed to the user's advantage function, by the names of its keywords.
       gamma: discount per sampled token; reinforce_plus_plus and gae only.
     """
 
@@ -49,19 +49,19 @@ class AdvantageSettings:
 
     @property
     def own_advantage(self) -> bool:
-        """True where the estimator is a function of the user's."""
+        """True if the estimator is a function of the user's."""
         return callable(self.advantage_estimator) or ":" in self.advantage_estimator
 
     @property
     def section(self) -> str:
-        """Section of the configuration that messages name, such as 'grpo'."""
+        """Section of the configuration that error messages name, such as 'grpo'."""
         return group_of(self)
 
     def __post_init__(self):
         self.check_advantage()
 
     def check_advantage(self) -> None:
-        """Raises ValueError for an unknown estimator."""
+        """Raises ValueError for an unknown estimator, or for `advantage_args` without a function of the user's."""
         name = self.advantage_estimator
         if isinstance(name, str) and ":" not in name and ALIASES.get(name, name) not in KINDS:
             raise ValueError(
@@ -81,11 +81,11 @@ class GroupSettings(AdvantageSettings):
     """Settings of advantages that compare the samples of a prompt.
 
     Attributes:
-      advantage_scale: "std" divides grpo and pass_at_k by the group's standard deviation, "batch" grpo by that of the
-        whole batch, "none" by nothing (Dr. GRPO).
+      advantage_scale: divisor of the advantage of grpo and pass_at_k: "std" for the group's standard deviation, "batch"
+        (grpo only) for the standard deviation of the whole batch, "none" for no division (Dr. GRPO).
       advantage_ddof: 1 for the sample standard deviation, 0 for the population's; grpo only.
-      advantage_eps: added to the standard deviation; of maxrl, the least divisor.
-      singleton: advantage of a group of one, "zero" or "raw".
+      advantage_eps: number added to the standard deviation; for maxrl, the smallest divisor.
+      singleton: advantage of a group of one sample: "zero", or "raw" for its reward.
     """
 
     advantage_scale: Literal["std", "batch", "none"] = "std"
@@ -109,7 +109,8 @@ class GAESettings(AdvantageSettings):
     """Settings of generalised advantage estimation.
 
     Attributes:
-      gae_lambda: lambda of the estimator, per sampled token; 1 trusts the rewards alone, 0 the critic alone.
+      gae_lambda: lambda of the estimator, per sampled token; 1 sums the rewards to the end of the sample, 0 looks one
+        token ahead and relies on the critic for the rest.
     """
 
     advantage_estimator: str | Callable[..., Any] = "gae"
@@ -118,11 +119,11 @@ class GAESettings(AdvantageSettings):
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageEstimator:
-    """The configured advantage estimator; calling it turns token rewards into token advantages.
+    """The configured advantage estimator; a call turns token rewards into token advantages.
 
     Attributes:
       settings: settings of the estimator.
-      own: the user's estimator, where `settings` name one: (reward_PG, length_PG=) -> advantage_PG.
+      own: the user's function if `settings` name one: (reward_PG, length_PG=) -> advantage_PG. None otherwise.
     """
 
     settings: GroupSettings | GAESettings = GroupSettings()
@@ -130,13 +131,13 @@ class AdvantageEstimator:
 
     @property
     def kind(self) -> str:
-        """Canonical name of the estimator; of a function of the user's, its name."""
+        """Canonical name of the estimator; for a function of the user's, the name of the function."""
         name = self.settings.advantage_estimator
         return ALIASES.get(name, name) if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
 
     @property
     def needs_greedy(self) -> bool:
-        """True if every prompt needs a greedy completion's reward as its baseline."""
+        """True if every prompt needs the reward of a greedy completion as its baseline."""
         return self.kind == "remax"
 
     @property
@@ -146,7 +147,7 @@ class AdvantageEstimator:
 
     @property
     def needs_critic(self) -> bool:
-        """True if advantages come from a critic's values, by `podrl.algorithms.gae.gae` instead of a call."""
+        """True if advantages come from a critic's values: call `podrl.algorithms.gae.gae` then, not this object."""
         return self.kind == "gae"
 
     @property
@@ -155,7 +156,7 @@ class AdvantageEstimator:
         return self.settings
 
     def formula(self) -> str:
-        """Writes the advantage with its numbers in plain text, for the dry run."""
+        """Writes the formula of the advantage with its numbers in plain text, for the dry run."""
         if self.own is not None:
             numbers = ", ".join(f"{name}={value:g}" for name, value in self.settings.advantage_args.items())
             return f"advantage: {self.kind}({numbers}), your own"
@@ -176,27 +177,31 @@ class AdvantageEstimator:
         *,
         group_B: advantages.GroupIndex,
     ) -> Float[Array, "B T"]:
-        """Computes every sampled token's advantage, one sequence per row, 0 where mask is 0; numpy or jax arrays.
+        """Computes every sampled token's advantage; numpy or jax arrays, one sequence per row, not packed.
 
         Args:
-          reward_BT: token rewards: the outcome's on the last sampled token (`gae.outcome_reward`), less the KL penalty
-            if it is in the reward (`kl.penalized_reward`). A sample without a sampled token counts, too.
+          reward_BT: token rewards: the outcome reward on the last sampled token (`gae.outcome_reward`), minus the KL
+            penalty if the KL is in the reward (`kl.penalized_reward`). A sample without a sampled token counts in its
+            group, too.
           greedy_reward_B: reward of the greedy completion of each sample's prompt; zeros unless `needs_greedy`.
-          mask_BT: 1 on tokens the policy sampled. Filters that drop samples from the loss come after this call, so
-            that their rewards still count in their groups.
-          group_B: number of each sample's group (`podrl.groups`).
+          mask_BT: 1 on tokens the policy sampled. Filters that drop samples from the loss must come after this call,
+            because the rewards of dropped samples still count in their groups.
+          group_B: number of each sample's group, a numpy array (`podrl.groups`).
+
+        Returns:
+          Advantages, 0 where mask is 0; one number for all sampled tokens of a sample, unless the estimator is
+          reinforce_plus_plus. `podrl.algorithms.advantages` says their units.
 
         Raises:
-          ValueError: `group_B` is not of as many samples; a group too small for the estimator.
+          ValueError: `group_B` has another length than the batch, or a group is too small for the estimator.
         """
         assert not self.needs_critic, "gae needs a critic's values"
         xp, settings = namespace(reward_BT), self._group
         keep_BT = mask_BT.astype(bool)
         if self.kind == "reinforce_plus_plus":
             return advantages.reinforce_plus_plus(reward_BT, mask_BT, gamma=settings.gamma)[0]
-        counted_BT = keep_BT | ~keep_BT.any(
-            axis=1, keepdims=True
-        )  # a silent sample's reward is on a token of its prompt
+        # A sample without a sampled token has its reward on a token of its prompt, so all of its tokens count.
+        counted_BT = keep_BT | ~keep_BT.any(axis=1, keepdims=True)
         reward_B = xp.where(counted_BT, reward_BT, 0.0).sum(axis=1)
         if self.own is not None:
             advantage_B = self._given(reward_B, keep_BT.sum(axis=1), group_B)
@@ -226,10 +231,10 @@ class AdvantageEstimator:
         return xp.where(keep_BT, advantage_B[:, None], 0.0)
 
     def _given(self, reward_B: Any, length_B: Any, group_B: advantages.GroupIndex) -> Any:
-        """Asks the user's function, once for the groups of each size.
+        """Calls the user's function, once for all groups of one size, and returns an advantage per sample.
 
         Raises:
-          ValueError: it returned something else than a finite number for every sample.
+          ValueError: the function did not return a finite number for every sample.
         """
         assert self.own is not None
         own = self.own

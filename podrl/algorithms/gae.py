@@ -1,6 +1,6 @@
 """Advantages from a critic: generalised advantage estimation over token rewards, and masked whitening.
 
-Everything here takes numpy arrays or jax arrays and answers in kind.
+Every function takes numpy arrays or jax arrays and returns arrays of the same library.
 """
 
 from collections.abc import Callable
@@ -28,19 +28,19 @@ def gae(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Computes advantages A_t = delta_t + gamma lam A_t' and returns A_t + value_t (arXiv 1506.02438, eq. 16).
 
-    delta_t = reward_t + gamma value_t' - value_t, where t' is the next token with mask 1: tool output, prompt and
-    padding are stepped over, their rewards and values are ignored. The last sampled token looks ahead to 0. One
-    sequence per row (apply before packing).
+    delta_t = reward_t + gamma value_t' - value_t, where t' is the next token with mask 1. Tokens with mask 0 (tool
+    output, prompt, padding) are skipped, and their rewards and values are ignored. At the last sampled token value_t'
+    and A_t' are 0. Each row is one sequence: call this before packing.
 
     Args:
-      reward_BT: reward of each token; an outcome reward must sit on a token with mask 1 (`outcome_reward`).
-      value_BT: critic's value before each token.
+      reward_BT: reward of each token; an outcome reward must lie on a token with mask 1 (`outcome_reward`).
+      value_BT: critic's value before each token, reward units.
       mask_BT: 1 on tokens the policy sampled.
-      gamma: discount per sampled token.
-      lam: 1 is Monte Carlo, 0 one-step.
+      gamma: discount per sampled token, in [0, 1].
+      lam: lambda, in [0, 1]; 1 sums rewards to the end (Monte Carlo), 0 looks one token ahead.
 
     Returns:
-      Advantages (not whitened) and returns, 0 where mask is 0.
+      Advantages (not whitened) and returns, both in reward units and 0 where mask is 0.
     """
     xp = namespace(reward_BT)
     keep_BT = mask_BT.astype(bool)
@@ -61,13 +61,17 @@ def gae(
 
 
 def discounted_return(reward_BT: Float[Array, "B T"], mask_BT: Mask, *, gamma: float) -> Float[Array, "B T"]:
-    """Sums rewards from each sampled token on, discounted by gamma per sampled token; 0 where mask is 0."""
+    """Sums the rewards of each sampled token and of those after it, discounted by gamma per sampled token.
+
+    Returns:
+      Returns in reward units, 0 where mask is 0.
+    """
     advantage_BT, _ = gae(reward_BT, namespace(reward_BT).zeros_like(reward_BT), mask_BT, gamma=gamma, lam=1.0)
     return advantage_BT
 
 
 def _backwards(xp: Any, step: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs_BT: Any) -> Any:
-    """Scans from the last token to the first; a Python loop on the host, a scan on the device."""
+    """Applies `step` from the last token to the first: a Python loop for numpy arrays, a scan for jax arrays."""
     xs_TB = tuple(x_BT.T for x_BT in xs_BT)
     if xp is not np:
         return jax.lax.scan(step, init, xs_TB, reverse=True)[1].T
@@ -81,7 +85,8 @@ def _backwards(xp: Any, step: Callable[[Any, Any], tuple[Any, Any]], init: Any, 
 def outcome_reward(reward_B: Float[Array, " B"], mask_BT: Mask) -> Float[Array, "B T"]:
     """Puts each sequence's reward on its last token with mask 1, 0 elsewhere.
 
-    A sequence without a sampled token has its reward on its first token: it teaches nothing, but counts in its group.
+    A sequence without a sampled token has its reward on its first token: it teaches nothing, but its reward counts in
+    its group.
     """
     xp = namespace(reward_B)
     sampled_BT = mask_BT.astype(bool).astype(xp.int32)
@@ -94,16 +99,16 @@ def outcome_reward(reward_B: Float[Array, " B"], mask_BT: Mask) -> Float[Array, 
 def masked_whiten(
     x_BT: Float[Array, "B T"], mask_BT: Mask, *, shift_mean: bool = True, eps: float = 1e-8
 ) -> Float[Array, "B T"]:
-    """Scales the unmasked tokens of the whole batch to variance 1 and, by default, mean 0.
+    """Scales the tokens with mask 1 of the whole batch to variance 1 and, by default, mean 0.
 
-    (x - mean) / sqrt(variance + eps), the variance with Bessel's correction, both sums divided by count + eps: the
-    arithmetic of TRL and verl. Equal values become exactly 0 (before a mean is added back).
+    The result is (x - mean) / sqrt(variance + eps). The variance has Bessel's correction, and both sums are divided by
+    count + eps: the arithmetic of TRL and verl. Equal values become exactly 0 (before a mean is added back).
 
     Args:
       x_BT: values; masked tokens are ignored whatever they hold.
       mask_BT: 1 on tokens that count.
-      shift_mean: False adds the mean back.
-      eps: as above.
+      shift_mean: whether the result has mean 0; False adds the mean of x back after the division.
+      eps: number added to the variance and to the count.
 
     Returns:
       Whitened values, 0 where mask is 0.
@@ -116,7 +121,7 @@ def masked_whiten(
     square = xp.where(keep_BT, (x_BT - mean) ** 2, 0.0).sum() / (count + eps)
     variance = square * count / xp.maximum(count - 1.0, 1.0)
     white_BT = (x_BT - mean) / xp.sqrt(variance + eps)
-    # The mean of equal numbers can be off by a rounding, which division by a small root would blow up.
+    # The computed mean of equal numbers can be off by a rounding error, which division by a small root would blow up.
     spread = xp.where(keep_BT, x_BT, -xp.inf).max() > xp.where(keep_BT, x_BT, xp.inf).min()
     white_BT = xp.where(spread, white_BT, 0.0)
     if not shift_mean:

@@ -1,7 +1,7 @@
 """KL estimators on sampled tokens, and the controller that adapts the KL coefficient.
 
-Estimators after J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html), with
-d = logprob - ref_logprob, the tokens drawn from the policy of `logprob`.
+The estimators follow J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). In the formulas
+d = logprob - ref_logprob, in nats, and the tokens are drawn from the policy of `logprob`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from podrl.algorithms.gae import namespace
 from podrl.types import Mask
 
-# exp() is not fed more than this: e^20 = 4.9e8 leaves float32 room for products and sums.
+# Largest argument of exp(): e^20 = 4.9e8 leaves float32 room for products and sums.
 LOG_RATIO_LIMIT = 20.0
 
 FORMULAS = {
@@ -31,7 +31,13 @@ ALIASES = {"kl": "k1", "mse": "k2", "mse_kl": "k2", "low_var": "k3", "low_var_kl
 
 
 class Penalty(NamedTuple):
-    """A KL to the reference: its coefficient (0 for none), its estimator, and a bound on a token's value or None."""
+    """Settings of a KL to the reference.
+
+    Attributes:
+      coef: coefficient of the KL, in loss or reward per nat; 0 for no KL.
+      mode: name of the estimator.
+      clamp: bound on the absolute value of a token's KL, nats; None for no bound.
+    """
 
     coef: float = 0.0
     mode: str = "k3"
@@ -39,10 +45,10 @@ class Penalty(NamedTuple):
 
 
 def canonical_mode(mode: str, *, key: str = "grpo.kl_loss_mode") -> str:
-    """Returns podrl's name of a KL estimator that is given under any name.
+    """Translates any known name of a KL estimator into podrl's name.
 
     Raises:
-      ValueError: unknown name; `key` is the config key the message names.
+      ValueError: unknown name; the message names the config key `key`.
     """
     mode = ALIASES.get(mode, mode)
     if mode not in MODES:
@@ -55,15 +61,17 @@ def kl_divergence(
 ) -> Float[Array, "B T"]:
     """Estimates KL(policy || reference) per token, in nats.
 
-    The values of k1 and k3 are unbiased, but on-policy the gradient of k1 is zero in expectation and that of k3 is the
-    gradient of the other direction, KL(reference || policy). k2 has the right gradient; `k1+` and `k3+` join the value
-    of one to the gradient of k2 (the sum x - stop_gradient(x) is zero with a gradient).
+    `FORMULAS` has the formulas. The values of k1 and k3 are unbiased. On-policy, however, the gradient of k1 is zero in
+    expectation, and the gradient of k3 is that of the other direction, KL(reference || policy). k2 has the right
+    gradient. `k1+` and `k3+` have the value of k1 and k3 with the gradient of k2, because x - stop_gradient(x) is zero
+    but has the gradient of x.
 
     Args:
-      logprob_BT: log-probabilities under the policy that is differentiated.
-      ref_logprob_BT: log-probabilities under the reference. Both must be finite: mask first.
-      mode: k1 (kl), abs, k2 (mse, mse_kl), k3 (low_var, low_var_kl), k1+, k3+.
-      clamp: bound on the absolute value of the estimate; no gradient flows beyond it. None: no bound.
+      logprob_BT: log-probabilities under the policy that is differentiated, nats.
+      ref_logprob_BT: log-probabilities under the reference, nats. Both arrays must be finite: mask them first.
+      mode: k1 (kl), abs, k2 (mse, mse_kl), k3 (low_var, low_var_kl), k1+ or k3+.
+      clamp: bound on the absolute value of the estimate, nats; None for no bound. Beyond the bound k1, abs, k2 and k3
+        have no gradient; k1+ and k3+ keep the gradient of k2.
 
     Raises:
       ValueError: unknown mode.
@@ -98,15 +106,18 @@ def penalized_reward(
     *,
     coef: Float[Array, ""] | float,
 ) -> Float[Array, "B T"]:
-    """Subtracts the KL penalty from token rewards: the KL in the reward (PPO), not in the loss (GRPO).
+    """Subtracts the KL penalty from token rewards: the KL is in the reward (PPO), not in the loss (GRPO).
+
+    numpy or jax arrays; the result is an array of the same library.
 
     Args:
-      reward_BT: token rewards; an outcome reward sits on the last sampled token.
-      kl_BT: `sampled_kl` of the policy that sampled; k1 is the unbiased choice here, its gradient plays no part.
-      mask_BT: 1 on sampled tokens; elsewhere the result is 0, but in a sequence without any it is the reward.
-      coef: nats to reward units.
+      reward_BT: token rewards; an outcome reward lies on the last sampled token.
+      kl_BT: KL of each token from `sampled_kl`, nats. k1 is the unbiased choice, as no gradient is taken here.
+      mask_BT: 1 on sampled tokens.
+      coef: coefficient of the KL, reward units per nat.
 
-    numpy or jax arrays; the answer is of the same kind.
+    Returns:
+      reward - coef x KL on sampled tokens, 0 elsewhere. A sequence without a sampled token keeps its rewards.
     """
     xp, keep_BT = namespace(reward_BT), mask_BT.astype(bool)
     silent_BT = xp.where(keep_BT.any(axis=1, keepdims=True), 0.0, reward_BT)
@@ -121,7 +132,18 @@ def sampled_kl(
     mode: str,
     clamp: float | None = None,
 ) -> Float[Array, "B T"]:
-    """Estimates the KL of sampled tokens, 0 elsewhere; numpy or jax arrays, without gradient."""
+    """Estimates the KL of sampled tokens in nats, 0 elsewhere; numpy or jax arrays, for values without a gradient.
+
+    Args:
+      logprob_BT: log-probabilities under the policy that sampled, nats.
+      ref_logprob_BT: log-probabilities under the reference, nats; on masked tokens both may hold any number.
+      mask_BT: 1 on sampled tokens.
+      mode: name of the estimator; k1+ and k3+ are k1 and k3 here.
+      clamp: bound on the absolute value of the estimate, nats; None for no bound.
+
+    Raises:
+      ValueError: unknown mode.
+    """
     xp = namespace(logprob_BT)
     d_BT = xp.where(mask_BT.astype(bool), logprob_BT - ref_logprob_BT, 0.0)
     kl_BT = _estimate(d_BT, canonical_mode(mode).removesuffix("+"))
@@ -132,12 +154,11 @@ def sampled_kl(
 class AdaptiveKL:
     """A proportional controller that steers the KL coefficient towards a target (arXiv 1909.08593, section 2.2).
 
-    It holds no state: the coefficient is the caller's, to be checkpointed with the step. A fixed coefficient is one
-    that is never updated.
+    The controller has no state: the caller keeps the coefficient and saves it in checkpoints.
 
     Attributes:
-      target: wanted KL in nats per the unit `kl` is measured in.
-      horizon: samples over which the coefficient moves by at most a fifth.
+      target: KL to steer to, in the unit of the argument `kl` of `update` (nats per token or per sample).
+      horizon: number of samples over which the coefficient changes by at most a fifth.
     """
 
     target: float
@@ -150,10 +171,15 @@ class AdaptiveKL:
             )
 
     def update(self, coef: float, *, kl: float, samples: int) -> float:
-        """Updates the coefficient after a step of `samples` samples with mean KL `kl`; NaN leaves it unchanged.
+        """Returns coef (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon), the coefficient after a step.
+
+        Args:
+          coef: coefficient before the step.
+          kl: mean KL of the step's samples, in the unit of `target`; NaN leaves the coefficient unchanged.
+          samples: number of samples in the step.
 
         Raises:
-          ValueError: a step of five horizons, whose fifth each would turn the coefficient negative.
+          ValueError: the step has five horizons of samples or more, which could make the coefficient 0 or negative.
         """
         if samples >= 5 * self.horizon:
             raise ValueError(

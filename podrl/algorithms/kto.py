@@ -11,10 +11,10 @@ class Labelled(NamedTuple):
     """KTO's loss and weights for B labelled answers, and the reference point they were compared with.
 
     Attributes:
-      loss_B: loss of each answer, between 0 and the weight of its label.
-      weight_B: minus the derivative of each loss by the answer's log-probability, so that the gradient of the loss is
-        that of -weight logprob with the weight held.
-      kl: the reference point z, nats.
+      loss_B: loss of each answer, unitless, between 0 and the weight of its label.
+      weight_B: minus the derivative of each loss with respect to the answer's log-probability. The gradient of the loss
+        therefore equals that of -weight x logprob with a constant weight.
+      kl: reference point z, nats.
     """
 
     loss_B: Float[Array, " B"]
@@ -33,16 +33,17 @@ def kto(
 ) -> Labelled:
     """Computes KTO's loss and weights (arXiv 2402.01306, eq. 8).
 
-    The loss of a desirable answer is w (1 - sigmoid(beta (r - z))), that of an undesirable one w (1 - sigmoid(beta (z -
-    r))), with r = log p / p_ref of the answer. The reference point z is an estimate of KL(policy, reference) that no
-    gradient goes through: the mean of r over the batch's prompts with answers of other prompts, at least 0.
+    With r = log(p / p_ref) of the answer, the loss of a desirable answer is w (1 - sigmoid(beta (r - z))), and that of
+    an undesirable answer is w (1 - sigmoid(beta (z - r))). The reference point z estimates KL(policy || reference) and
+    has no gradient: it is the mean of r over the batch's prompts, each followed by the answer of another prompt, but at
+    least 0.
 
     Args:
-      logratio_B: log p / p_ref of each whole answer, nats.
-      unrelated_logratio_B: the same of the answer of another example after this one's prompt.
-      desirable_B: the labels.
-      beta: reward of a nat of difference to the reference, above 0.
-      desirable_weight, undesirable_weight: w of either label (lambda_D and lambda_U).
+      logratio_B: log(p / p_ref) of each whole answer, nats.
+      unrelated_logratio_B: log(p / p_ref) of another example's answer after this example's prompt, nats.
+      desirable_B: labels, True for a desirable answer.
+      beta: implicit reward per nat of difference to the reference, above 0.
+      desirable_weight, undesirable_weight: weight w of the loss of answers with this label (lambda_D and lambda_U).
     """
     kl = jnp.maximum(jnp.mean(unrelated_logratio_B), 0.0)
     sign_B = jnp.where(desirable_B, 1.0, -1.0)

@@ -11,28 +11,28 @@ from podrl.algorithms.kl import LOG_RATIO_LIMIT
 from podrl.algorithms.segments import masked
 from podrl.types import Mask, Ratio
 
-_STALE = "_stale_"  # in names of metrics by age, before the age
+_STALE = "_stale_"  # separates the name of a metric from the age it is taken at
 
-# Moments of the two probabilities, from which `pearson` makes the correlation once everything has been added up.
+# Moments of the trainer's (x) and the sampler's (y) probabilities; `pearson` makes the correlation of their means.
 MOMENTS = ("x", "y", "xx", "yy", "xy")
 
 
 def mismatch(
     logprob_BT: Float[Array, "B T"], sampler_logprob_BT: Float[Array, "B T"], mask_BT: Mask
 ) -> dict[str, Ratio]:
-    """Measures per-token distances between trainer and sampler; 0 (ratios 1) when they agree bit for bit.
+    """Measures per-token distances between trainer and sampler; 0 (exp_diff 1) if they agree bit for bit.
 
-    With d = logprob - sampler_logprob and w = exp(d), tokens drawn by the sampler:
+    With d = logprob - sampler_logprob and w = exp(d), the means over loss tokens, which the sampler drew:
 
-      sampler/abs_diff    mean abs(d), nats
-      sampler/exp_diff    mean exp(abs(d)), at least 1
-      sampler/kl          KL(sampler || trainer), estimated by w - 1 - d
-      sampler/kl_reverse  KL(trainer || sampler), estimated by w d - w + 1 (importance-weighted)
+      sampler/abs_diff    abs(d), nats
+      sampler/exp_diff    exp(abs(d)), at least 1
+      sampler/kl          w - 1 - d, which estimates KL(sampler || trainer), nats
+      sampler/kl_reverse  w d - w + 1 (importance-weighted), which estimates KL(trainer || sampler), nats
       sampler/moment_*    moments of the two probabilities: pass the means to `pearson`
 
     Args:
-      logprob_BT: trainer's log-probabilities under the weights that sampled.
-      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens.
+      logprob_BT: trainer's log-probabilities under the weights that sampled, nats.
+      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
       mask_BT: 1 on loss tokens.
     """
     d_BT = jnp.clip(log_weight(logprob_BT, sampler_logprob_BT, mask_BT), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -57,7 +57,19 @@ def mismatch_by_age(
     age_BT: Float[Array, "B T"],
     oldest: int,
 ) -> dict[str, Ratio]:
-    """Splits `sampler/abs_diff` into what the tokens of each age add to it; ages are updates, `oldest` the largest."""
+    """Splits `sampler/abs_diff` by the age of tokens: each entry is what the tokens of one age add to the mean.
+
+    Args:
+      logprob_BT: trainer's log-probabilities, nats.
+      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
+      mask_BT: 1 on loss tokens.
+      age_BT: age of each token, in updates.
+      oldest: largest age.
+
+    Returns:
+      `sampler/abs_diff_stale_AGE` for the ages 0 to `oldest`, nats; divided by the number of all loss tokens, so
+      `divided` has yet to divide it by the share of the age.
+    """
     d_BT = jnp.clip(log_weight(logprob_BT, sampler_logprob_BT, mask_BT), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     diff_BT = jnp.abs(d_BT)
     return {
@@ -73,7 +85,19 @@ def ratios_by_age(
     age_BT: Float[Array, "B T"],
     oldest: int,
 ) -> dict[str, Ratio]:
-    """Splits ratio and share of clipped tokens into what the tokens of each age add, with the share of the age."""
+    """Splits the ratio and the share of clipped tokens by the age of tokens, and adds the share of each age.
+
+    Args:
+      ratio_BT: probability ratios, unitless.
+      clipped_BT: True on clipped tokens.
+      mask_BT: 1 on loss tokens.
+      age_BT: age of each token, in updates.
+      oldest: largest age.
+
+    Returns:
+      `rollout/share_stale_AGE`, and what the tokens of the age add to the means `actor/ratio_stale_AGE` and
+      `actor/pg_clipfrac_stale_AGE`: `divided` has yet to divide these two by the share.
+    """
     found: dict[str, Ratio] = {}
     for age in range(oldest + 1):
         here_BT = age_BT == age
@@ -87,7 +111,11 @@ def ratios_by_age(
 
 
 def divided(mean: Mapping[str, float]) -> dict[str, float]:
-    """Divides what the tokens of an age add to a mean by their share; ages that no token has are left out."""
+    """Turns metrics by age into means over the tokens of that age, and leaves out ages that no token has.
+
+    Args:
+      mean: means over all loss tokens by metric name; a metric by age holds what its tokens add to such a mean.
+    """
     found = {}
     for name, value in mean.items():
         of, stale, age = name.rpartition(_STALE)
@@ -98,9 +126,9 @@ def divided(mean: Mapping[str, float]) -> dict[str, float]:
 
 
 def pearson(mean: Mapping[str, float]) -> float:
-    """Correlates trainer and sampler probabilities, from the means of the `sampler/moment_*` entries.
+    """Computes Pearson's correlation of trainer and sampler probabilities from the means of `sampler/moment_*`.
 
-    1 when either side does not vary: there is nothing to disagree about. Float32 means leave about three digits.
+    The correlation is 1 if either side does not vary. It has about three correct digits, as the means are float32.
     """
     x, y, xx, yy, xy = (float(mean[f"sampler/moment_{name}"]) for name in MOMENTS)
     variance_x, variance_y = xx - x * x, yy - y * y
@@ -110,9 +138,10 @@ def pearson(mean: Mapping[str, float]) -> float:
 
 
 def derived(mean: Mapping[str, float]) -> dict[str, float]:
-    """Makes sampler/pearson, and sampler/ess where weights correct tokens, of the means of `sampler/moment_*`.
+    """Computes sampler/pearson, and sampler/ess if tokens have correction weights, from means of `sampler/moment_*`.
 
-    The effective sample size, as a share of the tokens, is (mean w)^2 / mean w^2 (Kish, Survey Sampling, 1965).
+    sampler/ess is the effective sample size as a share of the tokens: (mean w)^2 / mean w^2 (Kish, Survey Sampling,
+    1965), with w the correction weight.
     """
     found = {"sampler/pearson": pearson(mean)}
     if (square := mean.get("sampler/moment_weight")) is not None:

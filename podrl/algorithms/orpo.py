@@ -6,22 +6,22 @@ from jaxtyping import Array, Float
 
 from podrl.algorithms.dpo import Pairs
 
-_SURE = -1e-6  # mean log-probability, nats, above which an answer's odds have no finite number in float32
+_SURE = -1e-6  # largest mean log-probability, nats: towards 0 the odds grow beyond what float32 can hold
 
 
 def orpo(logprob_P2: Float[Array, "P 2"], length_P2: Float[Array, "P 2"], *, coef: float) -> Pairs:
     """Computes ORPO's loss and weights (arXiv 2403.07691, eq. 6 and 7).
 
-    With l the mean log-probability of an answer's tokens, its odds are exp(l) / (1 - exp(l)). The loss of a pair is -l
-    of the chosen answer - coef log sigmoid(z), z = log(odds of the chosen answer / odds of the rejected answer).
+    With l the mean log-probability of an answer's tokens, its odds are exp(l) / (1 - exp(l)). The loss of a pair is
+    -l_chosen - coef log sigmoid(z), where z = log(odds of the chosen answer / odds of the rejected answer).
 
     Args:
-      logprob_P2: log-probability of each whole answer under the policy, nats.
-      length_P2: tokens of each answer, at least 1.
-      coef: weight of the odds ratio beside the likelihood of the chosen answer, above 0 (lambda in the paper).
+      logprob_P2: log-probability of each whole answer under the policy, nats; column 0 is the chosen answer.
+      length_P2: number of tokens of each answer, at least 1.
+      coef: weight of the odds ratio's term relative to the chosen answer's likelihood, above 0 (lambda in the paper).
 
     Returns:
-      Losses, z as margins, and weights as of `podrl.algorithms.dpo.dpo`.
+      Losses in nats per token, z as the margins, and minus the derivatives of the losses as the weights.
     """
     mean_P2 = jnp.minimum(logprob_P2 / length_P2, _SURE)
     against_P2 = -jnp.expm1(mean_P2)  # 1 - exp(l)

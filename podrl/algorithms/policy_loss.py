@@ -18,7 +18,7 @@ from podrl.algorithms.segments import masked, sequence_mean
 from podrl.config import Finite, NonNegative, Positive, Range, Share, group_of, section
 from podrl.types import Mask, Ratio
 
-# kind: formula of the per-token loss, with the fields of LossSettings filled in by `formula`.
+# Formula of the per-token loss of each kind; `PolicyLoss.formula` fills in the numbers of LossSettings.
 KINDS = {
     "clip": "max(-r A, -clip(r, {low}, {high}) A)",
     "gspo": "max(-s A, -clip(s, {low}, {high}) A), s = exp(mean over the sequence of log r)",
@@ -40,8 +40,8 @@ KINDS = {
 }
 ALIASES = {"grpo": "clip", "ppo": "clip", "gspo-token": "gspo_token", "gpg": "reinforce", "geo_mean": "gmpo"}
 PENALISED = ("kl_cov", "dppo", "ipo", "dro")  # kinds whose loss is not 0 on a token whose advantage is 0
-RANKED = ("clip_cov", "kl_cov")  # kinds that compare the tokens of one call with each other
-SAMPLE_RATIOS = ("gspo", "gspo_token", "gmpo")  # kinds whose ratio is one number of a whole sample
+RANKED = ("clip_cov", "kl_cov")  # kinds that rank the tokens of one micro-batch against each other
+SAMPLE_RATIOS = ("gspo", "gspo_token", "gmpo")  # kinds with one ratio per sample
 AGGREGATION_FORMULAS = {
     "token-mean": "sum over tokens / number of tokens",
     "sequence-mean-token-mean": "mean over sequences of (sum over tokens / tokens of the sequence)",
@@ -55,12 +55,13 @@ PolicyLossFn = Callable[[Array, Array, PolicyRows], tuple[Ratio, dict[str, Ratio
 
 
 def with_old(loss: "PolicyLoss", old: str) -> PolicyLossFn:
-    """Wraps the loss so that `old` gives the old policy of the ratio.
+    """Wraps the loss so that its ratio starts from the policy named by `old`.
 
     Args:
-      loss: the loss.
-      old: 'trainer' for what the rows hold; 'current' for the policy being trained, exact when a batch of fresh samples
-        makes a single update; 'sampler' for the rollout engine, which is then compared with the current weights.
+      loss: policy loss to wrap.
+      old: 'trainer' for the old log-probabilities in the rows; 'current' for the policy being trained, which is exact
+        if a batch of fresh samples makes a single update; 'sampler' for the rollout engine. With 'sampler' the metrics
+        of `podrl.algorithms.mismatch` compare the sampler with the current weights.
     """
 
     def current(logprob_BT: Array, entropy_BT: Array, rows: PolicyRows):
@@ -75,7 +76,13 @@ def with_old(loss: "PolicyLoss", old: str) -> PolicyLossFn:
 
 
 def starting_from(old: str, logprob_BT: Float[Array, "B T"], rows: PolicyRows) -> PolicyRows:
-    """Gives rows the old log-probabilities of their ratio; `old` as in `with_old`."""
+    """Returns rows with the old log-probabilities that the ratio starts from.
+
+    Args:
+      old: name of the old policy, see `with_old`.
+      logprob_BT: log-probabilities under the policy being trained, nats.
+      rows: packed rows of the policy loss.
+    """
     if old == "trainer":
         return rows
     old_BT = jax.lax.stop_gradient(logprob_BT) if old == "current" else rows.sampler_logprob_BT
@@ -85,33 +92,34 @@ def starting_from(old: str, logprob_BT: Float[Array, "B T"], rows: PolicyRows) -
 @section("grpo")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Settings of the policy loss that every algorithm shares; `KLLossSettings` adds the KL to the reference.
+    """Settings of the policy loss of every algorithm; `KLLossSettings` adds the KL to the reference.
 
     Attributes:
       policy_loss_fn: clip (grpo, ppo), gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov, dppo, ipo, dro or
         reinforce (gpg); or a function of the user's, 'file.py:function' (docs/algorithms.md).
-      policy_loss_args: numbers of such a function, by the names of its keywords.
-      epsilon: how far the ratio may leave 1 on either side; of dppo and ipo, the probability of a token its old one.
-      epsilon_low: lower side when it differs; None for epsilon.
-      epsilon_high: upper side when it differs (clip-higher); None for epsilon.
-      epsilon_c: dual clip, the largest ratio that counts where the advantage is negative; None for none; `clip` only.
-      tau_positive: SAPO's temperature where the advantage is positive.
-      tau_negative: SAPO's temperature elsewhere.
-      cov_fraction: share of the loss tokens that clip_cov and kl_cov single out.
-      clip_cov_low: covariances below are left alone by clip_cov.
-      clip_cov_high: covariances above are left alone by clip_cov.
-      kl_cov_coef: weight of abs(log r) on the tokens kl_cov singles out.
+      policy_loss_args: numbers passed to the user's loss function, by the names of its keywords.
+      epsilon: largest distance of the ratio from 1 on either side, beyond which it is clipped; for gmpo, of the log of
+        the ratio from 0; for dppo and ipo, of a token's probability from its old one.
+      epsilon_low: distance on the lower side, if it differs; None for epsilon.
+      epsilon_high: distance on the upper side, if it differs (clip-higher); None for epsilon.
+      epsilon_c: largest ratio that counts where the advantage is negative (dual clip); None for no bound; `clip` only.
+      tau_positive: SAPO's temperature on tokens with a positive advantage.
+      tau_negative: SAPO's temperature on all other tokens.
+      cov_fraction: share of the loss tokens that clip_cov drops or kl_cov penalises.
+      clip_cov_low: covariance, in advantage times nats, that a token must exceed for clip_cov to drop it.
+      clip_cov_high: covariance, in advantage times nats, that a token must stay below for clip_cov to drop it.
+      kl_cov_coef: weight of abs(log r) on the tokens that kl_cov penalises, loss per nat.
       dppo_kl_coef: weight of (log r)^2 on every loss token under dppo and ipo.
       dro_beta: twice the weight of (log r)^2 on every loss token under dro.
-      kl_clamp_value: bound on the absolute value of a token's KL to the reference; None for none.
-      entropy_coef: weight of the entropy bonus; None is 0.
-      loss_agg_mode: how token losses become one number (`podrl.algorithms.aggregate`).
-      loss_agg_scale: fixed length of the two scale modes, tokens; a run takes rollout.max_tokens_to_generate for None.
-      length_eps: added to sequence lengths; 1e-8 is verl's arithmetic.
+      kl_clamp_value: bound on the absolute value of a token's KL to the reference, nats; None for no bound.
+      entropy_coef: weight of the entropy bonus, loss per nat; None is 0.
+      loss_agg_mode: name of the mode that turns token losses into one number (`podrl.algorithms.aggregate`).
+      loss_agg_scale: fixed length of the two scale modes, tokens; None takes rollout.max_tokens_to_generate of the run.
+      length_eps: number added to sequence lengths; 1e-8 is verl's arithmetic.
       sampler_correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask
         (`podrl.algorithms.corrections`); auto for tis where samples may be older than the trained weights, else none.
-      correction_low: its lower bound; None for its usual value.
-      correction_high: its upper bound; None for its usual value.
+      correction_low: lower bound of the sampler correction; None for its usual value.
+      correction_high: upper bound of the sampler correction; None for its usual value.
     """
 
     policy_loss_fn: str | Callable[..., Any] = "clip"
@@ -141,14 +149,14 @@ class LossSettings:
 
     @property
     def section(self) -> str:
-        """Section of the configuration that messages name, such as 'grpo'."""
+        """Section of the configuration that error messages name, such as 'grpo'."""
         return group_of(self)
 
     def __post_init__(self):
         self.check_loss()
 
     def check_loss(self) -> None:
-        """Refuses settings of the loss that contradict each other."""
+        """Raises ValueError for unknown names and for settings of the loss that contradict each other."""
         key = self.section
         known = ", ".join((*KINDS, *ALIASES))
         self._check(
@@ -195,13 +203,13 @@ class LossSettings:
 
     @property
     def kind(self) -> str:
-        """Canonical name of the surrogate; of a function of the user's, its name."""
+        """Canonical name of the surrogate; for a function of the user's, the name of the function."""
         name = self.policy_loss_fn
         return ALIASES.get(name, name) if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
 
     @property
     def own_loss(self) -> bool:
-        """True where the surrogate is a function of the user's."""
+        """True if the surrogate is a function of the user's."""
         return callable(self.policy_loss_fn) or ":" in self.policy_loss_fn
 
     @property
@@ -221,12 +229,12 @@ class LossSettings:
 
     @property
     def correction(self) -> str:
-        """The sampler correction in use, a key of `CORRECTIONS`. A bare loss takes its samples for fresh."""
+        """The sampler correction in use, a key of `CORRECTIONS`; 'none' for 'auto', which a run resolves beforehand."""
         return "none" if self.sampler_correction == "auto" else self.sampler_correction
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """Bounds of the sampler correction, with defaults filled in."""
+        """Lower and upper bound of the sampler correction, with defaults filled in."""
         low, high, _ = CORRECTIONS[self.correction]
         return (
             low if self.correction_low is None else self.correction_low,
@@ -235,7 +243,7 @@ class LossSettings:
 
     @property
     def loss_kl(self) -> kl.Penalty:
-        """The KL to the reference in the loss: none in this class."""
+        """The KL to the reference in the loss: this class has none, so its coefficient is 0."""
         return kl.Penalty()
 
 
@@ -245,9 +253,10 @@ class KLLossSettings(LossSettings):
     """Settings of a policy loss that includes the KL to the reference.
 
     Attributes:
-      beta: coefficient of the KL to the reference policy in the loss; 0 for none (no reference is kept then).
-      kl_loss_mode: estimator of that KL (`podrl.algorithms.kl`). Tunix's default, 'kl', holds nothing back:
-        docs/algorithms.md.
+      beta: coefficient of the KL to the reference policy in the loss, loss per nat; 0 for no KL (no reference is kept
+        then).
+      kl_loss_mode: estimator of the KL in the loss (`podrl.algorithms.kl`). Tunix's default, 'kl', has no gradient on
+        average, so it holds nothing back: docs/algorithms.md.
     """
 
     beta: NonNegative = 0.04
@@ -265,16 +274,16 @@ class KLLossSettings(LossSettings):
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """The configured policy loss; calling it gives a (micro-)batch's loss and metrics.
+    """The configured policy loss; a call returns a (micro-)batch's loss and metrics.
 
     Attributes:
       settings: settings of the loss.
-      own: the user's token loss, where `settings` name one: (logprob_BT, old_logprob_BT, advantage_BT, mask_BT=,
-        length_BT=, segment_BT=) -> loss_BT.
-      oldest: the largest age of a token, in updates; from 2 on rows have ages, and metrics are given by age, too.
-      stale_bound: older tokens add nothing to the policy loss; None for no bound.
-      others: losses whose surrogates tokens have instead, where `loss_BT` of the rows is 1, 2, ...; whatever is not
-        the surrogate (correction, KL, entropy, aggregation) is that of `settings` for all tokens.
+      own: the user's token loss if `settings` name one: (logprob_BT, old_logprob_BT, advantage_BT, mask_BT=,
+        length_BT=, segment_BT=) -> loss_BT. None otherwise.
+      oldest: largest age of a token, in updates. From 2 on, rows have ages, and there are metrics for each age.
+      stale_bound: largest age of a token that counts in the policy loss, in updates; None for no bound.
+      others: losses that replace the surrogate of some tokens: of `others[n - 1]` where `loss_BT` of the rows is n.
+        Correction, KL, entropy and aggregation follow `settings` for all tokens.
     """
 
     settings: LossSettings
@@ -299,7 +308,7 @@ class PolicyLoss:
 
     @property
     def rows(self) -> type[PolicyRows]:
-        """The class of the rows that the loss reads, those of the reference included."""
+        """The class of the rows that the loss reads, with reference log-probabilities if the loss needs them."""
         kinds = {(False, False): PolicyRows, (False, True): ReferencedRows}
         kinds |= {(True, False): AgedRows, (True, True): AgedReferencedRows}
         return kinds[self.by_age, self.needs_reference()]
@@ -311,7 +320,7 @@ class PolicyLoss:
 
     @property
     def by_sample(self) -> bool:
-        """True if terms of the loss are computed over whole samples, so that all pieces of one must be in one row."""
+        """True if terms of the loss are computed over whole samples: all pieces of a sample must then be in one row."""
         settings = self.settings
         whole = settings.kind in SAMPLE_RATIOS or settings.sampler_correction in SAMPLE_CORRECTIONS
         return whole or self.own is not None or any(other.by_sample for other in self.others)
@@ -321,24 +330,32 @@ class PolicyLoss:
         return self.settings.loss_kl.coef > 0
 
     def divisor(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
-        """Returns the loss's divisor, of one update's samples: its loss tokens, its sequences with any, or 1."""
+        """Returns the number by which the loss of one update is divided: of loss tokens, of sequences, or 1.
+
+        Args:
+          mask_BT: 1 on loss tokens of the update's samples, one sample per row.
+        """
         return aggregation.divisor(mask_BT, self.settings.mode)
 
     def token_share(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
-        """Returns the loss's divisor over the number of loss tokens, of one update's samples: a factor on a token sum.
+        """Returns the divisor of one update's loss, divided by its number of loss tokens.
 
-        What is so weighed and added to the loss's numerator is divided by tokens, whatever the loss is divided by.
+        A sum over tokens times this factor, added to the numerator of the loss, becomes a mean over loss tokens,
+        whatever the loss is divided by.
+
+        Args:
+          mask_BT: 1 on loss tokens of the update's samples, one sample per row.
         """
         return self.divisor(mask_BT) / max(float((mask_BT > 0).sum()), 1.0)
 
     def as_token_mean(
         self, mask_BT: Float[np.ndarray, "B T"], over_BT: Float[np.ndarray, "B T"] | None = None
     ) -> Float[np.ndarray, "B 1"]:
-        """Returns the factor on each sample's advantages by which their part of the loss is a mean over tokens.
+        """Returns a factor for each sample's advantages with which their part of the loss is a mean over tokens.
 
         Args:
-          mask_BT: 1 on loss tokens.
-          over_BT: 1 on the tokens of that part, whole samples; None for all.
+          mask_BT: 1 on loss tokens of the update's samples, one sample per row.
+          over_BT: 1 on the tokens to take the mean over, which are whole samples; None for all loss tokens.
         """
         settings = self.settings
         scale = 1.0 if settings.loss_agg_scale is None else settings.loss_agg_scale
@@ -363,11 +380,11 @@ class PolicyLoss:
         return tuple(found)
 
     def entropy_formula(self) -> str:
-        """Writes the entropy's term of the loss; '' where it has none."""
+        """Writes the entropy term of the loss in plain text; '' if the loss has none."""
         return f"- {self.settings.entropy_coef:g} entropy" if self.settings.entropy_coef else ""
 
     def formula(self) -> str:
-        """Writes the loss with its numbers in plain text, for the dry run."""
+        """Writes the formula of the loss with its numbers in plain text, for the dry run."""
         settings, penalty = self.settings, self.settings.loss_kl
         bounds = {"low": f"{1 - settings.low:g}", "high": f"{1 + settings.high:g}"}
         bounds |= {"epsilon_low": settings.low, "epsilon_high": settings.high}
@@ -400,17 +417,20 @@ class PolicyLoss:
     ) -> tuple[Ratio, dict[str, Ratio]]:
         """Computes loss and metrics of a packed (micro-)batch; add the Ratios over micro-batches, then divide once.
 
-        Masked tokens may hold anything, NaN included; they change neither values nor gradients.
+        The loss of a token is surrogate x correction + beta x kl_scale x KL - entropy_coef x entropy, times
+        `rows.weight_BT` if the rows have weights; `podrl.algorithms.aggregate` reduces the token losses. Masked tokens
+        may hold anything, NaN included; they change neither values nor gradients.
 
         Args:
-          logprob_BT: log-probabilities under the policy being trained, differentiated, nats.
+          logprob_BT: log-probabilities under the policy being trained, nats; differentiated.
           entropy_BT: entropy of the next-token distribution, nats.
-          rows: the other per-token inputs; with their reference (`PolicyRows.with_reference`) where `beta` is above 0.
+          rows: the other per-token inputs, of the class `self.rows`.
 
         Returns:
-          The loss; metrics actor/{pg_loss, pg_clipfrac, pg_clipfrac_lower, approx_kl, kl, entropy, ratio} and
-          sampler/{weight, kept} plus those of `podrl.algorithms.mismatch`. All are means over loss tokens save pg_loss;
-          those by age are what `mismatch.divided` divides, and moments what `mismatch.derived` reads.
+          The loss; and the metrics actor/{pg_loss, pg_clipfrac, pg_clipfrac_lower, approx_kl, kl, entropy, ratio},
+          sampler/{weight, kept} and those of `podrl.algorithms.mismatch`, which have no gradient. All are means over
+          loss tokens, except pg_loss, which is aggregated as the loss is. `mismatch.divided` and `mismatch.derived`
+          finish the metrics by age and the moments.
         """
         rows, mask_BT = rows.clean(), rows.mask_BT
         logprob_BT, entropy_BT = masked(logprob_BT, mask_BT), masked(entropy_BT, mask_BT)
@@ -453,11 +473,18 @@ class PolicyLoss:
     def token_weights(
         self, logprob_BT: Float[Array, "B T"], rows: PolicyRows
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """Differentiates the policy-gradient part: (weight, clipped) of every token of a packed (micro-)batch.
+        """Computes the weight of each token's log-probability in the policy gradient, and marks clipped tokens.
 
-        The weight is minus the derivative of the summed token losses by the token's log-probability: the advantage
-        where nothing is clipped or corrected, 0 where the clip took the gradient. KL, entropy and the aggregation,
-        which divides by lengths and numbers of tokens, are left out. Masked tokens have 0.
+        The weight is minus the derivative of the sum of policy-gradient losses with respect to the token's
+        log-probability. At a ratio of 1 it is the advantage, unless the token is corrected or cut; where the clip took
+        the gradient away it is 0. KL, entropy and aggregation (division by lengths and numbers of tokens) are left out.
+
+        Args:
+          logprob_BT: log-probabilities under the policy being trained, nats.
+          rows: the other per-token inputs.
+
+        Returns:
+          Weights, and 1 on clipped tokens; both 0 on masked tokens.
         """
         rows, mask_BT = rows.clean(), rows.mask_BT
         old_BT = jax.lax.stop_gradient(rows.old_logprob_BT)
@@ -473,7 +500,10 @@ class PolicyLoss:
     def _policy_gradient(
         self, logprob_BT: Array, old_BT: Array, rows: PolicyRows
     ) -> tuple[surrogates.Surrogate, Array, Array]:
-        """Computes surrogate, correction weight and policy-gradient loss of every token; `rows` are clean."""
+        """Computes surrogate, correction weight and policy-gradient loss of every token.
+
+        `rows` must have gone through `PolicyRows.clean`.
+        """
         settings, where = self.settings, (rows.mask_BT, rows.length_BT, rows.layout.sample())
         low, high = settings.correction_bounds
         weight_BT = importance_weight(old_BT, rows.sampler_logprob_BT, *where, settings.correction, low=low, high=high)
@@ -490,7 +520,10 @@ class PolicyLoss:
     def _weighed(
         self, logprob_BT: Array, old_BT: Array, rows: PolicyRows, weight_BT: Array, number: int
     ) -> tuple[surrogates.Surrogate, Array]:
-        """Computes the surrogate of the tokens that have this one, and it with the correction; others mean nothing."""
+        """Computes the surrogate, and its loss times the correction, on the tokens whose `loss_BT` is `number`.
+
+        The results on other tokens are meaningless; `_policy_gradient` replaces them.
+        """
         if rows.loss_BT is not None:
             rows = dataclasses.replace(rows, mask_BT=rows.mask_BT * (rows.loss_BT == number)).clean()
         surrogate = self._surrogate(logprob_BT, old_BT, rows)
@@ -498,7 +531,12 @@ class PolicyLoss:
         return surrogate, surrogate.loss_BT * self._pool(weight_BT, *where)
 
     def distances(self, logprob_BT: Float[Array, "B T"], rows: PolicyRows) -> dict[str, Ratio]:
-        """Measures how far the sampler is from a policy of these log-probabilities, and by age where rows have ages."""
+        """Compares the sampler's log-probabilities with those of a policy, and for each age if the rows have ages.
+
+        Args:
+          logprob_BT: log-probabilities under the policy, nats.
+          rows: packed rows with the sampler's log-probabilities.
+        """
         found = mismatch(logprob_BT, rows.sampler_logprob_BT, rows.mask_BT)
         if self.by_age:
             assert isinstance(rows, AgedRows), f"oldest={self.oldest} needs ages"
@@ -548,9 +586,12 @@ class PolicyLoss:
                 return surrogates.reinforce(*policy)
 
     def _pool(self, weight_BT, mask_BT, length_BT, segment_BT) -> Float[Array, "B T"]:
-        """Replaces correction weights by their geometric mean over the sequence for GMPO, which has one ratio each."""
+        """Replaces correction weights by their geometric mean over the sequence if the surrogate is GMPO.
+
+        GMPO has one ratio per sequence, so it needs one weight per sequence. Other surrogates keep the weights.
+        """
         if self.settings.kind != "gmpo" or self.settings.correction == "none":
             return weight_BT
-        tiny = 1e-10  # a sequence masked out has weight 0
+        tiny = 1e-10  # keeps the logarithm finite where the weight is 0
         log_BT = sequence_mean(jnp.log(weight_BT + tiny), mask_BT, length_BT, segment_BT, eps=self.settings.length_eps)
         return jnp.where(weight_BT > 0, jnp.exp(log_BT), 0.0)

@@ -1,6 +1,6 @@
-"""Packed rows that the policy loss reads, alone, with a reference, with ages of tokens, or with both.
+"""Packed rows that the policy loss reads, with reference log-probabilities or ages of tokens where it needs them.
 
-An update that has other terms beside the policy loss wraps these rows (`Wrapped`), once for each of the terms.
+An update whose loss has further terms wraps these rows (`Wrapped`), once for each further term.
 """
 
 import dataclasses
@@ -19,17 +19,19 @@ class PolicyRows:
     """Packed rows that the policy loss reads; log-probabilities in nats.
 
     Attributes:
-      layout: the tokens and where they lie.
-      mask_BT: 1 where the token counts in the loss.
-      length_BT: number of loss tokens in this token's sequence (1 on padding): weights of the sequence-mean modes.
+      layout: the packed tokens, their segments and positions.
+      mask_BT: 1 on tokens that count in the loss.
+      length_BT: number of loss tokens in this token's sequence, 1 on padding; the sequence-mean modes divide by it.
       advantage_BT: advantage of the token.
-      old_logprob_BT: log-probability under the policy that the ratio starts from: that of the trainer's weights before
-        the first update on this batch, or, until they are asked, what the sampler reported.
-      sampler_logprob_BT: log-probability the rollout engine reported when it drew the token. Where that is the old one
-        too (two policies), the correction is 1, because the ratio already starts from the sampler.
-      kl_scale: factor on the loss's `beta`, for adaptive control; traced, so changing it compiles nothing.
-      weight_BT: factor on the token's loss; None where all tokens weigh the same.
-      loss_BT: number of the token's surrogate among those of the loss, see `PolicyLoss.others`; None if there is one.
+      old_logprob_BT: log-probability under the policy that the ratio starts from, which is the trainer's weights before
+        the first update on this batch. The sampler's log-probability stands here until the trainer has computed it.
+      sampler_logprob_BT: log-probability that the rollout engine reported when it drew the token. If old_logprob_BT
+        holds the same numbers, the sampler correction is 1, because the ratio already starts from the sampler.
+      kl_scale: factor on the loss's `beta`, for adaptive control. It is an argument of the compiled program, so a new
+        value compiles nothing.
+      weight_BT: factor on the token's loss; None if all tokens weigh the same.
+      loss_BT: number of the token's surrogate: 0 for the loss's own, n for `PolicyLoss.others[n - 1]`; None if the loss
+        has one surrogate.
     """
 
     layout: Layout
@@ -44,15 +46,15 @@ class PolicyRows:
 
     @property
     def alone(self) -> "PolicyRows":
-        """The rows of the policy loss: these."""
+        """The rows of the policy loss: this object, which nothing wraps."""
         return self
 
     def around(self, rows: "PolicyRows") -> Any:
-        """Puts other rows of the policy loss in the place of these."""
+        """Returns `rows`, which replace this object; `Wrapped.around` keeps the wrapping."""
         return rows
 
     def clean(self) -> "PolicyRows":
-        """Replaces masked tokens by harmless values: 0, and 1 for lengths."""
+        """Sets the values of masked tokens to 0, and their lengths to 1, so that no NaN enters the arithmetic."""
         names = [f.name for f in dataclasses.fields(self) if f.name.endswith("_BT")]
         given = {name: getattr(self, name) for name in names if name != "mask_BT"}
         values = {name: masked(x_BT, self.mask_BT) for name, x_BT in given.items() if x_BT is not None}
@@ -60,19 +62,20 @@ class PolicyRows:
         return dataclasses.replace(self, **values)
 
     def with_reference(self, ref_logprob_BT: Float[Array, "B T"]) -> "ReferencedRows":
-        """Adds log-probabilities under the reference policy, for a loss with a KL to it."""
+        """Adds log-probabilities under the reference policy, nats, for a loss with a KL to the reference."""
         return ReferencedRows(**vars(self), ref_logprob_BT=ref_logprob_BT)
 
 
 @flax.struct.dataclass
 class Wrapped:
-    """Packed rows of an update with a further term beside the policy loss.
+    """Packed rows of an update whose loss has a further term beside the policy loss.
 
     Attributes:
-      policy: rows of the policy loss, which may be wrapped for other terms.
-      weight_BT: weight of the token in the term, 0 on tokens that are not the term's.
-      scale: divisor of the policy loss over the number of the term's own tokens. The term's sum, added to that loss
-        before the division, is so divided by its own tokens.
+      policy: rows of the policy loss, or rows already wrapped for another term.
+      weight_BT: weight of the token in the further term, 0 on tokens that do not count in the term.
+      scale: divisor of the policy loss, divided by the number of tokens that count in the term. The term's sum times
+        `scale` is added to the numerator of the policy loss; the common division then makes it a mean over the term's
+        own tokens.
     """
 
     policy: Any
@@ -81,31 +84,32 @@ class Wrapped:
 
     @property
     def layout(self) -> Layout:
-        """The tokens and where they lie."""
+        """The packed tokens, their segments and positions."""
         return self.policy.layout
 
     @property
     def alone(self) -> PolicyRows:
-        """The rows of the policy loss, without those around them."""
+        """The rows of the policy loss, without any wrapping."""
         return self.policy.alone
 
     def around(self, rows: PolicyRows) -> Any:
-        """Puts other rows of the policy loss in the place of those within."""
+        """Returns a copy of this object in which `rows` replace the rows of the policy loss."""
         return dataclasses.replace(self, policy=self.policy.around(rows))
 
 
 @flax.struct.dataclass
 class ReferencedRows(PolicyRows):
-    """PolicyRows plus `ref_logprob_BT`, log-probabilities under the reference, for a loss with a KL to it."""
+    """PolicyRows for a loss with a KL to the reference: `ref_logprob_BT` has log-probabilities under it, nats."""
 
     ref_logprob_BT: Float[Array, "B T"]
 
 
 @flax.struct.dataclass
 class AgedRows(PolicyRows):
-    """PolicyRows plus `age_BT`, for a loss that tells tokens apart by age.
+    """PolicyRows for a loss that depends on the ages of tokens.
 
-    That is the number of updates by which the weights of the step are newer than those that drew the token.
+    Attributes:
+      age_BT: number of updates between the weights that sampled the token and the weights of the step.
     """
 
     age_BT: Float[Array, "B T"]

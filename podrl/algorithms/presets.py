@@ -1,4 +1,4 @@
-"""The named algorithms: each one's settings of advantage, loss and learner."""
+"""The named algorithms: the settings of advantage, loss and learner that define each of them."""
 
 import dataclasses
 import difflib
@@ -13,18 +13,20 @@ from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Settings that define an algorithm; the rest keep their defaults.
+    """Settings that define an algorithm; all other settings keep their defaults.
 
     Attributes:
       about: description, one line.
-      source: paper or program it follows.
-      advantage: fields of `GroupSettings`, of `GAESettings` for gae.
-      loss: fields of `KLLossSettings`. Where the mode needs `loss_agg_scale`, the run gives it: its completion limit.
-      dialect: whose names of aggregation modes go first (`podrl.algorithms.aggregate.DIALECTS`); '' for nobody's.
-      learner: what the loop does beside: the KL in the reward (`kl_in_reward` and `kl_reward_mode`; of PPO `beta` and
-        `kl_method`); `dynamic_sampling` (groups without a signal are replaced); `overlong_shaping` (a penalty on the
-        last tokens before the limit); `overlong_filter` (cut-off samples leave the loss); `old_logprob` (where the
-        ratio starts from); `teacher_coef` and `reward_coef` (what the advantage is made of).
+      source: paper or program that the preset follows.
+      advantage: fields of `GroupSettings`, or of `GAESettings` for gae.
+      loss: fields of `KLLossSettings`. If the mode needs `loss_agg_scale`, the run sets it to its completion limit.
+      dialect: framework whose names of aggregation modes come first (`podrl.algorithms.aggregate.DIALECTS`); '' for no
+        framework.
+      learner: settings of the training loop: the KL in the reward (`kl_in_reward` and `kl_reward_mode`; `beta` and
+        `kl_method` in PPO); `dynamic_sampling` (replaces groups of equal rewards); `overlong_shaping` (a penalty on the
+        last tokens before the limit); `overlong_filter` (takes cut-off samples out of the loss); `old_logprob` (the
+        policy that the ratio starts from); `teacher_coef` and `reward_coef` (weights of the two parts of the
+        advantage).
     """
 
     about: str
@@ -36,26 +38,26 @@ class Preset:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of GRPOConfig (of PPOConfig for gae) that the preset sets."""
+        """Fields of GRPOConfig (or of PPOConfig for gae) that the preset sets."""
         return {**self.advantage, **self.loss, **self.learner}
 
     def advantage_estimator(self, **overrides: Any) -> AdvantageEstimator:
-        """Builds the preset's advantage estimator, with the user's changes."""
+        """Builds the preset's advantage estimator; `overrides` replace fields of its settings."""
         fields = dict(self.advantage) | overrides
         kind = GAESettings if fields.get("advantage_estimator") == "gae" else GroupSettings
         return AdvantageEstimator(kind(**fields))
 
     def policy_loss(self, **overrides: Any) -> PolicyLoss:
-        """Builds the preset's loss, with the user's changes."""
+        """Builds the preset's loss; `overrides` replace fields of its settings."""
         fields: dict[str, Any] = dict(self.loss) | overrides
         fields["loss_agg_mode"] = self.mode(fields["loss_agg_mode"])
         return PolicyLoss(KLLossSettings(**fields))
 
     def mode(self, name: str, *, key: str = "grpo.loss_agg_mode") -> str:
-        """Translates an aggregation mode from the name in the preset's framework to podrl's.
+        """Translates the preset's framework's name of an aggregation mode into podrl's name.
 
         Raises:
-          ValueError: unknown or ambiguous name; `key` is the config key the message names.
+          ValueError: unknown or ambiguous name; the message names the config key `key`.
         """
         return canonical_mode(name, key=key, dialect=self.dialect)
 
@@ -69,7 +71,7 @@ def _preset(
     *,
     dialect: str = "",
 ) -> Preset:
-    # beta is 0 unless the algorithm has a KL term: the reference policy costs a forward pass.
+    # beta is 0 unless the algorithm has a KL term, because a reference policy costs a forward pass per step.
     frozen = (
         MappingProxyType(dict(part)) for part in (advantage or {}, {"beta": 0.0} | dict(loss or {}), learner or {})
     )
@@ -299,7 +301,7 @@ def preset(name: str) -> Preset:
     """Looks up a preset by name.
 
     Raises:
-      ValueError: unknown name; the message gives the nearest ones.
+      ValueError: unknown name; the message gives the nearest known names.
     """
     if name in PRESETS:
         return PRESETS[name]

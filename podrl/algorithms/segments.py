@@ -12,10 +12,11 @@ from podrl.types import Mask
 
 
 def masked(x_BT: Float[Array, "B T"], mask_BT: Mask) -> Float[Array, "B T"]:
-    """Keeps values where the mask is set, 0 elsewhere.
+    """Keeps values where the mask is set; 0 elsewhere.
 
-    A masked token loses its value and its gradient whatever it held, NaN and infinity included, provided this is
-    applied before the arithmetic (a NaN that enters the arithmetic comes back through the chain rule as 0 * NaN).
+    A masked token loses its value and its gradient whatever it held, NaN and infinity included. This holds only if the
+    mask is applied before the arithmetic: a NaN that has entered the arithmetic comes back through the chain rule as
+    0 * NaN.
 
     Args:
       x_BT: values.
@@ -25,10 +26,10 @@ def masked(x_BT: Float[Array, "B T"], mask_BT: Mask) -> Float[Array, "B T"]:
 
 
 def segment_sum(x_BT: Float[Array, "B T"], segment_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Sums over each token's own sequence, and writes the sum to every token of it.
+    """Sums over each token's own sequence, and writes the sum to every token of the sequence.
 
-    The terms of a sequence are added in token order starting from 0, so a sum does not depend on what else shares the
-    row: packing leaves it unchanged to the bit. Differentiable.
+    The terms of a sequence are added in token order starting from 0, so the sum does not depend on the other sequences
+    of the row: packing leaves it unchanged to the bit. Differentiable.
 
     Args:
       x_BT: values, already masked; padding (segment 0) forms a group of its own.
@@ -50,13 +51,13 @@ def sequence_mean(
     *,
     eps: float = 0.0,
 ) -> Float[Array, "B T"]:
-    """Averages over the loss tokens of each token's own sequence, and writes the mean to every token of it.
+    """Averages over the loss tokens of each token's own sequence, and writes the mean to every token of the sequence.
 
     Args:
       x_BT: values; masked tokens are ignored whatever they hold.
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      segment_BT: sequence numbers.
-      eps: added to the length; 0 is the mean, 1e-8 is verl's arithmetic.
+      segment_BT: number of each token's sequence within its row, 0 on padding.
+      eps: number added to the length; 0 gives the mean, 1e-8 is verl's arithmetic.
     """
     return segment_sum(masked(x_BT, mask_BT), segment_BT) / (length_BT + eps)

@@ -10,16 +10,21 @@ from podrl.algorithms.gae import namespace
 def overlong_penalty(
     length_B: Int[Array, " B"], *, limit: int, buffer: int, penalty: float = 1.0
 ) -> Float[Array, " B"]:
-    """Penalises long completions: 0 up to limit - buffer tokens, then linear to -penalty at the limit (DAPO, eq. 13).
+    """Penalises long completions (DAPO, arXiv 2503.14476, eq. 13).
+
+    The result is 0 up to limit - buffer tokens, then falls linearly to -penalty at the limit.
 
     Args:
-      length_B: sampled tokens of each completion, tokens and not characters.
-      limit: the most a completion may have.
-      buffer: tokens before the limit over which the penalty grows, at least 1 and at most `limit`.
-      penalty: reward units.
+      length_B: number of sampled tokens of each completion.
+      limit: largest number of sampled tokens of a completion.
+      buffer: number of tokens before the limit over which the penalty grows, in [1, limit].
+      penalty: penalty at the limit, reward units.
+
+    Returns:
+      Numbers to add to the rewards, in [-penalty, 0].
 
     Raises:
-      ValueError: a buffer outside [1, limit].
+      ValueError: `buffer` lies outside [1, limit].
     """
     if not 1 <= buffer <= limit:
         raise ValueError(

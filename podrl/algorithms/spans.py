@@ -1,6 +1,7 @@
-"""Two token sequences of one text, aligned by the spans of text at whose ends both have a token's end.
+"""Aligns two token sequences of one text by the spans between the places where a token ends in both sequences.
 
-As in GOLD of TRL (general online logit distillation), whose log-probabilities of a span are added up by the chain rule.
+As in TRL's GOLD (general online logit distillation): by the chain rule, the log-probabilities of a span's tokens add up
+to the log-probability of the span.
 """
 
 import numpy as np
@@ -8,11 +9,14 @@ from jaxtyping import Float, Int
 
 
 def common_spans(end_X: Int[np.ndarray, " X"], end_Y: Int[np.ndarray, " Y"]) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers the smallest spans that both sequences cover by whole tokens; (X,) and (Y,), -1 behind the last one.
+    """Numbers the smallest spans of text that both sequences cover with whole tokens.
 
     Args:
-      end_X: where each token ends, in bytes from the begin of the text; strictly ascending.
-      end_Y: the same of the other sequence.
+      end_X: end of each token, in bytes from the start of the text; strictly ascending.
+      end_Y: end of each token of the other sequence, in the same way.
+
+    Returns:
+      The number of each token's span, from 0, in arrays (X,) and (Y,); -1 for tokens after the last span.
     """
     shared = np.intersect1d(end_X, end_Y)
     span_X, span_Y = (np.searchsorted(shared, end, side="left") for end in (end_X, end_Y))
@@ -20,15 +24,15 @@ def common_spans(end_X: Int[np.ndarray, " X"], end_Y: Int[np.ndarray, " Y"]) -> 
 
 
 def over_spans(value_BT: Float[np.ndarray, "B T"], span_BT: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T"]:
-    """Gives each token the sum of the values of its span; 0 where the span is -1.
+    """Sums values over each token's span and writes the sum to every token of the span; 0 for tokens without a span.
 
     Args:
-      value_BT: a value of each token.
-      span_BT: number of each token's span in its row.
+      value_BT: one value per token.
+      span_BT: number of each token's span within its row, below T; -1 for no span.
     """
     B, T = value_BT.shape
     row_B1 = np.arange(B)[:, None]
-    place_BT = np.where(span_BT >= 0, span_BT, T)  # the last is for tokens without a span
+    place_BT = np.where(span_BT >= 0, span_BT, T)  # column T collects the tokens without a span
     total = np.zeros((B, T + 1), value_BT.dtype)
     np.add.at(total, (row_B1, place_BT), value_BT)
     total[:, T] = 0

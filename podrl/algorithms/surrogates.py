@@ -1,13 +1,16 @@
-"""The policy-gradient surrogates, one pure function each: per-token losses, and which tokens were clipped.
+"""The policy-gradient surrogates, one pure function each: per-token losses, and marks of the clipped tokens.
 
-r = exp(logprob - old_logprob) is the probability ratio of a token, A its advantage. Every function takes finite arrays
-(`segments.masked` first); the values it gives on masked tokens mean nothing.
+r = exp(logprob - old_logprob) is the probability ratio of a token, A its advantage, sg() stops the gradient. Every
+function takes finite arrays (apply `segments.masked` first); its results on masked tokens are meaningless. Losses have
+the unit of the advantages; `podrl.algorithms.aggregate` turns them into one number.
 
 Shared arguments:
-  logprob_BT, old_logprob_BT: log-probabilities under the policy being trained, and under the one that sampled, nats.
-  advantage_BT: advantages, unitless.
+  logprob_BT: log-probabilities under the policy being trained, nats; differentiated.
+  old_logprob_BT: log-probabilities under the policy that the ratio starts from, nats; constants.
+  advantage_BT: advantages, unitless or in reward units.
   mask_BT: 1 on loss tokens.
-  length_BT, segment_BT: number of loss tokens in the token's sequence, 1 on padding; sequence numbers.
+  length_BT: number of loss tokens in the token's sequence, 1 on padding.
+  segment_BT: number of the token's sequence within its row, 0 on padding.
 """
 
 from typing import NamedTuple
@@ -20,7 +23,7 @@ from podrl.algorithms.kl import LOG_RATIO_LIMIT
 from podrl.algorithms.segments import masked, sequence_mean
 from podrl.types import Mask
 
-# A mean over a sequence is bounded more tightly than a token (verl, Tunix): e^10 = 22,026.
+# Largest mean of log r over a sequence: lower than the limit for one token (verl, Tunix); e^10 = 22,026.
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
 
@@ -29,9 +32,12 @@ class Surrogate(NamedTuple):
 
     Attributes:
       loss_BT: loss of each token.
-      clipped_BT: True where the clip took the token's gradient away (or, for CISPO, changed its weight).
-      clipped_low_BT: True where the dual clip did (GMPO: clipped with a negative advantage; IPO: the token fell).
-      ratio_BT: the probability ratio the loss used.
+      clipped_BT: True where the clip took the token's gradient away. CISPO: where it changed the token's weight. GMPO:
+        where log r lies outside its bounds and A > 0. DPPO and IPO: where -r A was set to 0. Clip-Cov: where the token
+        was dropped for its covariance. KL-Cov: where the token is penalised.
+      clipped_low_BT: True where the dual clip took the token's gradient away. GMPO: where log r lies outside its bounds
+        and A < 0. DPPO and IPO: where -r A was set to 0 because the token's probability fell.
+      ratio_BT: probability ratio that the loss used.
     """
 
     loss_BT: Float[Array, "B T"]
@@ -41,14 +47,14 @@ class Surrogate(NamedTuple):
 
 
 def token_ratio(logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Computes exp(logprob - old_logprob), with the logarithm held within +-20; no gradient flows beyond."""
+    """Computes r = exp(logprob - old_logprob), with log r clipped to +-20; no gradient flows beyond these bounds."""
     return jnp.exp(jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def given(
     loss_BT: Float[Array, "B T"], logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"]
 ) -> Surrogate:
-    """Completes the losses of a function that says nothing of clipping."""
+    """Makes a Surrogate of token losses from a user's function, with no token marked as clipped."""
     never_BT = jnp.zeros(loss_BT.shape, bool)
     return Surrogate(loss_BT, never_BT, never_BT, token_ratio(logprob_BT, old_logprob_BT))
 
@@ -62,14 +68,14 @@ def clip(
     epsilon_high: float,
     epsilon_c: float | None = None,
 ) -> Surrogate:
-    """Takes max(-r A, -clip(r, 1 - epsilon_low, 1 + epsilon_high) A), bounded by -epsilon_c A where A < 0 (PPO).
+    """Computes max(-r A, -clip(r, 1 - epsilon_low, 1 + epsilon_high) A), at most -epsilon_c A where A < 0.
 
     PPO (arXiv 1707.06347, eq. 7), clip-higher (DAPO, arXiv 2503.14476, eq. 10), dual clip (arXiv 1912.09729, eq. 5).
 
     Args:
-      epsilon_low: how far the ratio may fall below 1.
-      epsilon_high: how far it may rise above 1.
-      epsilon_c: largest ratio that counts when the advantage is negative, above 1; None for no dual clip.
+      epsilon_low: distance of the lower bound of r from 1, in [0, 1].
+      epsilon_high: distance of the upper bound of r from 1, at least 0.
+      epsilon_c: largest r that counts where A < 0, above 1; None for no dual clip.
     """
     return _clip_ratio(token_ratio(logprob_BT, old_logprob_BT), advantage_BT, epsilon_low, epsilon_high, epsilon_c)
 
@@ -104,16 +110,17 @@ def gspo(
     epsilon_high: float,
     token_form: bool = False,
 ) -> Surrogate:
-    """Clips the sequence ratio s = exp(mean over the sequence of log r) (GSPO, arXiv 2507.18071).
+    """Computes max(-s A, -clip(s, 1 - epsilon_low, 1 + epsilon_high) A) (GSPO, arXiv 2507.18071).
 
-    The token form (section 4.3) has the value of s but each token's own gradient: s enters as
-    stop_gradient(s) * exp(logprob - stop_gradient(logprob)). With one advantage per sequence both forms have the same
-    gradient under sequence-mean-token-mean; with advantages per token only the token form credits tokens separately.
+    s = exp(mean over the sequence of log r) is the ratio of the sequence; its logarithm is at most 10. The token form
+    (section 4.3) has the value of s but each token's own gradient: sg(s) exp(logprob - sg(logprob)) takes the place of
+    s. With one advantage per sequence both forms have the same gradient under sequence-mean-token-mean; with an
+    advantage per token only the token form credits tokens separately.
 
     Args:
-      epsilon_low: how far s may fall below 1 (3e-4 in the paper).
-      epsilon_high: how far s may rise above 1 (4e-4 in the paper).
-      token_form: gradient per token.
+      epsilon_low: distance of the lower bound of s from 1 (3e-4 in the paper).
+      epsilon_high: distance of the upper bound of s from 1 (4e-4 in the paper).
+      token_form: whether each token has its own gradient.
     """
     log_s_BT = sequence_mean(logprob_BT - old_logprob_BT, mask_BT, length_BT, segment_BT)
     if token_form:
@@ -130,11 +137,13 @@ def cispo(
     epsilon_low: float,
     epsilon_high: float,
 ) -> Surrogate:
-    """Weighs -A logprob by a clipped ratio without gradient: every token learns (CISPO, arXiv 2506.13585, eq. 4).
+    """Computes -sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A logprob (CISPO, arXiv 2506.13585, eq. 4).
+
+    The clipped ratio is a weight without gradient, so every token keeps a gradient.
 
     Args:
-      epsilon_low: lower bound of the weight is 1 - epsilon_low; 1 leaves it free.
-      epsilon_high: upper bound of the weight is 1 + epsilon_high.
+      epsilon_low: distance of the lower bound of the weight from 1; 1 for no lower bound.
+      epsilon_high: distance of the upper bound of the weight from 1.
     """
     ratio_BT = jax.lax.stop_gradient(token_ratio(logprob_BT, old_logprob_BT))
     weight_BT = jnp.clip(ratio_BT, 1.0 - epsilon_low, 1.0 + epsilon_high)
@@ -150,13 +159,13 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Surrogate:
-    """Replaces the clip by a smooth gate, -(4 / tau) sigmoid(tau (r - 1)) A (SAPO, arXiv 2511.20347).
+    """Computes -(4 / tau) sigmoid(tau (r - 1)) A, a smooth gate in place of the clip (SAPO, arXiv 2511.20347).
 
-    At r = 1 the gradient is that of -r A, and it fades as r leaves 1, the faster the larger tau.
+    At r = 1 the gradient is that of -r A. It fades as r moves away from 1, and fades faster for a larger tau.
 
     Args:
-      tau_positive: temperature of tokens with A > 0.
-      tau_negative: temperature of the others.
+      tau_positive: temperature tau of tokens with A > 0, above 0.
+      tau_negative: temperature tau of all other tokens, above 0.
     """
     ratio_BT = token_ratio(logprob_BT, old_logprob_BT)
     tau_BT = jnp.where(advantage_BT > 0, jnp.asarray(tau_positive, ratio_BT.dtype), tau_negative)
@@ -177,16 +186,17 @@ def gmpo(
     epsilon_high: float,
     eps: float = 0.0,
 ) -> Surrogate:
-    """Takes -exp(mean of log r) mean(A), each log r clipped on the side A pushes to (GMPO, arXiv 2507.20673).
+    """Computes -exp(mean of clipped log r) mean(A), both means over the sequence (GMPO, arXiv 2507.20673).
 
-    The clip acts on log r, at -epsilon_low and epsilon_high. The value of a sequence stands on each of its tokens, so
-    sequence-mean-token-mean gives the paper's mean over sequences.
+    The clip bounds log r on the side A pushes it to: at most epsilon_high where A > 0, at least -epsilon_low where
+    A < 0. The value of a sequence stands on each of its tokens, so sequence-mean-token-mean gives the paper's mean over
+    sequences.
 
     Args:
-      advantage_BT: advantages, one per sequence in the paper; their mean counts.
-      epsilon_low: how far log r may fall below 0 (0.4 in the paper).
-      epsilon_high: how far it may rise above 0 (0.4 in the paper).
-      eps: added to lengths; 1e-8 is verl's arithmetic.
+      advantage_BT: advantages; the paper has one per sequence, here the mean over the sequence counts.
+      epsilon_low: distance of the lower bound of log r from 0, nats (0.4 in the paper).
+      epsilon_high: distance of the upper bound of log r from 0, nats (0.4 in the paper).
+      eps: number added to lengths; 1e-8 is verl's arithmetic.
     """
     log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     bound_BT = jnp.clip(log_r_BT, -epsilon_low, epsilon_high)
@@ -207,15 +217,15 @@ def dppo(
     epsilon_high: float,
     coef: float = 1e-3,
 ) -> Surrogate:
-    """Takes -r A, 0 where the token's probability has moved too far the way A pushes it; plus coef (log r)^2.
+    """Computes -r A + coef (log r)^2, without -r A where the probability moved too far in the direction A pushes it.
 
-    DPPO's binary total variation (arXiv 2602.04879), with the penalty that prime-rl adds. A clip of the ratio holds
-    rare tokens back at once and frequent ones hardly ever; probabilities measure both alike. The penalty is on every
-    token, those cut included, so these are drawn back.
+    DPPO's binary total variation (arXiv 2602.04879), with the penalty that prime-rl adds. A clip of the ratio stops
+    rare tokens after a small change of probability and frequent tokens almost never; a bound on the change of
+    probability treats both alike. The penalty is on every token, so it draws tokens without -r A back.
 
     Args:
-      epsilon_low: how far exp(logprob) may fall below exp(old_logprob) where A < 0.
-      epsilon_high: how far it may rise above where A > 0.
+      epsilon_low: largest fall from exp(old_logprob) to exp(logprob) that keeps -r A where A < 0.
+      epsilon_high: largest rise from exp(old_logprob) to exp(logprob) that keeps -r A where A > 0.
       coef: weight of the penalty.
     """
     fell_BT, rose_BT = _moved(logprob_BT, old_logprob_BT, epsilon_low, epsilon_high)
@@ -232,14 +242,14 @@ def ipo(
     epsilon_high: float,
     coef: float = 1e-3,
 ) -> Surrogate:
-    """Takes -r A, 0 where the token's probability has moved too far either way; plus coef (log r)^2.
+    """Computes -r A + coef (log r)^2, without -r A where the token's probability moved too far in either direction.
 
-    prime-rl's IPO, its default since August 2026: DPPO's mask without regard to the sign of A. Tokens that have moved
-    far are held where they are, also where A would bring them back; the penalty is on them as well, and does.
+    prime-rl's IPO, its default since August 2026: DPPO's mask, whatever the sign of A. A token that has moved too far
+    loses -r A even if A would bring it back; only the penalty draws it back.
 
     Args:
-      epsilon_low: how far exp(logprob) may fall below exp(old_logprob).
-      epsilon_high: how far it may rise above.
+      epsilon_low: largest fall from exp(old_logprob) to exp(logprob) that keeps -r A.
+      epsilon_high: largest rise from exp(old_logprob) to exp(logprob) that keeps -r A.
       coef: weight of the penalty.
     """
     fell_BT, rose_BT = _moved(logprob_BT, old_logprob_BT, epsilon_low, epsilon_high)
@@ -249,7 +259,7 @@ def ipo(
 def _moved(
     logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"], epsilon_low: float, epsilon_high: float
 ) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
-    """Marks the tokens whose probability fell by more than epsilon_low, and those where it rose by epsilon_high."""
+    """Marks tokens whose probability fell by more than epsilon_low, and tokens whose rose by more than epsilon_high."""
     moved_BT = jax.lax.stop_gradient(jnp.exp(logprob_BT) - jnp.exp(old_logprob_BT))
     return moved_BT < -epsilon_low, moved_BT > epsilon_high
 
@@ -262,7 +272,7 @@ def _cut(
     cut_high_BT: Bool[Array, "B T"],
     coef: float,
 ) -> Surrogate:
-    """Takes -r A, 0 on the tokens that are cut, plus coef (log r)^2 on all."""
+    """Computes -r A + coef (log r)^2, without -r A on the tokens that are cut."""
     ratio_BT, cut_BT = token_ratio(logprob_BT, old_logprob_BT), cut_high_BT | cut_low_BT
     log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     loss_BT = jnp.where(cut_BT, 0.0, -advantage_BT * ratio_BT) + coef * log_r_BT**2
@@ -276,13 +286,13 @@ def dro(
     *,
     beta: float = 0.05,
 ) -> Surrogate:
-    """Takes -A logprob + beta / 2 (log r)^2, policy gradient held by a quadratic penalty (DRO, arXiv 2405.19107).
+    """Computes -A logprob + beta / 2 (log r)^2, a policy gradient with a quadratic penalty (DRO, arXiv 2405.19107).
 
-    Without a ratio on A it serves samples of any policy; the penalty is all that holds the policy to that one. As in
-    Tinker's loss of that name, per token.
+    A has no ratio, so the loss can be used on samples of any policy; only the penalty keeps the trained policy near the
+    policy that sampled. Per token, as in Tinker's loss of this name.
 
     Args:
-      beta: weight of the penalty.
+      beta: twice the weight of (log r)^2.
     """
     log_r_BT = jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     never_BT = jnp.zeros(logprob_BT.shape, bool)
@@ -293,9 +303,9 @@ def dro(
 def reinforce(
     logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"], advantage_BT: Float[Array, "B T"]
 ) -> Surrogate:
-    """Takes -A logprob, the plain policy gradient (Williams 1992), also the loss of GPG (arXiv 2504.02546).
+    """Computes -A logprob, the plain policy gradient (Williams 1992), which is also GPG's loss (arXiv 2504.02546).
 
-    The old log-probabilities enter only the ratio that is reported.
+    The old log-probabilities are used only for the reported ratio.
     """
     ratio_BT = jax.lax.stop_gradient(token_ratio(logprob_BT, old_logprob_BT))
     never_BT = jnp.zeros(ratio_BT.shape, bool)
@@ -314,17 +324,18 @@ def clip_cov(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> Surrogate:
-    """Clips, and drops a few tokens of large covariance between advantage and logprob (Clip-Cov, arXiv 2505.22617).
+    """Computes `clip`, but 0 on a few tokens of large covariance of advantage and logprob (Clip-Cov, arXiv 2505.22617).
 
-    Chosen among the unclipped tokens whose covariance lies between the bounds. The paper draws them at random; here
-    those with the largest covariance are taken, so that a step is a function of its batch.
+    The dropped tokens are chosen among the unclipped tokens whose covariance (`token_covariance`) lies between the
+    bounds. The paper draws them at random; here the tokens of largest covariance are dropped, so that a step is a
+    function of its batch.
 
     Args:
-      epsilon_low: how far the ratio may fall below 1.
-      epsilon_high: how far it may rise above 1.
-      fraction: share of the loss tokens of this call that is cut off, at least one token.
-      covariance_low: lower bound, exclusive.
-      covariance_high: upper bound, exclusive.
+      epsilon_low: distance of the lower bound of r from 1.
+      epsilon_high: distance of the upper bound of r from 1.
+      fraction: largest share of the loss tokens of this call to drop, though at least one token may be.
+      covariance_low: lower bound of the covariance, exclusive, in advantage times nats.
+      covariance_high: upper bound of the covariance, exclusive, in advantage times nats.
     """
     surrogate = clip(logprob_BT, old_logprob_BT, advantage_BT, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     covariance_BT = token_covariance(logprob_BT, advantage_BT, mask_BT)
@@ -343,11 +354,13 @@ def kl_cov(
     fraction: float = 2e-4,
     coef: float = 1.0,
 ) -> Surrogate:
-    """Takes -r A, plus coef abs(log r) on the tokens of largest covariance of advantage and logprob (arXiv 2505.22617).
+    """Computes -r A, plus coef abs(log r) on the tokens of largest covariance (KL-Cov, arXiv 2505.22617).
+
+    The covariance is that of advantage and logprob, see `token_covariance`.
 
     Args:
-      fraction: share of the loss tokens of this call that is penalised, at least one token.
-      coef: weight of the penalty.
+      fraction: share of the loss tokens of this call to penalise, at least one token.
+      coef: weight of the penalty, loss per nat.
     """
     ratio_BT = token_ratio(logprob_BT, old_logprob_BT)
     covariance_BT = token_covariance(logprob_BT, advantage_BT, mask_BT)
@@ -360,7 +373,11 @@ def kl_cov(
 def token_covariance(
     logprob_BT: Float[Array, "B T"], advantage_BT: Float[Array, "B T"], mask_BT: Mask
 ) -> Float[Array, "B T"]:
-    """Computes (A - mean A) (logprob - mean logprob), means over the loss tokens of this call, without gradient."""
+    """Computes (A - mean A) (logprob - mean logprob) without gradient; means are over the loss tokens of this call.
+
+    Returns:
+      Covariance of each token, in advantage times nats; meaningless on masked tokens.
+    """
     count = jnp.maximum(mask_BT.astype(logprob_BT.dtype).sum(), 1.0)
 
     def centred(x_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:

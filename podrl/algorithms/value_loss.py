@@ -14,11 +14,11 @@ class CriticRows:
     """Packed rows that the critic's loss reads.
 
     Attributes:
-      layout: the tokens and where they lie.
+      layout: the packed tokens, their segments and positions.
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
-      value_BT: the critic's value before the token, as it was before the first update on this batch; reward units.
-      return_BT: return that the value should have predicted.
+      value_BT: the critic's value before the token, computed before the first update on this batch; reward units.
+      return_BT: return that the value should predict, reward units.
     """
 
     layout: Layout
@@ -36,13 +36,15 @@ def value_loss(
     mode: str = "token-mean",
     scale: float = 1.0,
 ) -> tuple[Ratio, dict[str, Ratio]]:
-    """Aggregates max((v - R)^2, (clip(v, v_old - clip_range, v_old + clip_range) - R)^2) / 2 (PPO, as in TRL, verl).
+    """Aggregates max((v - R)^2, (clip(v, v_old - clip_range, v_old + clip_range) - R)^2) / 2.
+
+    PPO's clipped value loss as in TRL and verl; v is the value, v_old the value before the update, R the return.
 
     Args:
-      value_BT: the critic's values, differentiated.
-      rows: its values before the update, the targets, and which tokens count.
-      clip_range: distance a value may move in one update before its gradient stops, reward units; infinity for no clip.
-      mode: aggregation mode.
+      value_BT: the critic's values, reward units; differentiated.
+      rows: the critic's values before the update, the returns, and the mask of loss tokens.
+      clip_range: distance from v_old that v may reach before its gradient stops, reward units; infinity for no clip.
+      mode: aggregation mode (`podrl.algorithms.aggregate`).
       scale: fixed length of the scale modes, tokens.
 
     Returns:
