@@ -1,4 +1,4 @@
-"""RLTrainingConfig: how a training job steps, splits its batches and optimises."""
+"""RLTrainingConfig: the settings of a training job's steps, batch splits and optimizer."""
 
 import dataclasses
 from typing import Literal
@@ -37,36 +37,39 @@ from podrl.trainer.optimizer import AdamSettings, BelowOne, Optimizer, Rate, mak
 class RLTrainingConfig(AdamSettings):
     """Settings of the trainer: steps, batch splits and optimizer. The first group has Tunix's names and defaults.
 
-    Attributes:
-      eval_every_n_steps: updates between evaluations, which follow the step (a batch of prompts, which may make several
-        updates) that reaches the number; 0 evaluates before and after only.
-      max_steps: updates of the run, which ends with the step that reaches it; None is one pass over the data.
-      gradient_accumulation_steps: micro-batches an update is split into at least; None leaves it to the other keys.
-      checkpoint_root_directory: directory of checkpoints; None is under the workdir.
-      max_seq_token_per_tpu: tokens one device holds in a micro-batch; at least one row, or its part of one where the
-        mesh has seq.
-      actor_optimizer: any optax transformation; None is AdamW from the fields below.
-      critic_optimizer: the same for the critic.
-      mini_batch_size: prompts per update, each with its G samples; None is all of the step's. Must divide them.
-      train_micro_batch_size: prompts, each with its G samples of the longest kind, that a micro-batch must hold; where
-        answers are given, sequences. It never changes a gradient.
+    The optimizer's other settings are those of AdamSettings.
 
-      micro_batch_sequences: sequences of the longest kind that a micro-batch must hold, in place of
-        train_micro_batch_size: for less than the samples of a prompt.
-      max_tokens_per_row: length of a packed row, a multiple of the mesh's seq; None is the longest sequence, rounded up
-        to a multiple of 32 (CPU) or 128 for each part along time, or 1.65 times that where sequences are short (up to
-        256 tokens), so that two of most share a row; where prompts are shared and sequences are not short, as much of a
-        group as a device takes.
-      share_prompts: True lets samples of a prompt that lie in one row share its tokens; None, too. The gradient
-        is the same, but that adapters drop the same inputs of a shared token for all its samples.
-      param_dtype: storage type of trainable parameters. bfloat16 keeps a float32 master copy in the optimizer.
-      dtype: compute dtype; softmax, norms and log-probabilities are float32 whatever it is.
+    Attributes:
+      eval_every_n_steps: updates between evaluations. A step trains on one batch of prompts and may make several
+        updates; the evaluation comes after the step that reaches the number. 0 evaluates before and after the run only.
+      max_steps: updates of the run, which ends with the step that reaches the number; None is one pass over the data.
+      gradient_accumulation_steps: smallest number of micro-batches that an update is split into; None leaves the split
+        to the other keys.
+      checkpoint_root_directory: directory of checkpoints; None is a directory under the workdir.
+      max_seq_token_per_tpu: tokens that one device holds in a micro-batch; at least one row, or the device's part of a
+        row if the mesh has seq.
+      actor_optimizer: any optax transformation; None is AdamW with the fields below.
+      critic_optimizer: any optax transformation for the critic; None is AdamW with the fields below.
+      mini_batch_size: prompts per update, each with its G samples; None is all prompts of a step. It must divide the
+        prompts of a step.
+      train_micro_batch_size: prompts that a micro-batch must hold, each with its G samples at their greatest length;
+        sequences instead of prompts in jobs that learn from given answers. It never changes a gradient.
+
+      micro_batch_sequences: sequences of the greatest length that a micro-batch must hold; replaces
+        train_micro_batch_size where a micro-batch should hold less than the samples of one prompt.
+      max_tokens_per_row: length of a packed row in tokens, a multiple of the mesh's seq. None takes the greatest length
+        of a sequence, or 1.65 times it if it is at most 256 tokens (most pairs of sequences then fit one row), rounded
+        up to a multiple of 32 (CPU) or 128 for each part along time. If prompts are shared and sequences can be longer,
+        None makes room for as many samples of a group as a device can hold.
+      share_prompts: whether samples of a prompt that lie in one row share the prompt's tokens; None is True. The
+        gradient is the same, except that dropout in adapters drops the same inputs of a shared token for all samples.
+      param_dtype: storage type of trainable parameters. With bfloat16 the optimizer keeps a float32 master copy.
+      dtype: compute dtype; softmax, norms and log-probabilities are float32 in any case.
       remat: values that the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
-        fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but what is kept waits in the host's memory;
-        TPU and GPU gain memory by it, on CPU it is the same memory).
+        fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but the kept values wait in the host's
+        memory; this saves device memory on TPU and GPU, and nothing on CPU).
       warmup_fraction: share of all updates over which the learning rate rises.
-      critic_learning_rate: peak rate of the critic.
-      Others: see AdamSettings.
+      critic_learning_rate: peak learning rate of the critic.
     """
 
     eval_every_n_steps: Natural
@@ -96,32 +99,36 @@ class RLTrainingConfig(AdamSettings):
             )
 
     def micro_sequences(self, group_size: int) -> int | None:
-        """Sequences that a micro-batch must hold, `group_size` of each prompt; None if no key says so."""
+        """Number of sequences that a micro-batch must hold; None if no key sets it.
+
+        Args:
+          group_size: sequences of each prompt.
+        """
         return self.micro_batch_sequences or (self.train_micro_batch_size or 0) * group_size or None
 
     def steps(self, updates_per_step: int) -> int | None:
-        """Steps of a run whose steps make so many updates each; None where `max_steps` does not say."""
+        """Number of steps of a run whose steps make `updates_per_step` updates each; None if `max_steps` is None."""
         return None if self.max_steps is None else -(-self.max_steps // updates_per_step)
 
     def optimizer(self) -> Optimizer:
-        """Builds the actor's optimizer; schedules span max_steps updates.
+        """Builds the actor's optimizer; its schedule spans max_steps updates.
 
         Raises:
-          ValueError: a schedule that decays, and no number of steps.
+          ValueError: the schedule decays or warms up, and `max_steps` is None.
         """
         if self.actor_optimizer is not None:
             return Optimizer(self.actor_optimizer)
         return make_optimizer(self, **self._span())
 
     def critic(self) -> Optimizer:
-        """Builds the critic's optimizer: the actor's fields at `critic_learning_rate`."""
+        """Builds the critic's optimizer: AdamW with the actor's fields but the peak rate `critic_learning_rate`."""
         if self.critic_optimizer is not None:
             return Optimizer(self.critic_optimizer)
         settings = dataclasses.replace(self, learning_rate=self.critic_learning_rate)
         return make_optimizer(settings, **self._span())
 
     def _span(self) -> dict[str, int]:
-        """Returns the number of updates of the schedule, as make_schedule counts them."""
+        """Returns the keyword arguments of `make_schedule`: updates of the warm-up, and of the whole schedule."""
         needs_end = self.schedule != "constant" or self.warmup_fraction > 0
         if needs_end and self.max_steps is None:
             raise ValueError(

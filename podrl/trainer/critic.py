@@ -1,4 +1,4 @@
-"""Models with one number per token: the critic's and the reward model's forward pass, training step and scoring."""
+"""Models that compute one number per token: forward pass, training step and scoring of critics and reward models."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from podrl.types import Layout, PyTree, Ratio
 
 
 class ValueLoss(Protocol):
-    """A loss on values, undivided, with its metrics, undivided too; `rows` are the per-token inputs beside it."""
+    """A loss on values: loss and metrics as numerators and denominators. `rows` holds its other per-token inputs."""
 
     def __call__(self, value_BT: Float[Array, "B T"], rows: Any, /) -> tuple[Ratio, Mapping[str, Ratio]]: ...
 
@@ -26,7 +26,7 @@ class ScoreForward(Trunk):
     """Runs a reward model's forward pass."""
 
     def __call__(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T"]:
-        """Computes the score after each token. Dropout as in `hidden`."""
+        """Computes the score after each token; with a dropout key as in `hidden`."""
         return scalar.scores(params, self.hidden(params, layout, dropout_key))
 
 
@@ -36,7 +36,7 @@ class ValueForward(Trunk):
     def __call__(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T"]:
         """Computes the value of the state before each token; 0 on padding and the first token of a segment.
 
-        Dropout as in `hidden`.
+        A dropout key has the same effect as in `hidden`.
         """
         value_BT = jnp.roll(scalar.scores(params, self.hidden(params, layout, dropout_key)), 1, axis=1)
         return jnp.where(continues(layout.segment_BT), value_BT, 0.0)
@@ -55,9 +55,19 @@ def make_critic_step(
     reads: type[ValueForward] | type[ScoreForward] = ValueForward,
     prefix: str = "critic",
 ) -> TrainStep:
-    """Builds train_step(state, frozen, batch) of a scalar model; the batch has rows of `loss`; see `step.make_update`.
+    """Builds train_step(state, frozen, batch) of a model with one number per token; see `step.make_update`.
 
-    `reads` says which number of a token it is, `prefix` is the group of the update's metrics.
+    Args:
+      config: the model.
+      loss: loss on the numbers; the batch has the rows that it reads.
+      optimizer: optimizer of the trainable parameters.
+      mesh: devices that hold the state and the batch.
+      dtype: compute dtype.
+      param_dtype: type of the stored parameters.
+      remat: values that the backward pass recomputes, see `podrl.models.decoder.hidden`.
+      seed: seed of the adapters' dropout.
+      reads: forward pass that chooses the number of a token: ValueForward before it, ScoreForward after it.
+      prefix: group of the update's metrics.
     """
     forward = reads(config=config, mesh=mesh, dtype=dtype, remat=remat)
     trainable, _ = scalar.split_trainable(scalar.abstract_params(config, mesh, jnp.dtype(param_dtype)), config)
@@ -73,7 +83,14 @@ def make_value_fn(
     dtype: str = "float32",
     reads: type[ValueForward] | type[ScoreForward] = ValueForward,
 ) -> ScoreFn:
-    """Builds value_fn(params, batch) -> value_ABT, jitted; micro-batches beyond `batch.micro_batches` are 0."""
+    """Builds value_fn(params, batch) -> value_ABT, jitted; 0 in micro-batches beyond `batch.micro_batches`.
+
+    Args:
+      config: the model.
+      mesh: devices that it runs on.
+      dtype: compute dtype.
+      reads: forward pass that chooses the number of a token: ValueForward before it, ScoreForward after it.
+    """
     return make_score_fn(reads(config=config, mesh=mesh, dtype=dtype), mesh)
 
 

@@ -1,4 +1,4 @@
-"""Losses and advantages of one's own: functions found by name, with their numbers as keys of the configuration."""
+"""User-defined losses and advantages: loads functions by name, and makes their numbers keys of the configuration."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ import numpy as np
 from podrl.config import nearest
 from podrl.workers.user_objects import explain_load, load_function, spec_at
 
-# What a function may ask for by keyword, beside its own numbers.
+# Arrays that a function may take by keyword, besides its own numbers.
 OF_A_LOSS = ("mask_BT", "length_BT", "segment_BT")
 OF_AN_ADVANTAGE = ("length_PG",)
 # The setting that names a function, and the group that holds its numbers.
@@ -20,10 +20,14 @@ ARGUMENTS = {"policy_loss_fn": "policy_loss_args", "advantage_estimator": "advan
 
 
 def found(value: str | Callable[..., Any], key: str) -> Callable[..., Any]:
-    """The function that a setting names; `key` is that of the configuration.
+    """Returns the function that a setting names; error messages name the config key `key`.
+
+    Args:
+      value: the function itself, or 'file.py:function'.
+      key: config key of the setting.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no such function, or its file cannot be loaded.
     """
     if callable(value):
         return value
@@ -36,10 +40,15 @@ def found(value: str | Callable[..., Any], key: str) -> Callable[..., Any]:
 
 
 def numbers(function: Callable[..., object], key: str, given: tuple[str, ...]) -> dict[str, object]:
-    """The function's own numbers with their defaults: keyword-only parameters that are not among `given`.
+    """Lists a function's own numbers with their defaults: its keyword-only parameters that are not in `given`.
+
+    Args:
+      function: function of the user's.
+      key: config key of the setting, which error messages name.
+      given: names of the arrays that podrl passes by keyword.
 
     Raises:
-      ValueError: a keyword-only parameter that has no number as default.
+      ValueError: a keyword-only parameter has no default, or a default that is not a number.
     """
     own: dict[str, object] = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -55,7 +64,15 @@ def numbers(function: Callable[..., object], key: str, given: tuple[str, ...]) -
 
 
 def completed(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """The groups of numbers of the functions that a section's settings name: their defaults, then what is given."""
+    """Returns the numbers of all functions that a section's settings name: their defaults, replaced by set values.
+
+    Args:
+      settings: settings of the section by name.
+      section: name of the section, such as 'grpo'.
+
+    Returns:
+      A mapping from 'policy_loss_args' or 'advantage_args' to the numbers by name, for each function that is named.
+    """
     groups = {}
     for name, group in ARGUMENTS.items():
         value = settings.get(name)
@@ -67,12 +84,19 @@ def completed(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def bound(value: Any, arguments: Mapping[str, Any], key: str, given: tuple[str, ...]) -> Callable[..., Any]:
-    """The function that a setting names, its own numbers bound to those of the configuration.
+    """Returns the function that a setting names, with its own numbers bound to those of the configuration.
 
-    It takes all of `given` by keyword, and passes on those that the function asks for.
+    The returned function takes every array of `given` by keyword, and passes on those that the user's function takes.
+
+    Args:
+      value: the function itself, or 'file.py:function'.
+      arguments: numbers of the configuration, by the function's keywords.
+      key: config key of the setting, such as 'grpo.policy_loss_fn'.
+      given: names of the arrays that podrl passes by keyword.
 
     Raises:
-      ValueError: no such function, or a number that it does not have; names the group of its keys.
+      ValueError: there is no such function, or `arguments` has a name that the function lacks or a value that is not a
+        number.
     """
     function = found(value, key)
     own = numbers(function, key, given)
@@ -94,15 +118,20 @@ def bound(value: Any, arguments: Mapping[str, Any], key: str, given: tuple[str, 
 
 
 def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[..., object]:
-    """A token loss of the user, ready for a PolicyLoss, and tried once on shapes.
+    """Loads a user's token loss for a PolicyLoss, and traces it once with abstract arrays of shape (2, 3).
 
     `function(logprob_BT, old_logprob_BT, advantage_BT, *, numbers...)` returns the loss of every token, finite wherever
-    its inputs are; what it returns where the mask is 0 plays no part. It may ask for `mask_BT`, `length_BT` (loss
-    tokens of the token's sample) and `segment_BT` (the sample's number in the row) by keyword. KL, entropy, corrections
-    and the aggregation are added as to any other loss.
+    its inputs are finite; its results where the mask is 0 are ignored. It may take `mask_BT`, `length_BT` (number of
+    loss tokens of the token's sample) and `segment_BT` (number of the sample within its row) by keyword. KL, entropy,
+    correction and aggregation are added as for every other loss.
+
+    Args:
+      value: the function itself, or 'file.py:function'.
+      arguments: numbers of the configuration, by the function's keywords.
+      key: config key of the setting, such as 'grpo.policy_loss_fn'.
 
     Raises:
-      ValueError: no such function, or it fails on arrays.
+      ValueError: there is no such function, or it fails on arrays, or returns no float for every token.
     """
     call = bound(value, arguments, key, OF_A_LOSS)
     block = jax.ShapeDtypeStruct((2, 3), jnp.float32)
@@ -120,14 +149,19 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
 
 
 def advantage(value: object, arguments: Mapping[str, object], key: str) -> Callable[..., object]:
-    """An advantage estimator of the user, ready for an AdvantageEstimator.
+    """Loads a user's advantage estimator for an AdvantageEstimator, and calls it once with rewards of shape (2, 2).
 
-    `function(reward_PG, *, numbers...)` takes the rewards of P prompts with G samples each and returns the advantages
-    in the same shape; every sampled token of a sample gets its advantage. It may ask for `length_PG`, the number of
-    tokens that were sampled.
+    `function(reward_PG, *, numbers...)` takes the rewards of P prompts with G samples each and returns advantages of
+    the same shape; every sampled token of a sample has the sample's advantage. It may take `length_PG`, the number of
+    sampled tokens of each sample, by keyword.
+
+    Args:
+      value: the function itself, or 'file.py:function'.
+      arguments: numbers of the configuration, by the function's keywords.
+      key: config key of the setting, such as 'grpo.advantage_estimator'.
 
     Raises:
-      ValueError: no such function, or it fails on arrays.
+      ValueError: there is no such function, or it fails on arrays, or returns another shape.
     """
     call = bound(value, arguments, key, OF_AN_ADVANTAGE)
     try:
@@ -147,5 +181,5 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def _where(error: BaseException, call: Callable[..., object]) -> str:
-    """Describes an error with the line of the user's file."""
+    """Describes an error with the line of the user's file that raised it."""
     return explain_load(error, inspect.getsourcefile(inspect.unwrap(call)) or "")

@@ -1,4 +1,4 @@
-"""Objectives with the exact divergence from a teacher, and the program that scores the teacher for them."""
+"""Objectives with the exact KL of the policy to a teacher, and the program that computes the teacher's scores."""
 
 import dataclasses
 import functools
@@ -22,12 +22,14 @@ from podrl.types import Batch, Layout, PyTree, Ratio
 
 @dataclasses.dataclass(frozen=True)
 class Taught:
-    """Tells `make_train_step` how an exact divergence from a teacher changes the programs of an update.
+    """The parts of an update's programs that change if the loss has the exact KL to a teacher.
 
     Attributes:
-      step: arguments of `make_train_step`.
-      whole: the update reads the teacher's parameters: what it keeps fixed is (frozen, teacher's).
-      score: function that scores the teacher once a step instead, see `make_top_k_fn`.
+      step: keyword arguments for `make_train_step`; empty if nothing changes.
+      whole: whether the update reads the teacher's parameters; its frozen parameters are then the pair (the policy's
+        frozen parameters, the teacher's parameters).
+      score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fn`; None if
+        the update does not need it.
     """
 
     step: Mapping[str, Any]
@@ -36,15 +38,15 @@ class Taught:
 
 
 def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
-    """Builds what an update with a teacher needs; nothing where its part is the sampled token's advantage.
+    """Builds the parts that an update with a teacher needs; nothing changes if the KL is of the sampled token.
 
     Args:
-      how: the divergence, and the tokens that it compares.
+      how: form of the KL and the ids that it compares.
       forward: the policy's forward pass.
       teacher: the teacher's architecture.
 
     Raises:
-      ValueError: a teacher that lacks token ids of the policy, or fewer ids than `how.top_k`.
+      ValueError: the teacher has fewer token ids than the policy, or the policy has fewer than `how.top_k`.
     """
     if how.sampled:
         return Taught({})
@@ -67,15 +69,15 @@ def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
 
 
 def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk) -> Objective:
-    """Builds the objective loss + KL(policy || teacher) over the whole vocabulary, the weighted mean over its tokens.
+    """Builds the objective loss + KL(policy || teacher) over the whole vocabulary, as a weighted mean over tokens.
 
-    Its parameters are a pair: the policy's, and the teacher's, whose hidden states are computed anew in every
-    micro-batch, so that a batch holds none of them.
+    The objective's parameters are the pair (policy's parameters, teacher's parameters). The teacher's hidden states are
+    computed in every micro-batch, so that no batch has to hold them.
 
     Args:
       forward: the policy's forward pass.
-      loss: the policy loss, on `rows.policy`; divided as it is without a teacher.
-      teacher: a teacher of the same token ids as the policy, or more.
+      loss: policy loss on `rows.policy`; its divisor is the same as without a teacher.
+      teacher: forward pass of the teacher, which has all token ids of the policy and may have more.
     """
 
     def objective(params: tuple[PyTree, PyTree], rows: TaughtRows, key: PRNGKeyArray):
@@ -92,7 +94,12 @@ def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk) -> Obje
 
 
 def top_k_objective(forward: Forward, loss: TokenLoss) -> Objective:
-    """Builds the objective loss + KL(policy || teacher) over the ids of the rows, all others being one more."""
+    """Builds the objective loss + KL(policy || teacher) over the ids in the rows, with all other ids counted as one.
+
+    Args:
+      forward: the policy's forward pass.
+      loss: policy loss on `rows.policy`; its divisor is the same as without a teacher.
+    """
 
     def objective(params: PyTree, rows: TopKRows, key: PRNGKeyArray):
         layout = rows.layout
@@ -109,7 +116,10 @@ def top_k_objective(forward: Forward, loss: TokenLoss) -> Objective:
 def _joined(
     found: tuple[Ratio, Mapping[str, Ratio]], kl_BT: Float[Array, "B T"], rows: TaughtRows
 ) -> tuple[Ratio, Mapping[str, Ratio]]:
-    """Adds the divergence to a loss whose denominator is another; opd/reverse_kl is its mean, nats per token."""
+    """Adds the weighted KL to a loss that has another denominator; opd/reverse_kl is the mean KL, nats per token.
+
+    `rows.scale` makes up for the denominator, see `podrl.algorithms.policy_rows.Wrapped`.
+    """
     loss, metrics = found
     taught_BT = (rows.weight_BT > 0).astype(kl_BT.dtype)
     kl_BT = masked(kl_BT, taught_BT)
@@ -123,8 +133,13 @@ def _joined(
 def make_top_k_fn(forward: Forward, teacher: Trunk, k: int) -> Callable[[PyTree, PyTree, Batch[Layout]], Any]:
     """Builds top_k_fn(params, teacher's params, batch) -> (id_ABTK, teacher_logprob_ABTK), jitted.
 
-    The ids are the policy's k likeliest in each token's place, the log-probabilities the teacher's, nats. Micro-batches
-    beyond `batch.micro_batches` are not computed; their values are 0.
+    The results are the policy's k likeliest ids at each token's position, and their log-probabilities under the
+    teacher, nats. Micro-batches beyond `batch.micro_batches` are not computed; their values are 0.
+
+    Args:
+      forward: the policy's forward pass.
+      teacher: the teacher's forward pass.
+      k: number of ids.
     """
     mesh = forward.mesh
     place = functools.partial(rules.constrain, axes=("layers", "batch", "time", "act"), mesh=mesh)

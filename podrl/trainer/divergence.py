@@ -1,4 +1,4 @@
-"""The reverse KL of a policy to a teacher, over the vocabulary or over a few of its ids, by vocabulary chunks."""
+"""The reverse KL of a policy to a teacher over the whole vocabulary, and log-probabilities of a few ids, by chunks."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from podrl.trainer.logprob import (
 )
 from podrl.types import PyTree
 
-_LOWEST = -1e30  # below any logit; finite, so that its products with 0 are 0
+_LOWEST = -1e30  # below any logit, but finite: 0 times minus infinity would be NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Output:
     """The inputs of a model's logits: its output matrix and the hidden states of packed rows.
 
     Attributes:
-      params: whole parameter tree; 'unembed' (D, V) is used, or 'embed' (V, D) where there is none.
+      params: whole parameter tree; its 'unembed' (D, V) is used, or 'embed' (V, D) if there is no 'unembed'.
       hidden_BTD: final normalised hidden states; index t predicts token t + 1.
       config: the model.
-      ids: number of token ids, from the first on, that are compared; None for all it has.
+      ids: number of token ids to use, counted from id 0; None for all ids of the model.
     """
 
     params: PyTree
@@ -47,11 +47,11 @@ class Output:
     ids: int | None = None
 
     def matrix(self) -> Float[Array, "V D"]:
-        """The matrix that makes logits of hidden states."""
+        """The matrix whose product with hidden states is the logits, one row per id in use."""
         return output_matrix(self.params)[: self.ids]
 
     def head(self, temperature: float, mesh: Mesh | None, elements: int) -> Head:
-        """Decides how its logits are split."""
+        """Decides how the logits are split over the mesh and into chunks of at most `elements` values."""
         B, T, _ = self.hidden_BTD.shape
         return head_of(self.matrix().shape, B, T, self.config, temperature, mesh, elements)
 
@@ -66,18 +66,22 @@ def token_divergence(
     mesh: Mesh | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-    """Computes log p(token), the entropy of p, and KL(p || teacher), nats, where p is what each token was drawn from.
+    """Computes log p(token), the entropy of p, and KL(p || teacher), all in nats.
 
-    The KL is exact: a sum over the whole vocabulary, differentiable in the policy, not in the teacher. Both models'
-    logits are made chunk by chunk, once forward and once backward, and no more than `chunk_elements` of them exist on
-    a device (`podrl.trainer.logprob`).
+    p is the distribution that the token was drawn from. The KL is an exact sum over the whole vocabulary,
+    differentiable with respect to the policy and not to the teacher. The logits of both models are computed chunk by
+    chunk, once forward and once backward, so no more than `chunk_elements` of them exist on a device
+    (`podrl.trainer.logprob`).
 
     Args:
-      policy: differentiated.
-      teacher: a teacher of the same token ids, `ids` of them where it has more.
-      segment_BT: 0 is padding. The first token of a segment has no predecessor: all results are 0 there.
-      temperature: divides the capped logits of both; positive.
-      mesh: as in `token_logprobs`.
+      policy: the policy's hidden states and output matrix; differentiated.
+      teacher: the teacher's hidden states and output matrix, with the same number of ids in use.
+      tokens_BT: packed tokens.
+      segment_BT: segment of each token, 0 on padding. The first token of a segment has no predecessor, so all results
+        are 0 there.
+      temperature: divisor of the capped logits of both models; positive.
+      mesh: mesh that splits the arrays, see `podrl.trainer.logprob.token_logprobs`; None for one device.
+      chunk_elements: largest number of logits of both models on one device.
     """
     half = chunk_elements // 2
     head, their_head = policy.head(temperature, mesh, half), teacher.head(temperature, mesh, half)
@@ -104,9 +108,15 @@ def chosen_logprobs(
     mesh: Mesh | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Float[Array, "B T K"], Float[Array, "B T"]]:
-    """Computes log p(id) for K ids in each token's place, and the entropy of p, nats, differentiable.
+    """Computes log p(id) for K ids at each token's position, and the entropy of p, in nats; differentiable.
 
-    Other arguments and the zeros as in `token_divergence`.
+    Args:
+      model: hidden states and output matrix of the model.
+      id_BTK: K ids at each token's position: alternatives to the token itself.
+      segment_BT: segment of each token, 0 on padding. Both results are 0 on padding and the first token of a segment.
+      temperature: divisor of the capped logits; positive.
+      mesh: mesh that splits the arrays; None for one device.
+      chunk_elements: largest number of logits on one device.
     """
     head = model.head(temperature, mesh, chunk_elements)
     wanted_BTK = jnp.roll(id_BTK, -1, axis=1)
@@ -118,7 +128,10 @@ def chosen_logprobs(
 def top_ids(
     model: Output, k: int, *, mesh: Mesh | None = None, chunk_elements: int = CHUNK_ELEMENTS
 ) -> Int[Array, "B T K"]:
-    """Lists the k most likely ids in each token's place, the likeliest first; nothing of use in a segment's first."""
+    """Lists the k likeliest ids at each token's position, the likeliest first.
+
+    The ids of a segment's first token are meaningless, because no token of the segment predicts it.
+    """
     ids = model.matrix().shape[0]
     assert 0 < k <= ids, (k, ids)
     head = model.head(1.0, mesh, chunk_elements)
@@ -128,7 +141,7 @@ def top_ids(
 
 
 def of_next(x_BT: Float[Array, "B T *K"], segment_BT: Int[Array, "B T"]) -> Float[Array, "B T *K"]:
-    """Moves what hidden states say to the token they predict; 0 where none predicts it."""
+    """Moves results from the token that predicts to the token that is predicted; 0 where no token predicts it."""
     keep = continues(segment_BT).reshape(segment_BT.shape + (1,) * (x_BT.ndim - 2))
     return jnp.where(keep, jnp.roll(x_BT, 1, axis=1), 0.0)
 
@@ -144,7 +157,7 @@ def _on_mesh(run, head: Head, in_specs, out_specs):
 
 
 def _logits(hidden_XD: Array, chunk: Chunk, head: Head) -> tuple[Array, Array]:
-    """Computes a chunk's logits, and the same with -inf where an earlier chunk had them."""
+    """Computes a chunk's logits, and a copy with -inf for ids that the previous chunk had, too."""
     logits_XC = cap(einsum_f32("XD,CD->XC", hidden_XD, chunk.weight_CD), head)
     return logits_XC, jnp.where(chunk.new_C, logits_XC, -jnp.inf)
 
@@ -182,7 +195,10 @@ _divergence.defvjp(_divergence_fwd, _divergence_bwd)
 
 
 def _compare(hidden_BTD, matrix_VD, their_hidden_BTE, theirs_VE, target_BT, *, head: Head, their_head: Head):
-    """Computes (log p of the target, entropy, KL; largest logit and log sum of both), each B T, in one pass."""
+    """Computes log p of the target, entropy, KL, and both models' largest logits and log sums, in one pass.
+
+    A log sum is the log of the sum of exp(logit - largest logit). Every result has the shape (B, T).
+    """
     hidden_XD, their_hidden_XE, target_X = _flat(hidden_BTD), _flat(their_hidden_BTE), target_BT.reshape(-1)
 
     def step(carry, index):
@@ -216,9 +232,10 @@ def _compare(hidden_BTD, matrix_VD, their_hidden_BTE, theirs_VE, target_BT, *, h
 
 
 def _over(new, top_X, their_top_X, sum_X, their_sum_X, weighted_X, gap_X) -> tuple[Array, Array, Array, Array]:
-    """Restates sums over logits less the largest ones, for `new` largest ones of policy and teacher.
+    """Converts running sums from the old largest logits of policy and teacher to the `new` ones.
 
-    Differences from the largest logit are exact where they matter; the logits themselves would cancel in a divergence.
+    All sums use logits minus the largest logit. For likely ids this difference is small, so it keeps its precision;
+    sums of the logits themselves would lose it when they are subtracted in the KL.
     """
     down_X, their_down_X = top_X - new[0], their_top_X - new[1]
     shift_X = jnp.exp(down_X)
@@ -274,7 +291,7 @@ _chosen.defvjp(_chosen_fwd, _chosen_bwd)
 
 
 def _gather(hidden_BTD, matrix_VD, id_BTK, *, head: Head):
-    """Computes (log p of the ids, entropy of p, log sum)."""
+    """Computes log p of the ids, the entropy of p, and the log of the sum of exp(logits)."""
     hidden_XD, id_XK = _flat(hidden_BTD), id_BTK.reshape(-1, id_BTK.shape[-1])
 
     def step(carry, index):
@@ -313,7 +330,8 @@ def _pull_chosen(hidden_BTD, matrix_VD, id_BTK, entropy_BT, lse_BT, dlogprob_BTK
     def dlogits(logits_XC: Array, chunk: Chunk) -> Array:
         centred_XC = logits_XC - lse_X[:, None]
         offset_XK = chunk.offset(id_XK)
-        place_XK = jnp.where((offset_XK >= 0) & (offset_XK < head.chunk), offset_XK, head.chunk)  # the last: nowhere
+        # Ids of other chunks go to the index head.chunk, which mode="drop" discards; a negative index would wrap.
+        place_XK = jnp.where((offset_XK >= 0) & (offset_XK < head.chunk), offset_XK, head.chunk)
         hit_XC = jnp.zeros_like(logits_XC).at[row_X1, place_XK].add(dlogprob_XK, mode="drop")
         slope_XC = total_X1 + dentropy_X[:, None] * (centred_XC + entropy_X[:, None])
         return hit_XC - jnp.exp(centred_XC) * slope_XC

@@ -1,4 +1,4 @@
-"""Token log-probabilities and entropies from hidden states, by vocabulary chunks, forward and backward."""
+"""Token log-probabilities and entropies from hidden states, chunk by chunk of the vocabulary, forward and backward."""
 
 import dataclasses
 import functools
@@ -17,14 +17,22 @@ from podrl.models.attention import einsum_f32
 from podrl.models.config import ModelConfig
 from podrl.types import PyTree
 
-# Logits alive at a time on one device: 64 Mi float32 values are 256 MiB.
+# Largest number of logits at a time on one device: 64 Mi float32 values are 256 MiB.
 CHUNK_ELEMENTS = 1 << 26
 _MIN_CHUNK = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Static arguments of one call; `rows`, `time`, `vocab`, `model` are the mesh axes that split B, T, V and D."""
+    """Static arguments of the functions that compute logits: the split over chunks and mesh, and the logits' scaling.
+
+    Attributes:
+      softcap: bound on the absolute value of logits; 0 for no bound.
+      temperature: divisor of the capped logits.
+      chunk: number of ids in a chunk, C.
+      mesh: mesh that splits the arrays; None for one device.
+      rows, time, vocab, model: names of the mesh axes that split B, T, V and D.
+    """
 
     softcap: float
     temperature: float
@@ -37,7 +45,7 @@ class Head:
 
     @property
     def tokens(self) -> Spec:
-        """Placement of an array of rows and time."""
+        """Placement of an array whose first two dimensions are B and T."""
         return Spec(self.rows or None, self.time) if self.time else Spec(self.rows or None)
 
 
@@ -54,20 +62,25 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Computes log p(token t | tokens < t) and the distribution's entropy, nats, for every token of packed rows.
 
-    Logits are made by chunks of the vocabulary, once forward and once backward, so no more than `chunk_elements` of
-    them exist on a device. Each chunk of the output matrix is gathered over the axes that split its model dimension
-    where it is used, and its gradient is scattered back at once: the whole matrix is never in one place.
+    Logits are computed for one chunk of the vocabulary after another, once forward and once backward, so no more than
+    `chunk_elements` of them exist on a device. A chunk of the output matrix is gathered over the mesh axes that split
+    its model dimension just before its use, and its gradient is scattered back at once: no device ever holds the whole
+    matrix.
 
     Args:
-      params: whole parameter tree; 'unembed' (D, V) is used, or 'embed' (V, D) where there is none.
+      params: whole parameter tree; its 'unembed' (D, V) is used, or 'embed' (V, D) if there is no 'unembed'.
       hidden_BTD: final normalised hidden states; index t predicts token t + 1.
-      segment_BT: 0 is padding. The first token of a segment has no predecessor: both results are 0 there.
-      temperature: divides the capped logits; positive.
-      mesh: mesh; where given, B is split over the axes of "batch", T over those of "time", V and D as the output matrix
-        is.
+      tokens_BT: packed tokens.
+      segment_BT: segment of each token, 0 on padding. The first token of a segment has no predecessor, so both results
+        are 0 there.
+      config: the model, whose logit cap is used.
+      temperature: divisor of the capped logits; positive.
+      mesh: mesh that splits B over the axes of "batch", T over the axes of "time", and V and D as the output matrix is
+        split; None for one device.
+      chunk_elements: largest number of logits on one device.
 
     Raises:
-      ValueError: rows that do not split over the mesh, or a temperature that is not positive.
+      ValueError: the rows do not split evenly over the mesh, or the temperature is not positive.
     """
     B, T, _ = hidden_BTD.shape
     matrix_VD = output_matrix(params)
@@ -79,13 +92,13 @@ def token_logprobs(
 
 
 def continues(segment_BT: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """True where the previous token of the row is in the same segment, so that it predicts this one."""
+    """True where the previous token of the row is in the same segment, so that it predicts this token."""
     same_BT = (segment_BT == jnp.roll(segment_BT, 1, axis=1)) & (segment_BT > 0)
     return same_BT & (jnp.arange(segment_BT.shape[1]) > 0)
 
 
 def output_matrix(params: PyTree) -> Float[Array, "V D"]:
-    """Returns the matrix that makes logits of hidden states, one row per token id."""
+    """Returns the matrix whose product with hidden states is the logits, one row per token id."""
     return params["unembed"].T if "unembed" in params else params["embed"]
 
 
@@ -98,10 +111,19 @@ def head_of(
     mesh: Mesh | None,
     chunk_elements: int,
 ) -> Head:
-    """Decides how a call with an output matrix of this shape is split over the mesh and into chunks.
+    """Decides how the logits of an output matrix are split over the mesh and into chunks.
+
+    Args:
+      shape_VD: shape of the whole output matrix.
+      B: number of packed rows.
+      T: tokens of a row.
+      config: the model, whose logit cap is used.
+      temperature: divisor of the capped logits.
+      mesh: mesh that splits the arrays; None for one device.
+      chunk_elements: largest number of logits on one device, exceeded only by chunks of _MIN_CHUNK ids.
 
     Raises:
-      ValueError: rows that do not split over the mesh, or a temperature that is not positive.
+      ValueError: the rows do not split evenly over the mesh, or the temperature is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive: set rollout.temperature above 0 for training.")
@@ -178,14 +200,15 @@ _logprob.defvjp(_logprob_fwd, _logprob_bwd)
 
 
 class Chunk(NamedTuple):
-    """Rows of the output matrix that make the logits of some token ids.
+    """Consecutive rows of the output matrix, for the logits of C token ids.
 
     Attributes:
-      weight_CD: the rows, over the whole model dimension.
-      start: the first of them in this device's part of the matrix.
-      new_C: False on rows that the chunk before had, too: the last chunk is moved back to end with the vocabulary.
-      first: token id of the first.
-      number: place of the chunk among all of them.
+      weight_CD: rows of the matrix, over the whole model dimension.
+      start: index of the first row in this device's part of the matrix.
+      new_C: False on rows that the previous chunk had, too. The last chunk is moved back so that it ends with the
+        vocabulary, because all chunks must have C rows.
+      first: token id of the first row.
+      number: index of the chunk on this device, from 0.
     """
 
     weight_CD: Array
@@ -195,7 +218,7 @@ class Chunk(NamedTuple):
     number: Array
 
     def offset(self, id_X: Array) -> Array:
-        """Returns the place of each id in the chunk; outside [0, C) for ids of other chunks."""
+        """Returns the index of each id in the chunk; outside [0, C) for ids of other chunks."""
         return id_X - self.first
 
 
@@ -280,13 +303,17 @@ def _backward(
 def pulled_back(
     hidden_BTD: Array, matrix_VD: Array, dlogits: Callable[[Array, Chunk], Array], head: Head
 ) -> tuple[Array, Array]:
-    """Carries the gradient of the logits on to hidden states and output matrix, chunk by chunk.
+    """Propagates the gradient of the logits to hidden states and output matrix, chunk by chunk.
 
     Args:
-      hidden_BTD: hidden states of this device.
-      matrix_VD: this device's part of the output matrix.
-      dlogits: (capped logits of a chunk, chunk) -> the loss's derivative by them; called once in a scan.
-      head: the call's head.
+      hidden_BTD: hidden states on this device.
+      matrix_VD: part of the output matrix on this device.
+      dlogits: function (capped logits of a chunk, chunk) -> derivative of the loss with respect to these logits; a scan
+        traces it once.
+      head: static arguments of the call.
+
+    Returns:
+      The gradients of `hidden_BTD` and of `matrix_VD`, summed over the mesh axes that split other dimensions.
     """
     hidden_XD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     chunks = math.ceil(matrix_VD.shape[0] / head.chunk)
@@ -317,7 +344,7 @@ def pulled_back(
 
 
 def scan(step, carry, length: int):
-    """Runs lax.scan over 0..length-1, without a loop if length is 1."""
+    """Runs lax.scan over the indices 0 to length - 1; a length of 1 compiles to no loop."""
     if length == 1:
         return step(carry, jnp.int32(0))
     return jax.lax.scan(step, carry, jnp.arange(length, dtype=jnp.int32))

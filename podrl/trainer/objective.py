@@ -17,9 +17,10 @@ from podrl.types import Layout, PyTree, Ratio
 
 
 class TokenLoss(Protocol):
-    """A loss on token log-probabilities, undivided, with its metrics, undivided too.
+    """A loss on token log-probabilities: loss and metrics as numerators and denominators.
 
-    `rows` is the dataclass of per-token inputs that lies beside the loss: its `layout`, and what else the loss reads.
+    `rows` is a dataclass, declared beside the loss, with its other per-token inputs: `layout` and whatever else the
+    loss reads.
     """
 
     def __call__(
@@ -28,9 +29,9 @@ class TokenLoss(Protocol):
 
 
 class Objective(Protocol):
-    """The function a training step minimises: objective(params, rows, key) of all parameters and one micro-batch.
+    """The function that a training step minimises: objective(params, rows, key) -> (loss, metrics) of a micro-batch.
 
-    `key` is for what is random in a forward pass.
+    `params` are all parameters, `key` is the random key of the forward pass (dropout).
     """
 
     def __call__(self, params: PyTree, rows: Any, key: PRNGKeyArray, /) -> tuple[Ratio, Mapping[str, Ratio]]: ...
@@ -38,13 +39,13 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trunk:
-    """Runs rows through a decoder, for losses and for scoring alike.
+    """Runs packed rows through a decoder, for losses and for scoring.
 
     Attributes:
       config: the model.
-      mesh: devices it runs on.
-      dtype: compute dtype; what the heads give is float32 whatever it is.
-      remat: see `podrl.models.decoder.hidden`.
+      mesh: devices that it runs on.
+      dtype: compute dtype; log-probabilities, values and scores are float32 in any case.
+      remat: values that the backward pass recomputes, see `podrl.models.decoder.hidden`.
     """
 
     config: ModelConfig
@@ -53,7 +54,7 @@ class Trunk:
     remat: str = "none"
 
     def hidden(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T D"]:
-        """Computes hidden states; with a key, adapter inputs are dropped at the rate of the model's configuration."""
+        """Computes final normalised hidden states; with a key, adapters have dropout at the rate of `config`."""
         return decoder.hidden(params, **self._arguments(layout, dropout_key))
 
     def _arguments(self, layout: Layout, dropout_key: PRNGKeyArray | None) -> Any:
@@ -75,23 +76,23 @@ class Forward(Trunk):
     """Runs the actor's forward pass.
 
     Attributes:
-      temperature: sampling temperature; log-probabilities are those of this distribution.
+      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
     """
 
     temperature: float = 1.0
 
     def hidden(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T D"]:
-        """Computes hidden states, of tokens with recorded routes by the experts of these."""
+        """Computes hidden states; tokens with recorded routes are computed by the recorded experts."""
         return self.replayed(params, layout, dropout_key)[0]
 
     def replayed(
         self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "B T D"], Mapping[str, Ratio]]:
-        """Computes `hidden`, and metrics of the routes; none where the layout has no routes.
+        """Computes hidden states as `hidden` does, and metrics of the routes; no metrics if the layout has no routes.
 
-        Metrics: `moe/replayed` (share of tokens with recorded routes), `moe/route_differs` (share of those for which
-        the trainer would choose another set of experts in any layer), and of the trainer's choice `moe/load_max` and
-        `moe/evenness`, see `podrl.models.moe.use_of_experts`.
+        The metrics are `moe/replayed`, the share of tokens with recorded routes; `moe/route_differs`, the share of
+        these tokens for which the trainer would choose another set of experts in any layer; and `moe/load_max` and
+        `moe/evenness` of the trainer's own choice, see `podrl.models.moe.use_of_experts`.
         """
         if layout.route_BTX is None:
             return super().hidden(params, layout, dropout_key), {}
@@ -115,14 +116,14 @@ class Forward(Trunk):
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Computes (log-probability, entropy) of every token, nats; 0 on padding and the first token of a segment.
 
-        Dropout as in `hidden`.
+        A dropout key has the same effect as in `hidden`.
         """
         return self.scored(params, self.hidden(params, layout, dropout_key), layout)
 
     def scored(
         self, params: PyTree, hidden_BTD: Float[Array, "B T D"], layout: Layout
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """Computes (log-probability, entropy) of every token from its hidden states."""
+        """Computes (log-probability, entropy) of every token, nats, from hidden states."""
         return logprob.token_logprobs(
             params,
             hidden_BTD,
@@ -135,7 +136,7 @@ class Forward(Trunk):
 
 
 def token_objective(forward: Forward, loss: TokenLoss) -> Objective:
-    """Builds the objective of every loss on token log-probabilities: GRPO, PPO's actor, supervised fine-tuning."""
+    """Builds the objective of a loss on token log-probabilities: GRPO, PPO's actor, supervised fine-tuning."""
 
     def objective(params: PyTree, rows: Any, key: PRNGKeyArray) -> tuple[Ratio, Mapping[str, Ratio]]:
         hidden_BTD, routed = forward.replayed(params, rows.layout, key)
@@ -147,7 +148,7 @@ def token_objective(forward: Forward, loss: TokenLoss) -> Objective:
 
 @flax.struct.dataclass
 class SupervisedRows:
-    """Packed rows that the cross-entropy reads; `mask_BT` is 1 on the tokens to learn."""
+    """Packed rows that the cross-entropy reads; `mask_BT` is 1 on the tokens to learn, 0 elsewhere."""
 
     layout: Layout
     mask_BT: Float[Array, "B T"]
@@ -155,12 +156,12 @@ class SupervisedRows:
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """Supervised fine-tuning: the mean of -log p over loss tokens, each token counting the same."""
+    """Supervised fine-tuning: the mean of -log p over loss tokens, in which every token has the same weight."""
 
     def __call__(
         self, logprob_BT: Float[Array, "B T"], entropy_BT: Float[Array, "B T"], rows: SupervisedRows
     ) -> tuple[Ratio, Mapping[str, Ratio]]:
-        """Computes (-sum of log p over mask, tokens), and sft/loss and sft/entropy."""
+        """Computes the sum of -log p over loss tokens, their number, and the metrics sft/loss and sft/entropy, nats."""
         mask_BT = rows.mask_BT
         count = jnp.sum(mask_BT)
         loss = Ratio(-jnp.sum(jnp.where(mask_BT > 0, logprob_BT, 0.0)), count)

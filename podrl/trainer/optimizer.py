@@ -1,4 +1,4 @@
-"""AdamW with warm-up, decay and clipping, in float32 whatever the parameters are stored in."""
+"""AdamW with warm-up, decay and clipping; its arithmetic is float32 for parameters of any storage type."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,12 +24,13 @@ class AdamSettings:
     """Settings of AdamW (arXiv 1711.05101), its learning-rate schedule and gradient clipping.
 
     Attributes:
-      learning_rate: the peak.
-      schedule: the rate after the warm-up: 'constant', 'cosine' or 'linear' down to `end_fraction` of the peak.
-      end_fraction: final rate divided by the peak.
-      b1, b2, eps, weight_decay: AdamW's own; decay applies to every trainable parameter.
-      max_grad_norm: gradients of a larger global norm are scaled down to it; 0 is off.
-      mu_dtype, nu_dtype: types in which first and second moments are stored.
+      learning_rate: peak learning rate.
+      schedule: course of the learning rate after the warm-up: 'constant', or 'cosine' or 'linear' decay to
+        `end_fraction` of the peak.
+      end_fraction: final learning rate divided by the peak.
+      b1, b2, eps, weight_decay: AdamW's own numbers; weight decay applies to every trainable parameter.
+      max_grad_norm: largest global norm of the gradient; a larger gradient is scaled down to this norm. 0 is off.
+      mu_dtype, nu_dtype: storage types of the first and second moments.
     """
 
     learning_rate: Rate = 1e-6
@@ -46,14 +47,20 @@ class AdamSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """A gradient transformation and, if known, the learning rate of an update (for metrics)."""
+    """A gradient transformation and, if known, its learning-rate schedule, which only metrics read."""
 
     transform: optax.GradientTransformation
     schedule: Schedule | None = None
 
 
 class AdamState(NamedTuple):
-    """Moments of AdamW, the float32 master copy of narrower parameters, and the number of updates made."""
+    """State of AdamW.
+
+    Attributes:
+      count: number of updates made.
+      mu, nu: first and second moments, trees like the parameters.
+      master: float32 copy of parameters stored in a narrower type; () if all parameters are float32.
+    """
 
     count: Int[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride] - the name in checkpoints
     mu: PyTree
@@ -65,12 +72,14 @@ def make_schedule(config: AdamSettings, *, warmup_steps: int = 0, decay_steps: i
     """Builds the schedule: update index (0-based, traced) -> learning rate, float32.
 
     Args:
-      config: the peak and what follows the warm-up.
-      warmup_steps: updates over which the rate rises linearly from 0; the first update already uses a part of it.
-      decay_steps: updates after which the rate has reached its end, warm-up included; cosine and linear need it.
+      config: peak rate, kind of schedule and final fraction.
+      warmup_steps: number of updates over which the rate rises linearly to its peak; update i of n has the rate
+        (i + 1) / n of the peak, so the first update's rate is above 0.
+      decay_steps: number of updates, warm-up included, after which the rate is at its final value; cosine and linear
+        need it.
 
     Raises:
-      ValueError: a schedule that decays, and no updates left for it.
+      ValueError: the schedule decays, and the warm-up leaves no updates for the decay.
     """
     if config.schedule != "constant" and decay_steps <= warmup_steps:
         raise ValueError(
@@ -91,7 +100,7 @@ def make_schedule(config: AdamSettings, *, warmup_steps: int = 0, decay_steps: i
 
 
 def make_optimizer(config: AdamSettings, *, warmup_steps: int = 0, decay_steps: int = 0) -> Optimizer:
-    """Builds AdamW with `make_schedule`'s schedule; works under strict dtype promotion, unlike optax.adamw."""
+    """Builds AdamW with the schedule of `make_schedule`; unlike optax.adamw it works under strict dtype promotion."""
     schedule = make_schedule(config, warmup_steps=warmup_steps, decay_steps=decay_steps)
     return Optimizer(_adamw(config, schedule), schedule)
 
@@ -103,12 +112,12 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """Adds updates to parameters in float32, stored in the parameters' dtype."""
+    """Adds updates to parameters in float32, and stores the sums in the parameters' dtype."""
     return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u.astype(jnp.float32)).astype(p.dtype), params, updates)
 
 
 def _adamw(config: AdamSettings, schedule: Schedule) -> optax.GradientTransformation:
-    """Builds one transformation that reads and writes clipping, moments and master copy in one pass."""
+    """Builds one transformation that clips gradients and updates moments and master copy in one pass."""
     f32 = jnp.float32
 
     def init(params: PyTree) -> AdamState:
@@ -136,7 +145,8 @@ def _adamw(config: AdamSettings, schedule: Schedule) -> optax.GradientTransforma
         master = state.master
         if state.master:
             master = jax.tree.map(jnp.add, state.master, updates)
-            # The step from the stored parameter to the rounded master; exact after the addition in float32.
+            # The difference between the rounded master and the stored parameter: adding it in float32 (`apply_updates`)
+            # gives exactly the rounded master.
             updates = jax.tree.map(lambda q, p: q.astype(p.dtype).astype(f32) - p.astype(f32), master, params)
         narrow = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
         return updates, AdamState(state.count + 1, narrow(mu, config.mu_dtype), narrow(nu, config.nu_dtype), master)

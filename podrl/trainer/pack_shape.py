@@ -1,4 +1,4 @@
-"""Shapes of packed batches: how long rows are, and how many a micro-batch has, from settings and the mesh."""
+"""Shapes of packed batches: the length of rows and the number of rows in a micro-batch, from settings and mesh."""
 
 import dataclasses
 
@@ -7,29 +7,31 @@ from jax.sharding import Mesh
 from podrl.mesh.rules import batch_shards, time_shards
 from podrl.trainer.config import RLTrainingConfig
 
-# Defaults: tokens of one micro-batch on one device, and the number that row lengths are multiples of. On CPU
-# small micro-batches stay near the caches and leave fewer empty rows; accelerators must fill their matrix units.
+# Default number of tokens of one micro-batch on one device. On CPU small micro-batches stay near the caches and leave
+# fewer empty rows; accelerators must fill their matrix units.
 _DEVICE_TOKENS = {"cpu": 1280, "accelerator": 4096}
-# By how much a row of an accelerator may exceed them where it then holds a whole group and no key says how much it may
-# hold: in parts, the prompt is computed and the weights are read once for each (docs/measurements/planning.md).
+# Factor by which a row on an accelerator may exceed _DEVICE_TOKENS if it then holds a whole group and no key sets the
+# size. A group split over rows costs more: each row computes the prompt and reads the weights once more
+# (docs/measurements/planning.md).
 _WHOLE_GROUP = 1.25
-_ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}
-_SHORT = 256
-# Batches that share prompts have fewer tokens, of which the last micro-batch should not leave many rows empty.
+_ROW_MULTIPLE = {"cpu": 32, "accelerator": 128}  # row lengths are multiples of this number of tokens
+_SHORT = 256  # sequences of at most this many tokens are short, see RLTrainingConfig.max_tokens_per_row
+# The same on CPU for batches that share prompts: they have fewer tokens, and smaller micro-batches leave fewer rows of
+# the last one empty.
 _SHARING_TOKENS = 480
 
 
 @dataclasses.dataclass(frozen=True)
 class PackShape:
-    """The fixed shape of every packed batch of a run: contents vary, compiled programs do not.
+    """The shape of every packed batch of a run; it never changes, so programs are compiled once.
 
     Attributes:
-      micro_batches: A, the most micro-batches a batch may need.
-      rows: B, rows of one micro-batch over all data shards.
-      tokens: T, tokens of one row.
-      shards: data shards that split the rows of a micro-batch evenly.
-      shared: True lets sequences that begin alike share those tokens in a row.
-      whole: True keeps all pieces of a sample in one row, for a loss with terms over whole samples.
+      micro_batches: largest number of micro-batches that a batch may need, A.
+      rows: number of rows of one micro-batch over all data shards, B.
+      tokens: number of tokens of one row, T.
+      shards: number of data shards that split the rows of a micro-batch evenly.
+      shared: whether sequences of a row that begin with the same tokens share these tokens.
+      whole: whether all pieces of a sample lie in one row, for a loss with terms over whole samples.
     """
 
     micro_batches: int
@@ -51,20 +53,21 @@ class PackShape:
     ) -> "PackShape":
         """Computes the smallest shape that holds any `sequences` sequences of at most `max_length` tokens.
 
-        First-fit decreasing puts at least floor(T / max_length) sequences into every row but the last: a row that
-        turns a sequence away already holds more than T - max_length tokens. Where sharing would need more rows than
-        that, `place` does without.
+        First-fit decreasing puts at least floor(T / max_length) sequences into every row but the last, because a row
+        that cannot take a sequence already holds more than T - max_length tokens. If shared prompts would need more
+        rows than this, `packing.place` packs without sharing.
 
         Args:
-          sequences: sequences of one mini-batch.
-          max_length: longest possible sequence, tokens.
-          max_tokens_per_row: T.
-          rows_per_micro_batch: B; rounded up to a multiple of `shards`, and down to what the worst case fills.
-          shards: size of the mesh axes that split the rows (data x fsdp).
-          shared: see PackShape.
+          sequences: number of sequences of one mini-batch.
+          max_length: greatest length of a sequence, tokens.
+          max_tokens_per_row: length of a row, T.
+          rows_per_micro_batch: wanted number of rows, B; rounded up to a multiple of `shards`, and reduced to the
+            number of rows that the worst case fills.
+          shards: product of the sizes of the mesh axes that split the rows (data x fsdp).
+          shared: whether sequences of a row that begin with the same tokens share these tokens.
 
         Raises:
-          ValueError: a sequence of `max_length` does not fit into a row, or a size is not positive.
+          ValueError: a sequence of `max_length` tokens does not fit into a row.
         """
         assert min(sequences, max_length, rows_per_micro_batch, shards) >= 1, (sequences, max_length, shards)
         if max_length > max_tokens_per_row:
@@ -86,15 +89,19 @@ def pack_shape(
     group_size: int = 1,
     max_prompt_length: int = 0,
 ) -> PackShape:
-    """Chooses the shape of all packed batches of `sequences` sequences (one mini-batch) of at most `max_length` tokens.
+    """Chooses the shape of all packed batches of a run from the trainer's settings and the mesh.
 
     Args:
-      training, mesh: settings of the sizes of rows and micro-batches, and the mesh that they are trained on.
-      sequences, max_length: number and greatest length of the sequences that a batch must hold.
-      group_size, max_prompt_length: sequences that begin with the same prompt, and tokens of the longest prompt.
+      training: settings that may fix the sizes of rows and micro-batches.
+      mesh: mesh that trains on the batches.
+      sequences: number of sequences that a batch (one mini-batch) must hold.
+      max_length: greatest length of a sequence, tokens.
+      group_size: number of sequences that begin with the same prompt.
+      max_prompt_length: greatest length of a prompt, tokens.
 
     Raises:
-      ValueError: rows that cannot hold the longest sequence or do not divide, a device limit that cannot hold a row.
+      ValueError: rows are too short for the longest sequence or do not split along time, a device's limit of tokens is
+        below the length of a row, or keys that set the size of micro-batches contradict each other.
     """
     kind = _kind(mesh)
     shards, parts = batch_shards(mesh), time_shards(mesh)
@@ -126,7 +133,7 @@ def pack_shape(
         micro = _ceil(sequences, count)
     rows = per_device * shards
     if micro is not None and max_length <= tokens:
-        # Rows that are longer for the sake of sharing are fewer: the memory is that of `micro` sequences.
+        # Rows made longer for shared prompts are made fewer, so that memory stays that of `micro` sequences.
         rows = _ceil(micro * max_length, tokens) if shared else _ceil(micro, tokens // max_length)
         if limit:
             rows = min(rows, per_device * shards)
@@ -140,11 +147,17 @@ def _kind(mesh: Mesh) -> str:
 
 
 def _group_row(group_size: int, prompt: int, longest: int, room: int, whole: int, *, even: bool) -> int:
-    """Computes the tokens of a row with a prompt and its samples, all if they fit `whole`; 0 for one sample.
+    """Computes the length of a row that holds a prompt once and several of its samples; 0 if only one sample fits.
 
-    Else those that fit `room`, or `even` parts of the group.
+    Args:
+      group_size: number of samples of the prompt.
+      prompt: tokens of the longest prompt.
+      longest: tokens of the longest sample, prompt included.
+      room: largest length of a row that holds a part of the group.
+      whole: largest length of a row that holds the whole group.
+      even: whether a split group is split into parts of equal size (up to rounding) instead of full rows and a rest.
     """
-    own = longest - prompt + 1  # each has its own last prompt token
+    own = longest - prompt + 1  # a sample keeps the last prompt token, as it predicts another token in each sample
     if prompt + group_size * own <= whole:
         return prompt + group_size * own
     fit = min(group_size, (room - prompt) // own)

@@ -1,4 +1,4 @@
-"""Packing: the place of each sequence in packed rows, and copies of values there and back."""
+"""Packing: chooses the place of each sequence in packed rows, and copies values to packed rows and back."""
 
 import dataclasses
 import functools
@@ -15,11 +15,11 @@ from podrl.types import Batch, Layout, PiecesLayout, Rollouts, Rows, SharedLayou
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrefixes:
-    """The prefixes that groups of B sequences have in common, and their lengths.
+    """The prefixes that B sequences share within their groups.
 
     Attributes:
-      group_B: sequences of one group are equal in their first `length_B` tokens.
-      length_B: number of these tokens; fewer than the sequence has, and none of them counts in a loss.
+      group_B: number of each sequence's group; sequences of one group begin with the same `length_B` tokens.
+      length_B: number of shared tokens, fewer than the sequence has; none of them counts in a loss.
     """
 
     group_B: Int[np.ndarray, " B"]
@@ -27,26 +27,30 @@ class SharedPrefixes:
 
     @staticmethod
     def of_prompts(length_P: Int[np.ndarray, " P"], group_B: Int[np.ndarray, " B"]) -> "SharedPrefixes":
-        """Returns the shared prefixes of samples; `group_B` says which of the prompts each has.
+        """Returns the shared prefixes of samples, which are their prompts without the last token.
 
-        The last token of a prompt is not among those shared: what it predicts is another token in each sample.
+        The last token of a prompt is not shared, because it predicts another token in each sample.
+
+        Args:
+          length_P: tokens of each prompt.
+          group_B: index of each sample's prompt.
         """
         return SharedPrefixes(group_B, np.maximum(np.asarray(length_P, np.int64)[group_B] - 1, 0))
 
     def chosen(self, index_n: Int[np.ndarray, " n"]) -> "SharedPrefixes":
-        """Selects the shared prefixes of some of the sequences."""
+        """Returns the shared prefixes of the sequences at `index_n`."""
         return SharedPrefixes(self.group_B[index_n], self.length_B[index_n])
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """The B token sequences that samples consist of: each is a part of a sample's row.
+    """The B token sequences of a number of samples; each sequence is a part of one sample's row.
 
     Attributes:
       samples: number of samples.
-      sample_B: sample of each sequence, ascending.
+      sample_B: index of each sequence's sample, ascending.
       begin_B: index in the sample's row at which the sequence begins.
-      length_B: tokens of each sequence.
+      length_B: number of tokens of each sequence, at least 1.
     """
 
     samples: int
@@ -56,12 +60,15 @@ class Pieces:
 
     @staticmethod
     def one_each(length_B: Int[np.ndarray, " B"]) -> "Pieces":
-        """Makes one sequence of each sample."""
+        """Makes one sequence of each sample, whose lengths are `length_B`."""
         return Pieces(len(length_B), np.arange(len(length_B)), np.zeros(len(length_B), np.int64), length_B)
 
     @staticmethod
     def of(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"]) -> "Pieces":
-        """Lists the pieces of some samples; one without sampled tokens is left out where its sample has another."""
+        """Lists the pieces of the samples at `chosen_n`, without pieces that have no sampled token.
+
+        A sample without any sampled token keeps its first piece.
+        """
         length_n, piece_nT = np.asarray(rollouts.length_B[chosen_n], np.int64), rollouts.piece_BT[chosen_n]
         if not piece_nT.any():
             return Pieces.one_each(length_n)
@@ -81,22 +88,22 @@ class Pieces:
 class Placement:
     """The place of each of B sequences in the packed rows.
 
-    Methods take and return per-token values in the sample layout: one right-padded row per sample, which holds the
-    sample's sequences at the places that `pieces` says.
+    Methods take and return per-token values in the sample layout: one right-padded row per sample, in which the
+    sample's sequences lie as `pieces` says. A sequence's own tokens are those that it does not share.
 
     Attributes:
       shape: shape of the packed arrays.
       pieces: the sequences.
-      micro_batches: micro-batches that hold tokens, at least 1.
-      packed: tokens in all rows, those shared counted once a row.
-      micro_B, row_B: micro-batch of each sequence and row in it.
-      start_B: index in the row at which its own tokens begin.
-      segment_B: segment id of its own tokens in the row, from 1.
-      shared_B: number of tokens it shares with others, before its own.
-      shared_start_B, prefix_B: place in the row where the shared beginning begins, and its segment id (0 where there is
-        none).
-      number_B: number in the row of each sequence's sample, from 1, where all pieces of a sample lie in one row and
-        some sample has several; else empty.
+      micro_batches: number of micro-batches that hold tokens, at least 1.
+      packed: number of tokens in all rows; shared tokens count once per row.
+      micro_B, row_B: micro-batch of each sequence, and its row in the micro-batch.
+      start_B: index in the row at which the sequence's own tokens begin.
+      segment_B: segment id of the sequence's own tokens in the row, from 1.
+      shared_B: number of tokens that the sequence shares with others; they come before its own.
+      shared_start_B, prefix_B: index in the row at which the shared tokens begin, and their segment id; 0 if the
+        sequence shares nothing.
+      number_B: number of the sequence's sample within the row, from 1; empty unless all pieces of a sample lie in one
+        row and some sample has several.
     """
 
     shape: PackShape
@@ -113,12 +120,15 @@ class Placement:
     number_B: Int[np.ndarray, " B"]
 
     def padding_share(self) -> float:
-        """Share of the computed tokens (those of filled micro-batches) that hold no sequence."""
+        """Share of the computed tokens, which are all tokens of filled micro-batches, that are padding."""
         return 1.0 - self.packed / (self.micro_batches * self.shape.rows * self.shape.tokens)
 
     @functools.cached_property
     def _tokens(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
-        """Lists (sequence, offset in it, index into the flattened packed array) of every real token, by sequence."""
+        """Lists (sequence, offset in the sequence, index in the flattened packed array) of every token, by sequence.
+
+        A shared token is listed once for each sequence, always with the same index.
+        """
         length_B = self.pieces.length_B
         sequence_X = np.repeat(np.arange(len(length_B)), length_B)
         first_B = np.cumsum(length_B) - length_B
@@ -132,13 +142,13 @@ class Placement:
 
     @functools.cached_property
     def _source(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
-        """Lists (sample, index in the sample's row) of the same tokens."""
+        """Lists (sample, index in the sample's row) of the tokens of `_tokens`."""
         sequence_X, offset_X, _ = self._tokens
         return self.pieces.sample_B[sequence_X], self.pieces.begin_B[sequence_X] + offset_X
 
     @functools.cached_property
     def _own(self) -> Bool[np.ndarray, " X"]:
-        """Marks the real tokens that a sequence shares with no other."""
+        """Marks the tokens of `_tokens` that a sequence does not share."""
         return self._tokens[1] >= self.shared_B[self._tokens[0]]
 
     def scatter(
@@ -147,11 +157,15 @@ class Placement:
         """Scatters per-token values from the sample layout to the packed rows, 0 on padding.
 
         Args:
-          values_BT: values in the sample layout, right-padded; integers become int32, all else float32.
-          where_BT: tokens at which it is 0 get the value 0, whatever they hold, NaN included.
+          values_BT: values in the sample layout; integers become int32, all other types float32.
+          where_BT: mask in the sample layout; tokens where it is 0 get the value 0, even if they hold NaN. None for no
+            mask.
+
+        Returns:
+          An array (A, B, T) on the host.
 
         Raises:
-          ValueError: another number of rows than of placed samples.
+          ValueError: the number of rows is not the number of placed samples.
         """
         values_X = self._checked(values_BT)[self._source]
         if where_BT is not None:
@@ -162,7 +176,8 @@ class Placement:
         """Packs the tokens of right-padded samples, with their segments and positions.
 
         Raises:
-          ValueError: samples that do not begin alike where they share tokens, or not those that were placed.
+          ValueError: samples that share tokens differ in them, or the number of rows is not the number of placed
+            samples.
         """
         sequence_X, offset_X, flat_X = self._tokens
         tokens_X = self._checked(tokens_BT)[self._source]
@@ -183,10 +198,10 @@ class Placement:
         return SharedLayout(tokens_ABT, segment_ABT, position_ABT, self._packed(np.where(own_X, prefix_X, 0)))
 
     def replayed(self, rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"]) -> Layout:
-        """Applies `layout` to some of a batch's samples, with the routes that the sampler recorded.
+        """Packs the samples at `chosen_n` as `layout` does, with the routes that the sampler recorded.
 
-        Samples share a prompt's routes as they share its tokens. Where they were sampled apart, routes of one of them
-        are those of all.
+        Samples that share a prompt's tokens share its routes, too. If the samples have different routes for the prompt,
+        the routes of one of them are used for all.
         """
         layout = self.layout(rollouts.tokens_BT[chosen_n])
         if rollouts.route_BTX is None:
@@ -199,15 +214,17 @@ class Placement:
         return dataclasses.replace(layout, route_BTX=route_ABTX)
 
     def loss_tokens(self, mask_BT: Shaped[np.ndarray, "B T"]) -> tuple[Any, Any]:
-        """Packs (1 where a token counts in the loss, number of such tokens in its sample: at least 1, 1 on padding).
-
-        A sample's tokens are counted over all its pieces.
+        """Packs the loss mask, and for each token the number of loss tokens in its sample.
 
         Args:
-          mask_BT: not 0 where a token counts.
+          mask_BT: loss mask in the sample layout; a token counts where it is not 0.
+
+        Returns:
+          The mask as 1 and 0; and the number of loss tokens over all pieces of the token's sample, at least 1, and 1 on
+          shared tokens and padding.
 
         Raises:
-          ValueError: a token that counts and is shared with other sequences, or not the placed samples.
+          ValueError: a shared token counts in the loss, or the number of rows is not the number of placed samples.
         """
         _, offset_X, _ = self._tokens
         sample_X, _ = self._source
@@ -221,18 +238,18 @@ class Placement:
         return self._packed(mask_X), self._packed(np.where(self._own, count_B[sample_X], 1.0), fill=1.0)
 
     def unpack(self, values_ABT: Shaped[np.ndarray, "A B T"], width: int) -> Shaped[np.ndarray, "B width"]:
-        """Gathers per-token values from packed rows back to the sample layout, 0 where no sequence lies.
+        """Copies per-token values from packed rows back to the sample layout; 0 where no sequence lies.
 
         Args:
           values_ABT: one value per packed token, on the host.
-          width: T of the sample layout, at least the longest sample.
+          width: T of the sample layout, at least the length of the longest sample.
         """
         out_BT = np.zeros((self.pieces.samples, width), values_ABT.dtype)
         out_BT[self._source] = np.asarray(values_ABT).reshape(-1)[self._tokens[2]]
         return out_BT
 
     def batch(self, rows: Rows) -> Batch[Rows]:
-        """Builds the batch from packed arrays of this placement; single numbers are repeated for each micro-batch."""
+        """Builds a batch from rows with packed arrays of this placement; repeats scalar fields for each micro-batch."""
         A = self.shape.micro_batches
         whole: Any = jax.tree.map(lambda x: x if np.ndim(x) else np.full(A, x, np.float32), rows)
         count: Any = np.asarray(self.micro_batches, np.int32)
@@ -255,29 +272,30 @@ class Placement:
         return values
 
     def _named(self, token: int) -> str:
-        """The sequence of a token in words; samples of one piece are sequences."""
+        """Names the sequence of a token in words, for error messages: its sample, and where it begins if not at 0."""
         sample, at = (int(x_X[token]) for x_X in self._source)
         begin = at - int(self._tokens[1][token])
         return f"{sample}, from its token {begin} on," if begin else str(sample)
 
 
 class _TooManyRowsError(ValueError):
-    """Sequences fill more rows than the shape has."""
+    """The sequences fill more rows than the shape has."""
 
 
 def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPrefixes | None = None) -> Placement:
-    """Places sequences: first-fit decreasing into rows, rows dealt to data shards so that token counts are close.
+    """Places sequences in rows by first-fit decreasing, and deals the rows to data shards with similar token counts.
 
-    Where the shape says so, sequences that begin alike go to a row together as far as they fit, with one copy of their
-    beginning; where that takes more rows than the shape has, nothing is shared.
+    If `shape.shared` is set, sequences with a shared prefix go to one row as far as they fit, with one copy of the
+    prefix. If this takes more rows than the shape has, nothing is shared.
 
     Args:
-      length_B: tokens of each sequence, at least 1.
+      length_B: number of tokens of each sequence, at least 1.
       shape: number and length of the rows.
-      prefixes: sequences that begin alike; None where none do.
+      prefixes: prefixes that sequences share; None if there are none.
 
     Raises:
-      ValueError: a sequence longer than a row, an empty sequence, or more rows than the shape has.
+      ValueError: there is no sequence, a sequence is empty or longer than a row, or the sequences fill more rows than
+        the shape has.
     """
     return _place(Pieces.one_each(np.asarray(length_B, np.int64)), shape, prefixes)
 
@@ -324,13 +342,14 @@ def _place(pieces: Pieces, shape: PackShape, prefixes: SharedPrefixes | None) ->
 
 
 def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
-    """Applies `place` to some of a batch's samples; those of one prompt share its tokens.
+    """Places the samples at `chosen_n` as `place` does; samples of one prompt share its tokens.
 
-    Each piece of a sample is a sequence of its own, and may lie in another row than its sample's other pieces. They
-    stay in one row where the shape asks for whole samples, or where they would otherwise take more rows than it has.
+    Each piece of a sample is a sequence, and may lie in another row than the sample's other pieces. All pieces stay in
+    one row, without shared prompts, if `shape.whole` is set, or if they would otherwise fill more rows than the shape
+    has.
 
     Raises:
-      ValueError: as `place`; a sample that must stay whole is longer than a row.
+      ValueError: see `place`; also, a sample that must stay whole is longer than a row.
     """
     pieces = Pieces.of(rollouts, chosen_n)
     if not pieces.begin_B.any():
@@ -355,21 +374,27 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
 
 
 def _prefixes(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces) -> SharedPrefixes:
-    """The prompts that first pieces share; other pieces share nothing."""
+    """Returns the prompts that the first pieces of samples share; other pieces share nothing."""
     prefixes = SharedPrefixes.of_prompts(rollouts.prompts.length_P, rollouts.group_B)
     prefixes = prefixes.chosen(np.asarray(chosen_n)[pieces.sample_B])
     return SharedPrefixes(prefixes.group_B, np.where(pieces.begin_B == 0, prefixes.length_B, 0))
 
 
 def _whole(pieces: Pieces, total_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
-    """Places samples as wholes, and numbers their pieces as segments of the row."""
+    """Places each sample as one sequence, then numbers the pieces of a row as its segments; nothing is shared.
+
+    Args:
+      pieces: pieces of the samples.
+      total_n: tokens of all pieces of each sample.
+      shape: number and length of the rows.
+    """
     wholes = place(total_n, shape)
     sample_B, length_B = pieces.sample_B, pieces.length_B
     before_B = np.cumsum(length_B) - length_B
     before_B = before_B - (np.cumsum(total_n) - total_n)[sample_B]
     start_B, slot_B = (wholes.start_B[sample_B] + before_B), (wholes.micro_B * shape.rows + wholes.row_B)[sample_B]
     order_B = np.lexsort((start_B, slot_B))
-    first_B = np.searchsorted(slot_B[order_B], slot_B[order_B])  # where each one's row begins in that order
+    first_B = np.searchsorted(slot_B[order_B], slot_B[order_B])  # index, in this order, of the first piece of the row
     segment_B = np.zeros_like(start_B)
     segment_B[order_B] = np.arange(len(order_B)) - first_B + 1
     none_B = np.zeros_like(start_B)
@@ -388,10 +413,10 @@ def _whole(pieces: Pieces, total_n: Int[np.ndarray, " n"], shape: PackShape) -> 
 
 
 class _Rows:
-    """Rows being filled; each sequence's place, with rows numbered as they were opened.
+    """Fills rows with sequences and records each sequence's place; rows are numbered in the order they were opened.
 
     Attributes:
-      load: tokens in each row.
+      load: number of tokens in each row.
     """
 
     def __init__(self, length_B: Int[np.ndarray, " B"], tokens: int):
@@ -404,15 +429,16 @@ class _Rows:
         self._free = np.zeros(B, np.int64)
 
     def fill(self) -> None:
-        """Places each sequence by itself, first-fit decreasing."""
+        """Places each sequence without sharing, by first-fit decreasing."""
         for b in np.argsort(-self._length_B, kind="stable"):
             row = self._first_with(int(self._length_B[b]))
             self._put(int(b), self._opened() if row is None else row, int(self._length_B[b]))
 
     def fill_alike(self, prefixes: SharedPrefixes) -> None:
-        """Places sequences group by group, first-fit decreasing.
+        """Places sequences group by group with one copy of their prefix per row, by first-fit decreasing.
 
-        A group that fits nowhere whole is split where that saves more padding than another copy of its prefix costs.
+        A group that fits into no open row as a whole is split, if the part in the emptiest open row has more tokens
+        than another copy of the prefix. Otherwise a new row takes as much of the group as fits.
         """
         own_B = self._length_B - prefixes.length_B
         order_B = np.argsort(-own_B, kind="stable")
@@ -463,7 +489,7 @@ class _Rows:
 
 
 def _that_fit(members: list[int], size_B: Int[np.ndarray, " B"], room: int) -> list[int]:
-    """Selects the sequences that fit together into some room, taken in their order."""
+    """Selects sequences that fit together into `room` tokens: each in turn if it still fits."""
     taken = []
     for b in members:
         if size_B[b] <= room:
@@ -473,11 +499,11 @@ def _that_fit(members: list[int], size_B: Int[np.ndarray, " B"], room: int) -> l
 
 
 def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | None) -> list[Int[np.ndarray, " size"]]:
-    """Splits sequences, in the given order, into the groups that make one optimizer update each.
+    """Splits sequences, in the order of `order_B`, into mini-batches, each for one optimizer update.
 
     Args:
       order_B: sequence indices, e.g. a permutation drawn for this pass over the batch.
-      size: sequences per update; None is all of them.
+      size: number of sequences per update; None for all of them.
 
     Raises:
       ValueError: `size` does not divide the number of sequences.
@@ -493,7 +519,10 @@ def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | Non
 
 
 def _deal(load: Sequence[int], micro_batches: int, shape: PackShape) -> Int[np.ndarray, " rows"]:
-    """Assigns a slot (micro-batch x B + row) to every row; the heaviest first, each to the lightest shard with room."""
+    """Assigns a slot (micro-batch x B + row) to every filled row, so that shards have similar numbers of tokens.
+
+    The fullest row goes first; each row goes to the shard of a micro-batch that has the fewest tokens and a free row.
+    """
     per_shard, groups = shape.rows // shape.shards, micro_batches * shape.shards
     tokens, used, slots = (np.zeros(n, np.int64) for n in (groups, groups, len(load)))
     for row in np.argsort(-np.asarray(load), kind="stable"):

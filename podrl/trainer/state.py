@@ -1,4 +1,4 @@
-"""Builds the training state and places it, and its batches, on the mesh."""
+"""Builds the training state, and places the state and its batches on the mesh."""
 
 import dataclasses
 from typing import Any, cast
@@ -17,7 +17,8 @@ from podrl.trainer.optimizer import AdamState, Optimizer
 from podrl.trainer.pack_shape import PackShape
 from podrl.types import Batch, Layout, PyTree, Rows, SharedLayout, TrainState
 
-_AXES = ("layers", "batch", "time", "act")  # of a packed array: micro-batches, rows, tokens, values of a token
+# Logical axes of a packed array: micro-batches, rows, tokens, values of a token.
+_AXES = ("layers", "batch", "time", "act")
 
 
 def abstract_state(
@@ -26,7 +27,9 @@ def abstract_state(
     """Returns (state, frozen parameters) as shapes, dtypes and shardings, for restoring checkpoints and compiling.
 
     Args:
-      config: the model; under LoRA the state holds the adapters and their optimizer state, the rest is frozen.
+      config: the model; under LoRA the state holds the adapters and their optimizer state, all else is frozen.
+      optimizer: optimizer of the trainable parameters.
+      mesh: mesh of the trainer.
       dtype: type of the stored parameters.
     """
     params = decoder.abstract_params(config, mesh, jnp.dtype(dtype))
@@ -35,7 +38,7 @@ def abstract_state(
 
 
 def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Returns the abstract state around `trainable`: optimizer leaves have the sharding of their parameter."""
+    """Returns the abstract state of abstract trainable parameters; optimizer leaves are sharded as their parameter."""
     whole = rules.replicated(mesh)
 
     def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -45,7 +48,7 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
         return placed(leaf, param.sharding if leaf.shape == param.shape else whole)
 
     opt_state: Any = jax.eval_shape(optimizer.transform.init, trainable)
-    if isinstance(opt_state, AdamState):  # whether there is a master copy depends on dtypes, which optax's walk hides
+    if isinstance(opt_state, AdamState):  # optax's tree_map_params hides dtypes, on which the master copy depends
         trees = {name: jax.tree.map(like_param, getattr(opt_state, name), trainable) for name in ("mu", "nu")}
         master = jax.tree.map(like_param, opt_state.master, trainable) if opt_state.master else ()
         opt_state = AdamState(cast(Any, placed(opt_state.count, whole)), **trees, master=master)
@@ -62,25 +65,25 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
 
 
 def abstract_like(state: TrainState, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Returns shapes and shardings of a state, for restoring a checkpoint over it."""
+    """Returns shapes, dtypes and shardings of a state, for restoring a checkpoint in its place."""
     return abstract_train_state(jax.tree.map(_abstract, state.params), optimizer, mesh)
 
 
 def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, PyTree]:
-    """Makes (state at step 0, frozen parameters) from whole parameters on `mesh`; copies no parameter.
+    """Makes (state at step 0, frozen parameters) from whole parameters on `mesh`, without copying a parameter.
 
-    The state shares its arrays with `params`; the first training step, which donates its state, deletes them.
+    The state shares its arrays with `params`. The first training step donates its state and so deletes them.
     """
     trainable, frozen = decoder.split_trainable(params, config)
     return init_train_state(trainable, optimizer, mesh), frozen
 
 
 def init_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Makes the state at step 0 from parameters on `mesh`; copies no parameter."""
+    """Makes the state at step 0 from trainable parameters on `mesh`, without copying a parameter."""
     abstract = abstract_train_state(jax.tree.map(_abstract, trainable), optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
     opt_state = jax.jit(optimizer.transform.init, out_shardings=shardings)(trainable)
-    # Made in place: an array put from a local device onto one device of each of several hosts cannot be saved.
+    # Computed on the mesh: an array copied from a local device to one device of each of several hosts cannot be saved.
     step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=rules.replicated(mesh))()
     return TrainState(trainable, opt_state, step)
 
@@ -89,10 +92,10 @@ def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh, *, route_byte
     """Returns a packed batch as shapes, dtypes and shardings, for compiling ahead.
 
     Args:
-      rows: the dataclass of per-token inputs, e.g. PolicyRows; Layout for a batch that is only scored.
-      shape: shape of its arrays.
-      mesh: devices that will hold it.
-      route_bytes: bytes of a token's recorded routes; 0 where none are replayed.
+      rows: dataclass of per-token inputs, e.g. PolicyRows; Layout for a batch that is only scored.
+      shape: shape of the packed arrays.
+      mesh: devices that will hold the batch.
+      route_bytes: number of bytes of a token's recorded routes; 0 if no routes are replayed.
     """
 
     def placed(dtype: Any, *axes: str) -> Any:
@@ -117,19 +120,27 @@ def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh, *, route_byte
 
 
 def fetch(array: Any, mesh: Mesh) -> np.ndarray:
-    """Fetches a device array of the mesh to the host, whole on every process."""
+    """Copies a device array of the mesh to the host; every process gets the whole array."""
     if mesh.is_multi_process:
         array = jax.jit(lambda x: x, out_shardings=rules.replicated(mesh))(array)
     return np.asarray(array)
 
 
 def batch_shardings(batch: Batch[Rows], mesh: Mesh) -> Batch[Rows]:
-    """Shards rows over the batch axes of the mesh, replicates the rest; `batch` needs shapes only."""
+    """Returns shardings that split rows and tokens over the mesh's axes for them and replicate all other dimensions.
+
+    Args:
+      batch: a batch; only the shapes of its arrays are read.
+      mesh: devices that will hold the batch.
+    """
     return jax.tree.map(lambda x: rules.sharding_for(_AXES[: np.ndim(x)], np.shape(x), mesh), batch)
 
 
 def local_rows(shape: PackShape, mesh: Mesh) -> Int[np.ndarray, " rows"]:
-    """Lists the rows of every micro-batch on this process's devices, ascending."""
+    """Lists the indices of the rows of a micro-batch that lie on this process's devices, ascending.
+
+    They are the same in every micro-batch.
+    """
     array = (shape.micro_batches, shape.rows, shape.tokens)
     sharding = rules.sharding_for(_AXES[:3], array, mesh)
     rows = [
@@ -139,7 +150,7 @@ def local_rows(shape: PackShape, mesh: Mesh) -> Int[np.ndarray, " rows"]:
 
 
 def put_batch(batch: Batch[Rows], mesh: Mesh) -> Batch[Rows]:
-    """Copies a host batch onto the mesh; every process passes the same batch and keeps the rows of its own devices."""
+    """Copies a host batch to the mesh; every process passes the same batch and copies the rows of its own devices."""
 
     def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)

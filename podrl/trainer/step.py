@@ -1,4 +1,4 @@
-"""One optimizer update as a pure function of state and packed batch, and the scoring of packed batches."""
+"""Compiled programs on packed batches: an optimizer update as a pure function of the state, and scoring of tokens."""
 
 import functools
 from collections.abc import Callable
@@ -42,14 +42,16 @@ def make_train_step(
 
     Args:
       config: the model.
-      loss: e.g. a PolicyLoss of podrl.algorithms, or CrossEntropy.
-      temperature: sampling temperature; log-probabilities are those of this distribution.
+      loss: loss on log-probabilities, e.g. a PolicyLoss of podrl.algorithms, or CrossEntropy.
+      optimizer: optimizer of the trainable parameters.
+      mesh: devices that hold the state and the batch.
+      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
       dtype: compute dtype.
       param_dtype: type of the stored parameters.
       remat: values that the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
       seed: seed of the adapters' dropout.
-      objective_of: function that makes the objective of a forward pass and the loss.
-      join: (trainable, frozen) -> what the objective takes for parameters.
+      objective_of: function of a forward pass and the loss that returns the objective.
+      join: function (trainable, frozen) -> parameters that the objective takes.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)
     abstract = decoder.abstract_params(config, mesh, jnp.dtype(param_dtype))
@@ -69,25 +71,26 @@ def make_update(
 ) -> TrainStep:
     """Builds train_step(state, frozen, batch) -> (state, metrics), jitted; `state` is donated.
 
-    Gradients, numerators and denominators of the filled micro-batches are added and divided once at the end, so how
-    sequences are packed, split and sharded does not change the update. The number of micro-batches is traced.
+    Gradients, numerators and denominators of the filled micro-batches are added up and divided once at the end. How
+    sequences are packed, split and sharded therefore does not change the update. The number of filled micro-batches is
+    an argument of the compiled program, so it may vary without a new compilation.
 
-    An update whose gradient is not finite is skipped, parameters and moments staying as they were, and shows as 1 in
-    `{prefix}/nonfinite`; the step is counted all the same.
+    An update whose gradient or loss is not finite is skipped: parameters and optimizer state keep their values, and
+    `{prefix}/nonfinite` is 1. The step counter rises all the same.
 
-    What is random in a forward pass depends on (seed, step, micro-batch) and on nothing else, so a run that is resumed
-    draws what it would have drawn.
+    The random numbers of a forward pass depend only on (seed, step, micro-batch), so a resumed run draws the numbers
+    that it would have drawn without the interruption.
 
-    Metrics (float32 scalars): those of the objective, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` where the
-    optimizer's schedule is known, `{prefix}/nonfinite`.
+    Metrics (float32 scalars): those of the objective, `{prefix}/grad_norm` (before clipping), `{prefix}/lr` if the
+    optimizer's schedule is known, and `{prefix}/nonfinite`.
 
     Args:
-      objective: the loss to minimise.
-      trainable: shapes and shardings of the parameters that are trained.
-      join: (trainable, frozen) -> the whole tree that the objective takes.
-      optimizer: turns gradients into updates.
-      mesh: devices that hold all of it.
-      prefix: group of the metrics this function adds.
+      objective: objective to minimise.
+      trainable: shapes and shardings of the trainable parameters.
+      join: function (trainable, frozen) -> parameters that the objective takes.
+      optimizer: optimizer that turns gradients into updates.
+      mesh: devices that hold the state and the batch.
+      prefix: group of the metrics that the update adds.
       seed: seed of the random numbers of a forward pass.
     """
 
@@ -99,7 +102,7 @@ def make_update(
         grads = jax.tree.map(lambda g: g / divisor, grads)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss.total)
-        with jax.numpy_dtype_promotion("standard"):  # optax transformations given by users promote
+        with jax.numpy_dtype_promotion("standard"):  # optax transformations of users may mix dtypes
             updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
         params = apply_updates(state.params, updates)
 
@@ -124,21 +127,30 @@ def make_update(
 
 
 def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32") -> ScoreFn:
-    """Builds logprob_fn(params, batch) -> logprob_ABT, jitted: log p(token | before), nats, 0 on first tokens, padding.
+    """Builds logprob_fn(params, batch) -> logprob_ABT, jitted: log p(token t | tokens < t) of every token, nats.
 
-    `params` is a whole tree: `join_trainable(state.params, frozen)` for the actor, `frozen` or a separate model for
-    the reference. Micro-batches beyond `batch.micro_batches` are not computed; their values are 0.
+    The value is 0 on padding, on the first token of a segment, and in micro-batches beyond `batch.micro_batches`, which
+    are not computed.
+
+    `params` is a whole tree: `join_trainable(state.params, frozen)` for the actor; `frozen` or the parameters of a
+    separate model for the reference.
+
+    Args:
+      config: the model.
+      mesh: devices that it runs on.
+      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+      dtype: compute dtype.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
     return make_score_fn(lambda params, layout: forward(params, layout)[0], mesh)
 
 
 def make_score_fn(score: Callable[[PyTree, Layout], Float[Array, "B T"]], mesh: Mesh) -> ScoreFn:
-    """Builds score_fn(params, batch) -> values_ABT, jitted; micro-batches beyond `batch.micro_batches` are 0.
+    """Builds score_fn(params, batch) -> values_ABT, jitted; 0 in micro-batches beyond `batch.micro_batches`.
 
     Args:
-      score: (params, layout) -> a value per token of a micro-batch.
-      mesh: devices it runs on.
+      score: function (params, layout) -> one value per token of a micro-batch.
+      mesh: devices that it runs on.
     """
 
     def scores(params: PyTree, batch: Batch[Layout]) -> Float[Array, "A B T"]:
@@ -154,9 +166,9 @@ def make_score_fn(score: Callable[[PyTree, Layout], Float[Array, "B T"]], mesh: 
 def make_token_score_fn(
     config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32"
 ) -> TokenScoreFn:
-    """Builds token_score_fn(params, batch) -> (logprob_ABT, entropy_ABT), jitted: as `make_logprob_fn`, and entropies.
+    """Builds token_score_fn(params, batch) -> (logprob_ABT, entropy_ABT), jitted, both in nats; see `make_logprob_fn`.
 
-    A program of its own: the one without entropies, which training reads, stays as it is.
+    This is a separate program: the program of `make_logprob_fn`, which training uses, stays without entropies.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
 
@@ -174,13 +186,13 @@ def make_token_score_fn(
 def make_token_weight_fn(
     config: ModelConfig, weigh: TokenWeights, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32"
 ) -> Callable[[PyTree, Batch[Any]], tuple[Float[Array, "A B T"], Float[Array, "A B T"]]]:
-    """Builds token_weight_fn(params, batch) -> (weight_ABT, clipped_ABT), jitted: `weigh` of every micro-batch.
+    """Builds token_weight_fn(params, batch) -> (weight_ABT, clipped_ABT), jitted: applies `weigh` to every micro-batch.
 
     Args:
       config: the model.
-      weigh: (logprob_BT, rows) -> two numbers of every token.
-      mesh: devices it runs on.
-      temperature: as in `make_train_step`.
+      weigh: function (logprob_BT, rows) -> two numbers per token, e.g. `PolicyLoss.token_weights`.
+      mesh: devices that it runs on.
+      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
       dtype: compute dtype.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
@@ -216,7 +228,17 @@ def _accumulate(
     mesh: Mesh,
     placed: PyTree,
 ) -> tuple[PyTree, Ratio, dict[str, Ratio]]:
-    """Sums float32 gradients of the numerator, the loss and its metrics over the filled micro-batches."""
+    """Sums the float32 gradients of the loss's numerator, the loss and its metrics over the filled micro-batches.
+
+    Args:
+      objective: objective to minimise.
+      trainable: trainable parameters.
+      whole: function of the trainable parameters that returns the parameters that the objective takes.
+      batch: packed rows.
+      key: random key of the step.
+      mesh: devices that hold the state and the batch.
+      placed: tree like `trainable` whose leaves have the shardings of the gradients.
+    """
 
     def pin(grads: PyTree) -> PyTree:
         if mesh.size == 1:
@@ -247,5 +269,5 @@ def _micro_batch(rows: PyTree, index: Array) -> Any:
 
 
 def _update_count(opt_state: PyTree, default: Array) -> Array:
-    """Reads the optimizer's own count of updates, which skipped steps do not raise."""
+    """Reads the optimizer's own count of updates, which skipped updates do not raise; `default` if it has none."""
     return getattr(opt_state, "count", default)
