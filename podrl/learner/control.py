@@ -10,16 +10,16 @@ from jaxtyping import Float
 from podrl.algorithms import kl
 from podrl.learner.settings import AlgorithmConfig
 
-MEASURE = "sampler/abs_diff"  # what the gate looks at
+MEASURE = "sampler/abs_diff"  # the metric that the gate compares with its bound
 
 
 class _Coefficient:
     """A KL coefficient, fixed or adapted to `kl_target`; 0 means no KL and stays 0.
 
     Attributes:
-      active: True if there is such a KL.
-      steered: True if its coefficient moves.
-      coef: the coefficient of the next step, which checkpoints carry.
+      active: True if the run has this KL.
+      steered: True if the coefficient adapts.
+      coef: coefficient of the next step, which checkpoints hold.
     """
 
     def __init__(self, config: AlgorithmConfig, start: float):
@@ -71,8 +71,8 @@ class RewardKL(_Coefficient):
 class LossKL(_Coefficient):
     """The adaptive coefficient of the KL in the loss.
 
-    A step is trained with one coefficient. The next step's follows from the KL that the updates of this one measured,
-    so it is known, and the same on all trainer hosts, before a checkpoint of this step is written.
+    A step is trained with one coefficient. The next step's coefficient follows from the KL that this step's updates
+    measured. So it is known, and is the same on all trainer hosts, before a checkpoint of this step is written.
     """
 
     def __init__(self, config: AlgorithmConfig):
@@ -81,7 +81,7 @@ class LossKL(_Coefficient):
 
     @property
     def scale(self) -> float:
-        """Ratio of the coefficient to that in the loss: PolicyRows.kl_scale."""
+        """Ratio of the adapted coefficient to the fixed one in the loss, for PolicyRows.kl_scale."""
         return self.coef / self._beta if self.active else 1.0
 
     def trained(self, kl_U: Sequence[Any], samples: int) -> dict[str, float]:
@@ -89,7 +89,7 @@ class LossKL(_Coefficient):
 
         Args:
           kl_U: the mean KL per token that each update of the step measured, replicated on the device.
-          samples: samples of the step.
+          samples: number of samples of the step.
         """
         metrics = {"actor/kl_coef": self.coef}
         if self.steered:
@@ -104,9 +104,9 @@ class MismatchGate:
         """Starts with no step above the bound.
 
         Args:
-          bound: mean |trainer - sampler| per token, nats.
-          patience: steps in a row above it that stop the run; 0 only warns.
-          section: config section of the two, for messages.
+          bound: mean |trainer's log-probability - sampler's| per token, nats.
+          patience: number of steps in a row above the bound that stop the run; 0 never stops it.
+          section: configuration section of both settings, for messages.
           stale: True if the samples may come from older weights.
         """
         self._bound, self._patience, self._section = bound, patience, section
@@ -116,7 +116,7 @@ class MismatchGate:
         """Counts the steps in a row above the bound.
 
         Raises:
-          ValueError: they are too many.
+          ValueError: the last `patience` steps were all above the bound.
         """
         value = metrics.get(MEASURE)
         if value is None or value <= self._bound:

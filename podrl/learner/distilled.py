@@ -29,7 +29,7 @@ from podrl.types import SOURCE, Batch, Experience, Layout, Rollouts, unrouted
 
 
 def make_grpo(cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]) -> GRPO:
-    """Makes the algorithm of a configuration: with a teacher where `teacher_coef` is set; arguments as of GRPO."""
+    """Makes the algorithm of a configuration: Distilled if a teacher has a weight, else GRPO; arguments as in GRPO."""
     return (GRPO if config.distillation is None else Distilled)(cluster, config, samples=samples, say=say)
 
 
@@ -37,10 +37,10 @@ class Distilled(GRPO):
     """Implements podrl.learner.loop.Algorithm for a policy that learns from a teacher as well."""
 
     def __init__(self, cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]):
-        """Keeps the teacher; arguments as of GRPO.
+        """Prepares the teacher; arguments as in GRPO.
 
         Raises:
-          ValueError: the cluster has no reference, or one that cannot teach this policy.
+          ValueError: the cluster has no teacher, or a teacher that does not fit the policy or the settings.
         """
         assert config.distillation is not None
         self._teacher = config.distillation
@@ -66,7 +66,7 @@ class Distilled(GRPO):
         """Computes the packed shape of a mini-batch as a teacher on a mesh reads it.
 
         Raises:
-          ValueError: the policy has no positions for a hint, or rows no room.
+          ValueError: a sample with a hint is longer than the policy's positions or than a packed row.
         """
         more, config = self._hint_tokens, self.cluster.config
         if not self.cluster.teachers:
@@ -110,7 +110,10 @@ class Distilled(GRPO):
         return ComparedScores(**vars(scores), span_BT=span_BT)
 
     def _readings(self, step: int, experience: Experience) -> list["_Reading"]:
-        """Lists the teachers with what each reads; none where the reference reads the samples as they were drawn."""
+        """Lists the teachers, each with the samples as it reads them.
+
+        The list is empty if the reference reads the samples as they were drawn.
+        """
         rollouts, actor, of = experience.rollouts, self.cluster.actor, self._teacher.teacher
         if self.cluster.teachers:
             return [
@@ -161,10 +164,11 @@ class Distilled(GRPO):
         return reading.view.back(placement.unpack(found, read.tokens_BT.shape[1]), chosen, rollouts)
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose rows lie on this process's devices as they were drawn, or as a teacher reads them."""
+        """Lists the samples whose rows lie on this process's devices, packed as drawn or as a teacher reads them."""
         own, teachers = super().needed(step, experience), self.cluster.teachers
         if any(teacher.tokenizer is not None for teacher in teachers):
-            return np.arange(len(experience.rollouts.length_B))  # lengths in other tokens are known of read samples
+            # Every sample: its length in the teacher's tokens, which decides its row, is known only from its text.
+            return np.arange(len(experience.rollouts.length_B))
         hinted = TEACHER_PROMPT in experience.rollouts.prompts.fields or self._teacher.teacher != "reference"
         if not (teachers or hinted):
             return own
@@ -180,7 +184,7 @@ class Distilled(GRPO):
         return np.unique(np.concatenate([own, *held]))
 
     def update(self, step: int, batches: Sequence[Batch[Any]], weighed: list[Any] | None = None) -> Mapping[str, Any]:
-        """Makes the updates of a step; a teacher that is the policy's moving average follows it then."""
+        """Makes the updates of a step, and then moves the teacher if it is the policy's moving average."""
         metrics = super().update(step, batches, weighed)
         if self._teacher.teacher == "ema":
             self.cluster.actor.move_average(self._rate)
@@ -189,7 +193,7 @@ class Distilled(GRPO):
     def advantages(
         self, experience: Experience, scores: Scores, rewards: np.ndarray
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Computes every sampled token's advantage by its teacher, and by rewards where these have weight."""
+        """Computes every sampled token's advantage: the rewards' part, and the teacher's unless it is in the loss."""
         mask_BT, teacher = experience.rollouts.mask_BT, self._of(experience)
         by_reward_BT = np.zeros_like(mask_BT)
         if np.any(teacher.reward_coef):
@@ -202,14 +206,14 @@ class Distilled(GRPO):
         return own_BT + theirs_BT, {**told, **metrics}
 
     def _of(self, experience: Experience) -> Distillation:
-        """The teacher with the weights that each sample has by its source."""
+        """Returns the teacher's settings with the weights of each sample, which depend on its source."""
         coef, reward_coef = (self._of_samples(name, experience) for name in ("teacher_coef", "reward_coef"))
         return dataclasses.replace(self._teacher, coef=coef, reward_coef=reward_coef)
 
     def _of_update(
         self, advantage_BT: np.ndarray, experience: Experience, scores: Scores, loss_mask_BT: np.ndarray, chosen: Any
     ) -> tuple[np.ndarray, Any]:
-        """Selects the advantages of an update; a teacher's part in them is divided by tokens, whatever the loss is."""
+        """Selects an update's advantages; the teacher's part is a mean over tokens whatever `loss_agg_mode` says."""
         own_BT, weight = super()._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
         if self._exact:
             return own_BT, weight
@@ -225,7 +229,7 @@ class Distilled(GRPO):
     def _placed(
         self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
     ) -> Batch[Any]:
-        """Puts rows on the mesh, with what the update reads of the teacher beside its weights."""
+        """Puts rows on the mesh; with an exact divergence, also its weights and, for 'top_k', the teacher's numbers."""
         where = (experience, loss_mask_BT, chosen)
         if not self._exact:
             return super()._placed(placement, rows, *where)
@@ -238,7 +242,7 @@ class Distilled(GRPO):
     def _taught(
         self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
     ) -> TaughtRows:
-        """Adds the weights of the divergence to rows: those of their samples, by source, divided by their tokens."""
+        """Adds the weight of each token's divergence to rows: `teacher_coef` of its source, as a mean over tokens."""
         counted_BT = self._config.counted(experience)
         weight_BT = (self._of_samples("teacher_coef", experience) * counted_BT)[chosen]
         scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float((weight_BT > 0).sum()), 1.0)
@@ -250,24 +254,24 @@ class Distilled(GRPO):
 
 
 def _compared(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
-    """The policy's log-probabilities before the step, and the teacher's."""
+    """Returns the log-probabilities under the policy before the step, and under the teacher, nats."""
     return scores.old_logprob_BT, cast(ReferencedScores, scores).ref_logprob_BT
 
 
 def _spans(scores: Scores, chosen: Any = slice(None)) -> np.ndarray | None:
-    """Spans in which tokens of some samples are compared; None where each is compared by itself."""
+    """Returns the number of each token's span, (b, T); None if each token is compared by itself."""
     return scores.span_BT[chosen] if isinstance(scores, ComparedScores) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """A teacher and what it reads.
+    """A teacher, and the samples as it reads them.
 
     Attributes:
-      view: the samples as it reads them.
-      of_B: which samples it scores.
-      mesh: where it lies.
-      score: scores a packed host batch there.
+      view: the samples in the teacher's reading.
+      of_B: True for the samples that the teacher scores.
+      mesh: mesh of the teacher's weights.
+      score: function that scores a packed host batch on that mesh.
     """
 
     view: Hinted | Translated

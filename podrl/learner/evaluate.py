@@ -31,16 +31,21 @@ class SetConfig:
     """Settings of one set of records to evaluate on beside those that are held out of the training data.
 
     Attributes:
-      name: its metrics are eval/NAME/*.
-      path: as data.path; all its records are for evaluation.
-      problems: records used, from the first on; None for as many as eval.problems.
-      samples: completions of a record at `temperature`, for mean@k, pass@k and majority@k; None is eval.samples, 0
-        leaves greedy ones alone.
-      temperature: sampling temperature of those samples.
-      max_tokens_to_generate: limit of a sample; None is rollout.max_tokens_to_generate, the most there can be.
-      every: 2 scores it in every other evaluation, and so on; the first and the last one have all sets.
-      reward: reward functions of its records, instead of reward.fns.
-      env, split, template, system_prompt, question_field, answer_field: as of data.sources.
+      name: name of the set; the set's metrics are eval/NAME/*.
+      path: source of the set's records, as in data.path; all of its records are for evaluation.
+      problems: number of records used, from the first on; None for as many as eval.problems.
+      samples: number of completions per record at `temperature`, for mean@k, pass@k and majority@k; None is
+        eval.samples, 0 leaves the greedy completion alone.
+      temperature: sampling temperature of these completions.
+      max_tokens_to_generate: largest number of tokens of a completion; None is rollout.max_tokens_to_generate, which is
+        also the largest value.
+      every: number n; the set is scored in every n-th evaluation. The first and the last evaluation have all sets.
+      reward: reward functions of the set's records, in place of reward.fns.
+      env: environment of the set's records, one of env.others; '' for env.environment.
+      split: beginning of the names of the files used if `path` is a directory, such as 'train'.
+      template: form of the set's prompts, as in data.template; '' takes data.template.
+      system_prompt: instructions before the set's questions, as in data.sources.
+      question_field, answer_field: fields of the question and of the answer, as in `data`; '' takes those of `data`.
     """
 
     name: str
@@ -66,7 +71,7 @@ class SetConfig:
             )
 
     def data(self, data: DataConfig) -> DataConfig:
-        """Settings of its records alone, where `data` are the job's."""
+        """Returns data settings with this set's records alone; `data` are the job's settings."""
         own = {name: getattr(self, name) for name in (*_AS_SOURCE, "name")}
         return dataclasses.replace(data, path="", sources=(SourceConfig(**own),), eval_path="", eval_fraction=0.0)
 
@@ -92,9 +97,9 @@ class EvalConfig:
     """Settings of an evaluation: number of prompts, of samples per prompt, of samples shown, further sets, and when.
 
     Attributes:
-      problems: held-out prompts used; 0 leaves the evaluation on them out.
-      samples: completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
-      show: samples printed to samples.jsonl per evaluation and set.
+      problems: number of held-out prompts used; 0 leaves the evaluation on them out.
+      samples: number of completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
+      show: number of samples written to samples.jsonl per evaluation and set.
       sets: further sets of records.
     """
 
@@ -111,7 +116,7 @@ class EvalConfig:
 
 # (completion, reference answer) -> named 0/1 scores: answer, partial, format.
 Scorer = Callable[[str, Any], dict[str, float]]
-# (samples, samples per prompt) -> rewards of every sample: 'reward' in all, 'reward/NAME' of a function; NaN for none.
+# samples -> rewards of every sample, (B,): 'reward' is the total, 'reward/NAME' of one function; NaN for no reward.
 RewardsOf = Callable[[Rollouts], Mapping[str, np.ndarray]]
 
 
@@ -120,12 +125,12 @@ class HeldOut:
     """A set of records as an evaluation uses it.
 
     Attributes:
-      batches: its prompts; none where other hosts have them all.
-      sampled: sampling settings of the samples beside greedy completions.
-      samples: number of them for each prompt.
-      scorer: accuracies of a completion against the record's `answer`; None where the task has none.
+      batches: prompts of the set; empty if other hosts have all of them.
+      sampled: sampling settings of the completions beside the greedy one.
+      samples: number of sampled completions per prompt.
+      scorer: accuracies of a completion against the record's `answer`; None if the task has no answers.
       name: name of a set of eval.sets; '' for the records held out of the training data.
-      every: number n; it is scored in every n-th evaluation.
+      every: number n; the set is scored in every n-th evaluation.
     """
 
     batches: Sequence[Prompts]
@@ -137,7 +142,7 @@ class HeldOut:
 
 
 def stop_texts(cluster: RLCluster) -> tuple[str, ...]:
-    """The stop strings of training samples that are text; the rollout itself knows those that are special tokens."""
+    """Returns the stop strings of training samples that are text; the rollout itself knows the special tokens."""
     strings = cluster.config.rollout().stop_strings
     return Dialogue(cluster.tokenizer).stops(strings)[0] if strings else ()
 
@@ -146,8 +151,9 @@ class Evaluator:
     """Greedy and sampled scores of a policy on fixed prompts.
 
     Attributes:
-      rewards: scores samples by the run's reward functions; None leaves them out.
-      keep: is given the step of each evaluation and the mean of every record by metric, for paired intervals.
+      rewards: scores samples by the run's reward functions; None leaves rewards out.
+      keep: function called with the step of each evaluation and the mean of every record by metric; the means are used
+        for paired intervals.
     """
 
     def __init__(
@@ -167,12 +173,13 @@ class Evaluator:
         Args:
           cluster: the cluster that generates.
           batches: the prompts.
-          config: number of samples.
-          scorer: accuracies of a completion against the record's `answer`; None where the task has none.
-          rewards: e.g. `learner.rewards_of`, which scores as that learner trains.
+          config: numbers of completions per prompt and of samples to show.
+          scorer: accuracies of a completion against the record's `answer`; None if the task has no answers.
+          rewards: scores samples by reward functions; `learner.rewards_of` scores as that learner trains.
           sets: further prompts, opened from `config.sets`.
-          nth: number of the evaluation after a step, from 0 on; 0 for the last too, which has all sets.
-          groups: of the held-out records, by their field `group`: each has metrics eval/group_NAME/*, too.
+          nth: function from a step to the number of the evaluation after it, from 0 on; 0 also for the last evaluation,
+            which has all sets.
+          groups: names of groups of held-out records, by the field `group`; each also has metrics eval/group_NAME/*.
         """
         rollout = cluster.config.rollout()
         sampled = Sampling(max_new=rollout.max_tokens_to_generate, stop_strings=stop_texts(cluster))
@@ -192,11 +199,12 @@ class Evaluator:
 
         Args:
           policy: weights on the rollout mesh.
-          step: after which they are evaluated: which sets are due.
-          part: the share's number, and how many there are.
+          step: step after which the weights are evaluated; it decides which sets are due.
+          part: number of the share, from 0, and number of shares.
 
         Returns:
-          Metric -> score of every sample of every prompt, (P, G), NaN for none; a few samples. Of no prompts, nothing.
+          By metric, the score of every sample of every prompt, (P, G), NaN for no score; and a few samples. Both are
+          empty if the share has no prompts.
         """
         work = self.in_pieces(policy, step, part)
         while True:
@@ -212,9 +220,10 @@ class Evaluator:
         part: tuple[int, int] = (0, 1),
         most: Callable[[], int | None] = lambda: None,
     ) -> Generator[None, None, Scored]:
-        """Scores as `scores` does, a piece at a time, and yields after each.
+        """Scores like `scores`, in pieces, and yields after each piece.
 
-        `most` is asked before each piece for the most samples of it (but those of one prompt); None for all there are.
+        `most` is called before each piece and returns its largest number of samples, at least those of one prompt; None
+        for a whole batch.
         """
         found: dict[str, np.ndarray] = {}
         shown: list[dict[str, Any]] = []
@@ -243,7 +252,7 @@ class Evaluator:
         return found, shown
 
     def _drawn(self, policy: Policy, prompts: Prompts, held: HeldOut) -> list[Rollouts]:
-        """Draws the greedy sample of each prompt, and the others; both at once by an engine that is able to."""
+        """Draws the greedy sample of each prompt and the others, in one call if the engine can do so."""
         G = held.samples
         if able(self._cluster.config.rollout_engine, "greedy_members"):
             both = self._draw(policy, prompts, dataclasses.replace(held.sampled, greedy=1), 1 + G)
@@ -262,13 +271,13 @@ class _Scores:
     """Collects the scores of a set's greedy samples, or of its sampled ones."""
 
     def __init__(self, held: HeldOut, name: str, samples: int):
-        """Has no scores yet; there are `samples` of every prompt."""
+        """Begins without scores; `samples` is the number of samples per prompt."""
         self.samples, self.shown = samples, list[dict[str, Any]]()
         self._held, self._name = held, name
         self._values: dict[str, list[float]] = {}
 
     def add(self, rollouts: Rollouts, rewards: Mapping[str, np.ndarray], show: int) -> None:
-        """Scores the samples of further prompts; `show`: samples to keep as text, of all."""
+        """Scores the samples of further prompts; `show` is the largest number of samples kept as text, in all."""
         held, prompts, values = self._held, rollouts.prompts, self._values
         texts = [scored_text(*sample) for sample in zip(rollouts.completions, rollouts.episodes, strict=True)]
         for b, (p, completion) in enumerate(zip(rollouts.group_B.tolist(), rollouts.completions, strict=True)):
@@ -292,7 +301,7 @@ class _Scores:
                 values.setdefault(_MAJORITY, []).append(voted)
 
     def by_metric(self) -> dict[str, np.ndarray]:
-        """Metric -> score of every sample of every prompt, (P, G)."""
+        """Returns, by metric, the score of every sample of every prompt, (P, G)."""
         of_one = {_MAJORITY: 1}
         return {
             f"eval/{self._name}_{key}": np.asarray(value).reshape(-1, of_one.get(key, self.samples))
@@ -305,7 +314,10 @@ def _renamed(scores: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarra
 
 
 def _cut(batches: Sequence[Prompts], samples: int, most: int | None) -> tuple[Prompts, list[Prompts]]:
-    """Splits off a piece of at most `most` samples, but at least one prompt; None: a batch. Returns it and the rest."""
+    """Splits off a piece of at most `most` samples, but at least one prompt, and returns the piece and the rest.
+
+    `samples` is the number of samples per prompt. With `most` None the piece is the first batch.
+    """
     first, *others = batches
     count = len(first.length_P) if most is None else max(most // samples, 1)
     piece, rest = (take_prompts(first, rows_P) for rows_P in np.split(np.arange(len(first.length_P)), [count]))
@@ -317,7 +329,7 @@ _ANSWERS = TextConfig()
 
 
 def by_record(scores: Mapping[str, np.ndarray]) -> dict[str, list[float | None]]:
-    """The mean of each record's samples, by metric; None for a record without scores."""
+    """Returns the mean over each record's samples, by metric; None for a record without scores."""
     found: dict[str, list[float | None]] = {}
     for name, score_PG in _with_pass(scores).items():
         known_PG = ~np.isnan(score_PG)
@@ -328,7 +340,7 @@ def by_record(scores: Mapping[str, np.ndarray]) -> dict[str, list[float | None]]
 
 
 def _with_pass(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Scores and pass@k: whether any of a record's samples is right."""
+    """Adds pass@k to scores: 1 if any of a record's samples is right, shape (P, 1)."""
     passes: dict[str, np.ndarray] = {}
     for name, answer_PG in scores.items():
         if answer_PG.shape[1] > 1 and name == "eval/sampled_answer":
@@ -339,9 +351,10 @@ def _with_pass(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def summarised(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Means of (P, G) scores over samples and prompts, the standard error of each over prompts, and numbers of prompts.
+    """Averages (P, G) scores over samples and prompts; samples without a score (NaN) are left out.
 
-    Samples without a score (NaN) are left out.
+    Returns:
+      The mean of each metric, the standard error of each mean over prompts (eval/error/*), and numbers of prompts.
     """
     scores = _with_pass(scores)
     metrics: dict[str, float] = {}

@@ -34,10 +34,10 @@ class GRPO:
 
     Attributes:
       cluster: the actor and its reference.
-      mini_batch_size: samples of an update.
+      mini_batch_size: number of samples per update.
       old: source of the ratio's denominator: 'current', 'trainer' or 'sampler'.
       shape: packed shape of a mini-batch on the actor's mesh.
-      layouts: packed shapes that samples are brought into, and the meshes these lie on.
+      layouts: (packed shape, mesh) pairs that samples are packed for.
     """
 
     def __init__(self, cluster: RLCluster, config: GRPOConfig | PPOConfig, *, samples: int, say: Callable[[str], None]):
@@ -46,14 +46,14 @@ class GRPO:
         Args:
           cluster: the actor and its reference.
           config: the settings.
-          samples: the samples of a step.
-          say: told of settings that are probably not meant.
+          samples: number of samples of a step.
+          say: function that prints a warning about settings that are probably a mistake.
         """
         self.cluster, self._config, self._samples = cluster, config, samples
         self.mini_batch_size = (cluster.training_config.mini_batch_size or 0) * config.num_generations or samples
         updates = len(packing.mini_batches(np.arange(samples), self.mini_batch_size)) * config.num_iterations
         self.old = config.old_source(updates)
-        # Their functions take numpy as well as jax arrays, and answer in kind.
+        # Estimators take numpy as well as jax arrays, and return the same kind.
         self._estimators: list[Any] = [part.estimator() for part in config.parts]
         self._loss = config.policy_loss(cluster.config.rollout().max_tokens_to_generate)
         self._reward_kl, self._loss_kl = RewardKL(config), LossKL(config)
@@ -78,7 +78,7 @@ class GRPO:
         return scored_first, scored_first or self._loss.needs_reference()
 
     def _prepare(self) -> None:
-        """Sets the actor's loss, and the weights of tokens that it reports to the trace."""
+        """Sets the actor's loss, and the function that computes the tokens' weights for the trace."""
 
         def weigh(logprob_BT: Any, rows: Any) -> Any:
             return self._loss.token_weights(logprob_BT, starting_from(self.old, logprob_BT, rows.alone))
@@ -86,7 +86,7 @@ class GRPO:
         self.cluster.actor.prepare(self._token_loss(), weigh)
 
     def _token_loss(self) -> Any:
-        """Builds the loss of an update's rows, with that of observed tokens where these have a weight."""
+        """Builds the loss of an update's rows, with the loss of observed tokens if these have a weight."""
         loss = with_old(self._loss, self.old)
         return with_observations(loss) if self._config.observed_weight else loss
 
@@ -107,7 +107,7 @@ class GRPO:
         return policy_scores(self.cluster, rollouts, self.shape, mini_batches, old=old)
 
     def rewards(self, experience: Experience, scores: Scores) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Rewards of turns where they lie, the rest on the last token, less the KL to the reference on every token."""
+        """Computes token rewards: turn rewards on their tokens, the rest on the last token, less the KL."""
         turn_reward_BT = experience.rollouts.turn_reward_BT
         reward_B: Any = experience.reward_B - turn_reward_BT.sum(axis=1, dtype=np.float64)
         mask_BT: Any = experience.rollouts.mask_BT
@@ -120,17 +120,17 @@ class GRPO:
     def advantages(
         self, experience: Experience, scores: Scores, rewards: np.ndarray
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Computes every sampled token's advantage over the other samples of its prompt, weighed by `reward_coef`."""
+        """Computes every sampled token's advantage over the other samples of its prompt, times `reward_coef`."""
         weight = self._of_samples("reward_coef", experience)
         return weight * self._by_rewards(experience, rewards), self._told(experience)
 
     @property
     def _mixed(self) -> bool:
-        """True where sources of a mixture have different settings."""
+        """True if sources of a mixture have different settings."""
         return len(self._config.parts) > 1
 
     def _by_rewards(self, experience: Experience, rewards: np.ndarray) -> np.ndarray:
-        """Computes the rewards' advantages; a source with settings of its own has those of its samples alone."""
+        """Computes the advantages from rewards; sources with different settings are computed apart."""
         rollouts = experience.rollouts
         if not self._mixed:
             (estimator,) = self._estimators
@@ -144,7 +144,7 @@ class GRPO:
         return advantage_BT
 
     def _of_samples(self, name: str, experience: Experience, chosen: Any = slice(None)) -> Any:
-        """Reads a setting: a number, or in a mixture with settings of sources one for each chosen sample, (b, 1)."""
+        """Reads a setting: a number, or one number per chosen sample, (b, 1), if sources have different settings."""
         if not self._mixed:
             return getattr(self._config, name)
         return self._config.of_samples(lambda part: getattr(part, name), experience)[chosen, None]
@@ -171,10 +171,10 @@ class GRPO:
     def pack(
         self, step: int, experience: Experience, scores: Scores, advantages: np.ndarray
     ) -> list[Batch[PolicyRows]]:
-        """Packs the batches of all passes.
+        """Packs the mini-batches of all passes.
 
-        Old and reference log-probabilities are those before the first update of the step: all passes are prepared
-        before any is trained on.
+        All passes are packed before the first update, so that old and reference log-probabilities are those before the
+        first update of the step.
         """
         advantage_BT = advantages.astype(np.float32)
         passes = range(self._config.num_iterations)
@@ -192,6 +192,7 @@ class GRPO:
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             put = functools.partial(placement.scatter, where_BT=loss_mask_BT[chosen])
             own_BT, weight_B1 = self._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
+            # In a mixture the loss multiplies by `weight_BT` again, so the advantage is divided by the weight here.
             rows: Any = PolicyRows(
                 layout=placement.replayed(rollouts, chosen),
                 mask_BT=mask_BT,
@@ -220,16 +221,17 @@ class GRPO:
     def _of_update(
         self, advantage_BT: np.ndarray, experience: Experience, scores: Scores, loss_mask_BT: np.ndarray, chosen: Any
     ) -> tuple[np.ndarray, Any]:
-        """Selects the weighed advantages of an update's samples, and the weights of their tokens' losses."""
+        """Returns the weighted advantages of an update's samples, and the weight of each sample's token losses."""
         del scores
         weight_B1, factor = self._weight_of_rewards(experience, loss_mask_BT, chosen)
         return factor * advantage_BT[chosen], factor * weight_B1
 
     def _weight_of_rewards(self, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any) -> tuple[Any, float]:
-        """Returns `reward_coef` of an update's samples, and the divisor of its loss over that of what rewards teach.
+        """Returns `reward_coef` of an update's samples, and a factor that corrects the divisor of the loss.
 
-        The latter has the tokens (or sequences, as `loss_agg_mode` says) of those sources alone that learn from
-        rewards. Both are 1 without a mixture: its weight is in the advantages.
+        The loss is divided by the tokens (or sequences, as `loss_agg_mode` says) of all samples. With the factor, the
+        rewards' part is divided by those of samples that learn from rewards. Without a mixture both numbers are 1, as
+        the weight is in the advantages already.
         """
         if not self._mixed:
             return 1.0, 1.0
@@ -239,7 +241,7 @@ class GRPO:
     def _placed(
         self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
     ) -> Batch[Any]:
-        """Puts the rows of an update on the mesh, with log-probabilities that are computed there."""
+        """Puts the rows of an update on the mesh, and adds old and reference log-probabilities computed there."""
         del experience, loss_mask_BT, chosen
         batch = self.cluster.actor.put(placement.batch(rows))
         alone = self._with_old(batch.rows.alone, batch.layout())
@@ -255,9 +257,13 @@ class GRPO:
     def update(
         self, step: int, batches: Sequence[Batch[PolicyRows]], weighed: list[Any] | None = None
     ) -> Mapping[str, Any]:
-        """Makes one optimizer update per batch; adapts the coefficient of the KL in the loss after all.
+        """Makes one optimizer update per batch, then adapts the coefficient of the KL in the loss.
 
-        For the trace, `weighed` is given what each update makes of its tokens (`Actor.token_weights`).
+        Args:
+          step: number of steps done.
+          batches: packed mini-batches on the actor's mesh.
+          weighed: list that the token weights of each update are appended to, for the trace (`Actor.token_weights`);
+            None computes none.
         """
         found = []
         for batch in batches:
@@ -273,7 +279,7 @@ class GRPO:
     # Shapes and splits for the methods above.
 
     def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:
-        """Computes the shape of a packed mini-batch on a mesh, of samples whose prompts are longer by `more` tokens."""
+        """Computes the packed shape of a mini-batch on a mesh; `more` tokens are added to the longest prompt."""
         shape = pack_shape(
             self.cluster.training_config,
             mesh,
@@ -285,7 +291,7 @@ class GRPO:
         return dataclasses.replace(shape, whole=self._loss.by_sample)
 
     def mini_batches(self, step: int, iteration: int, samples: int) -> list[np.ndarray]:
-        """Splits a pass into the samples of each update."""
+        """Splits a pass into the samples of each update, in an order drawn from (seed, step, iteration)."""
         order_B = np.arange(samples)
         if self.mini_batch_size < samples:
             order_B = np.random.default_rng((self.cluster.seed, step, iteration)).permutation(order_B)
@@ -300,13 +306,13 @@ class GRPO:
 
     @staticmethod
     def held(experience: Experience, chosen: np.ndarray, shape: PackShape, mesh: Mesh) -> np.ndarray:
-        """Selects, of samples that are packed together, those whose rows lie on this process's devices."""
+        """Selects from samples that are packed together those whose rows lie on this process's devices."""
         placement = packing.place_samples(experience.rollouts, chosen, shape)
         here_B = np.isin(placement.row_B, local_rows(shape, mesh))
         return chosen[np.unique(placement.pieces.sample_B[here_B])]
 
     def columns(self, advantages: np.ndarray) -> dict[str, np.ndarray]:
-        """Names, for the trace, what `advantages` computed of every token."""
+        """Names the per-token results of `advantages` for the trace."""
         return {"advantage": advantages}
 
     def watched(self) -> list[tuple[str, str]]:
@@ -326,7 +332,7 @@ class GRPO:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the adaptive coefficients of a checkpoint."""
         for name, control in self._kl_controls():
-            if name in state:  # a run may be steered from its resumption on
+            if name in state:  # a coefficient that was fixed before the run was resumed is not in the checkpoint
                 control.restore(state[name])
 
     def _kl_controls(self) -> list[tuple[str, RewardKL | LossKL]]:

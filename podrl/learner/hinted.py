@@ -11,10 +11,10 @@ from podrl.types import Rollouts
 
 @dataclasses.dataclass(frozen=True)
 class Hinted:
-    """A batch whose prompts are those that its teacher reads; what follows a prompt is as in the samples.
+    """A batch with the prompts that its teacher reads; the tokens after each prompt are those of the samples.
 
     Attributes:
-      rollouts: the samples with these prompts. Routes of experts are left out: the teacher chooses its own.
+      rollouts: the samples behind the teacher's prompts. Routes of experts are left out: the teacher chooses its own.
       shift_B: number of tokens by which a sample's prompt became longer, negative where it became shorter.
     """
 
@@ -58,7 +58,7 @@ class Hinted:
     def back(
         self, value_nT: Float[np.ndarray, "n T"], chosen_n: Int[np.ndarray, " n"], rollouts: Rollouts
     ) -> Float[np.ndarray, "n T2"]:
-        """Moves values of some samples' tokens to these tokens' places in `rollouts`; 0 on prompts."""
+        """Moves per-token values of some samples back to the places of these tokens in `rollouts`; 0 on prompts."""
         width = rollouts.tokens_BT.shape[1]
         begin_n = rollouts.prompts.length_P[rollouts.group_B[chosen_n]]
         from_nT = np.arange(width)[None] + self.shift_B[chosen_n][:, None]

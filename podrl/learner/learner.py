@@ -44,13 +44,15 @@ class Trainable(loop.Algorithm, recorder.Controllers, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The trained side of a process with devices of the trainer mesh.
+    """The training parts of a process with devices of the trainer mesh.
 
     Attributes:
-      algorithm: how.
-      report: its report about a step.
-      needed: (step, batch) -> samples that this process's devices train on, where rollouts come from other hosts.
-      evaluate: scores what is trained on held-out data where that takes no rollout; all hosts that train call it.
+      algorithm: turns batches into updates.
+      report: describes a step: metrics, samples, warnings.
+      needed: function (step, batch) -> samples that this process's devices train on; None if rollouts are never
+        fetched from other hosts.
+      evaluate: scores the trained model on held-out data without samples; all trainer hosts call it. None if
+        evaluations need samples, or if there are none.
     """
 
     algorithm: Trainable
@@ -92,19 +94,19 @@ def fit(
     """Runs the loop for this process; returns the step reached.
 
     Args:
-      cluster: the models, as far as they are here.
+      cluster: the models, those parts of them that this process has.
       stream: the data; None on a rollout host that needs none.
       run: files, checkpoints and signals, entered.
-      schedule: when the loop does what.
+      schedule: steps at which the loop saves, evaluates and stops, and the staleness.
       makes: samples and evaluations of the job.
       trained: the algorithm and its report; None on a rollout host.
-      given: batches are data, and nothing is generated but for evaluations.
-      pod: the job's processes where there are several.
+      given: whether batches are answers from data, so that nothing is generated but for evaluations.
+      pod: the job's processes; None if there is one process.
 
     Raises:
-      BatchError: a reward function, or too many samples, failed; the steps before are saved.
+      BatchError: a reward function failed, or too many samples failed; the steps before are saved.
     """
-    on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # evaluations, which do nothing else
+    on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # True if the job has evaluation hosts
     if pod is not None and pod.seat.hosts.role(pod.seat.process) == EVAL:
         return evaluate_alone(cluster, makes.evaluator, run, pod)
     if on_hosts and trained is None:
@@ -156,14 +158,14 @@ def learn_answers(
 
     Args:
       algorithm: SFT, DPO, ORPO, KTO or RewardModelling.
-      settings: its settings.
+      settings: settings of the algorithm.
       shape: shape of a packed batch.
       cluster: the models.
       stream: batches of answers; None on a rollout host.
       run: files, checkpoints and signals.
-      evaluator: scores the policy on held-out prompts, or None.
-      pod: the job's processes where there are several; each calls this.
-      held_out: batches that the algorithm itself is evaluated on, where that is not `evaluator`'s part.
+      evaluator: scores the policy on held-out prompts; None disables it.
+      pod: the job's processes, each of which calls this function; None if there is one process.
+      held_out: batches of answers on which the algorithm evaluates the model itself, in place of `evaluator`.
     """
     training = cluster.training_config
     assert training.max_steps is not None, "answers come without end"
@@ -201,7 +203,7 @@ class SampleLearner:
         pod: Pod | None,
         environment: Any,
     ):
-        """Nothing runs yet; `algorithm` is GRPO or PPO, the others are GRPOLearner's."""
+        """Checks the settings, runs nothing yet; `algorithm` makes GRPO or PPO, other arguments as in GRPOLearner."""
         self._environment = environment_config(environment)
         rl_cluster.config.rollout().require(environment=self._environment.used)
         self._algorithm, self._pod = algorithm, pod
@@ -216,7 +218,7 @@ class SampleLearner:
         if rl_cluster.reward_source and not config.model:
             config = dataclasses.replace(config, model=rl_cluster.reward_source)
         self._reward_config = config
-        self._generate: Generator | None = None  # while `train` runs, where this process generates
+        self._generate: Generator | None = None  # set while `train` runs, if this process generates
         self._prompts = 0
 
     @property
@@ -246,20 +248,22 @@ class SampleLearner:
 
         Args:
           train_ds: a stream of prompts; a list of prompts, texts or records whose fields reward functions receive by
-            name; or a list of batches, `{'prompts': [...], 'field': [...]}`, of which each is a step.
+            name; or a list of batches, `{'prompts': [...], 'field': [...]}`, each of which makes one step.
           eval_ds: held-out prompts, listed as in `train_ds`, whose rewards are measured every
             `training_config.eval_every_n_steps`, greedy and sampled.
-          prompts_per_step: P, where `train_ds` is a list: 8 by default, or the size of its batches. A stream gives P
-            times `config.prompt_batches` at a time.
-          evaluator: instead of `eval_ds`, scores the policy: (policy, step) -> (metrics, samples to show). One of
-            podrl.learner.evaluate does so by this learner's reward functions if given `rewards=learner.rewards_of`.
-          run: files, checkpoints and signals; by default under training_config.checkpoint_root_directory, or nowhere.
-            One that is made here ends with summary.json, report.html and the table of both evaluations.
-          save_every: steps between checkpoints, instead of `checkpoint.every`.
-          checkpoint: how often is saved and how many are kept, where `run` is made here; a dict of its fields too.
+          prompts_per_step: P if `train_ds` is a list: 8 by default, or the size of its batches. A stream yields P times
+            `config.prompt_batches` prompts at a time.
+          evaluator: function (policy, step) -> (metrics, samples to show) that scores the policy, in place of
+            `eval_ds`. A podrl.learner.evaluate.Evaluator made with `rewards=learner.rewards_of` scores by this
+            learner's reward functions.
+          run: files, checkpoints and signals; by default made under training_config.checkpoint_root_directory, or
+            without files if there is none. A run that is made here ends with summary.json, report.html and the table of
+            both evaluations.
+          save_every: number of steps between checkpoints, in place of `checkpoint.every`.
+          checkpoint: settings of checkpoints for a run that is made here: a CheckpointConfig, or a dict of its fields.
 
         Raises:
-          ValueError: arguments that contradict each other, or that are not as above.
+          ValueError: arguments contradict each other, or are not as described above.
         """
         training = self.cluster.training_config
         listed = not isinstance(train_ds, PromptStream)
@@ -298,7 +302,7 @@ class SampleLearner:
                 self._generate = Generator(self.cluster, rewards, self.config, self._environment, spans=run.spans)
                 self._prompts = prompts
                 stack.callback(setattr, self, "_generate", None)
-            else:  # others score
+            else:  # rollout hosts score the samples
                 rewards = NamedRewards(self._reward_config, others)
             if (curriculum := train_ds.curriculum) is not None:
                 self.config.check_curriculum(self.cluster.config.rollout())
@@ -329,7 +333,7 @@ class SampleLearner:
         )
 
     def _evaluator(self, eval_ds: Iterable[str | Mapping[str, Any]]) -> Evaluator | None:
-        """Scores all of the held-out prompts by the run's rewards; None where there are none."""
+        """Makes the evaluator of all held-out prompts, which scores by the run's rewards; None without prompts."""
         items, _ = from_batches(list(eval_ds))
         if not items:
             return None
@@ -339,7 +343,8 @@ class SampleLearner:
         """Scores samples by the reward functions of the training that runs, in batches of its size.
 
         Returns:
-          'reward' of every sample, as a training step counts it, and 'reward/NAME' of each function; NaN for none.
+          By name, the rewards of all samples, (B,): 'reward' as a training step counts it, and 'reward/NAME' of each
+          function. NaN for a sample without a reward.
         """
         assert self._generate is not None, "reward functions run while `train` does, where samples are generated"
         prompts, samples = len(rollouts.prompts.length_P), len(rollouts.group_B)
@@ -360,13 +365,13 @@ class SampleLearner:
         )
 
     def _whole(self) -> bool:
-        """True where groups are replaced by others of their share, or reward functions see all of it."""
+        """True if a share must be made as a whole: groups may be replaced, or reward functions get whole batches."""
         config = self._reward_config
-        given = any(not isinstance(fn, str) for fn in config.fns)  # which are called with batches
+        given = any(not isinstance(fn, str) for fn in config.fns)  # such functions are called with whole batches
         return self.config.dynamic_sampling or given or config.calls == "batch"
 
     def _settings(self, prompts_per_step: int) -> dict[str, Any]:
-        """Returns what config.json holds of a run that no configuration file describes, under the same keys."""
+        """Returns the content of config.json for a run without a configuration file, under the keys of such a file."""
         section, cluster = self.config.section, self.cluster
         return {
             "algorithm": section,
@@ -417,14 +422,16 @@ class GRPOLearner(SampleLearner):
 
         Args:
           rl_cluster: the models.
-          algo_config: the algorithm.
+          algo_config: settings of the algorithm.
           reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names.
-          metric_fns: functions `(prompts, completions, rewards, **fields) -> {name: value}`, run every step.
-          data_shuffle_seed: seed of the shuffling where `train` is given a plain list; None keeps its order.
-          reward_config: weights, deadlines and workers, a dict too; `reward_fns` wins where both name functions.
-          pod: the job's processes where there are several; every one of them makes a learner and trains.
-          environment: of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; None for none. With
-            one, and neither `reward_fns` nor `reward_config`, its rewards are all there are.
+          metric_fns: functions `(prompts, completions, rewards, **fields) -> {name: value}`, called every step.
+          data_shuffle_seed: seed of the order of prompts if `train` gets a plain list; None keeps the list's order.
+          reward_config: weights, deadlines and workers of rewards, a RewardConfig or a dict of its fields; `reward_fns`
+            wins if both name functions.
+          pod: the job's processes, each of which makes a learner and calls `train`; None if there is one process.
+          environment: environment of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; None for
+            no environment. If neither `reward_fns` nor `reward_config` is given beside it, its rewards are the only
+            ones.
         """
         more = (reward_config, pod, environment)
         super().__init__(make_grpo, rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
@@ -446,7 +453,7 @@ class PPOLearner(SampleLearner):
         pod: Pod | None = None,
         environment: Any = None,
     ):
-        """Makes the critic where the cluster has none; nothing runs yet. Arguments as in GRPOLearner."""
+        """Makes the critic if the cluster has none; nothing runs yet. Arguments as in GRPOLearner."""
         more = (reward_config, pod, environment)
         super().__init__(PPO, rl_cluster, ppo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
         rl_cluster.make_critic()

@@ -13,11 +13,11 @@ from podrl.types import Experience, LeftOut
 def left_out(
     config: AlgorithmConfig, step: int, experience: Experience, advantage_BT: Float[np.ndarray, "B T"]
 ) -> Int[np.ndarray, " B"]:
-    """LeftOut codes of a batch: 0 for the samples that have weight in the policy's loss.
+    """Returns the LeftOut code of each sample of a batch; 0 for samples with a weight in the policy's loss.
 
     Args:
-      config: settings of the algorithm; its `masked_out` decides which tokens the loss sees.
-      step: steps done before this batch trains.
+      config: settings of the algorithm; its `masked_out` decides which samples the loss sees.
+      step: number of steps done before this batch trains.
       experience: the batch.
       advantage_BT: advantages of the sampled tokens.
     """
@@ -37,7 +37,7 @@ def left_out(
 
 
 def counted(left_out_B: Int[np.ndarray, " B"]) -> dict[str, float]:
-    """Counts samples with weight, and those without by reason; a reason that no sample has is absent."""
+    """Counts samples with a weight, and samples without one by reason; a reason that no sample has is absent."""
     reasons = {
         f"loss/left_out/{reason.name.lower()}": float((left_out_B == reason).sum())
         for reason in LeftOut

@@ -1,4 +1,4 @@
-"""Environments of a run: started before its samples, told to the cluster, and ended with it."""
+"""Environments of a run: started before its samples, connected to the cluster, and ended with the run."""
 
 import contextlib
 import dataclasses
@@ -18,16 +18,16 @@ from podrl.rundir.run import OUTSIDE, Run
 from podrl.runtime.pod import Pod
 from podrl.workers.user_code import Limits
 
-REWARD_NAME = "environment"  # of what environments give, among the rewards
+REWARD_NAME = "environment"  # name of the environments' reward among the rewards
 
-SAID = "servers"  # folder of what MCP servers that are started by command write to standard error
+SAID = "servers"  # folder of the standard error of MCP servers that are started by command
 
 
 def environment_config(given: Any) -> EnvironmentConfig:
-    """The settings of an environment given as a name, as settings, as a ToolEnvironment, or None for none.
+    """Returns the settings of an environment: a name, settings, a ToolEnvironment, or None for no environment.
 
     Raises:
-      ValueError: something else.
+      ValueError: `given` is none of these.
     """
     if given is None or isinstance(given, EnvironmentConfig):
         config = given or EnvironmentConfig()
@@ -46,16 +46,17 @@ def environment_config(given: Any) -> EnvironmentConfig:
 
 
 def asks_template(config: EnvironmentConfig) -> bool:
-    """True where the environment's tools may have to be named by prompts, which the environment itself knows."""
+    """True if prompts may have to name the environment's tools, which only the started environment knows."""
     return (
         config.used and config.environment != PROGRAM and (config.environment != "tools" or in_template(config.parser))
     )
 
 
 def offered(config: EnvironmentConfig, limits: Limits) -> list[Any]:
-    """The tools that prompts name, as chat templates take them: where the model writes calls as its template says.
+    """Lists the tools that prompts name, in the form of chat templates.
 
-    The environment and its servers are started, asked, and ended.
+    The list is empty unless the model writes calls in the form of its chat template. The environment and its servers
+    are started, asked for their tools, and ended.
 
     Raises:
       ValueError: the environment or a tool cannot be loaded.
@@ -71,11 +72,11 @@ def offered(config: EnvironmentConfig, limits: Limits) -> list[Any]:
 def playing(
     cluster: RLCluster, config: EnvironmentConfig, limits: Limits, run: Run, pod: Pod | None = None
 ) -> Iterator[None]:
-    """Gives every sample of the cluster its environment while the context lasts, where this process generates.
+    """Gives every sample of the cluster its environment while the context lasts, if this process generates.
 
-    Outside answers are kept in `workdir`/outside, by the leader where there are several processes, and within seconds
-    in the bucket where the run directory is in one; those of steps before the newest checkpoint are deleted, unless the
-    run is by the wall clock, to be repeated from its beginning.
+    Outside answers are kept in `workdir`/outside, which the leader writes if there are several processes. If the run
+    directory is in a bucket, answers are there within seconds. Answers of steps before the newest checkpoint are
+    deleted, but not under the wall clock, where a run can be repeated from its beginning.
     """
     if not config.used:
         yield
@@ -102,7 +103,7 @@ def playing(
             run.taking.append(journal.read_again)
 
         def called(task: Task, name: str, started: float, ended: float, failed: str) -> None:
-            step = task.step + 1 if task.mode == "train" else None  # an evaluation's belong to the step before it
+            step = task.step + 1 if task.mode == "train" else None  # an evaluation's calls belong to the step before
             run.spans.add_call(name, started, ended, step=step, failed=failed)
 
         said = None if run.workdir is None else run.workdir / SAID
@@ -118,10 +119,10 @@ def playing(
 
 
 def check(host: Episodes, dialogue: Dialogue) -> None:
-    """Refuses tools that a model cannot call in its tokens, or that are others than those its prompts name.
+    """Refuses tools that the model cannot call in its tokens, or that differ from the tools that prompts name.
 
     Raises:
-      ValueError: says which, and what to change.
+      ValueError: there is such a tool; the message names it, and the keys to change.
     """
     if not host.tools:
         return

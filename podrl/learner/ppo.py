@@ -87,7 +87,10 @@ class PPO:
     def pack(
         self, step: int, experience: Experience, scores: PPOScores, advantages: tuple[np.ndarray, np.ndarray]
     ) -> PPOBatches:
-        """Packs the critic's passes and the actor's; while only the critic learns, one pass of the actor to compare."""
+        """Packs the passes of the critic and of the actor.
+
+        While only the critic learns, the actor has one pass, which is not trained on but gives the mismatch metrics.
+        """
         advantage_BT, return_BT = advantages
         critic = [
             batch
@@ -99,7 +102,7 @@ class PPO:
         return PPOBatches(critic, self.policy.pack(step, experience, scores.policy, advantage_BT))
 
     def update(self, step: int, batches: PPOBatches, weighed: list[Any] | None = None) -> Mapping[str, Any]:
-        """Updates the critic, then the actor; `weighed` as in GRPO, empty while only the critic learns."""
+        """Updates the critic, then the actor; `weighed` as in GRPO, left empty while only the critic learns."""
         metrics: dict[str, Any] = gathered([self._cluster.update_critic(batch) for batch in batches.critic])
         if step < self._config.critic_warmup:
             metrics |= gathered(compared(batches.actor))
@@ -113,7 +116,7 @@ class PPO:
         return [reward, kl, ("critic/explained_variance", "critic"), *others]
 
     def columns(self, advantages: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
-        """Names, for the trace, what `advantages` computed of every token: the return is what the critic learns."""
+        """Names the per-token results of `advantages` for the trace; the return is the critic's target."""
         return self.policy.columns(advantages[0]) | {"return": advantages[1]}
 
     # Parts of the methods above.
@@ -121,7 +124,7 @@ class PPO:
     def _compared_batches(
         self, step: int, experience: Experience, scores: Scores, advantage_BT: np.ndarray
     ) -> list[Batch[PolicyRows]]:
-        """Packs a step's first pass with the trainer's old log-probabilities."""
+        """Packs a step's first pass, with old log-probabilities computed by the trainer."""
         batches = self.policy.pack_pass(step, 0, experience, scores, advantage_BT)
         if self.policy.old == "trainer":
             return batches

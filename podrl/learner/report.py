@@ -37,11 +37,11 @@ class SampleReport:
         Args:
           config: the algorithm's settings.
           reward_names: names of the reward functions, in their order.
-          metric_fns: the user's, run every step.
+          metric_fns: metric functions of the user, called every step.
           watched: metrics of the progress line.
-          skipped: prompts left out so far because they were too long.
-          curriculum: curriculum of the prompts; None where each has its turn.
-          groups: of the prompts, by their field `group`: the rewards of each are told alone, too.
+          skipped: function that returns the number of prompts left out so far because they were too long.
+          curriculum: curriculum of the prompts; None without one.
+          groups: names of groups of prompts, by the prompts' field `group`; each group's rewards are also metrics.
         """
         self._config, self._names, self._metric_fns = config, reward_names, metric_fns
         self._watched, self._skipped, self._curriculum, self._groups = watched, skipped, curriculum, groups
@@ -101,14 +101,14 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces moments by what is made of them, and parts by age by means."""
+        """Replaces `sampler/moment_*` by the measures made from them, and sums over tokens of an age by means."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)
         return {name: value for name, value in divided(values).items() if not name.startswith("sampler/moment_")}
 
     def samples(self, experience: Experience) -> Sequence[Mapping[str, Any]]:
-        """Records the first sample of every prompt whose samples are in the loss: its rewards, group and reference."""
+        """Makes a record of the first sample of every prompt with valid rewards: text, rewards, group and answer."""
         rollouts, rewarded_B, named_P = experience.rollouts, experience.rewarded(), self._groups_of(experience.rollouts)
         truth_P = rollouts.prompts.fields.get("answer", [None] * len(named_P))
         return [
@@ -126,7 +126,7 @@ class SampleReport:
         ]
 
     def _groups_of(self, rollouts: Rollouts) -> Sequence[Any]:
-        """The group of every prompt, None for those that are in none."""
+        """Returns the name of every prompt's group, None for a prompt in no group."""
         nobody = [None] * len(rollouts.prompts.length_P)
         return rollouts.prompts.fields.get("group", nobody) if self._groups else nobody
 
@@ -154,13 +154,16 @@ class SampleReport:
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Means over the samples that have an environment: turns, calls, given tokens, seconds; of tools, and its own."""
+    """Averages over samples with an environment: turns, calls, tokens from the environment, seconds.
+
+    Metrics of each tool (tools/NAME/*) and of the environment itself (env/NAME) are included.
+    """
     episodes = [episode for episode in rollouts.episodes if episode["turns"]]
     if not episodes:
         return {}
     by: dict[str, list[Mapping[str, Any]]] = {}
     for turn in (turn for episode in episodes for turn in episode["turns"]):
-        known = turn.get("failed") not in ("no_call", "unknown_tool")  # else `by` is what the model made up
+        known = turn.get("failed") not in ("no_call", "unknown_tool")  # otherwise the model made up the name in `by`
         by.setdefault(turn["by"] if known else "unknown", []).append(turn)
     model, environment = by.pop("model", []), by.pop("environment", [])
     called = [turn for turns in by.values() for turn in turns]
@@ -193,5 +196,5 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def _turns(episode: Mapping[str, Any]) -> dict[str, Any]:
-    """The turns of a sample's record, where it has an environment."""
+    """Returns the turns for a sample's record, if the sample has an environment."""
     return {"turns": episode["turns"]} if episode["turns"] else {}

@@ -1,4 +1,4 @@
-"""Sources of the loop's batches: this process, or given answers; those of a pod are in podrl/learner/pods/."""
+"""Sources of the loop's batches: samples of this process, or answers from data; podrl/learner/pods/ is for pods."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,7 +18,10 @@ Generate = Callable[[Prompts, Policy, int], Experience]
 
 
 class Place(Protocol):
-    """Base of sources that generate, here and in pods; GivenAnswers wraps one. `publish` is `agree`, then `move`."""
+    """A source that generates, in this process or in a pod; GivenAnswers wraps one.
+
+    Its `publish` calls `agree`, then `move`.
+    """
 
     def resume(self, start: Start) -> Sequence[InFlight]: ...
 
@@ -59,10 +62,10 @@ class LocalRollouts:
           cluster: the cluster with both meshes.
           stream: the data.
           run: the watchdog.
-          generate: a Generate, or a Generator.
-          evaluator: evaluator on held-out prompts.
-          clock: when weights change inside samples, and which groups make a batch.
-          prompts: number of prompts of a batch that is generated.
+          generate: a Generate, or a podrl.learner.generation.Generator; None if nothing is generated.
+          evaluator: scores the policy on held-out prompts; None disables evaluation.
+          clock: decides when weights change inside samples, and which groups make a batch.
+          prompts: number of prompts per generated batch.
         """
         self._cluster, self._stream, self._run = cluster, stream, run
         self._generate, self._evaluator, self._clock = generate, evaluator, clock
@@ -73,24 +76,24 @@ class LocalRollouts:
         return self._batches.resume(start.step, start.pending)
 
     def agree(self, step: int) -> None:
-        """Decides what all processes do: this one is all."""
+        """Decides which of the next steps are profiled; there is no other process to agree with."""
         self._run.profiler.decide(step)
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
-        if self._clock.mode == "wall":  # sampling goes on until weights are there
+        if self._clock.mode == "wall":  # samples go on until the new weights are computed
             with self._run.watchdog.stage("update"):
                 jax.block_until_ready(self._cluster.state.params)
         self._batches.end_window()
         if wait([idle := self._thread.submit(lambda: None)], timeout=0.1).not_done:
-            with self._run.watchdog.stage("rollout"):  # a wait for samples, not for weights that move
+            with self._run.watchdog.stage("rollout"):  # this time is spent on samples, not on moving weights
                 idle.result()
         policy = self.move(step, in_place=True)
         self._batches.publish(policy)
         return policy
 
     def move(self, step: int, *, in_place: bool) -> Policy:
-        # After every batch in flight, so that one thread at a time enqueues on the rollout mesh.
+        # Runs after every batch in flight, so that one thread at a time enqueues on the rollout mesh.
         with self._run.watchdog.stage("publish"):
             return self._thread.submit(self._cluster.sync_weights, step, in_place=in_place).result()
 
@@ -116,7 +119,7 @@ class GivenAnswers:
     """Reads batches from data (SFT, DPO), the same on every trainer host; weights move only to be evaluated."""
 
     def __init__(self, place: Place):
-        """Wraps `place`, with which this process would generate; on a rollout host it has no data stream."""
+        """Wraps `place`, the source that would generate; it reads the data, moves weights and evaluates."""
         self._place = place
 
     def resume(self, start: Start) -> Sequence[InFlight]:

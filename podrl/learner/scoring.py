@@ -62,9 +62,10 @@ def policy_scores(
       cluster: the models.
       rollouts: the samples; on several trainer hosts each holds the rows of its own devices.
       shape: shape of one packed mini-batch.
-      mini_batches: indices of the samples that go together, a partition of all.
-      old: 'trainer' for a forward pass, 'sampler' for what the engine reported.
-      reference: scores some samples, in the sample layout, in the reference's place; None for the reference.
+      mini_batches: numbers of the samples that are packed together, a partition of all samples.
+      old: source of the old log-probabilities: 'trainer' for a forward pass, 'sampler' for the engine's report.
+      reference: function that scores some samples, in the sample layout, in place of the reference; None for the
+        reference itself.
     """
     old_BT = np.where(rollouts.mask_BT > 0, rollouts.logprob_BT, 0.0).astype(np.float32)
     ref_BT = np.zeros_like(old_BT)
@@ -77,7 +78,7 @@ def policy_scores(
 
         if old == "trainer":
             old_BT[chosen] = read(cluster.actor.logprobs(batch))
-        elif cluster.actor_mesh.is_multi_process:  # each has those of its own rows; advantages need all
+        elif cluster.actor_mesh.is_multi_process:  # a process has its own rows' values only; advantages need all
             own = placement.batch(placement.scatter(old_BT[chosen]))
             old_BT[chosen] = read(cluster.actor.put(own).rows)
         ref_BT[chosen] = reference(chosen) if reference else read(cluster.actor.reference_logprobs(batch))
@@ -87,7 +88,7 @@ def policy_scores(
 def compared(batches: Sequence[Batch[PolicyRows]]) -> list[dict[str, Any]]:
     """Measures `mismatch` on batches without an update; their old log-probabilities are the trainer's.
 
-    It waits for each, so that no more programs are under way than before.
+    It waits for each batch before the next, so that programs do not pile up on the device.
     """
     return [
         jax.device_get(_distances(rows.old_logprob_BT, rows.sampler_logprob_BT, rows.mask_BT))

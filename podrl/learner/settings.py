@@ -23,7 +23,7 @@ from podrl.types import SOURCE, STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut,
 # Settings of the loss that all samples of an update share; a source of a mixture has none of its own.
 _SHARED = ("kl_clamp_value", "entropy_coef", "loss_agg_mode", "loss_agg_scale", "length_eps", "sampler_correction")
 _SHARED += ("correction_low", "correction_high")
-# Those that pick and shape the surrogate, and all that the samples of a source may have of their own.
+# Settings that choose and shape the surrogate, settings of the advantage, and all that a source may set for itself.
 _SURROGATE = tuple(f.name for f in dataclasses.fields(LossSettings) if f.name not in _SHARED)
 _ADVANTAGE = tuple(f.name for f in dataclasses.fields(GroupSettings))
 PER_SOURCE = ("reward_coef", "observation_coef", "teacher_coef", *_SURROGATE, *_ADVANTAGE)
@@ -35,31 +35,34 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     """Settings that GRPOConfig and PPOConfig share; those of the loss and the advantage are inherited.
 
     Attributes:
-      reward_manager: 'sequence-level': one reward for a completion, on its last token.
+      reward_manager: level of the rewards; 'sequence-level' is one reward for a completion, on its last token.
       num_generations: G, samples per prompt.
       num_iterations: mu, passes over each batch of samples.
 
-      old_logprob: where the ratio's denominator comes from. 'current': the policy itself, exact when a fresh batch
-        makes one update. 'trainer': a forward pass before the first update. 'sampler': what the engine reported.
-        'auto': 'sampler' for stale samples without a correction, 'trainer' for several updates or a KL in the reward,
-        else 'current'.
-      max_staleness: how many updates older than the trainer the sampling policy may be; 0 is strictly on-policy, 2 and
-        more change the weights inside samples (docs/async.md).
-      stale_bound: tokens drawn by weights more than this many updates old add nothing to the policy loss; denominators,
-        KL and entropy count them all the same. None for no bound.
-      dynamic_sampling: groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
-      dynamic_sampling_batches: batches of prompts a step sets aside with dynamic sampling, its own included. What is
-        not needed is skipped, so the data position never depends on results.
-      overlong_shaping: completions lose reward over the last `overlong_buffer` tokens before the limit (DAPO).
-      overlong_buffer: those tokens; None is a fifth of rollout.max_tokens_to_generate.
+      old_logprob: source of the log-probabilities in the ratio's denominator. 'current': the policy itself, exact when
+        a fresh batch makes one update. 'trainer': a forward pass before the first update. 'sampler': the numbers that
+        the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for several updates or
+        a KL in the reward, else 'current'.
+      max_staleness: number of updates that the sampling policy may be behind the trainer; 0 is strictly on-policy; from
+        2 on, weights change inside samples (docs/async.md).
+      stale_bound: largest age, in updates, of a token that adds to the policy loss; older tokens still count in
+        denominators, KL and entropy. None for no bound.
+      dynamic_sampling: whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
+      dynamic_sampling_batches: number of prompt batches that a step takes from the data with dynamic sampling, its own
+        included. Prompts that are not needed are skipped, so the data position never depends on results.
+      overlong_shaping: whether completions lose reward over the last `overlong_buffer` tokens before the limit (DAPO).
+      overlong_buffer: number of tokens before the limit over which reward is lost; None is a fifth of
+        rollout.max_tokens_to_generate.
       overlong_penalty: reward lost at the limit.
-      overlong_filter: completions cut off by the limit leave the loss; their rewards still count in their groups.
+      overlong_filter: whether completions cut off by the limit leave the loss; their rewards still count in their
+        groups.
       no_stop_reward: reward of a completion that the limit cut off, in place of its own; None for its own.
-      kl_target: KL to the reference per token, nats, that its coefficient is steered to, be it in the loss or in the
-        reward; None keeps the coefficient fixed.
-      kl_horizon: samples over which the coefficient moves by at most a fifth.
-      mismatch_bound: mean |log-probability of the trainer - of the sampler| per token, nats, above which a step warns.
-      mismatch_patience: steps in a row above the bound after which the run stops; 0 only warns.
+      kl_target: KL to the reference, nats per token, that its coefficient (in the loss or in the reward) is steered to;
+        None keeps the coefficient fixed.
+      kl_horizon: number of samples over which the coefficient moves by at most a fifth.
+      mismatch_bound: mean |trainer's log-probability - sampler's log-probability| per token, nats, above which a step
+        warns.
+      mismatch_patience: number of steps in a row above the bound after which the run stops; 0 only warns.
     """
 
     reward_manager: Literal["sequence-level"] = "sequence-level"
@@ -97,7 +100,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             self._check_stale(self.stale_bound)
 
     def _check_stale(self, bound: int) -> None:
-        """Refuses a `stale_bound` that nothing could be beyond, or that the loss cannot keep."""
+        """Refuses a `stale_bound` that no token can exceed, or that the loss cannot apply to single tokens."""
         key = f"{self.section}.stale_bound={bound}"
         if bound >= self.max_staleness:
             raise ValueError(
@@ -126,23 +129,23 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @functools.cached_property
     def parts(self) -> Sequence[Any]:
-        """The settings that samples may have, each once; first those of sources without any of their own."""
+        """The different settings that samples may have; the first are for sources without settings of their own."""
         return [self]
 
     @functools.cached_property
     def number_of(self) -> Mapping[str, int]:
-        """Number in `parts` of each source that has settings of its own."""
+        """Maps each source with settings of its own to their number in `parts`."""
         return {}
 
     @functools.cached_property
     def loss_of_part(self) -> Sequence[int]:
-        """Number of the surrogate that each of `parts` has; equal where they have the same."""
+        """Number of the surrogate of each of `parts`; parts with the same surrogate have the same number."""
         shapes = [{name: getattr(part, name) for name in _SURROGATE} for part in self.parts]
         different = [shape for i, shape in enumerate(shapes) if shape not in shapes[:i]]
         return [different.index(shape) for shape in shapes]
 
     def part_of(self, experience: Experience) -> Int[np.ndarray, " B"]:
-        """Number of each sample's settings in `parts`."""
+        """Returns the number in `parts` of each sample's settings."""
         return np.zeros(len(experience.rollouts.length_B), np.int32)
 
     def of_samples(self, read: Callable[[Any], float | bool], experience: Experience) -> np.ndarray:
@@ -161,11 +164,11 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def observed_weight(self) -> float:
-        """Weight of a token that the environment gave, the largest of all samples'; 0 if none is learned."""
+        """Largest weight, over all samples, of a token that an environment gave; 0 if no such token is learned."""
         return 0.0
 
     def observed(self, experience: Experience) -> Float[np.ndarray, "B T"]:
-        """1 on the tokens that environments gave, of samples that count in the loss."""
+        """Returns 1 on the tokens that environments gave in samples that count in the loss, 0 elsewhere."""
         rollouts = experience.rollouts
         in_B = self.masked_out(experience) == LeftOut.NOT
         return np.where(in_B[:, None], observed(rollouts.mask_BT, rollouts.length_B, rollouts.piece_BT), np.float32(0))
@@ -189,7 +192,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return PolicyLoss(settings, own, oldest=self.max_staleness, stale_bound=self.stale_bound, others=others)
 
     def _own_loss(self) -> Callable[..., Any] | None:
-        """Finds the user's token loss, where the settings name one."""
+        """Loads the user's token loss, if the settings name one."""
         key = f"{self.section}.policy_loss_fn"
         return custom.loss(self.policy_loss_fn, self.policy_loss_args, key) if self.own_loss else None
 
@@ -209,9 +212,9 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return "current" if updates_per_step == 1 and not scored else "trainer"
 
     def warnings(self, updates_per_step: int) -> list[str]:
-        """Lists settings that are legal but probably a mistake, the loss's included, one sentence each."""
+        """Lists settings, those of the loss included, that are legal but probably a mistake, one sentence each."""
         name, old = self.section, self.old_source(updates_per_step)
-        found = list(self.policy_loss(max_tokens=1).warnings())  # the limit plays no part in them
+        found = list(self.policy_loss(max_tokens=1).warnings())  # no warning depends on the limit
         if old == "sampler" and self.correction != "none":
             found.append(
                 f"{name}.sampler_correction={self.sampler_correction!r} does nothing: the ratio starts from the "
@@ -233,10 +236,10 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return found
 
     def check_clock(self, rollout: RolloutConfig, calls_per_window: int | None) -> None:
-        """Refuses what rollout.clock='wall' cannot be combined with.
+        """Refuses settings that rollout.clock='wall' cannot be combined with.
 
         Raises:
-          ValueError: names the key.
+          ValueError: there is such a setting; the message names its key.
         """
         if rollout.clock == "tokens":
             return
@@ -257,10 +260,10 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             raise ValueError(f"rollout.clock='wall' does not go with {text}; or set rollout.clock='tokens'.")
 
     def check_curriculum(self, rollout: RolloutConfig) -> None:
-        """Refuses what data.curriculum cannot be combined with.
+        """Refuses settings that data.curriculum cannot be combined with.
 
         Raises:
-          ValueError: names the key.
+          ValueError: there is such a setting; the message names its key.
         """
         if rollout.clock != "tokens":
             raise ValueError(
@@ -290,7 +293,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return reward_B
 
     def masked_out(self, experience: Experience) -> Int[np.ndarray, " B"]:
-        """LeftOut codes of the samples whose tokens do not count in the loss at all; 0 for the others."""
+        """Returns the LeftOut codes of samples none of whose tokens count in the loss; 0 for the others."""
         stop_B, lost_B = experience.rollouts.stop_B, experience.lost_B
         found = {
             LeftOut.OUT_OF_TIME: stop_B == STOP_DEADLINE,
@@ -300,11 +303,11 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return np.select([~experience.rewarded(), *found.values()], [lost_B, *found], LeftOut.NOT)
 
     def loss_mask(self, experience: Experience) -> Float[np.ndarray, "B T"]:
-        """1 on the tokens that count in the policy loss."""
+        """Returns 1 on the tokens that count in the policy loss, 0 elsewhere."""
         return self.counted(experience)
 
     def counted(self, experience: Experience) -> Float[np.ndarray, "B T"]:
-        """1 on the sampled tokens of samples that nothing takes out of the loss."""
+        """Returns 1 on the sampled tokens of samples that `masked_out` leaves in the loss, 0 elsewhere."""
         out_B, mask_BT = self.masked_out(experience) != LeftOut.NOT, experience.rollouts.mask_BT
         return np.where(out_B[:, None], np.float32(0), mask_BT) if out_B.any() else mask_BT
 
@@ -328,7 +331,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def formula(self, max_tokens: int) -> str:
         """Writes the advantage and the loss with their numbers in plain text, a teacher's part included."""
         rewards, policy, teacher = self.estimator().formula(), self.policy_loss(max_tokens), self.distillation
-        if teacher is None or not teacher.coef:  # then sources alone have one, and `describe` names them
+        if teacher is None or not teacher.coef:  # only sources have a teacher then, and `describe` names them
             return f"{rewards}\n{policy.formula()}"
         if teacher.sampled or teacher.reward_coef:
             return teacher.formula(rewards, policy.formula())
@@ -385,22 +388,24 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       algo_variant: 'grpo'.
       loss_algo: 'grpo', or 'gspo-token' for the sequence ratio of GSPO.
       kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
-      kl_reward_mode: its estimator; only its value counts, so k1 is the plain choice.
-      teacher_coef: on-policy distillation: weight of KL(policy || teacher) per sampled token; 0 for none.
-      teacher: 'reference': model.reference teaches. Or the policy teaches itself, by a prompt with a hint (data.hint):
-        as it was before the first step ('initial'), as it is ('current'), or its moving average ('ema').
-      teacher_rate: share of the way that 'ema' moves towards the policy after every step.
-      teacher_hint_tokens: tokens that a hint may add to rollout.max_prompt_length; prompts with a longer one are
-        left out, or an error, as data.long_prompts says.
-      teacher_kl: 'sampled': estimated on the sampled token, log(teacher / policy) as its advantage. 'full': exact, over
-        the vocabulary, in the loss. 'top_k': over the policy's likeliest ids, and all others as one.
-      teacher_top_k: how many ids 'top_k' takes.
-      reward_coef: weight of the rewards' advantage beside the teacher's.
+      kl_reward_mode: estimator of the KL in the reward; only its value counts, so k1 is the plain choice.
+      teacher_coef: weight of KL(policy || teacher) per sampled token, for on-policy distillation; 0 for none.
+      teacher: model that teaches. 'reference': model.reference. Otherwise the policy teaches itself, behind a prompt
+        with a hint (data.hint): as it was before the first step ('initial'), as it is ('current'), or its moving
+        average ('ema').
+      teacher_rate: share of the way that the 'ema' teacher moves towards the policy after every step.
+      teacher_hint_tokens: number of tokens that a hint may add to rollout.max_prompt_length; prompts with a longer hint
+        are left out, or are an error, as data.long_prompts says.
+      teacher_kl: form of the divergence. 'sampled': estimated on the sampled token, with log(teacher / policy) as its
+        advantage. 'full': exact, over the vocabulary, in the loss. 'top_k': over the policy's likeliest ids, with all
+        other ids as one.
+      teacher_top_k: number of likeliest ids that 'top_k' takes.
+      reward_coef: weight of the advantage from rewards, beside the teacher's.
       observation_coef: weight of the cross-entropy on tokens that an environment gave after a sample's first turn, such
         as the output of tools (ECHO), a mean over these tokens; 0 for none.
-      sources: what differs for samples of a mixture's sources, by their names: values of the keys `PER_SOURCE`. A job
-        takes it from `grpo` of data.sources.
-      Others: see the classes inherited from.
+      sources: settings of the samples of a mixture's sources, by the source's name: values of the keys `PER_SOURCE`
+        that differ from the job's. A job takes them from `grpo` of data.sources.
+      Others: inherited settings, explained in the classes that they come from.
     """
 
     algo_variant: Literal["grpo"] = "grpo"
@@ -443,7 +448,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
             )
 
     def _check_teacher(self) -> None:
-        """Refuses a teacher beside another use of the reference, and samples with nothing to learn from."""
+        """Refuses a teacher beside another use of the reference, and settings that leave nothing to learn from."""
         if self.distillation is None and self.teacher_kl != "sampled":
             raise ValueError(
                 f"grpo.teacher_kl={self.teacher_kl!r} says how a teacher is compared with, and there is none: set "
@@ -472,7 +477,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
             )
 
     def _check_sources(self) -> None:
-        """Refuses settings of a source that are those of the whole update."""
+        """Refuses settings of a source that all samples of an update share, or that contradict the job's."""
         for name, own in self.sources.items():
             where = f"The settings of the source {name!r} (data.sources: grpo)"
             if wrong := [key for key in own if key not in PER_SOURCE]:
@@ -500,7 +505,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 )
 
     def _part(self, own: Mapping[str, Any]) -> "GRPOConfig":
-        """Makes the settings of a source's samples."""
+        """Makes the settings of a source's samples from the values that the source sets."""
         taught = own.get("teacher_coef", self.teacher_coef)
         teacher = {} if taught else {"teacher_kl": "sampled", "teacher": "reference"}
         return dataclasses.replace(self, sources={}, **teacher, **own)
@@ -537,7 +542,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     @property
     def policy_weight(self) -> float:
-        """Weight of the samples in the policy loss: that of the rewards, else of a teacher's sampled tokens."""
+        """Weight of the samples in the policy loss: `reward_coef`, or else that of a teacher's sampled tokens."""
         return self.reward_coef or self.teacher_coef * (self.teacher_kl == "sampled")
 
     @property
@@ -592,13 +597,13 @@ class PPOConfig(AlgorithmConfig, GAESettings):
       algo_variant: 'ppo'.
       value_loss_fn: 'ppo': squared error, clipped around the values before the update.
       beta: coefficient of the KL to the reference policy in the reward; 0 for none (no reference is kept then).
-      clip_range_value: how far a value may move in one step, reward units; a large number clips nothing.
+      clip_range_value: largest change of a value in one step, reward units; a large number clips nothing.
       kl_method: estimator of the KL in the reward; see podrl.algorithms.kl.
 
-      critic_warmup: first steps of the run, in which only the critic learns.
-      whiten_advantages: advantages are scaled to mean 0 and variance 1 over the batch's tokens.
-      whiten_rewards: token rewards, KL included, are scaled to variance 1 over the batch's tokens before GAE.
-      Others: see the classes inherited from; `loss_agg_mode` is the critic's too.
+      critic_warmup: number of first steps of the run in which only the critic learns.
+      whiten_advantages: whether advantages are scaled to mean 0 and variance 1 over the batch's tokens.
+      whiten_rewards: whether token rewards, KL included, are scaled to variance 1 over the batch's tokens before GAE.
+      Others: inherited settings, explained in the classes that they come from; `loss_agg_mode` is the critic's too.
     """
 
     algo_variant: Literal["ppo"] = "ppo"

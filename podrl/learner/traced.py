@@ -1,6 +1,6 @@
-"""Training that is watched: tokens for the trace, rewards for the curriculum, and counts of what leaves the loss.
+"""Training that is watched: tokens for the trace, rewards for the curriculum, and counts of samples out of the loss.
 
-What the trace of a step holds is in podrl/rundir/trace.py.
+The content of a step's trace is described in podrl/rundir/trace.py.
 """
 
 import dataclasses
@@ -19,7 +19,10 @@ from podrl.types import Experience
 
 
 class Traced:
-    """Implements podrl.learner.loop.Algorithm by another; counts what leaves the loss, informs trace and curriculum."""
+    """Implements podrl.learner.loop.Algorithm by another one, whose results it counts and passes to the trace.
+
+    It counts the samples that leave the loss, and shows each batch to the curriculum.
+    """
 
     def __init__(
         self,
@@ -33,10 +36,10 @@ class Traced:
 
         Args:
           algorithm: GRPO, or PPO, which updates its policy by a GRPO of its own.
-          run: its trace may be opened later.
+          run: the run, whose trace may be opened later.
           reward_names: names of the reward functions.
           config: the algorithm's settings.
-          curriculum: chooses prompts by their rewards; None where nothing does.
+          curriculum: curriculum that chooses prompts by their rewards; None without one.
         """
         self._config, self._counted = config, {}
         self._algorithm, self._policy = algorithm, algorithm.policy
@@ -47,7 +50,7 @@ class Traced:
         self.state, self.restore = algorithm.state, algorithm.restore
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose rows this process needs, those that are scored for the trace among them."""
+        """Lists the samples whose rows this process needs, samples that are scored for the trace included."""
         needed, traced = self._policy.needed(step, experience), self._run.traced
         if traced is None or not traced.wants(step + 1):
             return needed
@@ -65,14 +68,15 @@ class Traced:
         self._counted = counted(left_out(self._config, step, experience, columns["advantage"]))
         tracing, traced, done = self._run.tracing, self._run.traced, step + 1
         if traced is not None and traced.wants(done):
-            scores_of = self._token_scores(experience, traced.share)  # by all hosts that train, one of which writes
+            # All trainer hosts run the program; one of them writes the scores.
+            scores_of = self._token_scores(experience, traced.share)
             if tracing is not None:
                 trained = {"trained": self._config.loss_mask(experience)}
                 noted = trace.Noted(self._names, columns | trained, scores_of)
                 tracing.note(done, noted)
                 self._noted = (experience, noted)
         elif traced is not None and traced.ever and not self._warm:
-            self._token_scores(experience, 0.0)  # a run that resumes compiles in its first step, not later
+            self._token_scores(experience, 0.0)  # compiles the program in the first step after a start, not later
         self._warm = True
         with self._run.spans.span("score", lane="trainer"):
             return self._algorithm.pack(step, experience, scores, advantages)
@@ -90,7 +94,10 @@ class Traced:
         return {**metrics, **self._counted}
 
     def _scored(self, experience: Experience, share: float) -> np.ndarray:
-        """Lists the samples of the first groups, a share of all, that `_token_scores` scores: at least one group."""
+        """Lists the samples that `_token_scores` scores: the first groups, `share` of all, at least one group.
+
+        They are at most a mini-batch.
+        """
         group_size = self._config.num_generations
         groups = max(1, int(share * len(experience.rollouts.length_B)) // group_size)
         most = self._policy.mini_batch_size // group_size
@@ -99,7 +106,10 @@ class Traced:
     def _token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]]:
         """Starts scoring the samples that `_scored` lists under the present weights, on all trainer hosts together.
 
-        They are packed into the shape of a mini-batch, however many they are: one program scores them.
+        The samples are packed into the shape of a mini-batch, however few they are, so that one program serves all.
+
+        Returns:
+          A function that waits for the scores and returns them by name, (B, T) each.
         """
         rollouts, chosen = experience.rollouts, self._scored(experience, share)
         placement = packing.place_samples(rollouts, chosen, self._policy.shape)
@@ -113,7 +123,7 @@ class Traced:
         return fetched
 
     def _weights(self, step: int, experience: Experience, weighed: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Numbers of every token that `update` noted: its weight, and whether it was clipped; means over the passes."""
+        """Returns every token's weight in the update, and whether it was clipped, (B, T) each; means over passes."""
         rollouts = experience.rollouts
         found = {name: np.zeros(rollouts.tokens_BT.shape, np.float32) for name in trace.WEIGHTS}
         passes, samples = self._config.num_iterations, len(rollouts.length_B)

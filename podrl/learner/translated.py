@@ -1,8 +1,8 @@
-"""Samples as a teacher with another tokenizer reads them, and the spans of text at whose ends both have a token's end.
+"""Samples as a teacher with another tokenizer reads them, and the spans of text that end with a token of both.
 
-A teacher reads the prompt that its own chat template wrote, and what the policy said up to the first token that is no
-text: a special token, or one that an environment gave. Where that is the token that ends the policy's turn, the
-teacher's own stands in its place. All tokens beyond are not compared; neither are those of a character that was cut.
+A teacher reads the prompt that its own chat template wrote. Then it reads the policy's text up to the first token that
+is not text: a special token, or a token from an environment. If that token ends the policy's turn, the teacher reads
+its own end of turn in its place. Tokens after it are not compared, nor are tokens of a character that was cut.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from podrl.types import Rollouts
 
 @dataclasses.dataclass(frozen=True)
 class Translated:
-    """A batch in the tokens of its teacher, behind the prompts that it reads.
+    """A batch in the tokens of its teacher, behind the prompts that the teacher reads.
 
     Attributes:
-      rollouts: the samples in these tokens.
-      span_BT: number of each token's span in the samples as they were drawn; -1 for a token without one.
-      theirs_BU: the same of the teacher's tokens.
+      rollouts: the samples in the teacher's tokens, U per row.
+      span_BT: number of the span of each token of the samples as drawn; -1 for a token without a span.
+      theirs_BU: number of the span of each token of the teacher; -1 for a token without a span.
     """
 
     rollouts: Rollouts
@@ -40,9 +40,10 @@ class Translated:
         Args:
           rollouts: samples whose prompts have the field `teacher_prompt`.
           own: the policy's tokenizer.
-          theirs: the teacher's.
-          longest: the most tokens that the teacher reads of a sample; what is beyond is not compared.
-          of_B: the samples to translate; others get a token that means nothing.
+          theirs: the teacher's tokenizer.
+          longest: largest number of tokens of a sample, prompt included, that the teacher reads; tokens beyond are not
+            compared.
+          of_B: True for the samples to translate; any other sample becomes one padding token.
         """
         prompts = rollouts.prompts.fields[TEACHER_PROMPT]
         length_P = np.array([len(prompt or ()) for prompt in prompts], np.int64)
@@ -85,7 +86,7 @@ class Translated:
     def back(
         self, value_nU: Float[np.ndarray, "n U"], chosen_n: Int[np.ndarray, " n"], rollouts: Rollouts
     ) -> Float[np.ndarray, "n T"]:
-        """Adds up the values of the teacher's tokens over each span, and writes a sum at its first sampled token."""
+        """Sums the values of the teacher's tokens over each span; the sum stands at the span's first sampled token."""
         span_nT, theirs_nU = self.span_BT[chosen_n], self.theirs_BU[chosen_n]
         row_X, at_X = np.nonzero(theirs_nU >= 0)
         total = np.zeros((len(chosen_n), rollouts.tokens_BT.shape[1] + 1), value_nU.dtype)
@@ -97,17 +98,19 @@ class Translated:
 def aligned(
     said: Sequence[int], sampled: Sequence[bool], own: Tokenizer, theirs: Tokenizer, *, behind: int, most: int
 ) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Translates what follows a prompt: (the teacher's ids, spans of the policy's tokens, spans of the teacher's).
-
-    The policy's tokens from the first one on that has no span are left out.
+    """Translates the tokens that follow a prompt.
 
     Args:
       said: the policy's ids behind the prompt.
-      sampled: whether the policy drew each of them.
+      sampled: True for each id that the policy drew.
       own: the policy's tokenizer.
-      theirs: the teacher's.
-      behind: the teacher's token before them.
-      most: the most tokens of the teacher's.
+      theirs: the teacher's tokenizer.
+      behind: last id of the prompt in the teacher's tokens.
+      most: largest number of the teacher's ids to return.
+
+    Returns:
+      The teacher's ids; the spans of the policy's tokens, up to the first token that is not text; the spans of the
+      teacher's tokens. A span of -1 is none.
     """
     pieces: list[bytes] = []
     for token, drawn in zip(said, sampled, strict=True):
@@ -120,7 +123,7 @@ def aligned(
     end_X = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     end_Y = np.cumsum([len(theirs.token_bytes(i)) for i in given], dtype=np.int64)
     if b"".join(map(theirs.token_bytes, given)) != text.encode():
-        given, end_Y = [], end_Y[:0]  # their tokens say something else
+        given, end_Y = [], end_Y[:0]  # the teacher's tokens spell another text
     given, end_Y = given[: max(most, 0)], end_Y[: max(most, 0)]
     span_X, span_Y = common_spans(end_X, end_Y)
     stop, compared = len(pieces), bool((span_X >= 0).all())
@@ -131,7 +134,7 @@ def aligned(
 
 
 def _whole_characters(text: bytes) -> str:
-    """The characters before the first bytes that are none."""
+    """Decodes the characters before the first bytes that are not a whole character."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:

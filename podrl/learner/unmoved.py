@@ -1,4 +1,4 @@
-"""Finds the settings under which a run cannot change its weights, which it says at its start."""
+"""Finds the settings under which a run cannot change its weights, so that it can warn about them at its start."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,12 @@ from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.rewards.compose import RewardConfig
 from podrl.trainer.config import RLTrainingConfig
 
-_ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_plus_baseline")  # 0 for equal samples
+# Advantage estimators that give equal samples the advantage 0.
+_ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_plus_baseline")
 
 
 def unmoved(training: RLTrainingConfig) -> list[str]:
-    """Says why no update changes the model, one sentence for each setting; [] where updates do."""
+    """Lists the reasons why no update changes the model, one sentence for each setting; empty if updates do."""
     if training.actor_optimizer is None and _zero(training.learning_rate):
         return [
             f"trainer.learning_rate={training.learning_rate:g} is 0 in float32 in every update, so this run does not "
@@ -33,14 +34,14 @@ def unmoved_by_samples(
     *,
     steps: int | None,
 ) -> list[str]:
-    """Says why a run on samples cannot change the policy or the critic, one sentence for each setting.
+    """Lists the reasons why a run on samples cannot change the policy or the critic, one sentence for each setting.
 
     Settings that make no sense for a diagnosis either are refused where they are declared: groups of one without an
     advantage, no steps, adapters that match nothing.
 
     Args:
       training, algo, rollout, reward, environment: the run's settings.
-      steps: steps of the run; None where that is not known.
+      steps: number of steps of the run; None if it is not known.
     """
     found = unmoved(training)
     if isinstance(algo, PPOConfig):
@@ -62,7 +63,10 @@ def unmoved_by_samples(
 def _without_advantage(
     algo: GRPOConfig, rollout: RolloutConfig, reward: RewardConfig, environment: EnvironmentConfig
 ) -> list[str]:
-    """Says why no sample can have an advantage; a KL to the reference moves nothing, as the policy begins there."""
+    """Lists the reasons why no sample can have an advantage.
+
+    A KL to the reference does not change that: the policy begins at the reference.
+    """
     if algo.distillation is not None or algo.observed_weight:
         return []
     weights = list(reward.weights or [1.0] * len(reward.fns)) + [1.0] * len(reward.named)
@@ -90,5 +94,5 @@ def _without_advantage(
 
 
 def _zero(rate: float) -> bool:
-    """True for a rate that float32 arithmetic takes for 0."""
+    """True for a rate that float32 arithmetic treats as 0."""
     return rate < float(np.finfo(np.float32).tiny)

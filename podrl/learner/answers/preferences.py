@@ -27,11 +27,11 @@ class DPOConfig:
     """Settings of direct preference optimisation; see podrl.algorithms.dpo.
 
     Attributes:
-      batch_size: pairs per step, which makes one update.
-      max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as data.long_prompts
-        says.
-      beta: reward of a nat of difference to the reference.
-      label_smoothing: share of the pairs taken to be the wrong way round.
+      batch_size: number of pairs per step; a step makes one update.
+      max_length: largest number of tokens of prompt and answer together; pairs with a longer one are left out, or are
+        an error, as data.long_prompts says.
+      beta: reward per nat of difference to the reference.
+      label_smoothing: assumed share of pairs whose chosen and rejected answers are swapped.
     """
 
     batch_size: Count = 32
@@ -46,9 +46,9 @@ class ORPOConfig:
     """Settings of odds ratio preference optimisation; see podrl.algorithms.orpo.
 
     Attributes:
-      batch_size: pairs per step, which makes one update.
-      max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as data.long_prompts
-        says.
+      batch_size: number of pairs per step; a step makes one update.
+      max_length: largest number of tokens of prompt and answer together; pairs with a longer one are left out, or are
+        an error, as data.long_prompts says.
       coef: weight of the odds ratio beside the likelihood of the chosen answer.
     """
 
@@ -63,11 +63,13 @@ class KTOConfig:
     """Settings of Kahneman-Tversky optimisation; see podrl.algorithms.kto.
 
     Attributes:
-      batch_size: labelled answers per step, which makes one update; the reference point is estimated on them.
-      max_length: tokens of prompt and answer; longer ones are left out, or an error, as data.long_prompts says.
-      beta: reward of a nat of difference to the reference.
-      desirable_weight: weight of good answers; times their number it should be 1 to 4/3 of the other weight times the
-        number of bad ones.
+      batch_size: number of labelled answers per step; a step makes one update, and estimates the reference point on
+        these answers.
+      max_length: largest number of tokens of prompt and answer together; longer examples are left out, or are an error,
+        as data.long_prompts says.
+      beta: reward per nat of difference to the reference.
+      desirable_weight: weight of good answers. This weight times the number of good answers should be 1 to 4/3 of
+        `undesirable_weight` times the number of bad answers.
       undesirable_weight: weight of bad answers.
     """
 
@@ -96,17 +98,24 @@ class ComparedScores(AnswerScores):
 class JudgedAnswers:
     """The algorithm that DPO, ORPO and KTO share: a policy gradient on whole answers, each with a weight of its own.
 
-    Their losses join several sequences, which packing may part. But a loss's gradient is that of -weight logprob with a
-    weight per answer that depends on whole log-probabilities only, so scoring first gives the very gradient for any
-    packing, micro-batch split and mesh. Scores leave the dropout of adapters out.
+    The losses compare several sequences, which packing may put into different rows. But the gradient of such a loss is
+    the gradient of -weight x log-probability, with a weight per answer that depends on the log-probabilities of whole
+    answers only. So scoring first gives the exact gradient for any packing, micro-batch split and mesh. Scores are
+    computed without the dropout of adapters.
 
-    With `score`, `advantages` and `watched` it is a podrl.learner.loop.Algorithm.
+    A subclass adds `score`, `advantages` and `watched`, and is then a podrl.learner.loop.Algorithm.
     """
 
-    compared = True  # with a reference
+    compared = True  # whether answers are scored under a reference, too
 
     def __init__(self, cluster: RLCluster, config: Any, shape: PackShape):
-        """Sets the cluster's loss, and keeps a reference where there is one; `shape` is that of a packed batch."""
+        """Sets the cluster's loss, and keeps a reference if answers are compared with one.
+
+        Args:
+          cluster: the actor, and its reference if there is one.
+          config: settings of the algorithm.
+          shape: shape of a packed batch.
+        """
         self._cluster, self._config, self._shape = cluster, config, shape
         if self.compared:
             cluster.keep_reference()
@@ -180,7 +189,7 @@ def _of_pairs(found: Any, logprob_P2: np.ndarray, *, prefix: str) -> tuple[np.nd
 
 
 class DPO(JudgedAnswers):
-    """Learns pairs beside a reference."""
+    """Learns from pairs of answers, compared with a reference (DPO)."""
 
     @staticmethod
     def formula(config: DPOConfig) -> str:
@@ -212,7 +221,7 @@ class DPO(JudgedAnswers):
 
 
 class ORPO(JudgedAnswers):
-    """Learns pairs without a reference."""
+    """Learns from pairs of answers without a reference (ORPO)."""
 
     compared = False
 
@@ -243,7 +252,7 @@ class ORPO(JudgedAnswers):
 
 
 class KTO(JudgedAnswers):
-    """Learns labelled answers, each compared with the policy's drift so far."""
+    """Learns from labelled answers, each compared with the policy's drift from the reference so far (KTO)."""
 
     @staticmethod
     def formula(config: KTOConfig) -> str:
@@ -255,7 +264,7 @@ class KTO(JudgedAnswers):
         )
 
     def score(self, step: int, experience: LabelledBatch) -> tuple[ComparedScores, ComparedScores]:
-        """Scores every answer after its own prompt, and after that of another example."""
+        """Scores every answer after its own prompt, and after the prompt of another example."""
         own = self._compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
         return own, self._compare(*experience.unrelated())
 

@@ -26,9 +26,9 @@ class RewardModelConfig:
     """Settings of training a reward model; see podrl.algorithms.bradley_terry.
 
     Attributes:
-      batch_size: pairs per step, which makes one update.
-      max_length: tokens of prompt and answer; pairs with a longer one are left out, or an error, as data.long_prompts
-        says.
+      batch_size: number of pairs per step; a step makes one update.
+      max_length: largest number of tokens of prompt and answer together; pairs with a longer one are left out, or are
+        an error, as data.long_prompts says.
     """
 
     batch_size: Count = 32
@@ -46,12 +46,12 @@ class PairScores:
 class RewardModelling:
     """Implements podrl.learner.loop.Algorithm for a reward model: raises the score of the chosen answer of a pair.
 
-    As in DPO a pair is scored first, and then each answer's score is pushed by the derivative of the pair's loss, so
-    packing may part its answers. An answer's score is that after its last token.
+    As in DPO, a pair is scored first, and then each answer's score is pushed by the derivative of the pair's loss. So
+    packing may put the two answers into different rows. An answer's score is read at its last token.
     """
 
     def __init__(self, cluster: ScorerCluster, config: RewardModelConfig, shape: PackShape):
-        """Sets the model's loss; `shape` is that of a packed batch."""
+        """Sets the model's loss; `shape` is the shape of a packed batch."""
         self._cluster, self._shape = cluster, shape
         cluster.actor.prepare(weighted_score)
 
@@ -88,7 +88,7 @@ class RewardModelling:
     def pack(
         self, step: int, experience: SFTBatch, scores: PairScores, advantages: np.ndarray
     ) -> list[Batch[ScoredRows]]:
-        """Packs the one update of a step; a host batch, which the model puts on its mesh."""
+        """Packs the one update of a step as a host batch, which the model itself puts on its mesh."""
         placement = scores.placement
         last_BT = np.zeros(experience.tokens_BT.shape, np.float32)
         last_BT[np.arange(len(last_BT)), experience.length_B - 1] = 1.0
@@ -144,5 +144,5 @@ class PairEvaluator:
 
 
 def _right(margin_P: np.ndarray) -> np.ndarray:
-    """1 where the chosen answer's score is the larger, 1/2 where both are the same."""
+    """Returns 1 if the chosen answer's score is larger, 1/2 if both scores are equal, else 0."""
     return (np.sign(margin_P) + 1.0) / 2.0

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, and what every algorithm that learns from given answers shares."""
+"""Supervised fine-tuning, and the parts that all algorithms which learn from answers in data share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ class SFT:
     """Implements podrl.learner.loop.Algorithm for SFT: raises the likelihood of every answer; needs no scores."""
 
     def __init__(self, cluster: RLCluster, config: SFTConfig, shape: PackShape):
-        """Sets the cluster's loss; `shape` is that of a packed batch."""
+        """Sets the cluster's loss; `shape` is the shape of a packed batch."""
         self._cluster, self._shape = cluster, shape
         cluster.actor.prepare(CrossEntropy())
 
@@ -80,7 +80,7 @@ class AnswerReport:
 
 
 def updated(cluster: RLCluster | ScorerCluster, batches: Sequence[Batch[Any]]) -> Mapping[str, Any]:
-    """Makes the one update of a batch of given answers and returns its metrics."""
+    """Makes the one update of a step on answers from data, and returns its metrics."""
     (batch,) = batches
     metrics = cluster.update_actor(batch)
     jax.block_until_ready(cluster.state.step)

@@ -1,4 +1,4 @@
-"""Evaluation hosts of a pod: they score shares of evaluations and do nothing else; trainer 0 gives them."""
+"""Evaluation hosts of a pod: they score shares of evaluations, which trainer 0 gives out, and do nothing else."""
 
 import logging
 import threading
@@ -22,14 +22,14 @@ from podrl.types import BatchError, Policy
 _log = logging.getLogger("podrl.evaluation")
 _LOOK_S = 0.5
 _LAST_WORDS_S = 300.0
-_PIECE_LANES = 8  # samples of a piece, in lanes: between pieces a host notices that it is asked to stop
+_PIECE_LANES = 8  # samples in a piece, per lane of the engine; a host notices a stop signal between pieces only
 
 
 class EvaluationShares:
     """Gives the shares of one evaluation at a time to evaluation hosts, on the leader, and takes their scores.
 
-    A host asks for a share, and is answered when there is one. The share of a host that is lost goes to another, or to
-    the next that asks: trainers hold the weights until the next evaluation begins.
+    A host asks for a share, and is answered when there is one. The share of a lost host goes to another host that asks,
+    now or later: trainers hold the weights until the next evaluation begins.
     """
 
     def __init__(self, pod: Pod, deadline_s: float, ending: Any):
@@ -37,23 +37,23 @@ class EvaluationShares:
 
         Args:
           pod: the job's processes.
-          deadline_s: the longest wait, where scores are waited for, without an evaluation host in the job.
-          ending: True if the job was asked to stop, for which hosts stay.
+          deadline_s: the longest wait for scores while no evaluation host is in the job, in seconds.
+          ending: function that returns True once the job was asked to stop; hosts then stay until its end.
         """
         self._pod, self._deadline_s, self._ending = pod, deadline_s, ending
         self._changed = threading.Condition()
-        self._step, self._over = 0, -1  # of the evaluation; that the job reached, once it is over
-        self._hosts: list[int | None] = []  # by share: who makes it, or has made it
-        self._made: dict[int, Message] = {}  # by share
-        self._asking: dict[int, futures.Future[Message]] = {}  # by host
-        self._waited = False  # for the scores
+        self._step, self._over = 0, -1  # step of the evaluation; step that the job reached, -1 until it is over
+        self._hosts: list[int | None] = []  # by share: the host that makes it or has made it; None for a free share
+        self._made: dict[int, Message] = {}  # scores, by share
+        self._asking: dict[int, futures.Future[Message]] = {}  # by host: the answer that the host waits for
+        self._waited = False  # True while training waits for the scores
         pod.on_evaluator_lost = self._lost
         pod.waiting.append(self._waits_for)
         for name, answer in (("share", self._on_ask), ("share made", self._on_made), ("share leaves", self._on_leaves)):
             pod.channel.serve(name, answer)
 
     def open_shares(self, name: str, shares: int, since: int) -> None:
-        """Gives the evaluation of a version, in so many shares; those of the one before are all made."""
+        """Opens the evaluation of version `since`, in `shares` shares; all shares of the one before have been made."""
         del name
         with self._changed:
             self._step, self._made = since, {}
@@ -61,10 +61,10 @@ class EvaluationShares:
             self._give()
 
     def collect(self, name: str, deadline_s: float) -> list[Message]:
-        """Waits for all shares of an evaluation; returns what was made of each, in their order.
+        """Waits for all shares of an evaluation; returns the scores of each share, in the order of the shares.
 
         Raises:
-          LateError: they were not all made within the deadline, or before the job was over.
+          LateError: some shares were not made within the deadline, or before the job was over.
         """
         with self._changed:
             whole = lambda: len(self._made) == len(self._hosts)  # noqa: E731
@@ -74,16 +74,16 @@ class EvaluationShares:
             return [self._made[share] for share in range(len(self._hosts))]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drops the scores, which are joined."""
+        """Drops the scores, once they have been joined."""
         del names
         with self._changed:
             self._hosts, self._made, self._waited = [], {}, False
 
     def wait(self, work: futures.Future[Any]) -> None:
-        """Waits for scores that are being collected.
+        """Waits for the scores that `work` collects.
 
         Raises:
-          LateError: there was no evaluation host in the job for the deadline.
+          LateError: no evaluation host was in the job for as long as the deadline.
         """
         gone, self._waited = None, True
         while not futures.wait([work], _LOOK_S).done:
@@ -105,7 +105,7 @@ class EvaluationShares:
         return [host for host in self._pod.seat.hosts.eval if not self._pod.is_lost(host)]
 
     def _waits_for(self) -> str:
-        """Names the shares that scores are waited for, and who makes them; '' where nobody waits."""
+        """Names the shares that are waited for, and the hosts that make them; '' if nothing is waited for."""
         if not self._waited or not (left := len(self._hosts) - len(self._made)):
             return ""
         if not self._there():
@@ -115,10 +115,10 @@ class EvaluationShares:
         return f"{left} of {len(self._hosts)} shares of {leases.evaluation(self._step)}, of {names or 'nobody yet'}"
 
     def _give(self) -> None:
-        """Answers those that ask, as far as there are shares."""
+        """Answers the hosts that ask for a share, as long as there are shares."""
         for host, asks in list(self._asking.items()):
             left = [share for share in range(len(self._hosts)) if share not in self._made]
-            # One that asks again has not heard the answer.
+            # A host that asks again has not heard the answer, so it gets the same share.
             mine = [share for share in left if self._hosts[share] == host]
             free = [share for share in left if self._hosts[share] is None]
             if self._over >= 0:
@@ -153,7 +153,7 @@ class EvaluationShares:
         """Lets a host go that was asked to stop; the last one stays, and the job stops."""
         host = int(message.value["process"])
         others = [other for other in self._there() if other != host]
-        gone = self._pod.is_lost(host)  # it asks again, and the other hosts may have been lost since then
+        gone = self._pod.is_lost(host)  # a host that was let go asks again; other hosts may have been lost since then
         goes = gone or (bool(others) and not self._ending())
         if goes and not gone:
             self._pod.let_go(host)
@@ -163,7 +163,7 @@ class EvaluationShares:
         return Message({"goes": goes})
 
     def _lost(self, host: int) -> None:
-        """Takes the shares of a lost host that it has not made."""
+        """Takes back the shares that a lost host has not made."""
         with self._changed:
             self._asking.pop(host, None)
             lost = [i for i, own in enumerate(self._hosts) if own == host and i not in self._made]
@@ -183,10 +183,10 @@ class EvaluationHost:
 
         Args:
           cluster: the cluster with this host's copy of the weights, and its decoding engine.
-          evaluator: evaluator on the held-out prompts; None where there are none.
+          evaluator: scores the policy on the held-out prompts; None if there are no prompts.
           run: signals, the watchdog and spans; writes nothing.
-          pod: the job's processes, all there.
-          deadline_s: the longest wait for an answer of the leader.
+          pod: the job's processes, all connected.
+          deadline_s: the longest wait for an answer of the leader, in seconds.
         """
         self._cluster, self._evaluator, self._run, self._pod = cluster, evaluator, run, pod
         self._deadline_s, self._refused = deadline_s, False
@@ -199,10 +199,10 @@ class EvaluationHost:
             told = self._ask()
             if "over" in told:
                 return int(told["over"])
-            self._run.tell_taking()  # a lost host may have recorded what its environments were answered
+            self._run.tell_taking()  # a lost host may have recorded answers to its environments, which are read again
             try:
                 made = self._make(int(told["step"]), (int(told["share"]), int(told["shares"])))
-            except VersionGoneError as error:  # it was lost to the leader for a while, and others made the share
+            except VersionGoneError as error:  # the leader took this host for lost, and others have made the share
                 _log.warning("The share is not made any more: %s", error)
                 time.sleep(_LOOK_S)
                 continue
@@ -224,7 +224,7 @@ class EvaluationHost:
         return request.wait(0.0, "trainer 0: share").value
 
     def _make(self, step: int, part: tuple[int, int]) -> Scored | BatchError:
-        """Scores a share by the weights after a step, which the trainers hold for that long."""
+        """Scores a share under the weights after a step, which the trainers hold until the next evaluation begins."""
         assert self._evaluator is not None, "an evaluation begins where there is an evaluator"
         if self._policy is None or self._policy.version != step:
             with self._run.watchdog.stage("publish"):
@@ -242,7 +242,7 @@ class EvaluationHost:
             self._leave_if_asked()
 
     def _leave_if_asked(self) -> None:
-        """Ends this process where it was asked to stop and others stay; otherwise has the job stop."""
+        """Ends this process if it was asked to stop and other evaluation hosts stay; otherwise has the job stop."""
         if self._refused or not self._run.stopping():
             return
         me = {"process": self._pod.seat.process}

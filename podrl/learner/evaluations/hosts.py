@@ -14,7 +14,7 @@ from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 from podrl.types import BatchError
 
-_LONGEST_S = 30 * 86400.0  # that an evaluation may take: a host that is lost is noticed otherwise
+_LONGEST_S = 30 * 86400.0  # longest time for an evaluation; a lost host is noticed by other means
 
 
 class Shares(Protocol):
@@ -26,12 +26,12 @@ class Shares(Protocol):
 
 
 class GivenEvaluations:
-    """Gives one evaluation at a time to other hosts, on a trainer host, and collects its scores on the leader.
+    """Runs on a trainer host: gives one evaluation at a time to other hosts; the leader collects the scores.
 
-    These are the rollout hosts, or evaluation hosts where the job has any.
+    The other hosts are the evaluation hosts if the job has any, else the rollout hosts.
 
     Attributes:
-      begun: the step of the one that is made; None for none.
+      begun: step of the evaluation under way; None if there is none.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class GivenEvaluations:
 
         Args:
           pod: the job's processes.
-          given: the table of leases or shares, on the leader.
-          deadline_s: the longest wait for the leader.
-          collect: (name, longest wait) -> what each host has made of an evaluation, in the order of the records.
-          done: told of the step of each that was made.
-          wait: called with what collects, before it is waited for; raises where that is in vain.
+          given: table of leases or shares on the leader; None on other trainer hosts.
+          deadline_s: the longest wait for the leader, in seconds.
+          collect: function (name, longest wait in seconds) -> each share's scores, in the order of the records.
+          done: function called with the step of each evaluation that is complete.
+          wait: function that waits for the collecting future, and raises if waiting is in vain.
         """
         self._pod, self._given, self._deadline_s, self._collect, self._done = pod, given, deadline_s, collect, done
         self._wait = wait
@@ -67,18 +67,21 @@ class GivenEvaluations:
         if self._given is not None:
             name = leases.evaluation(step)
             hosts = self._pod.seat.hosts.eval or self._pod.seat.hosts.heads
-            self._given.open_shares(name, max(len(hosts), 1), step)  # hosts may come later
+            self._given.open_shares(name, max(len(hosts), 1), step)  # at least one share: hosts may come later
             self._work = self._thread.submit(self._collect, name, _LONGEST_S)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
-        """Returns, on the leader, (step, eval/* metrics, a few samples) of what was begun, once; None before.
+        """Returns, on the leader, (step, eval/* metrics, a few samples) of the evaluation under way, once it is made.
+
+        It returns None before, after, and on other trainer hosts. With `wait` it waits for the scores.
 
         Raises:
-          BatchError: a reward function failed, or a service it asks was away; on every trainer host, where it waits.
+          BatchError: a reward function failed, or a service that it asks was away; raised on every trainer host, and
+            only with `wait`.
         """
         if (step := self.begun) is None:
             return None
-        if self._work is None:  # the others have nothing to do, but must stop where the leader does
+        if self._work is None:  # not the leader: this host collects nothing, but must fail where the leader fails
             if wait:
                 self.begun = None
                 said = self._pod.get(LEADER, evaluated(step), self._deadline_s)
@@ -91,7 +94,7 @@ class GivenEvaluations:
         self._wait(work)
         messages = work.result()
         failed = [message for message in messages if "error" in message.value]
-        if failed and not wait:
+        if failed and not wait:  # kept for the next call with `wait`, in which all trainer hosts raise the error
             self._work = work
             return None
         self.begun, self._failed = None, bool(failed)
@@ -101,12 +104,15 @@ class GivenEvaluations:
         self._pod.channel.put(evaluated(step), next(iter(failed), Message({})))
         codec.raise_failure(messages)
         samples = [sample for message in messages for sample in message.value["samples"]]
-        names = dict.fromkeys(name for m in messages for name in m.arrays)  # a small set is on some hosts alone
+        names = dict.fromkeys(name for m in messages for name in m.arrays)  # a small set has records on some hosts only
         scores = {name: np.concatenate([m.arrays[name] for m in messages if name in m.arrays]) for name in names}
         return step, summarised(scores), samples[: len(messages[0].value["samples"])]
 
     def unsaved(self) -> bool:
-        """True if a checkpoint now would lose an evaluation that has failed; a run from before it makes it again."""
+        """True if the evaluation has failed, so that a checkpoint now would lose it.
+
+        A run that resumes from an earlier checkpoint makes the evaluation again.
+        """
         return self._failed
 
     def close(self) -> None:
@@ -115,12 +121,12 @@ class GivenEvaluations:
 
 
 def evaluated(step: int) -> str:
-    """The channel's key of what the leader says when it has all of an evaluation, or why it does not get it."""
+    """Returns the channel's key of the leader's word that it has a whole evaluation, or why it will not have it."""
     return f"evaluated/{step}"
 
 
 def offer(pod: Pod, lease: Lease, made: Scored | BatchError) -> None:
-    """Offers the leader the scores of a rollout host's share, or says why there are none."""
+    """Offers the leader the scores of a rollout host's share, or the error that says why there are none."""
     if isinstance(made, BatchError):
         pod.channel.put(lease.key("scores"), codec.failure(made))
     else:

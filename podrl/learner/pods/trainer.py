@@ -184,7 +184,7 @@ class RemoteRollouts:
 
         Args:
           step: step that trains on the batch.
-          everything: whether all rows and texts are fetched, or only those that this host needs.
+          everything: True fetches all rows and texts, False only those that this host needs.
 
         Raises:
           BatchError: a reward function or too many samples failed on a rollout host, or a service that a reward
