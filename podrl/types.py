@@ -58,9 +58,11 @@ STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE, STOP_C
 
 
 class LeftOut(enum.IntEnum):
-    """The reason why a sample has no weight in the policy's loss; of several, the first in podrl/learner/left_out.py.
+    """The reason why a sample has no weight in the policy's loss.
 
-    The names are those of `loss/left_out/REASON`, and docs/metrics.md explains each. The numbers are in checkpoints.
+    If several reasons are true of a sample, the code that is tested first counts (podrl/learner/left_out.py). The names
+    are those of the metrics `loss/left_out/REASON`, which docs/metrics.md explains. Checkpoints hold the numbers, so a
+    number must not change.
     """
 
     NOT = 0

@@ -113,7 +113,9 @@ class ChosenStream(Stream[Item], Generic[Item]):
         if closed + len(self._long[part]) >= len(walk):
             return None
         position, too_long = walk.position, list[TooLong]()
-        for _ in range(2 * len(walk)):  # a record may be the first of one epoch and the last of the next
+        # Two epochs: the only record that may be drawn may be the first of this epoch, read already, and the last of
+        # the next.
+        for _ in range(2 * len(walk)):
             number = start + walk.next()
             if taken(number):
                 continue
@@ -126,8 +128,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
             too_long.append(made)
             if len(too_long) == MOST_IN_A_ROW:
                 raise self.unfit(MOST_IN_A_ROW)
-        # The walk stays where it was, as it does where the records that are too long are known from the start: a
-        # resumed run knows none of them, and must draw the same records.
+        # Back to where the walk was, as if it had not begun. It does not begin once all records that are too long are
+        # known; a resumed run knows none of them, begins the walk, and must draw the same records all the same.
         walk.position = position
         return None
 
@@ -207,7 +209,7 @@ class _Draw(Generic[Item]):
                 for number, item in self._of_pool(k, pool, self._mine):
                     stream.bring_back(pool)
                     yield number, item
-        for k in order:  # a batch of more prompts than there are records
+        for k in order:  # reached only if a batch has more prompts than there are records
             found = stream.walk(k, lambda number: False, 0)
             yield from [found] if found else []
 

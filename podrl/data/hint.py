@@ -7,7 +7,7 @@ from typing import Any
 from podrl.data import shape
 from podrl.runtime import plain
 
-TEACHER_PROMPT = "teacher_prompt"  # the field of a prompt that holds the token ids that its teacher reads instead
+TEACHER_PROMPT = "teacher_prompt"  # field of a prompt with the token ids that its teacher reads in place of the prompt
 _SLOT = re.compile(r"\{(\w+)\}")
 _ASKED = "prompt"  # name of the slot that stands for the text of the question
 

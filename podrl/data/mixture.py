@@ -128,7 +128,7 @@ class _Key:
         return isinstance(other, _Key) and self._text == other._text
 
 
-@functools.lru_cache(maxsize=64)  # sources and sets of one job, each of which is opened several times
+@functools.lru_cache(maxsize=64)  # a job opens its sources and each of its evaluation sets several times
 def _opened(asked: _Key) -> Opened:
     config, cache = asked.config, Cache(asked.config.cache)
     evaluation, notes = None, Notes(config.question_field, config.answer_field)

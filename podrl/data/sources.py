@@ -33,7 +33,7 @@ Record = Mapping[str, Any]
 Check = Callable[[Record, str], None]  # takes a record and its place; raises ValueError
 _JSONL, _ARRAY_RECORD = ".jsonl", ".array_record"
 _MARK = b"\xef\xbb\xbf"  # the byte-order mark, with which some programs begin UTF-8 files
-csv.field_size_limit(1 << 30)  # characters; the library's own limit is shorter than long documents
+csv.field_size_limit(1 << 30)  # characters; the library's default, 131,072, is less than a long document has
 Made = TypeVar("Made")
 
 
@@ -108,7 +108,7 @@ class ParsedOnAccess(Records):
         self._parse = parse
 
     def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if index >= len(self):  # other readers raise other errors, and a `for` would not end
+        if index >= len(self):  # a `for` loop ends at an IndexError, and other libraries raise other errors
             raise IndexError(index)
         return self._parse(self._records[index], self.place(index))
 
@@ -377,7 +377,7 @@ def _object(text: str | bytes, place: str) -> Record:
         raise ValueError(f"{place} is not JSON ({reason}): {text[:80]!r}.") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place} holds {type(record).__name__} {text[:80]!r}: every line must be a JSON object.")
-    if "\\ud" in str(text).lower():  # JSON can write half of a surrogate pair, which no encoding of text can
+    if "\\ud" in str(text).lower():  # JSON can write half of a surrogate pair, which UTF-8 cannot encode
         try:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError:
