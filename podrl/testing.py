@@ -152,7 +152,7 @@ def check_extremes(loss: Loss) -> None:
     layout = padded_layout(tokens["owner"])
     every = np.arange(tokens["mask"].size)
     for offset in (60.0, 1e4):
-        # `current` marks the tokens that the current policy finds unlikely; the others are unlikely before the update.
+        # `current` marks the tokens that the current policy finds unlikely; the other policies find the rest unlikely.
         for current in (every % 2 == 0, every >= 0, every < 0):
             moved = tokens | {"logprob": tokens["logprob"] - offset * current}
             for name in ("old_logprob", "sampler_logprob", "ref_logprob"):
