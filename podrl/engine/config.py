@@ -23,9 +23,9 @@ class SamplingSettings:
 
     Attributes:
       temperature: divisor of the logits; 0 takes the most likely token (greedy).
-      top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; 1 or None is off.
-      top_k: keep the k most likely tokens; None or 0 is off.
-      min_p: keep tokens whose probability is at least this fraction of the most likely token's; 0 is off.
+      top_p: probability to keep, by the smallest set of most likely tokens that reaches it; 1 or None is off.
+      top_k: number of most likely tokens to keep; None or 0 is off.
+      min_p: least probability of a kept token, as a fraction of the most likely token's; 0 is off.
       stop_strings: texts that end (or, with tools, pause) a sample as soon as its completion contains one of them.
     """
 

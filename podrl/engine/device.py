@@ -53,7 +53,7 @@ class Device:
           engine: programs of the engine.
           state: pools and lanes.
           params: parameters prepared by the engine.
-          tell: sends the name and the arguments of every call to the other hosts of the mesh.
+          tell: function that sends the name and the arguments of every call to the other hosts of the mesh.
         """
         self.engine, self.state, self._params, self._tell = engine, state, params, tell
         self.spilled: dict[str, tuple[np.ndarray, ...]] = {}
@@ -166,8 +166,8 @@ def compile_all(
     Args:
       engine: the engine.
       params: weights as in `Policy.params`.
-      state: returns the engine's state, newly made or existing.
-      note: is called with a text such as '2/7 insert' before each program.
+      state: function that returns the engine's state, newly made or existing.
+      note: function that is called with a text such as '2/7 insert' before each program.
 
     Returns:
       The state, empty and on the device.

@@ -265,7 +265,7 @@ class Engine:
         """Jits `read(state, page_M)`, which copies some pages of each shard.
 
         Args:
-          pools: returns the arrays of a state to copy from.
+          pools: function that returns the arrays of a state to copy from.
           specs: specs of these arrays.
         """
 

@@ -44,7 +44,7 @@ class _Shard:
         self.index = index
         self.free_lanes = list(range(shape.lanes))
         self.free_pages = list(range(shape.pages))
-        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))
+        self.free_slots = list(range(shape.lanes, shape.lanes + shape.slots))  # places after those of the lanes
         self.prompts: dict[int, PromptRow] = {}
         self.assigned: list[Sample] = []  # samples to seat on this shard, in order
         self.running: dict[int, Sample] = {}  # by lane
@@ -495,6 +495,7 @@ class Scheduler:
         return len(store.pages) if store.spilled else 0
 
     def _prompt_pages(self, sample: Sample) -> int:
+        # A prompt's last token is not prefilled: each sample feeds it in its own lane.
         return -(-(sample.length - 1) // self.shape.page_tokens)
 
     def _seat(self, shard: _Shard, sample: Sample, plan: Plan) -> None:

@@ -48,7 +48,7 @@ class Track:
       stop_ids: every id that ends or pauses the sample.
       key: random key, uint32 (2,).
       pauses: whether it pauses where other samples end; its caller then extends or ends it.
-      finder: finds the stop strings in the completion; None without stop strings.
+      finder: search for stop strings in the completion; None without stop strings.
       expected: estimate of how many tokens it will sample; None without an estimate.
       tokens: ids of sampled and given tokens.
       versions: version of the weights that sampled each token; -1 for a given token.
@@ -150,7 +150,7 @@ class Session:
         Args:
           device: pools, lanes and weights.
           version: version of the weights.
-          decode: turns token ids into text, without special tokens.
+          decode: function that turns token ids into text, without special tokens.
           eos_ids: ids that end every sample.
           cache_tokens: most tokens of a sample, prompt included.
         """

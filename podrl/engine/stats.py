@@ -76,7 +76,7 @@ class Stats:
       failed: number of samples that ended because logits were NaN or infinite, by version of the weights.
       host_seconds: seconds without a dispatch in flight, each time from the last read to the next launch.
       plan_seconds: seconds spent planning dispatches.
-      meter: splits the device's time into seconds of prefill and of decoding.
+      meter: timer that splits the device's time into seconds of prefill and of decoding.
     """
 
     tokens: int = 0

@@ -1,1 +1,1 @@
-"""Sampling: who makes which sample, under which weights, and the rows that come of it."""
+"""Sampling: the players of samples, the clocks that choose versions of the weights, and finished rows."""

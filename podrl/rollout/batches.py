@@ -57,7 +57,8 @@ class Batches:
             batch.
           thread: the one thread that uses the rollout mesh.
           run: the run, whose watchdog observes the waits.
-          clock: decides at which tokens samples stop, which groups make a batch, and which prompts are asked again.
+          clock: clock that decides at which tokens samples stop, which groups make a batch, and which prompts are asked
+            again.
           size: number of prompts of a batch.
         """
         self._thread, self._run, self._clock, self._size = thread, run, clock, size

@@ -54,8 +54,8 @@ class Partner:
     """The environments of all samples, as the engine sees them.
 
     Attributes:
-      host: runs the episodes.
-      dialogue: encodes observations as tokens.
+      host: runner of the episodes.
+      dialogue: encoder of observations as tokens.
       clock: rollout.clock of the job.
       failed_share: env.failed_share of the job, the largest share of a request's environments that may fail.
       waits_for: calls of environments that the samples wait for (`Episodes.waiting`); '' while a sample runs.

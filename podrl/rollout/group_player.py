@@ -141,9 +141,9 @@ class GroupPlayer:
           generator: a podrl.learner.generation.Generator; if one version draws all samples, any function that makes a
             batch.
           mode: clock, and number of versions that draw a sample (`Mode`).
-          weights: returns the weights of a version.
+          weights: function that returns the weights of a version.
           took: function that is called when a group may have ended.
-          closed: returns True once nothing more may be played.
+          closed: function that returns True once nothing more may be played.
         """
         self._generator, self._mode = generator, mode
         self._weights, self._took, self._closed = weights, took, closed
@@ -214,7 +214,8 @@ class GroupPlayer:
         Args:
           groups: the open groups.
           version: version of the weights.
-          halt: returns True once the samples of groups that are not fixed must stop, after the launched dispatches.
+          halt: function that returns True once the samples of groups that are not fixed must stop; they stop after the
+            launched dispatches.
           repeats: whether the window is repeated from the journal, so that only fixed groups are played.
         """
         groups = list(groups)

@@ -26,7 +26,7 @@ class RolloutEngine(Protocol):
       config: settings of the engine and of sampling.
       stats: counters of the last call's work.
       partner: the environments of all samples; None if samples have no environments.
-      tell: sends the calls to run to the other processes of the mesh; None if there are no others.
+      tell: function that sends the calls to run to the other processes of the mesh; None if there are no others.
     """
 
     abilities: ClassVar[frozenset[Ability]]

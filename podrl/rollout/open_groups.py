@@ -106,10 +106,10 @@ class OpenGroups(Generic[_G]):
         """Begins with no group.
 
         Args:
-          clock: decides which groups make a batch, and which prompts are asked again.
+          clock: clock that decides which groups make a batch, and which prompts are asked again.
           size: number of groups of a batch.
-          make: makes a group from the values of the fields of `Group`, in their order.
-          ends: cuts a number of prompts into groups: returns 0 and the end of each group.
+          make: function that makes a group from the values of the fields of `Group`, in their order.
+          ends: function that cuts a number of prompts into groups; it returns 0 and the end of each group.
         """
         self._clock, self._size, self._make, self._ends = clock, size, make, ends
         self.groups: list[_G] = []
@@ -149,7 +149,7 @@ class OpenGroups(Generic[_G]):
         Args:
           old: the groups.
           step: the step, which is part of the new samples' random keys.
-          give_up: cancels the open samples of a group.
+          give_up: function that cancels the open samples of a group.
         """
         for group in old:
             give_up(group)

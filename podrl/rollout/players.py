@@ -159,7 +159,7 @@ def play(
       calls: turns that each sample may end on the session (`Player.enter`).
       partner: the environments' side; None if samples have no environments.
       between: function that is called before each step of the engine.
-      halt: returns True once all samples must stop where they are; None if they never must.
+      halt: function that returns True once all samples must stop where they are; None if they never must.
 
     Yields:
       (player, b, sample) of every sample when it ends.

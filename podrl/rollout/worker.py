@@ -85,7 +85,7 @@ class RolloutWorker:
       stats: counters of the last finished `generate`, `stream` or `advance`.
       partner: the environments of all samples; None if samples have no environments.
       several_hosts: whether the mesh has devices of other processes.
-      tell: sends the calls to run to the other processes of the mesh; None if there are none.
+      tell: function that sends the calls to run to the other processes of the mesh; None if there are none.
     """
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
@@ -110,7 +110,7 @@ class RolloutWorker:
           config: sampling defaults and engine sizes.
           pad_id: id that fills the rows of the result.
           eos_ids: ids that end every sample.
-          decode: turns token ids into text, without special tokens.
+          decode: function that turns token ids into text, without special tokens.
           seed: random seed of all samples, unless config.seed is set.
 
         Raises:
@@ -332,8 +332,8 @@ class RolloutWorker:
 
         Args:
           policy: weights on the rollout mesh, with their version.
-          tell: sends the calls of the device to the mesh's other processes; None if there are none, and in a process
-            that carries out such calls.
+          tell: function that sends the calls of the device to the mesh's other processes; None if there are no others,
+            and in a process that carries out such calls.
         """
         if tell is not None:
             tell("open", (policy.version,))
