@@ -222,7 +222,9 @@ class Scheduler:
         C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
         keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
         tokens = sum(counts[keep:]) + sample.unfed
-        end = tokens + (counts[keep - 1] if keep else C)  # counted from the first place of the last page that stays
+        # The end of the tokens, counted from the first place of the last page that stays; if no page stays, from the
+        # first place of a full page before them.
+        end = tokens + (counts[keep - 1] if keep else C)
         return _Fit(keep, tokens, -(-end // C) - 1, -end % C)
 
     def _room(self, sample: Sample, *, compact: bool) -> int:

@@ -1,4 +1,4 @@
-"""Counts a session's work, and times it: what decode steps take, and what prefill takes beside them."""
+"""Counts a session's work, and splits the time of the device between prefill and decode steps."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 class Meter:
     """Splits the device's time into seconds of prefill and seconds of decoding.
 
-    If no dispatch is in flight, as at the begin of a window, the caller waits for the prefill calls before it launches
+    If no dispatch is in flight, as at the start of a window, the caller waits for the prefill calls before it launches
     the next dispatch, so that they are timed alone. By then the dispatch is ready to launch: the wait costs the device
     the time of one launch. A prefill call behind a dispatch in flight is assumed to take as long as the mean of the
     timed calls. Decoding is the rest of the time until the last dispatch is read.

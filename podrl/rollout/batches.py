@@ -37,7 +37,7 @@ class Batches:
     """Makes batches of groups on one thread, window after window, as a clock decides.
 
     A window begins when the caller first waits for a batch after `publish`. By then all prompts of the window have been
-    submitted, and a checkpoint taken earlier finds every open sample at the begin of a window. Keys and values are
+    submitted, and a checkpoint taken earlier finds every open sample at the start of a window. Keys and values are
     computed anew in every window.
 
     By the clock of tokens, a group is a whole batch, and a window ends when all samples have drawn the tokens that they

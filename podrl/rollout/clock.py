@@ -213,7 +213,7 @@ class WallClock:
             old = set(self._journal.again(step))
         else:
             old = {group.index for group in self._too_old(step, groups)}
-            if groups:  # at the begin and at the end of a run there are none
+            if groups:  # at the start and at the end of a run there are none
                 self._journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
         self._cancelled = len(old)
         return [group for group in groups if group.index in old]
@@ -222,7 +222,7 @@ class WallClock:
         """Returns the groups that are dropped because they were found to be too old after the step had begun.
 
         A dispatch may outlast a training step, so its tokens may be known too late for `stale`. The journal gets these
-        groups as if they had been known at the begin of the step, and a repeated run drops them there.
+        groups as if they had been known at the start of the step, and a repeated run drops them there.
         """
         if self._journal.batch(step) is not None or not (late := self._too_old(step, groups)):
             return []

@@ -146,8 +146,8 @@ class Episode:
       branches: branches of the conversation, if the environment asks by Model.chat. `track` is then the record of the
         newest request's branch, and after the end a record that joins all branches.
       piece: number of the piece of each token of the completion; empty if there is one piece.
-      started: time of the begin, seconds of `time.monotonic`.
-      seconds: time from the begin to the end of the episode.
+      started: time of the start, seconds of `time.monotonic`.
+      seconds: seconds from the start to the end of the episode.
     """
 
     track: Track | None = None
@@ -271,7 +271,8 @@ class Pump:
         every = [self.done[b] if b in self.done else self._episodes[b] for b in range(self.request.samples)]
         if chatting := [b for b, episode in enumerate(every) if episode.branches is not None]:
             raise self._no_chat(chatting[0])
-        every = [each if each.track or each.stop is not None else Episode() for each in every]  # to be begun again
+        # A sample that its environment has not opened begins again.
+        every = [each if each.track or each.stop is not None else Episode() for each in every]
         return [({"episode": episode.state()}, episode.track) for episode in every]
 
     def resting(self) -> bool:

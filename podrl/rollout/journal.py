@@ -50,7 +50,8 @@ class WallJournal:
         self._batches: dict[int, Mapping[str, Any]] = {}
         found = sealed_lines.read(self._path, _UNSEALED)
         for number, why in found.damaged:
-            if number > max(found.unsealed, default=0):  # earlier versions left torn lines before others
+            # Earlier versions, which wrote lines without checksums, left torn lines before others.
+            if number > max(found.unsealed, default=0):
                 raise ValueError(self._lost(number, why, found.records))
         for _, line in found.records:
             self._note(line)
