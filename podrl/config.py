@@ -277,7 +277,7 @@ def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dic
 def defaults(cls: type) -> dict[str, Any]:
     """Returns a dataclass's defaults as nested plain mappings; fields without a default are left out.
 
-    A field whose default is None becomes an empty reference of its type, so that command-line overrides are converted.
+    A field whose default is None becomes a placeholder of its type, so that command-line overrides are converted to it.
     """
     from ml_collections import config_dict  # slow to import, and reward workers have settings too
 

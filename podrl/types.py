@@ -321,7 +321,7 @@ class TrainState:
 
 @flax.struct.dataclass
 class ActorCriticState:
-    """Checkpoint content of a job with a critic: the actor's TrainState under its own names, and the critic's."""
+    """Checkpoint content of a job with a critic: the fields of the actor's TrainState, and the critic's TrainState."""
 
     params: PyTree
     opt_state: PyTree
@@ -331,7 +331,7 @@ class ActorCriticState:
 
 @flax.struct.dataclass
 class AveragedState:
-    """Checkpoint content of a job that keeps a moving average of its weights: TrainState's names, and the average."""
+    """Checkpoint content of a job that keeps a moving average of its weights: TrainState's fields, and the average."""
 
     params: PyTree
     opt_state: PyTree
@@ -358,7 +358,7 @@ class Ratio:
         return Ratio(self.total + other.total, self.count + other.count)
 
     def mean(self) -> Float[Array, ""]:
-        """The quotient; 0 when nothing was counted."""
+        """Returns total / count; 0 if count is 0."""
         return self.total / (self.count + (self.count == 0))
 
 
