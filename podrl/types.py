@@ -358,7 +358,7 @@ class Ratio:
         return Ratio(self.total + other.total, self.count + other.count)
 
     def mean(self) -> Float[Array, ""]:
-        """Returns total / count; 0 if count is 0."""
+        """Returns total / count; if nothing was counted, both are 0, and so is the result."""
         return self.total / (self.count + (self.count == 0))
 
 
