@@ -49,10 +49,10 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
 
     Args:
       values: the whole configuration.
-      say: called with a line per program and trial.
+      say: function that is called with a line per program and trial; None for none.
 
     Raises:
-      ValueError: a topology, mesh or configuration that makes no sense.
+      ValueError: a topology, mesh or configuration makes no sense.
     """
     from podrl.job.config import KINDS, parse, section_of, with_prompt_length
     from podrl.plan import programs, training, variants
@@ -95,7 +95,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
             measured.append(measure(program, chip, quick=_QUICK.value and not trainer.predicted, known=known))
             say(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
 
-    # All of them are made before the first is compiled: what does not fit is said at once.
+    # All programs are made before the first is compiled, so that sizes that do not go together are refused at once.
     decode, train = programs.rollout_programs(setting), training.training_programs(setting)
     move = programs.weight_move(setting)
     measure_all(decode, (trainer if job.roles.colocated else rollout).chip)
@@ -123,9 +123,9 @@ def command_of(config: str, given: Sequence[str], chosen: Sequence[str]) -> str:
 
     Args:
       config: value of --config.
-      given: the other arguments of the plan, each as --name=value; those for the plan alone are left out, and so are
-        keys that `chosen` sets.
-      chosen: 'KEY=VALUE', without '--config.'.
+      given: all other arguments of the plan command, each as --name=value. Flags of the plan alone are left out, and so
+        are keys that `chosen` sets.
+      chosen: keys that the search settled on, each as 'KEY=VALUE' without '--config.'.
     """
     own = {f"--{flag}" for flag in _OWN} | {f"--no{flag}" for flag in _OWN}
     own |= {f"--config.{key.partition('=')[0]}" for key in chosen}
@@ -135,7 +135,7 @@ def command_of(config: str, given: Sequence[str], chosen: Sequence[str]) -> str:
 
 
 def _lengths(job: "Job") -> "np.ndarray | None":
-    """Reads --lengths; None where it is left out."""
+    """Reads --lengths; None if the flag is left out."""
     from podrl.plan.simulate import read_lengths
 
     if _LENGTHS.value and job.roles.colocated:
@@ -144,7 +144,7 @@ def _lengths(job: "Job") -> "np.ndarray | None":
 
 
 def _topologies(trainer: str, rollout: str) -> tuple[chips.Topology, chips.Topology]:
-    """Parses --trainer and --rollout; the rollout's topology is the trainer's where it is left out."""
+    """Parses --trainer and --rollout; without --rollout both sides have the trainer's topology."""
     if not trainer:
         raise ValueError("--trainer is missing: name the trainer's topology, for example --trainer=v5e:2x4.")
     first = chips.parse_topology(trainer, key="--trainer")

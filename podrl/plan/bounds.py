@@ -14,9 +14,9 @@ from podrl.trainer import state as state_lib
 def least_bytes(side: str, setting: Setting) -> float:
     """Counts the bytes of a chip that a side needs at least.
 
-    The trainer's are parameters, moments, those of a reference or a teacher, and what the backward pass keeps of every
-    layer: its input, and unless `trainer.remat` is 'full' or 'offload' what attention and feed-forward project it to.
-    The rollout's are the weights.
+    The trainer needs parameters, moments, the parameters of a reference or a teacher, and the activations that the
+    backward pass keeps of every layer: the layer's input and, unless `trainer.remat` is 'full' or 'offload', the
+    projections of attention and feed-forward. The rollout needs the weights.
     """
     if side == ROLLOUT:
         mesh = setting.rollout_mesh()
@@ -49,9 +49,10 @@ def _forward(model: ModelConfig) -> float:
 def least_trainer_seconds(setting: Setting) -> float:
     """Counts the seconds that matrix products of the trainer's layers take at least, at the chip's peak.
 
-    Every token of the rows of the filled micro-batches takes 2 operations per weight of the layers' projections, 4 more
-    in the backward pass (2 under LoRA, for activations, not in the first layer), and under 'full' 2 again, except in
-    the last projection of a layer, whose output no gradient reads. Attention, embeddings and the critic count nothing.
+    Every token of the rows of the filled micro-batches takes 2 operations per weight of the layers' projections, and 4
+    more in the backward pass (under LoRA 2 more, for activations, and none in the first layer). With remat='full' it
+    takes 2 operations again, except in the last projection of a layer, whose output no gradient reads. Attention,
+    embeddings and the critic are not counted.
     """
     model, mesh, training = setting.model, setting.trainer_mesh(), setting.job.trainer
     shape = setting.job.pack_shape(mesh)

@@ -1,4 +1,4 @@
-"""Machines to plan for: their devices, without the machine, for the compiler."""
+"""Topologies to plan for: devices of TPU slices and GPU machines for the compiler, without the machines."""
 
 import dataclasses
 import importlib.util
@@ -11,14 +11,15 @@ from podrl.config import nearest
 from podrl.mesh.chips import CHIPS, GIB, Chip
 
 _MOST_SLICES = 512
-# Slices that GKE makes: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. In 3 dimensions also every
-# one whose sizes are multiples of 4.
+# Slices that GKE makes: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. In 3 dimensions it also
+# makes every slice whose sizes are multiples of 4.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
-# GPUs of one machine, by the vendor's data sheets: https://www.nvidia.com/en-us/data-center/h100/ (SXM), .../l4/. Dense
-# bfloat16; memory is what the driver leaves of it; between GPUs NVLink in one direction, or PCIe.
+# GPUs of one machine, by the vendor's data sheets: https://www.nvidia.com/en-us/data-center/h100/ (SXM), .../l4/. The
+# operations are dense bfloat16; the memory is without the driver's share; the rate between GPUs is that of NVLink in
+# one direction, or of PCIe.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -30,7 +31,13 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Slices of one shape, as in 'v5e:2x4' or, for two slices, 'v5e:2x4*2'; or GPUs of one machine, as in 'h100:8'."""
+    """Slices of one shape, as in 'v5e:2x4' or, for two slices, 'v5e:2x4*2'; or GPUs of one machine, as in 'h100:8'.
+
+    Attributes:
+      chip: figures of one device.
+      shape: chips along each dimension of a slice; for GPUs their number.
+      slices: number of slices.
+    """
 
     chip: Chip
     shape: tuple[int, ...]
@@ -41,14 +48,14 @@ class Topology:
 
     @property
     def predicted(self) -> bool:
-        """Whether no compiler of these devices is at hand: programs are compiled for CPU devices in their place."""
+        """True if there is no compiler for these devices, so that programs are compiled for CPU devices instead."""
         return self.chip.name in GPUS
 
     def devices(self, *, copies: int = 1) -> list[Any]:
         """Returns the devices of `copies` such topologies side by side, for compiling only; slices one after the other.
 
         Raises:
-          ValueError: a shape no machine of the generation has.
+          ValueError: no machine of the generation has this shape.
         """
         import jax
         from jax.experimental import topologies
@@ -69,13 +76,14 @@ class Topology:
 
 
 def parse_topology(text: str, *, key: str) -> Topology:
-    """Parses 'v5e:2x4', 'v5p:2x2x4', 'v6e:16x16', or with '*2' behind for two slices; or 'h100:8'.
+    """Parses 'v5e:2x4', 'v5p:2x2x4' or 'v6e:16x16', with '*2' at the end for two slices; or 'h100:8'.
 
     Args:
-      key: the flag it came from, for errors.
+      text: the topology.
+      key: flag that the topology came from, for messages.
 
     Raises:
-      ValueError: an unknown generation, a shape of the wrong number of dimensions, or one that no slice has.
+      ValueError: the generation is unknown, the shape has a wrong number of dimensions, or no slice has this shape.
     """
     found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip())
     if found is None:
@@ -105,17 +113,17 @@ def parse_topology(text: str, *, key: str) -> Topology:
 
 
 def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) -> None:
-    """Prepares the environment, before jax is imported, to compile for TPUs, or in place of GPUs, on a machine without.
+    """Prepares the environment, before jax is imported, to compile for TPUs or GPUs that this machine does not have.
 
     Args:
-      env: usually os.environ.
-      purpose: what the compiler is for, a sentence of the message where it is not installed.
-      gpus: GPUs of the larger machine, where the plan is for GPUs.
+      env: environment to change, usually os.environ.
+      purpose: sentence of the message if the TPU compiler is not installed: what the command would compile.
+      gpus: number of GPUs of the larger machine if the plan is for GPUs; 0 for TPUs.
 
     Raises:
       ValueError: libtpu is not installed, and the plan is for TPUs.
     """
-    if gpus:  # CPU devices stand for them: trainer, rollout, and one more where a move needs other ones than both
+    if gpus:  # CPU devices in place of GPUs: for the trainer, for the rollout, and for a move that needs other devices
         env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={3 * gpus}".strip()
         env["JAX_PLATFORMS"] = "cpu"
         return
@@ -126,7 +134,7 @@ def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) 
     env.setdefault("TPU_SKIP_MDS_QUERY", "1")
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     env.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    env.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # any: libtpu warns where it cannot find one
+    env.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # any type: libtpu warns if it finds none
     # Several processes may compile at once: no hardware is opened.
     env.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     env["JAX_PLATFORMS"] = "cpu"

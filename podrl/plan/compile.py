@@ -27,18 +27,23 @@ class Measured:
     """The measurements of a compiled program, per chip.
 
     Attributes:
-      name, side, runs: of the program; `runs` per training step.
-      fits: whether peak and resident bytes stay within the chip's.
-      peak: bytes at the fullest moment, arguments and results included; what the compiler asked for where it refused.
-      at_least: the compiler refused and named its temporaries only: `peak` lacks the arguments.
-      resident: bytes of arrays the program does not see.
-      capacity: bytes a program may use.
-      compile_s: seconds of tracing and of the compiler.
-      compile_cpu_s: processor time of that, on all cores: what counts where other programs run.
-      host: bytes of host memory for what `trainer.remat='offload'` keeps there, per chip.
-      flops, bytes, collectives: of one execution; 0 and empty where the compiler refused.
-      compute_s, memory_s, network_s: least seconds of one execution by each of them.
-      uncounted: kernels whose operations are not in `flops`.
+      name: name of the program.
+      side: side whose devices the program occupies.
+      runs: executions per training step.
+      fits: whether the compiler accepted the program, and peak and resident bytes stay within `capacity`.
+      peak: bytes at the fullest moment, arguments and results included; if the compiler refused the program, the bytes
+        that it asked for.
+      at_least: whether the compiler refused the program and named only its temporaries, so that `peak` lacks arguments.
+      resident: bytes of arrays that the program does not see.
+      capacity: bytes that a program may use.
+      compile_s: seconds of tracing and compiling.
+      compile_cpu_s: processor seconds of tracing and compiling, on all cores; the figure to compare on a busy machine.
+      host: bytes of host memory per chip for activations of `trainer.remat='offload'`.
+      flops: operations of one execution; 0 if the compiler refused the program.
+      bytes: bytes read from and written to HBM in one execution; 0 if the compiler refused the program.
+      collectives: collectives of one execution; empty if the compiler refused the program.
+      compute_s, memory_s, network_s: least seconds of one execution for its operations, HBM traffic and collectives.
+      uncounted: names of kernels whose operations are not in `flops`.
     """
 
     name: str
@@ -73,11 +78,11 @@ class Measured:
 
     @property
     def missing(self) -> float:
-        """Bytes by which the program is known not to fit; 0 where it does, and may be 0 too where `at_least` is set."""
+        """Bytes by which the program is known not to fit; 0 if it fits, and perhaps 0 if `at_least` is set."""
         return max(0.0, self.peak + self.resident - self.capacity)
 
 
-# Measurements of one job on its topologies, by what tells its programs apart.
+# Measurements of one job on its topologies, by a key that tells its programs apart.
 Known = MutableMapping[Any, "Measured"]
 
 
@@ -85,15 +90,18 @@ def measure(program: Program, chip: Chip, *, quick: bool = False, known: Known |
     """Compiles a program and measures its cost.
 
     Args:
-      quick: compile with least effort: the peak is within a tenth of the true one, the counts are of another schedule.
-      known: of the same job and topologies: a program that is there, of the same name and text, is not compiled again;
-        others are added.
+      program: the program.
+      chip: figures of the chip that the program runs on.
+      quick: whether to compile with least effort: the peak is within a tenth of the true one, the counts are those of
+        another schedule.
+      known: measurements of the same job and topologies so far. A program whose name and text are among them is not
+        compiled again; new measurements are added.
     """
     started, busy = time.perf_counter(), time.process_time()
     lowered = program.lower()
     if known is None:
         return _compiled(program, lowered, chip, quick, started, busy)
-    text = hashlib.sha256(lowered.as_text().encode()).digest()  # the mesh's axes are in it
+    text = hashlib.sha256(lowered.as_text().encode()).digest()  # the text contains the mesh's axes
     key = (program.name, program.side, program.by_hand, quick, text)
     if key not in known:
         known[key] = _compiled(program, lowered, chip, quick, started, busy)
@@ -104,7 +112,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False, known: Known |
 
 
 def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: float, busy: float) -> Measured:
-    """Compiles and measures what was lowered at so many seconds of the clock and of the processor."""
+    """Compiles and measures a lowered program; `started` and `busy` are clock and processor seconds before lowering."""
     options = {**dict(chip.compiler), **(QUICK if quick else {})} or None
     try:
         compiled = lowered.compile(compiler_options=options)
@@ -128,7 +136,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     memory = compiled.memory_analysis()
     peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes)
-    if chip.name in GPUS:  # the peak of a CPU's program leaves its temporaries out
+    if chip.name in GPUS:  # compiled for CPU, where the compiler's peak leaves temporaries out
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         peak = float(kept + memory.temp_size_in_bytes)
     cost = cost_of(compiled.as_text(), trips=program.trips)

@@ -1,7 +1,7 @@
 """Counts the work of a compiled program from its text: matrix operations, bytes of memory, collectives.
 
-XLA's own cost analysis counts the body of a loop once. Here loops count as often as their condition says; where the
-number is traced, the caller says how often.
+XLA's own cost analysis counts the body of a loop once. Here the body counts as often as the loop's condition says; if
+that number is traced, the caller gives it.
 """
 
 import dataclasses
@@ -47,11 +47,11 @@ _FREE = frozenset(
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
 _SLICES = ("dynamic-slice", "slice", "gather")
-# Matrix products of the attention kernels, by what their names contain: forward makes scores and outputs, the
-# backward pass makes the scores again and the gradients of one side.
+# Number of matrix products of the attention kernels, by a part of their names: the forward pass computes scores and
+# outputs, each kernel of the backward pass computes the scores again and the gradients of one side.
 _SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 _PREFIX_PRODUCTS = {"prefix_attention_fwd": 2, "prefix_attention_dq": 3, "prefix_attention_dkv": 4}
-# Kernels that read single pages of their operands of five dimensions, the pools.
+# Kernels that read single pages of the pools, which are their operands with five dimensions.
 _PAGE_KERNELS = ("shared_pages", "own_pages")
 
 
@@ -60,10 +60,10 @@ class Collective:
     """Bytes that one chip sends over links in all executions of one kind of collective.
 
     Attributes:
-      kind: 'all-gather' and so on.
-      count: executions.
-      bytes: sent by a chip, all executions together.
-      crosses: whether the devices of a group lie in different slices, so that the data-centre network carries it.
+      kind: name of the operation, such as 'all-gather'.
+      count: number of executions.
+      bytes: bytes that a chip sends in all executions together.
+      crosses: whether the devices of a group lie in different slices: the data-centre network carries the bytes.
     """
 
     kind: str
@@ -78,9 +78,9 @@ class Cost:
 
     Attributes:
       flops: operations of matrix products (two per multiply-add), those of attention kernels included.
-      bytes: read from and written to HBM by the operations as they are fused; an estimate.
-      read: the part of `bytes` that is read.
-      collectives: one entry per kind.
+      bytes: bytes that the fused operations read from and write to HBM; an estimate.
+      read: part of `bytes` that is read.
+      collectives: sums over all executions, one entry per kind and per value of `crosses`.
       uncounted: names of kernels whose operations are not in `flops`.
     """
 
@@ -132,12 +132,12 @@ def cost_of(
     """Counts the cost of a compiled program on one chip.
 
     Args:
-      text: of the compiled module (`compiled.as_text()`).
-      trips: how often loops of traced length run, by nesting depth among such loops.
-      named: how often loops directly in a `jax.named_scope` run, by its name, whatever the text says; and how many
-        pages each kernel of podrl.engine.page_attention reads.
-      slices: slices the devices named in the text lie in, equal parts in their order. The TPU compiler's text is that
-        of one slice; what it sends to others is found by itself.
+      text: text of the compiled module (`compiled.as_text()`).
+      trips: function that returns how often a loop of traced length runs, by its nesting depth among such loops.
+      named: number of runs of loops directly in a `jax.named_scope`, by name of the scope, whatever the text says; and
+        number of pages that a kernel of podrl.engine.page_attention reads, by name of the kernel.
+      slices: number of slices in which the devices named in the text lie, equal parts in their order. The text of the
+        TPU compiler has the devices of one slice; its messages to other slices are found without this number.
     """
     return _Reader(text, trips, named, slices).cost()
 
@@ -196,7 +196,7 @@ class _Reader:
         read = sum(hbm_bytes(types.get(name, "")) for name in i.operands)
         if i.opcode == "custom-call" and (pages := self._pages(i)) is not None:
             read += sum(_pages_bytes(types.get(name, ""), pages) for name in i.operands)
-        if i.opcode.endswith("-start"):  # its type names where the operands lie, too
+        if i.opcode.endswith("-start"):  # its type also lists the operands, so `out` counts them
             read = min(read, out)
             return read, out - read
         return read, out
@@ -208,14 +208,14 @@ class _Reader:
         return next((self._named[name] for name in _PAGE_KERNELS if name in i.name and name in self._named), None)
 
     def _plain(self, total: _Sum, i: Instruction, types: Mapping[str, str], inside: str = "") -> None:
-        """Counts operations and collectives of one instruction, in a fusion (`inside`: its computation) or outside."""
+        """Counts operations and collectives of one instruction; in a fusion `inside` is the fusion's computation."""
         kind = i.opcode.removesuffix("-start")
         if i.opcode == "convolution":
             total.flops += _convolution_flops(i, types)
         elif i.opcode == "dot":
             total.flops += _dot_flops(i, types)
         elif i.opcode == "send" and "megascale" in i.attributes:
-            # Programs of several slices are compiled slice by slice; what crosses goes through the hosts.
+            # Programs of several slices are compiled slice by slice; messages between slices go through the hosts.
             self._count(total, "send", True, any_bytes(types.get(i.operands[0], "")))
         elif kind in _COLLECTIVES:
             kind = "reduce-scatter" if inside.startswith("all-reduce-scatter") and kind == "all-reduce" else kind
@@ -263,7 +263,7 @@ class _Reader:
     def _fusion_bytes(
         self, i: Instruction, types: Mapping[str, str], body: Sequence[Instruction], inner: Mapping[str, str]
     ) -> tuple[float, float]:
-        """Counts bytes (read, written) at a fusion's border: of inputs the slices read, of updates the part written."""
+        """Counts bytes (read, written) at a fusion's border: only slices of inputs that are read, and updated parts."""
         by_name, users = {x.name: x for x in body}, _users(body)
         read = written = 0.0
         for x in body:
@@ -282,7 +282,7 @@ class _Reader:
         return read, written
 
     def _read(self, x: Instruction, users: Mapping[str, Sequence[Instruction]]) -> float:
-        """Counts bytes that the users of a value inside a fusion read of it; infinite where they read all."""
+        """Counts bytes that the users of a value inside a fusion read of it; infinite if a user reads all of it."""
         read = 0.0
         for user in users.get(x.name, ()):
             if user.opcode in _SLICES and user.operands[0] == x.name:
@@ -327,7 +327,7 @@ class _Reader:
 
 
 def _pages_bytes(pool: str, pages: float) -> float:
-    """Counts how many bytes fewer, or more, than a whole pool (L, M, K, C, H) so many pages of it are; 0 of others."""
+    """Counts the bytes of `pages` pages of a pool (L, M, K, C, H) less the bytes of the pool; 0 for other arrays."""
     dims, size = dims_of(pool), hbm_bytes(pool)
     return size * (pages / (dims[0] * dims[1]) - 1) if len(dims) == 5 else 0.0
 
@@ -388,8 +388,8 @@ def _valid(out: int, kernel: int, image: int, stride: int, spread: int, step: in
 def _splash_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
     """Counts operations of a splash attention kernel, from its grid of blocks; None for any other kernel.
 
-    The kernel visits the blocks in its mask's list; a list as wide as the row is that of a causal mask, of which the
-    upper triangle is skipped, a shorter one that of a window.
+    The kernel visits the blocks in its mask's list. A list as wide as the row belongs to a causal mask, whose upper
+    triangle is skipped; a shorter list belongs to a window.
     """
     products = next((n for name, n in _SPLASH_PRODUCTS.items() if i.name.startswith(name)), None)
     found = [next(leaves(types[name])) for name in i.operands if types.get(name)]
@@ -405,10 +405,11 @@ def _splash_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
 
 
 def _prefix_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
-    """Counts operations of podrl's attention kernel as if all tokens before one were seen; None for any other kernel.
+    """Counts operations of podrl's attention kernel as if tokens saw all tokens before; None for any other kernel.
 
-    What it skips depends on what the rows hold. Its list of pairs has room for the lower triangle of blocks of each row
-    and one more: of its length follow the blocks of a row, of which those on the diagonal count whole.
+    The blocks that the kernel skips depend on the content of the rows. Its list of pairs has room for the lower
+    triangle of blocks of each row, and for one pair more; so the number of blocks of a row follows from the length of
+    the list. Blocks on the diagonal count whole.
     """
     products = next((n for name, n in _PREFIX_PRODUCTS.items() if name in i.name), None)
     found = [dims_of(types[name]) for name in i.operands if types.get(name)]

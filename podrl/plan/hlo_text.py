@@ -14,7 +14,7 @@ _OFF_HBM = re.compile(r"S\([1-9]")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation; `attributes` is what follows the operands."""
+    """One line of a computation; `attributes` is the text after the operands."""
 
     name: str
     type: str
@@ -105,7 +105,7 @@ def any_bytes(text: str) -> float:
 
 
 def hbm_bytes(text: str) -> float:
-    """Counts the bytes of a type's parts in HBM, not in a nearer memory."""
+    """Counts the bytes of those arrays of a type that lie in HBM, not in memory closer to the cores."""
     return sum(leaf_bytes(leaf) for leaf in leaves(text) if not _OFF_HBM.search(leaf.group(3) or ""))
 
 

@@ -13,10 +13,12 @@ class Prediction:
     """Least seconds of a training step, every program at its roofline.
 
     Attributes:
-      trainer_s, rollout_s, move_s: of log-probabilities and updates, of prefill and decoding, of the weight move.
-      step_s: of the whole step.
-      trainer_idle, rollout_idle: share of the step in which a side's devices have nothing to do.
-      waits: in words, which side waits.
+      trainer_s: seconds of log-probabilities and updates.
+      rollout_s: seconds of prefill and decoding.
+      move_s: seconds of the weight move.
+      step_s: seconds of the whole step.
+      trainer_idle, rollout_idle: share of the step in which a side's devices have nothing to do, from 0 to 1.
+      waits: description of the side that waits, in words.
     """
 
     trainer_s: float
@@ -33,9 +35,9 @@ class Cost:
     """Time and cost of all steps of a job at a stated multiple of the roofline.
 
     Attributes:
-      hours: of the whole job.
-      chip_hours: over all chips of both topologies.
-      dollars: 0 where no price was given.
+      hours: hours of the whole job.
+      chip_hours: sum of the hours of all chips of both topologies.
+      dollars: price of all chip-hours; 0 if the user gave no price.
     """
 
     hours: float
@@ -44,7 +46,7 @@ class Cost:
 
 
 def rebalanced(prediction: Prediction, trainer_chips: int, rollout_chips: int) -> tuple[int, int]:
-    """Splits the same chips so that both sides would be busy equally long, if each takes time as one over its chips.
+    """Splits the same chips so that both sides are busy equally long, if a side's time is inverse to its chips.
 
     Returns:
       (chips of the trainer, chips of the rollout), at least one each.
@@ -57,14 +59,22 @@ def rebalanced(prediction: Prediction, trainer_chips: int, rollout_chips: int) -
 
 
 class Step(Protocol):
-    """A training step of so many seconds."""
+    """A predicted or simulated training step, of which only the seconds matter."""
 
     @property
     def step_s(self) -> float: ...
 
 
 def cost(step: Step, *, steps: int, chips: int, factor: float, price: float) -> Cost:
-    """Multiplies a step at its roofline by the steps, by `factor`, and by `price` per chip and hour."""
+    """Computes time and cost of a job from one step at its roofline.
+
+    Args:
+      step: a training step at its roofline.
+      steps: number of steps of the job.
+      chips: number of chips of both topologies.
+      factor: assumed ratio of the real time of a step to its roofline.
+      price: dollars per chip and hour.
+    """
     hours = step.step_s * steps * factor / 3600
     return Cost(hours, hours * chips, hours * chips * price)
 
@@ -73,10 +83,11 @@ def predict(measured: Sequence[Measured], move_s: float, *, max_staleness: int, 
     """Predicts a step from the measurements of its programs.
 
     Args:
+      measured: measurements of the job's programs.
       move_s: seconds of the weight move.
-      max_staleness: training steps a sample may be older than the weights it is trained with; from 1 on the sides
-        work at the same time.
-      colocated: both sides use the same devices.
+      max_staleness: number of updates by which a sample may be older than the weights that it trains; from 1 on the
+        sides work at the same time.
+      colocated: whether both sides use the same devices.
     """
     trainer, rollout = (sum(m.runs * m.seconds for m in measured if m.side == side) for side in (TRAINER, ROLLOUT))
     apart = max_staleness > 0 and not colocated

@@ -1,6 +1,6 @@
 """The programs of a job's rollout and of its weight move, ready to be compiled: arguments, and runs per step.
 
-Loops of traced length (micro-batches, decode steps) count as in a step in which every sample has the planned length.
+Loops of traced length (micro-batches, decode steps) count as in a step whose samples all have the planned length.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One execution's work on a chip, counted by hand where loop lengths are traced."""
+    """Operations and bytes of HBM of one execution on a chip, counted by hand where loop lengths are traced."""
 
     flops: float
     bytes: float
@@ -48,13 +48,13 @@ class Program:
     """A program of a job, with its arguments and its runs per step.
 
     Attributes:
-      name: as printed.
-      side: whose devices it occupies.
-      lower: gives what `compile()` is called on.
+      name: name of the program in tables.
+      side: side whose devices the program occupies: TRAINER, ROLLOUT or BOTH.
+      lower: function that lowers the program; `compile()` is called on its result.
       runs: executions per training step.
-      resident: bytes of a chip held meanwhile by arrays the program does not see.
-      trips: see `podrl.plan.hlo.cost_of`.
-      by_hand: replaces the counts read off the compiled text.
+      resident: bytes of a chip that arrays hold meanwhile that the program does not see.
+      trips: trip counts of loops of traced length, see `podrl.plan.hlo.cost_of`.
+      by_hand: work that replaces the counts of the compiled text; None keeps these counts.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Setting:
     """A job on two topologies.
 
     Attributes:
-      job: its configuration.
-      trainer, rollout: where it is to run; the same for both where `job.roles.colocated`.
+      job: configuration of the job.
+      trainer, rollout: topology of each side; with `job.roles.colocated` the trainer's is that of both.
       completion: planned tokens of every completion.
     """
 
@@ -88,13 +88,13 @@ class Setting:
 
     @property
     def reference(self) -> ModelConfig | None:
-        """The model that the policy is compared with, be it a reference or a teacher; None where there is none.
+        """The model of the reference or teacher that the policy is compared with; None if there is neither.
 
         `model.reference` may name a published size here, as `model.size` does: no weights are read.
         """
         algo, given = self.job.algo, self.job.model.reference
         loss = algo.policy_loss(self.job.rollout.max_tokens_to_generate)
-        taught = algo.distillation and not self.job.model.teachers  # which are counted by themselves
+        taught = algo.distillation and not self.job.model.teachers  # `teachers` below has programs of its own
         if not (loss.needs_reference() or algo.reward_kl.coef or taught):
             return None
         if given in SIZES:
@@ -102,9 +102,9 @@ class Setting:
         return read_config(locate(hub.local(given))) if given else self.model
 
     def reference_params(self, mesh: Mesh) -> PyTree | None:
-        """Shapes of the reference's parameters on a trainer mesh; None where all of them are the policy's, or none.
+        """Shapes of the parameters that only the reference has, on a trainer mesh; None if there are none.
 
-        Of a policy's moving average, which shares the base under adapters, they are the trainable ones in float32.
+        A moving average of the policy has the trainable parameters in float32; under adapters it shares the base.
         """
         model, teacher = self.reference, self.job.algo.distillation
         if teacher is not None and teacher.teacher == "ema":
@@ -117,7 +117,7 @@ class Setting:
         return decoder.abstract_params(model, mesh, jnp.dtype(self.job.trainer.param_dtype))
 
     def teachers(self) -> list[tuple[str, ModelConfig]]:
-        """The directories (or published sizes) of `model.teachers` on the trainer's mesh, and their models."""
+        """The directory (or published size) and the model of each of `model.teachers`."""
         paths = [teacher.path for teacher in self.job.model.teachers]
         return [(path, config_of(path) if path in SIZES else read_config(locate(hub.local(path)))) for path in paths]
 
@@ -145,7 +145,7 @@ class Setting:
 
 
 def rollout_programs(setting: Setting) -> list[Program]:
-    """Lists the engine's programs."""
+    """Lists the programs of the engine, with their executions per training step."""
     job, model, mesh = setting.job, setting.rollout_model, setting.rollout_mesh()
     engine = _engine(setting, mesh)
     shards, shape = engine.shards, engine.shape
@@ -158,7 +158,7 @@ def rollout_programs(setting: Setting) -> list[Program]:
     lanes = min(shape.lanes * shards, job.samples_per_step)
     dispatches = math.ceil(job.samples_per_step / lanes) * math.ceil(setting.completion / shape.steps)
     runs = {f"prefill_{bucket}": prefills, "generate": dispatches, "insert": dispatches}
-    prior = lambda depth: (chunks - 1) / 2  # noqa: E731 - chunks of the prompt that a later chunk attends to
+    prior = lambda depth: (chunks - 1) / 2  # noqa: E731 - mean number of earlier chunks that a chunk attends to
     policy = device_bytes(params)
     pools = 0.0
     programs = []
@@ -185,15 +185,15 @@ def rollout_programs(setting: Setting) -> list[Program]:
 
 
 def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work:
-    """Counts a dispatch on one chip: weights and visible tokens are read once per step, prompts once per group.
+    """Counts a dispatch on one chip: each step reads weights and visible tokens once, and prompts once per group.
 
-    States of linear attention are read and written once per step; they are not cut over tensor.
+    States of linear attention are read and written once per step; they are not sharded over tensor.
     """
     model, job = setting.rollout_model, setting.job
     tensor = mesh.shape["tensor"]
     item = setting.rollout_dtype().itemsize
     weights, routed = parameter_count(model) / tensor, expert_parameter_count(model) / tensor
-    # Of the experts, those chosen compute a lane's token; those that no lane chose are not read.
+    # Only the chosen experts compute a lane's token, and experts that no lane has chosen are not read.
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed * (1 - model.chosen_share) ** lanes
     heads = lambda m: m.num_kv_heads if m.num_kv_heads % tensor else m.num_kv_heads // tensor  # noqa: E731  # cut or not
@@ -207,8 +207,8 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
     for m in (m for m in model.alike() if m.delta is not None):
         state, read = map(math.prod, delta.memory_shapes(m))
         states, inputs = states + m.num_layers * state, inputs + m.num_layers * read
-    linear = 7 * states * lanes  # two sums over it, its decay, and its change
-    moved = 2 * lanes * (4 * states + item * inputs)  # read and written
+    linear = 7 * states * lanes  # two sums over the state, its decay, and its change
+    moved = 2 * lanes * (4 * states + item * inputs)  # 2: states and inputs are read and written; states are float32
     return Work(steps * (2 * active * lanes + attention + linear), steps * (touched * item + seen * token + moved))
 
 
@@ -217,11 +217,11 @@ class Move:
     """The weight move of every step.
 
     Attributes:
-      plan: what goes where.
-      rate: bytes per second one device sends.
-      programs: the compiled steps of its largest bucket.
-      buckets: how many there are.
-      note: what of it could not be compiled, and why; '' is nothing.
+      plan: transfer plan of the moved leaves.
+      rate: bytes per second that one device sends.
+      programs: programs of the largest bucket.
+      buckets: number of buckets; a bucket of several parts counts once for each part.
+      note: explanation of a part of the move that is not compiled; '' if all of it is.
     """
 
     plan: Plan
@@ -245,7 +245,7 @@ def weight_move(setting: Setting) -> Move:
         out = _Ends.of(setting, devices[: len(devices) // 2], devices[len(devices) // 2 :])
     else:
         out = _Ends.of(setting, trainer.devices(), _far(rollout, trainer))
-    # The same with the sides' slices exchanged: a program must have devices in the first slice of its topology.
+    # The same move with the sides' slices exchanged: a program must have devices in the first slice of its topology.
     back = _Ends.of(setting, _far(trainer, rollout), rollout.devices())
     buckets = out.transport.plan.buckets
     largest = max(range(len(buckets)), key=lambda n: buckets[n].bytes)
@@ -271,7 +271,7 @@ def weight_move(setting: Setting) -> Move:
 
 
 def _far(topology: Topology, other: Topology) -> list[Any]:
-    """Lists a topology's devices whose ids `other` lacks."""
+    """Lists devices of a topology with ids that no device of `other` has."""
     devices = topology.devices(copies=other.slices + 1)
     return devices[-(len(devices) // (other.slices + 1)) :]
 
@@ -297,13 +297,16 @@ def _colocated_move(setting: Setting) -> Move:
 
 @dataclasses.dataclass(frozen=True)
 class _Ends:
-    """Source and target of the weight move, on given devices.
+    """Source and target of the weight move, on chosen devices.
 
     Attributes:
-      plan, transport: of the moved leaves.
-      leaves, places: shapes at the source, shardings at the target.
-      held: bytes of a trainer chip, the leaves that move included.
-      kept: the same of a rollout chip; the policy is there once, as every leaf is given up before its successor comes.
+      plan: transfer plan of the moved leaves.
+      transport: programs that carry out the plan; None if they were not asked for.
+      leaves: shapes and shardings of the moved leaves at the source.
+      places: shardings of the moved leaves at the target.
+      held: bytes that a trainer chip holds, the leaves that move included.
+      kept: bytes that a rollout chip holds: pools, and one copy of the policy, as every leaf is freed before its
+        successor comes.
     """
 
     plan: Plan
@@ -314,7 +317,7 @@ class _Ends:
     kept: float
 
     def successors(self, indices: Sequence[int]) -> float:
-        """Counts bytes of some leaves on a rollout chip, old or new."""
+        """Counts the bytes of some leaves on a rollout chip; old and new leaves have the same size."""
         leaves = [(self.plan.leaves[i], self.places[i]) for i in indices]
         return sum(
             device_bytes(jax.ShapeDtypeStruct(leaf.shape, leaf.target_dtype, sharding=place)) for leaf, place in leaves

@@ -17,7 +17,7 @@ from podrl.plan.simulate import Outlook
 from podrl.plan.variants import Trial, shortfall
 from podrl.rundir.console import print_table
 
-_MOST_IDLE = 0.6  # share of a step
+_MOST_IDLE = 0.6  # share of a step that a side may idle without advice to split the chips anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Report:
     """The results of a plan.
 
     Attributes:
-      setting: what was planned.
-      measured: its programs.
-      move: its weight move.
-      prediction: of a step.
-      knobs: for each program that does not fit, what each knob would do.
-      searched: trials of a search, if there was one.
-      chosen: keys a search settled on.
-      cost: of all steps.
-      factor: how many times its roofline a step is taken to last there.
-      outlook: the job with given lengths of samples, where they were given.
-      chips: chips of the trainer and of the rollout; zeros where both have the same ones.
-      command: the shell command that runs the job as a search found it; '' where there was none.
+      setting: the planned job and its topologies.
+      measured: measurements of the job's programs.
+      move: weight move of a step.
+      prediction: prediction of a step, every program at its roofline.
+      knobs: trials of the memory options, for each program that does not fit, by its name.
+      searched: trials of a search; empty without a search.
+      chosen: keys that a search settled on, each as 'KEY=VALUE'.
+      cost: time and cost of all steps; None if they were not computed.
+      factor: multiple of its roofline that a step is assumed to take, for `cost`.
+      outlook: simulation of the job with the user's lengths of samples; None if there are no such lengths.
+      chips: chips of the trainer and of the rollout; zeros if both sides share the same chips.
+      command: shell command that runs the job as a search found it; '' without a search.
     """
 
     setting: Setting
@@ -58,7 +58,7 @@ class Report:
 
 
 def as_mapping(report: Report) -> dict[str, Any]:
-    """Returns the report as plain data; bytes, seconds, FLOP."""
+    """Returns the report as plain data, in bytes, seconds and FLOP."""
     setting = report.setting
     shape = setting.job.pack_shape(setting.trainer_mesh())
     how = "predicted" if setting.trainer.predicted else "counted"
@@ -154,7 +154,7 @@ def print_report(console: rich.console.Console, report: Report) -> None:
 
 
 def _split_fits(report: Report, copies: Copies) -> bool:
-    """True where the versions kept for rollout hosts fit beside each of the trainer's programs."""
+    """True if the versions that a trainer keeps for rollout hosts fit beside each of the trainer's programs."""
     trained = [m for m in report.measured if m.side == TRAINER and not m.name.startswith("move: ")]
     return all(m.peak + m.resident + copies.on_trainer <= m.capacity for m in trained)
 
@@ -202,7 +202,7 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
 
 
 def _advice(report: Report) -> str:
-    """Says how to split the chips anew where a side has nothing to do for most of a step; '' elsewhere."""
+    """Advises another split of the chips if a side has nothing to do for most of a step; '' otherwise."""
     p, now = report.prediction, report.chips
     side, idle = max(("trainer", p.trainer_idle), ("rollout", p.rollout_idle), key=lambda pair: pair[1])
     if idle <= _MOST_IDLE or not all(now):
@@ -218,7 +218,7 @@ def _advice(report: Report) -> str:
 
 
 def _outlook_line(o: Outlook) -> str:
-    """Describes a step with the given lengths, and the split of the chips that makes it shortest."""
+    """Describes a step with the user's lengths of samples, and the split of the chips that makes it shortest."""
     own, best = o.best
     return (
         f"Predicted for {o.lengths:,} given lengths (mean {o.mean:.0f}, longest {o.longest}): a step of "

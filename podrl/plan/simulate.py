@@ -1,4 +1,4 @@
-"""Simulates trainer and rollout step by step, with given lengths of samples: who waits for whom, and for how long."""
+"""Simulates trainer and rollout step by step for known lengths of samples: who waits for whom, and for how long."""
 
 import collections
 import dataclasses
@@ -20,8 +20,8 @@ from podrl.rollout.clock import TokenClock
 from podrl.rollout.worker import pieces_per_prompt
 from podrl.rundir.trace import read_step, traced_steps
 
-_SHARES = tuple(n / 16 for n in range(1, 16))  # of the chips, tried for the trainer
-STEPS, WARM = 40, 8  # training steps, and the first that do not count
+_SHARES = tuple(n / 16 for n in range(1, 16))  # shares of the chips that are tried for the trainer
+STEPS, WARM = 40, 8  # training steps of a simulation, and how many of the first do not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Speeds:
     """Seconds of the parts of a step, measured or predicted.
 
     Attributes:
-      decode_s: of a decode step of all lanes.
-      call_s: of a prefill call of all shards, whose rows times their length are about `rollout.prefill_tokens`.
-      update_s: of log-probabilities and updates of a batch.
-      move_s: of a weight move, in which neither side works.
-      begin_s: of a window's other work.
-      plan_s: in which the host plans a dispatch.
-      score_s: of a batch's rewards, after its last sample.
+      decode_s: seconds of a decode step of all lanes.
+      call_s: seconds of a prefill call of all shards, whose rows times their length are about `rollout.prefill_tokens`.
+      update_s: seconds of log-probabilities and updates of a batch.
+      move_s: seconds of a weight move, in which neither side works.
+      begin_s: seconds of a window's other work.
+      plan_s: seconds in which the host plans a dispatch.
+      score_s: seconds of a batch's rewards, after its last sample.
     """
 
     decode_s: float
@@ -49,13 +49,14 @@ class Speeds:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """An engine, and what a batch is made of.
+    """The sizes of an engine and of the batches that it generates.
 
     Attributes:
-      rollout: the engine's settings.
-      lanes: over all shards.
-      shards: of its mesh.
-      samples, group_size: of a batch, and those that share a prompt.
+      rollout: settings of the engine.
+      lanes: lanes of all shards together.
+      shards: shards of the engine's mesh.
+      samples: samples of a batch.
+      group_size: samples of a prompt.
       prompt: tokens of a prompt.
     """
 
@@ -73,17 +74,17 @@ class Load:
 
     @functools.cached_property
     def pieces(self) -> int:
-        """Shards that compute a prompt."""
+        """Number of pieces that a group is cut into; each piece prefills the prompt."""
         return pieces_per_prompt(self.samples // self.group_size, self.group_size, self.shards)
 
     @functools.cached_property
     def rows(self) -> int:
-        """Prompts that a prefill call takes on all shards; 0 for prompts of several chunks."""
+        """Number of prompts that a prefill call takes on all shards; 0 for prompts of several chunks."""
         bucket = next((b for b in self.shape.buckets if b >= self.prompt - 1), None)
         return 0 if bucket is None else self.shape.prefill_rows(bucket) * self.shards
 
     def calls(self, tokens: Sequence[int]) -> int:
-        """Counts the prefill calls of sequences of so many tokens, prefilled together, spread evenly over shards."""
+        """Counts the prefill calls for sequences of these lengths, if they are spread evenly over the shards."""
         waves = collections.Counter[tuple[int, int]]()
         *_, largest = self.shape.buckets
         for length in tokens:
@@ -95,7 +96,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Device calls of a window: decode steps, and prefill calls."""
+    """Device calls of a window: number of decode steps, and number of prefill calls."""
 
     steps: int
     calls: int
@@ -107,9 +108,11 @@ class Simulated:
 
     Attributes:
       step_s: seconds of the step.
-      trainer_idle, rollout_idle: share of it in which a side has no work of its own; moves are work.
-      lanes_busy: share of the lanes' decode steps that draw a token.
-      decode_steps, prefill_calls: of its window.
+      trainer_idle, rollout_idle: share of the step in which a side has no work of its own, from 0 to 1; weight moves
+        count as work.
+      lanes_busy: share of the lanes' decode steps that draw a token, from 0 to 1.
+      decode_steps: decode steps of the step's window.
+      prefill_calls: prefill calls of the step's window.
     """
 
     step_s: float
@@ -121,10 +124,16 @@ class Simulated:
 
 
 def read_lengths(path: str) -> Int[np.ndarray, " N"]:
-    """Reads sampled tokens of samples: of a run directory with a trace, or of a file with a number per line.
+    """Reads the number of sampled tokens of each sample, from a run directory with a trace or from a file of numbers.
+
+    Args:
+      path: run directory, or file with one number per line.
+
+    Returns:
+      The lengths above 0.
 
     Raises:
-      ValueError: no samples with tokens are there, or a length is negative or no number.
+      ValueError: there are no samples with tokens, or a length is negative or no number.
     """
     place = pathlib.Path(path)
     if place.is_dir():
@@ -148,14 +157,24 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
 
 
 def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, staleness: int) -> Simulated:
-    """Plays training steps whose samples have lengths drawn from `lengths_N`.
+    """Simulates training steps whose samples have lengths drawn from `lengths_N`.
 
-    Lanes decode in dispatches of `rollout.steps_per_dispatch`, of which one is launched before the last is read
-    (podrl.engine.session): a lane gets its next sample at the next dispatch but one after its last ended, those of the
-    batch that trains next first; at the next one where so many samples end that the engine waits for them. With a
-    staleness of 0 the sides take turns; with 1 a batch is drawn while the one before trains; from 2 on in windows
-    (podrl.rollout.clock): a sample draws its quantum in each, and in its last one the rest. Each window computes keys
-    and values of what is open anew, in prefill calls of the engine's size.
+    Lanes decode in dispatches of `rollout.steps_per_dispatch`, and the engine launches a dispatch before it has read
+    the one before (podrl.engine.session). So after the end of a sample its lane stays empty for one dispatch, unless
+    so many samples end that the engine waits for them. Samples of the batch that trains next come first.
+
+    With a staleness of 0 the sides take turns. With 1 a batch is drawn while the batch before trains. From 2 on samples
+    are drawn in windows (podrl.rollout.clock): a sample draws its quantum in each window, and all that is left in its
+    last one. Each window computes the keys and values of open samples anew, in prefill calls of the engine's size.
+
+    Args:
+      lengths_N: sampled tokens of samples, for example of an earlier run.
+      speeds: seconds of the parts of a step.
+      load: sizes of the engine and of a batch.
+      staleness: number of updates by which a sample may be older than the weights that it trains.
+
+    Returns:
+      Means over the steps after the first `WARM`.
     """
     rng, samples = np.random.default_rng(0), load.samples
     batches = [rng.choice(lengths_N, samples).tolist() for _ in range(STEPS + staleness + 1)]
@@ -197,13 +216,14 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """A planned job with given lengths, every program at its roofline; predicted, not measured.
+    """A planned job with the user's lengths of samples, every program at its roofline; predicted, not measured.
 
     Attributes:
-      lengths: how many were given; mean and longest: of them, at most `rollout.max_tokens_to_generate`.
-      chips: of trainer and rollout, as planned.
-      planned: a step on them.
-      best: chips of the trainer, of as many in all, with which a step is shortest; and that step.
+      lengths: number of the user's lengths.
+      mean, longest: mean and largest length in tokens, each length cut to `rollout.max_tokens_to_generate`.
+      chips: chips of trainer and rollout, as planned.
+      planned: a step on these chips.
+      best: number of trainer chips that makes a step shortest with as many chips in all, and that step.
     """
 
     lengths: int
@@ -220,8 +240,9 @@ def outlook(
     """Simulates a planned job whose trainer and rollout have chips of their own.
 
     Args:
-      lengths_N: tokens of completions, as of a run that was.
-      measured: its programs.
+      lengths_N: tokens of completions, for example of an earlier run.
+      measured: measurements of the job's programs.
+      setting: the job and its topologies.
       move_s: seconds of the weight move.
     """
     job, mesh = setting.job, setting.rollout_mesh()
@@ -253,14 +274,15 @@ def window_work(
     """Counts the decode steps and the prefill calls of a window.
 
     Args:
-      parts: by batch, the oldest first: tokens that each sample draws in the window; 0 has ended before.
-      left: by batch: tokens that each sample has to draw before the window.
-      whole: by batch: those of all its windows; what it has drawn before is prefilled with its prompt.
-      load: the engine, and the batches.
-      waits: mean share of the samples that end in a dispatch, above which the engine reads each one before it launches
-        another, so that lanes are filled at once (podrl.rollout.players.Pace).
+      parts: tokens that each sample draws in the window, by batch, the oldest first; 0 if the sample has ended before.
+      left: tokens that each sample still has to draw at the begin of the window, by batch.
+      whole: tokens that each sample draws in all its windows, by batch; tokens drawn in earlier windows are prefilled
+        with the prompt.
+      load: sizes of the engine and of the batches.
+      waits: mean share of running samples that end in a dispatch, above which the engine reads each dispatch before it
+        launches another, so that lanes are filled at once (podrl.rollout.players.Pace).
     """
-    steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0  # late: lanes whose end is not read yet
+    steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0  # late: lanes whose samples' end is not read yet
     queue = collections.deque((b, i) for b, drawn in parts.items() for i, part in enumerate(drawn) if part)
     ends, longest = collections.Counter[int](), collections.Counter[int]()  # by dispatch: samples, steps of the longest
     prompts, shares = set[tuple[int, int]](), collections.deque([0.25], maxlen=8)
@@ -278,7 +300,7 @@ def window_work(
             again += [whole[b][i] - left[b][i]] if whole[b][i] > left[b][i] else []
         made = load.calls([load.prompt - 1] * len(begun) * load.pieces)
         calls += made + load.calls(again)
-        if room := made * load.rows // load.pieces - len(begun):  # rows that take the prompts that come next
+        if room := made * load.rows // load.pieces - len(begun):  # free rows prefill the prompts that come next
             later = dict.fromkeys((b, i // load.group_size) for b, i in queue)
             prompts.update([prompt for prompt in later if prompt not in prompts][: max(room, 0)])
         ended, ran = ends[dispatch], running
@@ -296,8 +318,15 @@ def balance(
 ) -> list[tuple[int, Simulated]]:
     """Simulates other splits of the same chips: (trainer's chips, the step), fastest first.
 
-    Updates take time in inverse proportion to the trainer's chips; lanes and shards are as many per chip of the rollout
-    as given.
+    Updates take time in inverse proportion to the trainer's chips; lanes and shards grow in proportion to the rollout's
+    chips.
+
+    Args:
+      lengths_N: sampled tokens of samples.
+      speeds: seconds of the parts of a step, for the split `chips`.
+      load: sizes of the engine and of a batch, for the split `chips`.
+      chips: chips of trainer and rollout.
+      staleness: number of updates by which a sample may be older than the weights that it trains.
     """
     trainer, rest = chips
     found = []

@@ -1,7 +1,8 @@
-"""The trainer's programs of a job, ready to be compiled: updates, what the policy is compared with, the critic.
+"""The trainer's programs of a job, ready to be compiled: updates, log-probabilities of a reference, the critic.
 
-A teacher of on-policy distillation is the reference: frozen, with an architecture of its own. It scores sampled tokens,
-or the policy's likeliest ids once per update, or its hidden states are computed within the update.
+A teacher of on-policy distillation takes the place of the reference: it is frozen, and has an architecture of its own.
+It scores sampled tokens, or the policy's likeliest ids once per update, or its hidden states are computed within the
+update.
 """
 
 import dataclasses
@@ -91,7 +92,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     several = setting.teachers()
     weights = [decoder.abstract_params(other, mesh, jnp.dtype(training.param_dtype)) for _, other in several]
     reference += sum(map(device_bytes, weights))
-    # Scoring always loops over the filled micro-batches, the update only where there can be several.
+    # Scoring always loops over the filled micro-batches; the update has a loop only if there can be several.
     scored = _training_trips(setting, shape, looped=True)
     passes = job.updates_per_step / algo.num_iterations
     fixed = (frozen, held) if how.whole else frozen
@@ -142,7 +143,7 @@ def _layout(batch: Batch[Any]) -> Batch[Layout]:
 
 
 def _of_sources(batch: Batch[PolicyRows], algo: AlgorithmConfig, *, several: bool) -> Batch[PolicyRows]:
-    """Adds what the update reads of sources with settings of their own; `several` where they have different losses."""
+    """Adds the arrays of data sources with settings of their own to a batch; `several`: their losses differ."""
     rows = batch.rows
     given: Any = {"weight_BT": rows.mask_BT} if len(algo.parts) > 1 else {}
     given |= {"loss_BT": rows.layout.segment_BT} if several else {}
@@ -150,7 +151,7 @@ def _of_sources(batch: Batch[PolicyRows], algo: AlgorithmConfig, *, several: boo
 
 
 def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch[Any]:
-    """Adds to a packed batch, as shapes, what the update reads of a teacher beside its weights."""
+    """Adds to a packed batch, as shapes, the arrays that the update reads of a teacher besides its weights."""
     rows, alone = batch.rows, batch.rows.alone
     if teacher.sampled:
         return batch
@@ -164,7 +165,7 @@ def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch
 
 
 def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
-    """Lists the critic's update and scoring: (programs, bytes per chip it alone holds); it is on the actor's mesh."""
+    """Lists the critic's update and scoring, on the actor's mesh: (programs, bytes per chip that the critic adds)."""
     job, mesh = setting.job, setting.trainer_mesh()
     training, algo = job.trainer, cast(PPOConfig, job.algo)
     model = setting.model
@@ -207,7 +208,7 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
 def _update_program(
     name: str, update: Any, args: tuple[Any, ...], setting: Setting, *, resident: float = 0.0
 ) -> Program:
-    """Makes the program of an update, which loops over micro-batches where there can be several."""
+    """Makes the program of an update, which loops over micro-batches if there can be several."""
     shape = setting.job.pack_shape(setting.trainer_mesh())
     trips = _training_trips(setting, shape, looped=shape.micro_batches > 1)
     return Program(
@@ -235,7 +236,7 @@ def filled_micro_batches(setting: Setting) -> int:
 
 
 def _training_trips(setting: Setting, shape: PackShape, *, looped: bool) -> Trips:
-    """Counts loop trips: micro-batches that an update's planned samples fill; half the key blocks of blockwise."""
+    """Makes trip counts: filled micro-batches in the outer loop, half the key blocks of blockwise attention inside."""
     filled = float(_planned(setting, shape).micro_batches)
     blocks = (max(1, shape.tokens // BLOCK) + 1) / 2
     return lambda depth: filled if looped and depth == 0 else blocks

@@ -22,7 +22,7 @@ from podrl.plan.training import planned_rows, training_programs
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
 _OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")
 _TENSOR = (1, 2, 4, 8)
-_WIDER = (16, 32, 64, 128)  # for decoding, where no copy of the weights fits fewer chips
+_WIDER = (16, 32, 64, 128)  # for decoding, if no copy of the weights fits on fewer chips
 _SEQ = (1, 2, 4, 8, 16)
 MICRO_TRIES = 4
 
@@ -37,16 +37,16 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """The result of the quick compile of one program, or of a side's, for a variant.
+    """The result of quick compiles of one program, or of all programs of a side, for a variant.
 
     Attributes:
-      keys: of the variant.
-      program: the one that needs most.
-      fits: whether every program does; the compiler may refuse one whose `missing` is 0.
-      peak: bytes of a chip, resident ones included.
-      missing: bytes too many.
-      seconds: of a step, at the roofline.
-      at_least: the compiler named only a part of `peak` and `missing`.
+      keys: keys of the variant.
+      program: name of the program that needs most memory.
+      fits: whether every program fits; the compiler may refuse a program whose `missing` is 0.
+      peak: bytes of a chip that this program needs, resident arrays included.
+      missing: bytes by which a program does not fit; 0 if all fit.
+      seconds: seconds of the programs in a step, at the roofline.
+      at_least: whether the compiler named only a part of `peak` and `missing`.
     """
 
     keys: tuple[str, ...]
@@ -73,7 +73,7 @@ def programs_of(side: str, setting: Setting) -> list[Program]:
 def helping(setting: Setting, failed: Measured) -> list[Trial]:
     """Tries each memory option alone on a program that does not fit; if none suffices, all together.
 
-    Of a weight move only what makes it smaller is returned, which may be nothing.
+    For a weight move only options that make it smaller are returned, and there may be none.
     """
     knobs = functools.partial(_knobs, failed)
     trials = [_try(variant, failed) for variant in knobs(setting)]
@@ -95,7 +95,7 @@ def _moves(program: Measured) -> bool:
 
 
 def _knobs(failed: Measured, setting: Setting) -> Iterator[Variant]:
-    """Lists the options of the sides a program occupies; for a weight move without those that split a training step."""
+    """Lists the options of the sides that a program occupies; a weight move has none that splits a training step."""
     if failed.side != ROLLOUT:
         for variant in _trainer_knobs(setting):
             if not (_moves(failed) and variant.keys[0].startswith(_OF_A_STEP)):
@@ -107,13 +107,13 @@ def _knobs(failed: Measured, setting: Setting) -> Iterator[Variant]:
 def _try(variant: Variant, failed: Measured) -> Trial:
     programs = weight_move(variant.setting).programs if _moves(failed) else programs_of(failed.side, variant.setting)
     program = next((p for p in programs if p.name == failed.name), None)
-    if program is None:  # moved box by box instead, which needs no large program
+    if program is None:  # with the variant the weights move box by box, without a large program
         return Trial(variant.keys, failed.name, True, 0.0, 0.0, 0.0)
     return _trial(variant.keys, [measure(program, _chip(variant.setting, failed.side), quick=True)])
 
 
 def _trial(keys: tuple[str, ...], measured: Sequence[Measured]) -> Trial:
-    """Compiles programs that must all fit: the memory of the worst, and the seconds of all."""
+    """Sums up measured programs that must all fit: the memory of the worst, and the seconds of all."""
     worst = max(measured, key=lambda m: (not m.fits, m.peak + m.resident))
     return Trial(
         keys,
@@ -191,20 +191,22 @@ def _rollout_knobs(setting: Setting) -> Iterator[Variant]:
 
 
 def _sequences(setting: Setting, rows: int) -> int:
-    """Computes the trainer.micro_batch_sequences that makes micro-batches of so many rows."""
+    """Computes the trainer.micro_batch_sequences that makes micro-batches of `rows` rows."""
     return rows * max(1, setting.job.pack_shape(setting.trainer_mesh()).tokens // setting.longest)
 
 
 def search(setting: Setting, *, say: Callable[[str], None], known: Known | None = None) -> tuple[Setting, list[Trial]]:
     """Searches for the fastest meshes, micro-batches and remat policies that fit, by quick compiles.
 
-    Trainer and rollout are searched one after the other. For each mesh and policy the largest micro-batch that fits
-    is taken; 'none' begins with the one that fitted with 'dots'. A trial ends with the first program that does not fit.
-    'full' comes last, and is left out where its matrix products alone take longer than the fastest that was found.
+    Trainer and rollout are searched one after the other. For each mesh and remat policy the largest micro-batch that
+    fits is taken; the policy 'none' begins with the micro-batch that fitted with 'dots'. A trial ends with the first
+    program that does not fit. The policy 'full' comes last, and is left out if its matrix products alone take longer
+    than the fastest trial so far.
 
     Args:
-      say: called with the number of trials there can be, then with a line per trial.
-      known: see `podrl.plan.compile.measure`.
+      setting: the job and its topologies.
+      say: function that is called with the largest possible number of trials, then with a line per trial.
+      known: measurements so far, see `podrl.plan.compile.measure`.
 
     Returns:
       (the setting with the best of each side, all trials). A side of which nothing fits keeps its settings.
@@ -220,11 +222,13 @@ def search(setting: Setting, *, say: Callable[[str], None], known: Known | None 
     trials: list[Trial] = []
     best = setting
     for side in sides:
-        # Of the rollout they are made anew: its weights come from the mesh found.
+        # The rollout's candidates are made anew, because its weights come from the trainer's mesh that was found.
         groups = _in_order(sides[side]) if side == TRAINER else _rollout_candidates(best)
         found: list[tuple[float, Setting]] = []
         fitting: list[str] = []
-        reached: dict[str, int] = {}  # by mesh: the micro-batch that fitted with the policy before, which keeps less
+        # By mesh: index of the micro-batch that fitted with the policy before. That policy keeps less, so no larger
+        # micro-batch can fit now.
+        reached: dict[str, int] = {}
         left, leads = most[side], "nothing fits yet"
         for group in groups:
             left -= len(group.variants)
@@ -276,7 +280,7 @@ def _counted_best(setting: Setting, groups: Sequence["_Group"]) -> str:
 
 
 def _in_own_keys(before: Setting, after: Setting) -> Setting:
-    """Says the micro-batch that a search found by the key that the configuration uses, where that can say it."""
+    """Expresses the micro-batch that a search found by the key that the configuration uses, if that key can say it."""
     size, group = after.job.trainer.micro_batch_sequences, after.job.group_size
     if before.job.trainer.train_micro_batch_size and size and size % group == 0:
         return _training(after, micro_batch_sequences=None, train_micro_batch_size=size // group)
@@ -308,15 +312,15 @@ def differences(before: Setting, after: Setting) -> list[str]:
 
 
 def _total(side: str, variant: Variant, known: Known | None = None) -> Trial:
-    """Adds up a side's programs of every step: memory of the fullest, and seconds of all up to a misfit.
+    """Compiles a side's programs of every step: memory of the fullest, and seconds of all up to the first misfit.
 
-    Nothing is compiled where the bytes that are there for certain are too many already.
+    Nothing is compiled if the bytes that the side needs at least are already too many.
     """
     chip = _chip(variant.setting, side)
     if (least := least_bytes(side, variant.setting)) > chip.hbm:
         return Trial(variant.keys, "counted, not compiled", False, least, least - chip.hbm, 0.0, at_least=True)
     measured: list[Measured] = []
-    rare = ("spill", "restore")  # run where the pool is short
+    rare = ("spill", "restore")  # these run only when the pool is short of pages
     programs = [program for program in programs_of(side, variant.setting) if program.runs or program.name in rare]
     if side == ROLLOUT:
         programs += [program for program in weight_move(variant.setting).programs if program.side == ROLLOUT]
@@ -334,15 +338,16 @@ def _tensors(setting: Setting, devices: int) -> Sequence[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Variants of a mesh, and of a remat policy, of which the first that fits is the best.
+    """Variants of one mesh and one remat policy, of which the first that fits is the best.
 
     Attributes:
-      variants: with micro-batches from the largest down.
-      mesh: of all of them.
-      family: meshes of one kind have one.
-      spare_of: a beginning of families; where one of those has a mesh that fits, this group is not tried. None: always
-        tried.
-      last: its policy keeps least and takes longest: it is tried after those of all meshes that are always tried.
+      variants: variants with micro-batches from the largest down.
+      mesh: mesh of all variants.
+      family: name of the kind of mesh.
+      spare_of: beginning of names of families: if a mesh of such a family fits, this group is not tried. None for a
+        group that is always tried.
+      last: whether the group is tried after the other groups that are always tried, because its policy keeps least and
+        takes longest.
     """
 
     variants: tuple[Variant, ...]
@@ -355,8 +360,8 @@ class _Group:
 def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
     """Lists, for each mesh and remat policy, micro-batches from the largest down.
 
-    A row is cut along time (`seq`) where there are fewer rows than shards, and where nothing fits with less of it.
-    Several slices hold a copy of the weights each; they share one where nothing else fits.
+    Rows are cut along time (`seq`) if there are fewer rows than shards, and if nothing fits with less cutting. Several
+    slices hold a copy of the weights each; they share one copy if nothing else fits.
     """
     slices = setting.trainer.slices
     devices = len(setting.trainer.devices()) // slices
