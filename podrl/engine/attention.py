@@ -249,7 +249,17 @@ def recent_attention(
     window: Int[Array, ""],
     softcap: float,
 ) -> Partial:
-    """Attends to the tokens fed in this dispatch; the query's own token is at place `step`."""
+    """Attends to the tokens fed in this dispatch.
+
+    Args:
+      q_RNH: scaled, rotated queries.
+      k_RKCH, v_RKCH: keys and values of the dispatch so far; C is the number of its decode steps.
+      step: number of the present decode step, from 0, which is the place of the query's own token.
+      window, softcap: arguments of `decode_attention`.
+
+    Returns:
+      The partial result of each query, (R, K, N/K).
+    """
     R, N, H = q_RNH.shape
     K, C = k_RKCH.shape[1:3]
     back_C = step - jnp.arange(C)

@@ -124,7 +124,7 @@ class Device:
 
     @_told
     def clear(self, shard: int, pages: Sequence[int]) -> None:
-        """Writes zeros into at most J pages."""
+        """Writes zeros into at most J pages of a shard."""
         self._write(shard, pages, tuple(np.zeros(block.shape, block.dtype) for block in self.engine.blocks(len(pages))))
 
     @_told

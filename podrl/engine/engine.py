@@ -32,7 +32,13 @@ _UNROLLED_BYTES = 4 << 30
 
 
 class Program(NamedTuple):
-    """A jitted function of the engine and the shapes and shardings of its arguments."""
+    """A jitted function of the engine, and the arguments that it is compiled for.
+
+    Attributes:
+      name: name of the program, such as 'generate' or 'prefill_64'.
+      jitted: the jitted function.
+      args: arguments of the function, with shapes, dtypes and shardings in place of arrays.
+    """
 
     name: str
     jitted: Any
@@ -622,7 +628,7 @@ class Engine:
         return (*others, jax.lax.dynamic_update_slice(route_LR1Nk, new, (index, 0, 0, n, 0)))
 
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
-        """Writes the dispatch's keys, values or routes to the lanes' pages; lanes that were not live write to the last.
+        """Writes the dispatch's keys, values or routes to pages; lanes that were not live write to the unread page.
 
         NaN and infinity are replaced by finite numbers. Their lane has failed, and a later owner of the page gives the
         keys that it does not see the weight 0, but 0 x NaN is NaN.

@@ -13,7 +13,15 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def threefry(key0: Any, key1: Any, count0: Any, count1: Any) -> tuple[Any, Any]:
-    """Computes two uint32 words from a key and a counter, elementwise; numpy or jax arrays of dtype uint32."""
+    """Computes two uint32 words from a key and a counter, elementwise.
+
+    Args:
+      key0, key1: words of the key, numpy or jax arrays of dtype uint32.
+      count0, count1: words of the counter, of the same kind.
+
+    Returns:
+      The two words.
+    """
     keys = (key0, key1, key0 ^ key1 ^ _PARITY)
     x0, x1 = count0 + keys[0], count1 + keys[1]
     for group in range(5):
@@ -26,7 +34,17 @@ def threefry(key0: Any, key1: Any, count0: Any, count1: Any) -> tuple[Any, Any]:
 
 
 def sample_keys(seed: int, step: int, prompt_B: np.ndarray, sample_B: np.ndarray) -> np.ndarray:
-    """Derives keys of samples, uint32 (B, 2), from (seed, step, prompt index, sample index)."""
+    """Derives the random keys of samples from (seed, step, prompt index, sample index).
+
+    Args:
+      seed: random seed of the job.
+      step: training step.
+      prompt_B: position of each sample's prompt in the data.
+      sample_B: index of each sample in its group; broadcast against `prompt_B`.
+
+    Returns:
+      A key per sample, uint32 (B, 2).
+    """
 
     def words(value: Any) -> tuple[np.ndarray, np.ndarray]:
         wide = np.atleast_1d(np.asarray(value, np.int64)).view(np.uint64)

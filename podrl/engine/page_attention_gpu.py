@@ -1,4 +1,4 @@
-"""A Pallas kernel of decoding attention for NVIDIA GPUs: one launch for all lanes, whatever they hold.
+"""A Pallas kernel of decoding attention for NVIDIA GPUs: one launch for all lanes, however much they read.
 
 XLA's form loops over reads. The loop's end is known on the device alone, so every turn costs a GPU a round trip to the
 host. Here each program of the grid belongs to a lane, a key head, and one of a few parts of the lane's reads, and takes

@@ -174,8 +174,8 @@ class Scheduler:
         """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`.
 
         In models with linear attention (`PoolShape.slots`) it keeps no token's cache, and all tokens are fed again. A
-        memory cannot be cut back to an earlier position. And it must depend on the sample alone which tokens are fed
-        again, not on other samples: the feeding changes the last bits of what is sampled next.
+        memory cannot be cut back to an earlier position. And only the sample itself, not its neighbours, may decide
+        which tokens are fed again, because feeding a token again changes the last bits of all logits after it.
 
         Returns:
           The sample's store, in a list, if the store's copy on the host is useless now; else an empty list.

@@ -61,7 +61,7 @@ class Track:
         nobody knew of the interruption beforehand.
       stop: reason why it ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
       paused: reason why it paused, as for `stop`; None while it runs.
-      first: index of the first token after those that it was extended by.
+      first: index of the first token after the tokens that were appended last (`Session.extend`).
       text: the completion without end tokens, cut after a stop string; while paused, the part from token `first` on.
       epoch: number of pauses so far. A dispatch launched before a pause may have decoded beyond it; the epoch at the
         launch shows that these results are void.
@@ -570,7 +570,7 @@ class Session:
         del self._tracks[track.handle]
 
     def _text(self, track: Track, stop: int, first: int = 0) -> str:
-        """Decodes a completion from its token `first` on, without the end token or what follows a stop string."""
+        """Decodes a completion from its token `first` on, without an end token, and cut after a stop string."""
         tokens = track.tokens[first:]
         text = self._decode(tokens[:-1] if stop == STOP_EOS else tokens)
         return track.finder.cut(text) if track.finder and stop == STOP_STRING else text

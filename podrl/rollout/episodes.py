@@ -592,7 +592,7 @@ class Pump:
         self._tell(b, Turn("", FULL))
 
     def _tell(self, b: int, turn: Turn) -> None:
-        """Sends a turn to the environment of a sample, whose answer the sample waits for from then on."""
+        """Sends a turn to the environment of a sample; the sample waits for the answer from then on."""
         track = self._episodes[b].track
         if track is not None and self._points.late.get(b) == len(track.tokens):
             self._run_out(b)

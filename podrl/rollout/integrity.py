@@ -63,7 +63,7 @@ def ages(rollouts: Rollouts, *, step: int) -> dict[str, float]:
 
 
 def beyond(rollouts: Rollouts, oldest: int) -> Bool[np.ndarray, " B"]:
-    """Marks the samples all of whose sampled tokens were drawn by weights older than the version `oldest`.
+    """Marks the samples whose sampled tokens were all drawn by weights older than the version `oldest`.
 
     Samples without sampled tokens are not marked.
     """

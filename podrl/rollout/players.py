@@ -44,7 +44,7 @@ class Player(Protocol):
         ...
 
     def hear(self) -> None:
-        """Acts on what environments have said."""
+        """Acts on the messages of environments."""
         ...
 
     def owed(self) -> int:
