@@ -95,7 +95,7 @@ def joined_groups(parts: Sequence[Int[np.ndarray, " B"]], prompts: Sequence[int]
 
 
 def header(experience: Experience) -> Message:
-    """Packs what every trainer host needs of a rollout host's share of a batch: lengths, pieces, masks, rewards."""
+    """Packs the header of a rollout host's share of a batch: lengths, pieces, masks and rewards, for all trainers."""
     rollouts = experience.rollouts
     value = {
         "width": rollouts.tokens_BT.shape[1],

@@ -164,7 +164,7 @@ class Generator:
           makings: the batches, each with the number of tokens that a sample draws, None for all that it has left, or
             with the points where its samples stop.
           policy: weights on the rollout mesh.
-          halt: asked between dispatches, where True ends the call; None never ends it early.
+          halt: function called between dispatches; the call ends when it returns True. None never ends the call early.
           took: called when samples of a batch have ended and all of them are with the reward functions.
         """
         started = time.monotonic()
@@ -566,6 +566,6 @@ def of_the_others(reward_XB: np.ndarray, stop_B: np.ndarray, group_B: np.ndarray
 def repeated(
     text: Sequence[str], fields: Mapping[str, Sequence[Any]], group_B: np.ndarray
 ) -> tuple[list[str], dict[str, list[Any]]]:
-    """Gives every sample the text and the fields of its prompt."""
+    """Returns the text and the fields of each sample's prompt, B values each, in the order of `group_B`."""
     of_samples = {name: groups.repeated(values, group_B) for name, values in fields.items()}
     return groups.repeated(text, group_B), of_samples

@@ -94,7 +94,7 @@ def fit(
     """Runs the loop for this process; returns the step reached.
 
     Args:
-      cluster: the models, those parts of them that this process has.
+      cluster: the models, as far as this process holds parts of them.
       stream: the data; None on a rollout host that needs none.
       run: files, checkpoints and signals, entered.
       schedule: steps at which the loop saves, evaluates and stops, and the staleness.
@@ -154,7 +154,7 @@ def learn_answers(
     pod: Pod | None = None,
     held_out: Sequence[Any] = (),
 ) -> int:
-    """Trains on given answers until `training_config.max_steps`; returns the step reached.
+    """Trains on answers from data until `training_config.max_steps`; returns the step reached.
 
     Args:
       algorithm: SFT, DPO, ORPO, KTO or RewardModelling.

@@ -70,7 +70,7 @@ class Algorithm(Protocol):
     """Turns a batch of experience into optimizer updates; the types passed between its methods are its own."""
 
     def score(self, step: int, experience: Any) -> Any:
-        """Scores the batch under the weights before the step's first update: log-probabilities (and values)."""
+        """Scores the batch under the weights before the step's first update: log-probabilities, nats (and values)."""
         ...
 
     def rewards(self, experience: Any, scores: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -94,7 +94,11 @@ class Recorder(Protocol):
     """Keeps a run's files: metrics, checkpoints, evaluations."""
 
     def restore(self) -> Start:
-        """Restores weights, optimizer and data stream from the newest checkpoint."""
+        """Restores weights, optimizer and data stream from the newest checkpoint, if there is one.
+
+        Raises:
+          ValueError: the checkpoint has more steps than the schedule.
+        """
         ...
 
     def stage(self, name: str) -> contextlib.AbstractContextManager[Any]:
@@ -162,13 +166,13 @@ class Schedule:
         return step == self.max_steps or (self.save_every > 0 and step % self.save_every == 0)
 
     def evaluates(self, step: int) -> bool:
-        """True at the end, and where the step's updates reach the next multiple of eval_every."""
+        """True at the end, and if the step's updates reach the next multiple of eval_every."""
         due = self.eval_every > 0 and step * self.updates_per_step % self.eval_every < self.updates_per_step
         return due or step == self.max_steps
 
 
 def train(rollouts: RolloutSource, algorithm: Algorithm, recorder: Recorder, schedule: Schedule) -> int:
-    """Trains from the restored step to the last one, or until asked to stop; returns the step reached."""
+    """Trains from the restored step to the last step, or until the run is asked to stop; returns the step reached."""
     start = recorder.restore()
     step, in_flight = start.step, collections.deque(rollouts.resume(start))
     submitted, saved = step + len(in_flight), step

@@ -29,7 +29,7 @@ class PPOScores:
 
 @dataclasses.dataclass(frozen=True)
 class PPOBatches:
-    """The batches of a step: those for the critic, and those for the actor (trained on, or only compared)."""
+    """The batches of a step: batches for the critic, and batches for the actor (trained on, or only compared)."""
 
     critic: Sequence[Batch[CriticRows]]
     actor: Sequence[Batch[PolicyRows]]

@@ -210,7 +210,7 @@ class Recorder:
         if step == self._schedule.max_steps:
             self._flush()
         self._trained = (step, experience.data_state)
-        self._end_evaluation(wait=False)  # after `_trained` is set: if the evaluation fails, `rescue` saves this step
+        self._end_evaluation(wait=False)  # after `_trained` is set, so that `rescue` has this step if this call fails
 
     def _take_times(self) -> dict[str, float]:
         """Returns time/STAGE of each stage: seconds since the last call."""

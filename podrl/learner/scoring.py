@@ -66,6 +66,9 @@ def policy_scores(
       old: source of the old log-probabilities: 'trainer' for a forward pass, 'sampler' for the engine's report.
       reference: function that scores some samples, in the sample layout, in place of the reference; None for the
         reference itself.
+
+    Returns:
+      Log-probabilities in the sample layout, (B, T), nats, the same on all trainer hosts.
     """
     old_BT = np.where(rollouts.mask_BT > 0, rollouts.logprob_BT, 0.0).astype(np.float32)
     ref_BT = np.zeros_like(old_BT)

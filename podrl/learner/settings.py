@@ -1,4 +1,4 @@
-"""Settings of the algorithms under Tunix's names: those GRPO and PPO share, and those of each."""
+"""Settings of the algorithms under Tunix's names: settings that GRPO and PPO share, and settings of each."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ PER_SOURCE = ("reward_coef", "observation_coef", "teacher_coef", *_SURROGATE, *_
 @section("grpo")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(LossSettings, AdvantageSettings):
-    """Settings that GRPOConfig and PPOConfig share; those of the loss and the advantage are inherited.
+    """Settings that GRPOConfig and PPOConfig share; settings of the loss and of the advantage are inherited.
 
     Attributes:
       reward_manager: level of the rewards; 'sequence-level' is one reward for a completion, on its last token.
@@ -340,7 +340,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return teacher.formula(rewards, f"+ {policy.formula()}; A is 0, as there is no reward")
 
     def describe(self, max_tokens: int) -> list[str]:
-        """Describes what happens beside the loss, one plain line each, for the dry run."""
+        """Describes everything that settings add beside the loss, one plain line each, for the dry run."""
         lines = []
         if self.observed_weight:
             lines.append(
@@ -542,7 +542,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     @property
     def policy_weight(self) -> float:
-        """Weight of the samples in the policy loss: `reward_coef`, or else that of a teacher's sampled tokens."""
+        """Weight of the samples in the policy loss: `reward_coef`, or if that is 0, `teacher_coef` with 'sampled'."""
         return self.reward_coef or self.teacher_coef * (self.teacher_kl == "sampled")
 
     @property

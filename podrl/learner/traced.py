@@ -19,9 +19,9 @@ from podrl.types import Experience
 
 
 class Traced:
-    """Implements podrl.learner.loop.Algorithm by another one, whose results it counts and passes to the trace.
+    """Wraps an algorithm as a podrl.learner.loop.Algorithm that also feeds the trace and the curriculum.
 
-    It counts the samples that leave the loss, and shows each batch to the curriculum.
+    It counts the samples that leave the loss, too.
     """
 
     def __init__(

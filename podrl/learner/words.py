@@ -1,4 +1,4 @@
-"""The text of a sample that reward functions and accuracies read: the model's words, without those of its tools."""
+"""The text of a sample that reward functions and accuracies read: the model's own words, without words of tools."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,1 +1,1 @@
-"""Algorithms that train on given answers; nothing is generated but for evaluations."""
+"""Algorithms that train on answers from data; nothing is generated but for evaluations."""

@@ -1,4 +1,4 @@
-"""Evaluations in a pod: trainer hosts give them to the hosts that generate or evaluate, and join their scores."""
+"""Evaluations in a pod: trainer hosts give them to rollout or evaluation hosts, and the leader joins the scores."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

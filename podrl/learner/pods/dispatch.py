@@ -209,8 +209,8 @@ class Dispatcher:
                 self._tell(step, [], [self._failed or 0])
                 return
             if self._clock.known(step) == step:
-                # The decision is new: a stable sort puts each host's groups side by side, so that each host has one
-                # lease. A repeated decision keeps the order of the journal.
+                # A new decision of the wall clock: the sort puts each host's groups side by side, so that each host has
+                # one lease. A decision that is repeated keeps the order of the journal.
                 chosen.sort(key=lambda group: group.host)
             self._open.decide(step, chosen)
             self._decided[step] = chosen

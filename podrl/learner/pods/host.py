@@ -1,4 +1,4 @@
-"""A rollout host of a pod: makes the groups that the leader gives it, and serves what it made to the trainers."""
+"""A rollout host of a pod: makes the groups that the leader gives it, and serves their samples to the trainers."""
 
 import functools
 import logging
