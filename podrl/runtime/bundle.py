@@ -1,4 +1,4 @@
-"""Unpacks the user's code that a launcher has put beside the run, before anything of it is read."""
+"""Unpacks the archive of the user's code that a launcher has put beside the run, before any file of it is read."""
 
 import hashlib
 import io
@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 
 from podrl.storage.storage import StorageError, check, file_size, first_line, is_remote, locate
 
-# What launch/submission.py sends at most, and the headers of so many files.
+# The most that launch/submission.py sends, including the headers of the files in the archive.
 _MOST_BYTES = 64 << 20
 _NAME = re.compile(r"code-([0-9a-f]{64})\.tar$")
 
@@ -21,12 +21,15 @@ def unpack(url: str, parent: pathlib.Path) -> pathlib.Path:
     """Unpacks an archive of code, checked against the SHA-256 in its name, into a new directory.
 
     Args:
-      url: where the archive is, as launch/ names it: gs://BUCKET/RUN.code-SHA256.tar.
-      parent: the directory that gets the new one.
+      url: URL or path of the archive, as launch/ names it: gs://BUCKET/RUN.code-SHA256.tar.
+      parent: directory in which the new directory is made.
+
+    Returns:
+      The new directory.
 
     Raises:
-      ValueError: another name, no such archive, other bytes than those that were sent, or an archive that would write
-        outside its directory.
+      ValueError: the name has another form, there is no such archive, its bytes do not have the SHA-256 of its name, or
+        it would write outside its directory.
       StorageError: the bucket did not answer.
     """
     named = _NAME.search(url)
@@ -60,18 +63,22 @@ def unpack(url: str, parent: pathlib.Path) -> pathlib.Path:
 
 
 def enter(url: str, environment: MutableMapping[str, str], *, workdir: str | None) -> pathlib.Path:
-    """Unpacks the code of a job, and makes it the working directory and the first place that imports come from.
+    """Unpacks the code of a job, and makes its directory the working directory and the first entry of the import path.
 
-    Relative paths of the configuration then mean files of the user's code, in this process and in those it starts.
+    Relative paths of the configuration then name files of the user's code, in this process and in those it starts.
 
     Args:
-      url: see `unpack`.
-      environment: usually os.environ.
+      url: URL or path of the archive, as for `unpack`.
+      environment: environment to change, usually os.environ.
       workdir: the run directory; None for a process that writes none.
 
+    Returns:
+      The directory of the code.
+
     Raises:
-      ValueError: as `unpack`; or a relative run directory, which would be within the code, and go with it.
-      StorageError: as `unpack`.
+      ValueError: `unpack` refuses the archive; or the run directory is relative, so that it would lie inside the copy
+        of the code and be lost with it.
+      StorageError: the bucket did not answer.
     """
     if workdir is not None and not (is_remote(workdir) or os.path.isabs(workdir)):
         raise ValueError(
@@ -79,7 +86,8 @@ def enter(url: str, environment: MutableMapping[str, str], *, workdir: str | Non
             "with the host: say --workdir=gs://BUCKET/RUN, or a path from / on."
         )
     target = unpack(url, pathlib.Path(tempfile.gettempdir()))
-    package = pathlib.Path(__file__).resolve().parents[2]  # an image may have podrl in its working directory alone
+    # An image may have podrl only in its working directory, which is about to change: keep it importable.
+    package = pathlib.Path(__file__).resolve().parents[2]
     others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment["PYTHONPATH"] = os.pathsep.join([str(target), str(package), *others])
     os.chdir(target)

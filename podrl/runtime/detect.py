@@ -1,26 +1,27 @@
 """Detects the cluster from the environment: one function per platform, one record as result.
 
-`detect` is a pure function of a mapping: it imports no jax, opens no file and asks no server, so that the launcher can
-call it before jax is imported and tests can feed it recorded environments. What a TPU VM says of itself is not in its
-environment but on its metadata server; `tpu_vm_metadata` fetches it, and `detect` takes it as a second mapping.
+`detect` is a pure function of a mapping: it imports no jax, opens no file and asks no server. So the launcher can call
+it before jax is imported, and tests can pass it recorded environments. A TPU VM's description is not in its environment
+but on its metadata server; `tpu_vm_metadata` fetches it, and `detect` takes it as a second mapping.
 
 Variables read, by platform (the first that matches decides):
-  given         none: the flags --coordinator, --process_id and --num_processes say all, where no platform does.
+  given         none: the flags --coordinator, --process_id and --num_processes describe the cluster.
   pathways      JAX_PLATFORMS names `proxy`; JAX_BACKEND_TARGET is the proxy's address.
   jobset_split  PODRL_PLATFORM=jobset_split with PODRL_ROLE, PODRL_SLICE_INDEX, PODRL_SLICES, PODRL_HOST_INDEX,
                 PODRL_HOSTS_PER_SLICE, PODRL_TRAINER_SLICES, PODRL_TRAINER_HOSTS_PER_SLICE, PODRL_ROLLOUT_SLICES,
                 PODRL_ROLLOUT_HOSTS_PER_SLICE, PODRL_COORDINATOR, PODRL_CHANNEL (written by launch/gke.py, filled in
                 by the kubelet from the pod's labels).
   local         PODRL_PLATFORM=local with PODRL_PROCESS_INDEX, PODRL_PROCESS_COUNT, PODRL_COORDINATOR, PODRL_ROLE.
-  multislice    MEGASCALE_NUM_SLICES > 1 with MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS, and as gke.
+  multislice    MEGASCALE_NUM_SLICES > 1 with MEGASCALE_SLICE_ID, MEGASCALE_COORDINATOR_ADDRESS, and those of gke.
   gke           TPU_WORKER_ID and TPU_WORKER_HOSTNAMES (or TPU_PROCESS_ADDRESSES), injected by GKE.
   tpu_vm        metadata attributes agent-worker-number and worker-network-endpoints.
   single        none of these.
-Of the last four and of `given` all processes may train, and rollout hosts join them (--topology=split): PODRL_CHANNEL
-then says where process 0 listens for them, by default its host at port 8483; `single` has no default.
+On the last four platforms and on `given`, all processes may train while rollout hosts join them (--topology=split).
+PODRL_CHANNEL is then the address at which process 0 listens for them: by default port 8483 of its host; `single` has no
+default.
 
-Sources: jax/_src/clusters/cloud_tpu_cluster.py (jax 0.10.2) for the variables jax itself reads and the order of ranks;
-https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice for those GKE injects.
+Sources: jax/_src/clusters/cloud_tpu_cluster.py (jax 0.10.2) for the variables that jax itself reads and the order of
+ranks; https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice for the variables that GKE injects.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ Topology = Literal["single", "shared", "split", "pathways"]
 COORDINATOR_PORT = 8482
 UNIX = "unix:"
 ROLES = ("trainer", "rollout")
-GIVEN = ("coordinator", "process_id", "num_processes")  # flags, of which all or none are given
+GIVEN = ("coordinator", "process_id", "num_processes")  # flags that describe the cluster: all or none must be set
 MEGASCALE = (
     "MEGASCALE_COORDINATOR_ADDRESS",
     "MEGASCALE_NUM_SLICES",
@@ -56,18 +57,18 @@ class Cluster:
 
     Attributes:
       kind: the platform.
-      topology: the topology that runs here, see docs/design.md.
-      process_index: rank in this process's jax.distributed cluster, 0-based; under `split` each role's slice is a
-        cluster of its own.
-      process_count: processes in that cluster.
-      role: 'trainer' or 'rollout' where the platform decides it; None where the configuration does.
-      slice_index: number of this process's slice, of its role (split) or of the job (multislice).
-      slice_count: slices of that role or job.
-      coordinator: 'host:port' of process 0 of the cluster, 'unix:FILE' in a pod of one machine; for pathways the
-        proxy's target; '' for one process.
-      channel: 'host:port' at which trainer process 0 listens for the others; '' where the platform does not say.
-      trainers, rollouts: processes of each role in the whole job, where the platform decides roles; 0 elsewhere.
-      restart_attempt: number of times that the platform has restarted the job, 0 if it does not say.
+      topology: the topology that runs here; see docs/design.md.
+      process_index: rank of this process in its jax.distributed cluster, from 0; with topology split each role's slice
+        may be a cluster of its own.
+      process_count: number of processes in that cluster.
+      role: role of this process, 'trainer' or 'rollout', if the platform decides it; None if the configuration does.
+      slice_index: number of this process's slice among those of its role (split) or of the job (multislice).
+      slice_count: number of slices of that role or job.
+      coordinator: 'host:port' of process 0 of the cluster, 'unix:FILE' in a pod on one machine; for pathways the
+        address of the proxy; '' for a single process.
+      channel: 'host:port' at which trainer process 0 listens for the others; '' if the platform does not say.
+      trainers, rollouts: number of processes of each role in the whole job if the platform decides roles; 0 otherwise.
+      restart_attempt: number of times that the platform has restarted the job; 0 if it does not say.
       unset: environment variables to remove before jax is imported, because they would join separate clusters.
     """
 
@@ -87,10 +88,10 @@ class Cluster:
 
     @property
     def distributed_arguments(self) -> dict[str, Any] | None:
-        """Returns arguments for `jax.distributed.initialize`, or None where it must not be called.
+        """Returns arguments for `jax.distributed.initialize`, or None if it must not be called.
 
-        Empty where jax's own detection is right (TPU VM, GKE, multislice); complete where it would be wrong (fakes on
-        one machine, and roles of one JobSet that must not become one cluster).
+        They are empty where jax's own detection is right (TPU VM, GKE, multislice), and complete where it would be
+        wrong (fake hosts on one machine, and roles of one JobSet that must not become one cluster).
         """
         if self.kind == "pathways" or self.process_count == 1:
             return None
@@ -111,17 +112,17 @@ def detect(
     metadata: Mapping[str, str] | None = None,
     given: Mapping[str, str] | None = None,
 ) -> Cluster:
-    """Detects this process's place from the environment alone, or takes it as given.
+    """Detects this process's place in its cluster from flags if they are set, else from the environment.
 
     Args:
-      environment: usually os.environ.
-      topology: the --topology flag: 'auto', 'single', 'shared', 'split' or 'pathways'.
+      environment: environment variables, usually os.environ.
+      topology: value of the flag --topology: 'auto', 'single', 'shared', 'split' or 'pathways'.
       metadata: instance attributes of a TPU VM, from `tpu_vm_metadata`; None or empty elsewhere.
-      given: values of the flags GIVEN, '' for those left out; None or all empty leaves the environment to decide.
+      given: values of the flags GIVEN by name, '' for a flag that is not set; None or all '' to use the environment.
 
     Raises:
-      ValueError: variables or flags that are missing, malformed or contradict one another, or a topology that this
-        platform cannot run; the message names the variable or flag to change.
+      ValueError: variables or flags are missing, malformed or contradictory, or the platform cannot run the topology;
+        the message names the variable or flag to change.
     """
     if topology != "auto" and topology not in get_args(Topology):
         raise ValueError(f"--topology={topology} is unknown: use auto, {', '.join(get_args(Topology))}.")
@@ -260,7 +261,8 @@ def _local(environment: Mapping[str, str]) -> Cluster:
     if count > 1 and not coordinator.startswith(UNIX):
         coordinator = _address(environment, "PODRL_COORDINATOR")
     topology: Topology = "shared" if count > 1 else "single"
-    needed = environment.get("PODRL_CHANNEL") or coordinator.startswith(UNIX)  # which has no port to count from
+    # A Unix socket has no port from which the channel's address could be derived.
+    needed = environment.get("PODRL_CHANNEL") or coordinator.startswith(UNIX)
     channel = _address(environment, "PODRL_CHANNEL") if needed else ""
     return Cluster("local", topology, index, count, role=role, coordinator=coordinator, channel=channel)
 
@@ -352,15 +354,15 @@ def _integer(values: Mapping[str, str], name: str, *, low: int = 0, below: int |
 def tpu_vm_metadata(
     environment: Mapping[str, str], *, devices: pathlib.Path = pathlib.Path("/dev"), timeout_s: float = 5.0
 ) -> dict[str, str]:
-    """Reads instance attributes of the TPU VM this process runs on; empty on any other machine.
+    """Reads instance attributes of the TPU VM that this process runs on; empty on any other machine.
 
-    Asks the metadata server (GCE_METADATA_IP or metadata.google.internal) only where TPU device files exist, so that a
+    Asks the metadata server (GCE_METADATA_IP or metadata.google.internal) only if TPU device files exist, so that a
     laptop never waits for a name that does not resolve.
 
     Args:
-      environment: usually os.environ. GKE's variables, when present, make the question unnecessary.
+      environment: environment variables, usually os.environ; if GKE's variables are set, the server is not asked.
       devices: directory of device files.
-      timeout_s: seconds to wait for each attribute.
+      timeout_s: longest wait for each attribute, in seconds.
     """
     if _hostnames(environment) or environment.get("TPU_SKIP_MDS_QUERY") or environment.get("PODRL_PLATFORM"):
         return {}
@@ -375,20 +377,20 @@ def tpu_vm_metadata(
         try:
             found[key] = ask(request, timeout_s=timeout_s).decode().strip()
         except urllib.error.HTTPError as error:
-            error.close()  # an attribute this machine does not have
+            error.close()  # this machine does not have the attribute
         except OSError:
             return {}
     return found
 
 
 def check_fresh_jax(modules: Mapping[str, Any]) -> None:
-    """Refuses to continue when a jax backend exists already: flags and environment variables could no longer reach it.
+    """Refuses to continue if a jax backend exists already: flags and environment variables could no longer affect it.
 
     Args:
-      modules: usually sys.modules.
+      modules: loaded modules by name, usually sys.modules.
 
     Raises:
-      ValueError: a backend has been created.
+      ValueError: a backend exists.
     """
     bridge = modules.get("jax._src.xla_bridge")
     backends = sorted(getattr(bridge, "_backends", None) or ())
@@ -404,7 +406,7 @@ def check_pathways(cluster: Cluster, find_spec: Callable[[str], Any] = importlib
     """Refuses Pathways without its client library.
 
     Raises:
-      ValueError: the proxy is asked for and `pathwaysutils` cannot be imported.
+      ValueError: the cluster is a Pathways cluster and `pathwaysutils` cannot be imported.
     """
     if cluster.kind == "pathways" and find_spec("pathwaysutils") is None:
         raise ValueError(
@@ -418,14 +420,15 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
 
     Args:
       path: the directory, a local path or a URL such as gs://bucket/run.
-      cluster: place of this process. Fakes on one machine share its file system, so `local` passes.
-      mounts: the text of /proc/mounts ('' where there is none: then only URLs are accepted).
-      flag: the flag the path came from, for the message.
+      cluster: place of this process. Fake hosts on one machine share its file system, so `local` passes.
+      mounts: text of /proc/mounts; '' if there is none, and then only URLs are accepted.
+      flag: name of the flag that the path came from, for the message.
 
     Raises:
-      ValueError: several hosts and a path on no known network file system.
+      ValueError: the cluster has several hosts, and the path is on no known network file system.
     """
-    if cluster.process_count == 1 and cluster.kind != "jobset_split":  # of which others may be of its role
+    # In a split JobSet other slices may have the same role even if this cluster has one process.
+    if cluster.process_count == 1 and cluster.kind != "jobset_split":
         return
     if cluster.kind in ("single", "local", "pathways") or "://" in path:
         return
@@ -440,11 +443,11 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
 
 
 def too_few_workers(cluster: Cluster, reached: int, waited_s: float) -> str:
-    """Writes the message for a rendezvous that some processes never reached.
+    """Returns the message of the error for processes that did not reach the coordinator in time.
 
     Args:
-      cluster: the place of the process that waited.
-      reached: processes that came, itself included.
+      cluster: place of the process that waited.
+      reached: number of processes that came, the waiting process included.
       waited_s: seconds waited.
     """
     workers = {"local": "local processes", "jobset_split": f"{cluster.role} pods"}.get(cluster.kind, "TPU workers")

@@ -1,6 +1,6 @@
-"""Sets environment variables that jax reads when it is imported.
+"""Sets environment variables that jax reads when it is imported, and adapts jax's compilation to clusters.
 
-A process of a cluster also changes here how jax compiles: what it keeps, and when a program is first run.
+The adaptations concern which compiled programs a process of a cluster caches, and when it first runs a program.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ _FAKE = "--xla_force_host_platform_device_count"
 # Files of accelerators' drivers: TPU, NVIDIA, AMD, and CUDA under WSL.
 _DRIVERS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
 _GOOGLE = "0x1ae0"  # PCI vendor
-_MEET_S = 600.0  # for the slowest process to compile a program; a dead one is noticed sooner, by the channel
+_MEET_S = 600.0  # time for the slowest process to compile a program; the channel notices a dead process sooner
 
 
 def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
-    """Asks for faked CPU devices where no accelerator is named; appends to XLA_FLAGS, never replaces.
+    """Sets the number of fake CPU devices in XLA_FLAGS, after the flags that are there, and jax's platform.
 
-    A count already in XLA_FLAGS wins, and so does JAX_NUM_CPU_DEVICES (jax lets it beat XLA_FLAGS silently). The flag
+    A count already in XLA_FLAGS wins, and so does JAX_NUM_CPU_DEVICES (jax silently prefers it to XLA_FLAGS). The flag
     concerns only the CPU platform: on a machine with a GPU or TPU it changes nothing.
 
     Args:
-      env: usually os.environ.
-      fake_devices: CPU devices to fake; 0 leaves the environment alone.
+      env: environment to change, usually os.environ.
+      fake_devices: number of CPU devices to fake; 0 adds no flag.
 
     Raises:
-      ValueError: jax has made its CPU devices already, so the flags would be ignored.
+      ValueError: jax has made its CPU devices already, so the flag would be ignored.
     """
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     leave_out_libtpu(env)
@@ -52,12 +52,13 @@ def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
 
 
 def leave_out_libtpu(env: MutableMapping[str, str]) -> None:
-    """Chooses jax's CPU platform where libtpu, which reports the lack of a TPU at length, has nothing to run on.
+    """Chooses jax's CPU platform on a machine without accelerators, so that libtpu does not report a missing TPU.
 
-    Any doubt leaves the choice to jax: a platform already named, a TPU's environment, a driver, a device of Google's.
+    The choice is left to jax if a platform is named already, if variables of a TPU are set, if the files of an
+    accelerator's driver exist, or if the machine has a device made by Google.
 
     Args:
-      env: usually os.environ.
+      env: environment to change, usually os.environ.
     """
     named = any(name.startswith(("JAX_PLATFORM", "TPU_")) for name in env)
     if named or importlib.util.find_spec("libtpu") is None or any(glob.glob(pattern) for pattern in _DRIVERS):
@@ -70,17 +71,17 @@ def leave_out_libtpu(env: MutableMapping[str, str]) -> None:
 
 
 def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
-    """Enables jax's compilation cache, so that the next start of a job compiles nothing again.
+    """Enables jax's compilation cache, so that the next start of a job does not compile the same programs again.
 
-    A directory in JAX_COMPILATION_CACHE_DIR wins. jax recompiles what it cannot read there.
+    A directory in JAX_COMPILATION_CACHE_DIR wins. jax recompiles a program that it cannot read from the cache.
 
     Args:
-      env: usually os.environ.
-      where: a directory; 'auto' for one of this user and processor under $XDG_CACHE_HOME or ~/.cache;
-        empty keeps nothing.
+      env: environment to change, usually os.environ.
+      where: directory of the cache; 'auto' for a directory of this user and processor under $XDG_CACHE_HOME or
+        ~/.cache; '' disables the cache.
 
     Raises:
-      ValueError: what is named is there, and no directory.
+      ValueError: `where` exists and is not a directory.
     """
     if where != "auto" and os.path.exists(where) and not os.path.isdir(where):
         raise ValueError(f"compile_cache={where!r} is no directory: name one, or 'auto', or '' to keep nothing.")
@@ -91,21 +92,21 @@ def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
         base = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         directory = pathlib.Path(base, "podrl", f"compiled-{_processor()}")
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # machine code lies there: nobody else may write
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds machine code: no other user may write
         except OSError:
-            return  # no home: every start compiles
+            return  # there is no home directory: every start compiles
         where = str(directory)
     env["JAX_COMPILATION_CACHE_DIR"] = where
-    # Small programs together take a second of a start; a bucket answers too slowly to ask it for each of them.
+    # Compiling the small programs together takes a second; a bucket answers too slowly to be asked for each of them.
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1" if "://" in where else "0")
 
 
 def keep_what_this_process_compiles() -> None:
-    """Has jax keep compiled programs of every process that only that process can read: it keeps those of process 0.
+    """Makes jax cache every process's own compiled programs; by itself it caches those of process 0 alone.
 
-    Without it the rollout hosts of a shared pod compile decoding again at every start. Programs over the devices of
-    several processes have one entry, which process 0 writes, as before: all may write to one bucket. On CPU they have
-    an entry for each process. Where this jax has other internals, nothing changes.
+    Without this change the rollout hosts of a shared pod compile decoding again at every start. A program over the
+    devices of several processes still has one cache entry, which process 0 writes, because all processes may share one
+    bucket; on CPU it has an entry for each process. If the installed jax has other internals, nothing changes.
     """
     from jax._src import compiler
 
@@ -126,13 +127,13 @@ def keep_what_this_process_compiles() -> None:
 
 
 def meet_before_first_runs() -> None:
-    """Has the processes of a CPU cluster wait for each other before they first run a program that they share.
+    """Makes the processes of a CPU cluster wait for each other before they first run a program that they share.
 
-    Gloo, which moves what CPU devices of different processes exchange, gives a process up that comes 30 s after another
-    one, and nothing sets that bound. A process of a loaded machine reads weights and compiles for longer than that. So
-    each process compiles the program, then waits at a barrier of jax's coordinator, whose error after 10 minutes names
-    who is missing. Later runs have no barrier, and programs of other devices have none at all. Where this jax has
-    other internals, nothing changes.
+    Gloo, which carries the collectives between CPU devices of different processes, gives up on a process that arrives
+    30 s after another one, and no setting changes that bound. On a loaded machine a process reads weights and compiles
+    for longer than that. So each process compiles the program and then waits at a barrier of jax's coordinator, whose
+    error after 10 minutes names the missing processes. Later runs of the program have no barrier; programs of other
+    platforms never have one. If the installed jax has other internals, nothing changes.
     """
     from jax._src import compiler, distributed
 
@@ -148,7 +149,8 @@ def meet_before_first_runs() -> None:
         processes = sorted({device.process_index for device in devices.flat})
         client = distributed.global_state.client
         if client is not None and len(processes) > 1 and backend.platform == "cpu":
-            # By the program and not by a count: a process may have to compile again what others still have.
+            # The barrier is named after the program, not after a count of compilations: a process may have to compile
+            # again a program that the others still have.
             program = hashlib.blake2b(f"{processes} {computation}".encode(), digest_size=16).hexdigest()
             if program not in met:
                 met.add(program)
@@ -159,7 +161,7 @@ def meet_before_first_runs() -> None:
 
 
 def _processor() -> str:
-    """Identifies the processor by what it can execute: home directories are often shared between different ones."""
+    """Returns a name for the processor's instruction set: machines that share a home directory may differ in it."""
     text = ""
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

@@ -31,12 +31,12 @@ from podrl.workers.user_code import forget
 
 JOIN_S = 300.0
 _ALONE = Cluster("single", "split")
-# Compiling a large model may keep a process silent for minutes. Processes that are gone are noticed much sooner, by the
-# channel: their connections break.
+# Compiling a large model may keep a process silent for minutes. The channel notices a dead process much sooner, because
+# its connections break.
 HEARTBEAT_S = 600.0
 _CHANNEL_PORT_AFTER_COORDINATOR = 1
 _AGAIN_S = 0.5
-_COMPLETE = "is complete, and ends"  # said to a process that is in the place of one of its own
+_COMPLETE = "is complete, and ends"  # the answer to a process that replaces a member of a running replica
 
 
 def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto", evaluates: str = "") -> Hosts:
@@ -44,13 +44,13 @@ def hosts_of(cluster: Cluster, trainer: str, rollout: str, mesh: str = "auto", e
 
     Args:
       cluster: place of this process.
-      trainer: roles.trainer.hosts of the configuration.
-      rollout: roles.rollout.hosts.
-      mesh: roles.rollout.mesh.
-      evaluates: roles.eval.hosts; where the platform has given roles, some of those that would generate.
+      trainer: key roles.trainer.hosts of the configuration.
+      rollout: key roles.rollout.hosts.
+      mesh: key roles.rollout.mesh.
+      evaluates: key roles.eval.hosts; if the platform assigns the roles, some of the hosts that it lets generate.
 
     Raises:
-      ValueError: hosts that do not fit the job, or that contradict roles the platform has given.
+      ValueError: the hosts do not fit the job, or contradict the roles that the platform has assigned.
     """
     check_evaluation_hosts(evaluates, split=cluster.topology == "split")
     if cluster.trainers:
@@ -96,13 +96,18 @@ def take_seat(cluster: Cluster, hosts: Hosts, environment: Mapping[str, str]) ->
 
 
 def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cluster: Cluster = _ALONE) -> Seat:
-    """Asks the leader of a running job, at 'host:port', for the seat of one more rollout host.
+    """Asks the leader of a running job for the seat of one more rollout host.
 
-    Where several hosts hold a copy of the weights, those of a `cluster` get seats beside each other, in its order.
+    Args:
+      leader: 'host:port' of the leader's endpoint.
+      environment: environment variables, of which PODRL_SECRET or PODRL_SECRET_FILE holds the job's secret.
+      deadline_s: the longest wait, in seconds.
+      cluster: place of this process among the hosts that join together. If several hosts hold a copy of the weights
+        together, the hosts of one cluster get neighbouring seats, in the cluster's order.
 
     Raises:
-      ValueError: the job's secret is missing, or the address is none.
-      ChannelError: no answer within the deadline, or the job takes nobody in.
+      ValueError: the job's secret is missing, or `leader` is not an address.
+      ChannelError: the leader did not answer within the deadline, or the job does not admit this process.
     """
     secret = _secret(environment)
     host, _, port = leader.rpartition(":")
@@ -125,7 +130,7 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cl
 
 
 def _interface(leader: str, deadline_s: float) -> str:
-    """Finds this host's interface towards the leader; waits until the leader's name has an address.
+    """Finds the address of this host's interface towards the leader; waits until the leader's name can be resolved.
 
     Raises:
       ChannelError: the name had no address within the deadline.
@@ -164,12 +169,12 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
     """Returns arguments of `jax.distributed.initialize` for this process, or None where it must not be called.
 
     Args:
-      cluster: place of this process.
-      seat: the same, with the roles.
-      heartbeat_s: seconds without a sign of life after which jax gives a process up for dead.
+      cluster: place of this process in its jax cluster.
+      seat: place of this process in the job.
+      heartbeat_s: seconds without a sign of life after which jax declares a process dead; rounded down.
 
     Raises:
-      ValueError: jax counts heartbeats in whole seconds, of which there must be one.
+      ValueError: `heartbeat_s` is below 1, the least that jax can count.
     """
     if heartbeat_s < 1:
         raise ValueError(f"--heartbeat_s={heartbeat_s:g} must be at least 1 second, and longer than any compilation.")
@@ -185,9 +190,9 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
 
 
 def bind_address(coordinator: str) -> str:
-    """Returns the coordinator's own address to listen at, not every interface, as jax would by default.
+    """Returns the address that jax's coordinator listens at: one interface, where jax would by default take all.
 
-    Whoever reaches it can end the job, for it asks nobody who they are.
+    The coordinator authenticates nobody, so whoever reaches it can end the job.
     """
     if coordinator.startswith(UNIX):
         return coordinator
@@ -196,17 +201,18 @@ def bind_address(coordinator: str) -> str:
 
 
 def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float = HEARTBEAT_S) -> Pod:
-    """Waits for the other processes, then starts jax's cluster, whose members are then known to be alive.
+    """Waits for the other processes of the job, and then starts jax's cluster, whose members are then all alive.
 
     Args:
-      cluster: place of this process.
-      seat: the same, with the roles.
-      deadline_s: seconds within which all must have come.
-      heartbeat_s: as in `distributed_arguments`.
+      cluster: place of this process in its jax cluster.
+      seat: place of this process in the job.
+      deadline_s: seconds within which all processes must have joined.
+      heartbeat_s: seconds without a sign of life after which jax declares a process dead, at least 1.
 
     Raises:
-      ChannelError: not all came within the deadline; names those that did not.
-      ValueError: heartbeats that cannot be, or jax finds no TPU hosts where the platform says there are some.
+      ChannelError: some processes did not join within the deadline.
+      ValueError: `heartbeat_s` is below 1, the processes were started for different jobs, or jax does not find the TPU
+        hosts that the platform names.
     """
     import jax
 
@@ -238,21 +244,26 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
             )
         keep_what_this_process_compiles()
         meet_before_first_runs()
-    for name in ("PODRL_SECRET", "PODRL_SECRET_FILE"):  # not for reward functions and other children
+    for name in ("PODRL_SECRET", "PODRL_SECRET_FILE"):  # reward functions and other child processes must not see them
         forget(os.environ, name)
     return pod
 
 
 def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
-    """Waits for all processes of this one's replica; returns where the coordinator of their jax cluster listens.
+    """Waits for all processes of this one's replica; returns the address for the coordinator of their jax cluster.
 
-    That is beside the `jobs`' own where this is a socket in a directory, and otherwise a free port of the head's.
+    The head of the replica chooses the address once all of them have asked. It does so only once: a process that asks
+    later replaces a lost member of a cluster that still runs. That cluster ends because of the lost member; until then
+    the new process asks again, and at last finds the next head.
 
-    The head chooses it when all have asked, once: a process that asks later is not of the cluster that is there, which
-    ends with the process that it is in the place of; it asks again, and finds the next head.
+    Args:
+      pod: this process's view of the job.
+      jobs: address of the job's own coordinator. If it is a Unix socket, the replica's coordinator gets a socket beside
+        it; otherwise a free port of the head's host.
+      deadline_s: the longest wait, in seconds.
 
     Raises:
-      ChannelError: not all came within the deadline.
+      ChannelError: some processes of the replica did not come within the deadline.
     """
     seat, end = pod.seat, time.monotonic() + deadline_s
     head, *others = seat.hosts.replica_of(seat.process)
@@ -297,10 +308,10 @@ def start_pathways(target: str) -> None:
     """Connects jax to the Pathways service; this process then controls every device, and no other process joins.
 
     Args:
-      target: the proxy's address, for the message; jax itself reads JAX_BACKEND_TARGET.
+      target: address of the proxy, for the error's message; jax itself reads JAX_BACKEND_TARGET.
 
     Raises:
-      ChannelError: the proxy does not answer, within PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS if that is set.
+      ChannelError: the proxy does not answer; PATHWAYS_PROXY_CONNECTION_TIMEOUT_SECS bounds the wait if it is set.
     """
     import jax
     import pathwaysutils

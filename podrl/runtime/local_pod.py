@@ -1,6 +1,6 @@
-"""A pod on one machine: one process per fake host, prefixed output, and the first real exit code.
+"""Runs the processes of a pod on one machine: one process per fake host, output prefixed with the process's name.
 
-Nothing it starts outlives it: children die with it, even when it is killed.
+The exit code is that of the first process that failed. No process that it starts outlives it, even when it is killed.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from podrl.runtime.memory import free_memory
 from podrl.runtime.roles import ROLLOUT, TRAINER, Hosts
 from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, EXIT_PREEMPTED
 
-_GRACE_S = 20.0  # after one process failed, for the others to say why and go
+_GRACE_S = 20.0  # time that the other processes have to report and end after one has failed
 RESTARTS = 5
 _LEADER = 0
 _PR_SET_PDEATHSIG = 1
 _LONGEST_PLACE = 60
 # Memory of a process before it has a model: Python, jax and podrl.
 _PROCESS_BYTES = 350 << 20
-# Lines of Gloo about each of its collectives, and of jax, before _ABORT, about a cluster whose process 0 is gone.
+# Lines that Gloo writes about its collectives, and that jax writes, before _ABORT, about a cluster without process 0.
 _CHATTER = re.compile(
     rb"\[Gloo\] Rank|[EW]\d{4} .*(preemption_sync_manager|coordination_service_agent)\.cc:"
     rb"|Additional GRPC error information|:UNKNOWN:Error received from peer"
@@ -42,7 +42,7 @@ _ABORT = b"Terminating process because the JAX distributed service detected fata
 
 
 class LocalPod:
-    """N processes of one job on this machine."""
+    """The processes of one job on this machine."""
 
     def __init__(
         self,
@@ -57,31 +57,31 @@ class LocalPod:
 
         Args:
           command: command of every process.
-          hosts: the role of every process.
-          replace_rollouts: the job goes on where a process that does not train was killed or asked to be restarted.
-          environment: environment of every process; what tells it its place is added, PODRL_SECRET and PODRL_CHANNEL
-            where they are not there.
-          restarts: number of times that such processes are started again in that case.
+          hosts: role of every process.
+          replace_rollouts: True if the job goes on after a process that does not train was killed or ended with 42.
+          environment: environment of every process. The variables that give a process its place are added, and
+            PODRL_SECRET and PODRL_CHANNEL if they are missing.
+          restarts: number of times, over all processes, that a process that does not train is started again.
         """
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
-        self._joinable = "PODRL_SECRET" in environment  # to others than those started here
+        self._joinable = "PODRL_SECRET" in environment  # whether hosts that are not started here can join
         own = {"PODRL_CHANNEL": f"127.0.0.1:{free_ports(1)[0]}", "PODRL_SECRET": secrets.token_hex(16)}
         place = {"PODRL_PLATFORM": "local", "PODRL_PROCESS_COUNT": str(hosts.count)}
         self._environment = own | dict(environment) | place
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
-        self._restarts = restarts  # that are left
-        self._stopping = 0  # the signal that asks for the end
+        self._restarts = restarts  # restarts that are left
+        self._stopping = 0  # number of the signal that asked for the end; 0 before
 
     def run(self) -> int:
         """Starts all processes, waits for them, and returns 0 or the exit code of the first that failed."""
         private = tempfile.TemporaryDirectory(prefix="podrl-", dir=_short_temporary())
         with private as place, self._signals():
-            # jax's coordinator lets in whoever reaches it: a socket in this directory is reached by this user alone.
+            # jax's coordinator authenticates nobody; only this user can reach a socket in this directory.
             self._environment["PODRL_COORDINATOR"] = f"{UNIX}{place}/coordinator"
             try:
                 for process in (*self._hosts.trainer, *self._hosts.rollout, *self._hosts.eval):
-                    if self._stopping:  # the others need not be asked: none of them has anything to save
+                    if self._stopping:  # the processes started so far are killed: none has anything to save yet
                         self._say(f"{signals.said(self._stopping)} All processes are ended.")
                         return signals.exit_code(self._stopping)
                     self._start(process)
@@ -96,7 +96,7 @@ class LocalPod:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C reaches it once, through this process
+            start_new_session=True,  # so that a Ctrl-C reaches the child only once, through this process
             preexec_fn=functools.partial(_die_with, os.getpid()),
         )
         self._children[process] = child
@@ -140,7 +140,7 @@ class LocalPod:
         return failed or 0
 
     def _code(self, code: int) -> int:
-        """Computes the job's exit code from a process that ended with `code`, or by a signal before it was ready."""
+        """Returns the job's exit code after a process failed; a negative `code` is a signal that ended the process."""
         if code == -self._stopping:
             return signals.exit_code(self._stopping)
         return EXIT_INFRASTRUCTURE if code < 0 else code
@@ -153,7 +153,10 @@ class LocalPod:
         return self._replace and self._hosts.role(process) != TRAINER and infrastructure and not self._stopping
 
     def _leaves(self, process: int, code: int) -> bool:
-        """True for a process that may go and was asked to; where the job cannot go on, its leader ends so, too."""
+        """Returns whether a process that does not train left the job because it was asked to, while the leader runs.
+
+        If the job cannot go on, the leader ends with the same code.
+        """
         may_go = self._replace and self._hosts.role(process) != TRAINER
         return may_go and code == EXIT_PREEMPTED and _LEADER in self._children
 
@@ -166,7 +169,7 @@ class LocalPod:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Passes SIGTERM, SIGINT and SIGUSR1 on to every process, and SIGHUP, unless it is ignored, as SIGTERM."""
+        """Passes SIGTERM, SIGINT and SIGUSR1 on to every process; passes SIGHUP on as SIGTERM, unless it is ignored."""
 
         def forward(number: int, frame: FrameType | None) -> None:
             del frame
@@ -191,7 +194,7 @@ class LocalPod:
 
 
 def _short_temporary() -> str:
-    """Chooses a directory for temporary files, /tmp if its path is too long: a socket's has at most 107 characters."""
+    """Returns the directory for temporary files; /tmp if its path is too long for a socket (107 characters in all)."""
     place = tempfile.gettempdir()
     return place if len(place) <= _LONGEST_PLACE else "/tmp"
 
@@ -200,7 +203,7 @@ def check_memory(processes: int) -> None:
     """Refuses more processes than this machine has memory to start.
 
     Raises:
-      ValueError: they would not fit; says how many do.
+      ValueError: the processes would not fit; the error says how many do.
     """
     free = free_memory()
     if free is not None and processes * _PROCESS_BYTES > free:
@@ -211,7 +214,7 @@ def check_memory(processes: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Finds ports of the loopback interface that nobody listens on."""
+    """Finds ports of the loopback interface on which no process listens."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in held:
@@ -222,13 +225,15 @@ def free_ports(count: int) -> list[int]:
 def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
     with pipe:
         for line in _told(pipe):
-            with contextlib.suppress(OSError):  # nobody reads any more: the process is not to wait for that
-                out.write(f"[{name}] {line.decode(errors='replace').rstrip()}\n")  # at once: others write there too
+            # If the reader of `out` is gone, go on reading, so that the process never blocks on a full pipe.
+            with contextlib.suppress(OSError):
+                # One write per line, so that lines of other threads do not mix with it.
+                out.write(f"[{name}] {line.decode(errors='replace').rstrip()}\n")
                 out.flush()
 
 
 def _told(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields a process's output lines without the chatter of libraries."""
+    """Yields a process's output lines, without the lines of libraries that do not help the user."""
     lines = iter(lines)
     for line in lines:
         if not _CHATTER.match(line):
@@ -245,5 +250,5 @@ def _words(code: int) -> str:
 def _die_with(parent: int) -> None:
     """Makes the kernel kill this child when the parent's thread ends (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that took effect
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(EXIT_INFRASTRUCTURE)

@@ -6,12 +6,12 @@ import re
 
 
 def free_memory() -> int | None:
-    """Returns the bytes this process and its children may still use; None if unknown."""
+    """Returns the bytes of memory that this process and its children may still use; None if unknown."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         table = dict(line.split(":") for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
         found.append(int(table["MemAvailable"].split()[0]) << 10)
-    with contextlib.suppress(OSError, ValueError):  # of a container; the file says 'max' where there is no limit
+    with contextlib.suppress(OSError, ValueError):  # a container's limit; without one the file says 'max' (ValueError)
         group = pathlib.Path("/sys/fs/cgroup")
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)

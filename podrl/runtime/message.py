@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 VERSION = 2
-_KINDS = "biufc"  # numpy kinds that are plain numbers
+_KINDS = "biufc"  # numpy dtype kinds that are plain numbers
 _DIGEST = 16
 PIECE = 1 << 20
 
@@ -24,13 +24,13 @@ class MessageError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """JSON-able content and named arrays.
+    """Content of a message: JSON and named arrays.
 
     Attributes:
-      value: anything JSON holds.
-      arrays: numbers; they travel as raw bytes.
-      bulk: bytes that are sent from where they lie, so they must not change, and without a checksum of their own:
-        whoever sends them has one, as weights do.
+      value: any value that JSON can hold.
+      arrays: arrays of numbers by name; they travel as raw bytes.
+      bulk: buffers that are sent without a copy, so they must not change until they are sent, and without a checksum:
+        the sender must have one of its own, as weights do.
     """
 
     value: Any = None
@@ -39,7 +39,7 @@ class Message:
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """Encodes frames: checksum and frame count, a JSON head, one frame per array, one per piece of bulk."""
+    """Encodes a message as frames: checksum and array count, JSON head, one frame per array, one per bulk buffer."""
     arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
     frames = [array.tobytes() for array in arrays.values()]
     head = {
@@ -55,7 +55,8 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     """Decodes the frames of `encode`.
 
     Raises:
-      MessageError: frames missing, cut, changed, of another version, or of a type that is not a plain number.
+      MessageError: frames are missing, cut or changed, are of another version, or hold values that are not plain
+        numbers.
     """
     if len(frames) < 2:
         raise MessageError(f"A message of {len(frames)} frames arrived: at least 2 are needed; it was cut.")
@@ -81,7 +82,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
 
 
 def in_pieces(frames: Frames) -> Frames:
-    """Splits bytes into frames of at most PIECE, after one with the length of each original frame."""
+    """Splits frames into pieces of at most PIECE bytes; the first piece holds the length of each frame."""
     pieces: list[bytes | memoryview] = [struct.pack(f"<{len(frames)}Q", *map(len, frames))]
     for frame in frames:
         whole = memoryview(frame)
@@ -90,10 +91,10 @@ def in_pieces(frames: Frames) -> Frames:
 
 
 def from_pieces(pieces: Sequence[Any]) -> Frames:
-    """Joins the frames of `in_pieces`; the results are copies, aligned as numpy aligns them.
+    """Joins the pieces of `in_pieces` into frames; the frames are copies, aligned as numpy aligns arrays.
 
     Raises:
-      MessageError: other pieces than the first of them says.
+      MessageError: the pieces do not have the lengths that the first piece names.
     """
     buffers = [memoryview(getattr(piece, "buffer", piece)) for piece in pieces]
     if not buffers or len(buffers[0]) % 8:

@@ -1,6 +1,6 @@
-"""The answer that a user wrote, as the text that completions are compared with: numbers keep their value.
+"""Turns reference answers in a user's data into text to compare completions with; numbers keep their exact value.
 
-Reward functions run where jax is not imported, so nothing here does.
+Reward functions run in processes that do not import jax, so this module does not import it either.
 """
 
 import math
@@ -11,10 +11,10 @@ _EXACT = 15  # significant digits that every float holds
 
 
 class LongFloat(float):
-    """A number of a JSON file that a float only rounds.
+    """A number of a JSON file that a float may only approximate.
 
     Attributes:
-      written: digits of the number, as they stand in the file.
+      written: text of the number in the file.
     """
 
     def __new__(cls, written: str) -> "LongFloat":
@@ -26,20 +26,24 @@ class LongFloat(float):
 
 
 def json_float(written: str) -> float:
-    """Reads a number of a JSON file with a fraction or an exponent; for json.loads(parse_float=...)."""
+    """Parses a JSON number that has a fraction or an exponent; for json.loads(parse_float=...).
+
+    Returns:
+      A float, or a LongFloat if the float may differ from the written number.
+    """
     value = float(written)
     return value if len(written) <= _EXACT and 0 < abs(value) < math.inf else LongFloat(written)
 
 
 def text(value: Any) -> str:
-    """Writes a text or a number as text: 18.0 is '18', 0.00001 is '0.00001'.
+    """Returns a text unchanged, and a number as decimal digits: 18.0 becomes '18', 0.00001 becomes '0.00001'.
 
     Raises:
-      ValueError: neither text nor a number, or a number that is not finite.
+      ValueError: the value is neither text nor a number, is not finite, or is not 0 but smaller than every float.
     """
     if isinstance(value, str):
         return value
-    # Here, because both import the module `numbers`, a name that a user's script beside its rewards may have.
+    # Imported here, because both need the module `numbers`, and a user's script beside its rewards may have that name.
     import numbers
     from decimal import Decimal
 
@@ -59,10 +63,13 @@ def text(value: Any) -> str:
 
 
 def references(value: Any) -> list[str]:
-    """Lists the texts of a record's reference, each without space around it: of a list any one will do.
+    """Lists the reference answers of a record as stripped texts; a completion has to match any one of them.
+
+    Args:
+      value: one answer, or a list of answers; each a text or a number.
 
     Raises:
-      ValueError: there is none, or one that is neither a text nor a number.
+      ValueError: the list or an answer is empty, or an answer is neither a text nor a number.
     """
     several = value if isinstance(value, list | tuple) else [value]
     found = [text(one).strip() for one in several]
@@ -72,6 +79,6 @@ def references(value: Any) -> list[str]:
 
 
 def reference(value: Any) -> "str | Sequence[str]":
-    """`references`, one alone as a text."""
+    """Returns `references` of a list, and the one text of a single answer."""
     found = references(value)
     return found if isinstance(value, list | tuple) else found[0]

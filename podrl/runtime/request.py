@@ -8,18 +8,22 @@ from podrl.runtime.message import Frames, Message, MessageError, decode, encode,
 
 
 class ChannelError(RuntimeError):
-    """A peer did not answer in time, refused, or answered wrongly; the message names it and the request."""
+    """A peer did not answer in time, refused, or answered wrongly; the message names the peer and the request."""
 
 
 class LateError(ChannelError):
-    """No answer within the deadline."""
+    """A peer did not answer within the deadline."""
 
 
 class Request:
     """A request in flight.
 
     Attributes:
-      place: the endpoint asked, and which connection to it.
+      number: number of the request, unique in the process that sends it.
+      place: (address of the other endpoint, number of the connection to it).
+      head: kind and key of the request, as JSON.
+      frames: the encoded message.
+      done: True once an answer has arrived or the request was abandoned.
     """
 
     def __init__(self, number: int, place: tuple[str, int], head: bytes, frames: Frames):
@@ -28,32 +32,35 @@ class Request:
         self.done = False
 
     def answer(self, status: bytes, pieces: Sequence[Any]) -> None:
-        """Takes the answer, in the pieces that arrived."""
+        """Takes the answer: its status, and its pieces as they arrived."""
         if not self.done:
             self.done = True
             self._future.set_result((status, pieces))
 
     def fail(self, text: str) -> None:
-        """Makes `wait` raise ChannelError, unless the answer has arrived."""
+        """Makes `wait` raise ChannelError with `text`, unless the answer has arrived."""
         self.answer(b"error", in_pieces(encode(Message(text))))
 
     def arrived(self, seconds: float) -> bool:
-        """Waits for so long for the answer; returns whether it is there."""
+        """Waits at most `seconds` for the answer; returns whether it has arrived."""
         return bool(futures.wait([self._future], seconds).done)
 
     def forget(self) -> None:
-        """Gives the request up: it is not sent again, and its answer is dropped."""
+        """Abandons the request: it is not sent again, and its answer is dropped."""
         self.done = True
 
     def wait(self, deadline_s: float, what: str) -> Message:
         """Waits for the answer.
 
         Args:
-          deadline_s: the longest wait.
-          what: the endpoint and what it was asked for, for messages.
+          deadline_s: the longest wait, in seconds.
+          what: description of the endpoint and the request, for messages.
+
+        Returns:
+          The decoded answer.
 
         Raises:
-          LateError: it did not come in time.
+          LateError: the answer did not arrive in time; the request is then abandoned.
           ChannelError: the endpoint refused, or the answer arrived damaged.
         """
         try:

@@ -1,4 +1,4 @@
-"""Splits hosts into trainer, rollout and evaluation: pure arithmetic on process numbers, before jax is imported."""
+"""Assigns hosts to training, rollout and evaluation: pure arithmetic on process numbers, before jax is imported."""
 
 import dataclasses
 
@@ -7,14 +7,16 @@ TRAINER, ROLLOUT, EVAL = "trainer", "rollout", "eval"
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The processes of each role, by number in the job, ascending. A single process has both roles.
+    """The processes of each role, by number in the job, ascending. A single process both trains and generates.
 
-    Those that join later, as rollouts, have the numbers after these, and the ranks; a replica has neighbouring ones.
+    Processes that join later are rollouts; their numbers and ranks follow those of the first processes. The processes
+    of a replica have neighbouring numbers.
 
     Attributes:
-      trainer, rollout: the processes; of rollouts there may be none but those that join.
-      replica: rollout processes, one behind the other, that hold one copy of the weights together. The first heads it:
-        it decides what all of them run, and is the one that others know.
+      trainer: processes that train.
+      rollout: processes that generate; empty if only processes that join later generate.
+      replica: number of rollout processes that hold one copy of the weights together. The first of them is the head: it
+        decides what all of them run, and other processes speak to it alone.
       eval: processes that evaluate and do nothing else.
     """
 
@@ -25,11 +27,11 @@ class Hosts:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The rollout processes that head a replica; all of them where each holds a copy of its own."""
+        """Returns the heads of all replicas: all rollout processes if each holds a copy of the weights by itself."""
         return self.rollout[:: self.replica]
 
     def replica_of(self, process: int) -> tuple[int, ...]:
-        """Returns the processes of a rollout process's replica, the head first."""
+        """Returns the processes of the replica that a rollout process belongs to, the head first."""
         if self.replica == 1:
             return (process,)
         if process >= self.count:
@@ -39,17 +41,17 @@ class Hosts:
         return self.rollout[first : first + self.replica]
 
     def follows(self, process: int) -> bool:
-        """True for a rollout process that runs what the head of its replica tells it."""
+        """Returns whether a process is a rollout process that is not the head of its replica."""
         return self.role(process) == ROLLOUT and self.replica_of(process)[0] != process
 
     @property
     def everyone(self) -> frozenset[int]:
-        """The processes of the job as it begins."""
+        """Returns the processes with which the job begins."""
         return frozenset((*self.trainer, *self.rollout, *self.eval))
 
     @property
     def count(self) -> int:
-        """Number of processes in the job as it begins."""
+        """Returns the number of processes with which the job begins."""
         return len(self.everyone)
 
     def role(self, process: int) -> str:
@@ -63,7 +65,7 @@ class Hosts:
         return {TRAINER: self.trainer, ROLLOUT: self.rollout, EVAL: self.eval}[self.role(process)].index(process)
 
     def name(self, process: int) -> str:
-        """Names a process for logs: 'rollout 1', and 'rollout 1.1' for the next of its replica."""
+        """Names a process for logs: 'rollout 1' is the head of replica 1, 'rollout 1.1' the next process of it."""
         role, rank = self.role(process), self.rank(process)
         if role != ROLLOUT or self.replica == 1:
             return f"{role} {rank}"
@@ -74,7 +76,7 @@ def parse_hosts(text: str, key: str) -> tuple[int, ...]:
     """Parses a host list such as '0-1' or '0,2-3' into process numbers, ascending.
 
     Raises:
-      ValueError: something that is neither a number nor a range, or a number named twice.
+      ValueError: a part is neither a number nor a range, or a number is named twice.
     """
     hosts: list[int] = []
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -88,12 +90,13 @@ def parse_hosts(text: str, key: str) -> tuple[int, ...]:
 
 
 def hosts_per_replica(mesh: str, hosts: int) -> int:
-    """Returns how many hosts hold one copy of the weights together, in a rollout mesh over so many hosts.
+    """Returns the number of hosts that hold one copy of the weights together, in a rollout mesh over `hosts` hosts.
 
-    A mesh with fewer copies (its size of data, 1 where it names none) than hosts spreads each over several.
+    The mesh has as many copies as its axis data is long, 1 if it does not name data. A mesh with fewer copies than
+    hosts spreads each copy over several hosts.
 
     Raises:
-      ValueError: the copies cannot be spread equally.
+      ValueError: the copies cannot be spread equally over the hosts.
     """
     sizes = {name.strip(): size.strip() for name, _, size in (part.partition("=") for part in mesh.split(","))}
     copies = sizes.get("data", sizes.get("dp", "1"))
@@ -108,10 +111,14 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
 
 
 def check_evaluation_hosts(given: str, *, split: bool) -> None:
-    """Refuses hosts for evaluations alone where hosts cannot take the weights each at its own time.
+    """Refuses evaluation hosts in a job whose hosts cannot fetch the weights each at its own time.
+
+    Args:
+      given: roles.eval.hosts.
+      split: True if each role of the job has a cluster of its own (topology split).
 
     Raises:
-      ValueError: there are some, and the job is not `split` into a cluster per role.
+      ValueError: evaluation hosts are named, and the job is not split.
     """
     if given and not split:
         raise ValueError(
@@ -121,10 +128,10 @@ def check_evaluation_hosts(given: str, *, split: bool) -> None:
 
 
 def check_own_copies(evaluates: str, hosts: Hosts, mesh: str) -> Hosts:
-    """Returns the hosts, or refuses evaluation hosts beside rollout hosts that hold copies of the weights together.
+    """Returns `hosts`, or refuses evaluation hosts beside rollout hosts that hold copies of the weights together.
 
     Raises:
-      ValueError: an evaluation host works on its own, and cannot decode as these do.
+      ValueError: there are evaluation hosts, each of which works by itself, and a rollout replica of several hosts.
     """
     if hosts.eval and hosts.replica > 1:
         raise ValueError(
@@ -135,17 +142,20 @@ def check_own_copies(evaluates: str, hosts: Hosts, mesh: str) -> Hosts:
 
 
 def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evaluates: str = "") -> Hosts:
-    """Assigns roles to `processes` hosts.
+    """Assigns roles to the hosts of a job.
+
+    If both `trainer` and `rollout` are '', the first half of the hosts that do not evaluate train, the others generate.
 
     Args:
-      trainer: host list of the trainers; '' takes what the others leave.
-      rollout: host list of the rollouts; '' takes what the others leave. Both empty: the first half of these trains.
-      processes: hosts in the job.
-      mesh: spec of the rollouts' mesh.
-      evaluates: host list of those that evaluate and do nothing else; '' for none.
+      trainer: host list of the trainers; '' takes the hosts that the other lists leave.
+      rollout: host list of the rollouts; '' takes the hosts that the other lists leave.
+      processes: number of hosts in the job.
+      mesh: spec of the rollout mesh.
+      evaluates: host list of the evaluation hosts; '' for none.
 
     Raises:
-      ValueError: hosts in both roles, in none, or not in the job; a role without hosts; process 0 not a trainer.
+      ValueError: a host is in two roles, in no role, or not in the job; a role has no hosts; or process 0 is not a
+        trainer.
     """
     keys = ("roles.trainer.hosts", "roles.rollout.hosts", "roles.eval.hosts")
     if processes == 1 and not trainer and not rollout and not evaluates:

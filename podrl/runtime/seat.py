@@ -1,4 +1,4 @@
-"""A process's place in a job of several processes, as the process itself was told it."""
+"""The place of a process in a job of several processes: its number, the roles of all, and the leader's address."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ from podrl.runtime.roles import Hosts
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """This process's place in the job: role, rank, addresses.
+    """This process's place in the job.
 
     Attributes:
-      process: number in the job; 0 leads.
-      hosts: the role of every process of the job.
+      process: number of this process in the job; 0 is the leader.
+      hosts: role of every process of the job.
       leader: 'host:port' of the leader's endpoint.
       secret: shared secret of the job's channel.
-      disposable: rollout and evaluation processes may come and go (topology split).
+      disposable: True if rollout and evaluation processes may come and go (topology split).
     """
 
     process: int
@@ -26,11 +26,11 @@ class Seat:
 
     @property
     def late(self) -> bool:
-        """True where this process came to a job that was running, and may leave it."""
+        """Returns whether this process joined a job that was running already; such a process may also leave it."""
         return self.process >= self.hosts.count
 
     def told(self) -> dict[str, str]:
-        """Describes who does what in the job, by setting; the same for all processes of one job."""
+        """Describes the roles of the job's hosts as values of settings; equal in all processes of one job."""
         hosts = self.hosts
         roles = {"trainer": hosts.trainer, "rollout": hosts.rollout, "eval": hosts.eval}
         named = {f"roles.{role}.hosts": ",".join(map(str, numbers)) or "none" for role, numbers in roles.items()}
@@ -38,6 +38,9 @@ class Seat:
         return {"--topology": "split" if self.disposable else "shared", **named, **copies}
 
     def differences(self, theirs: Mapping[str, str]) -> list[str]:
-        """Lists what another process was told otherwise, in its words and in this one's."""
+        """Lists the settings whose values differ in another process: 'KEY is VALUE there, and VALUE here'.
+
+        `theirs` is the result of the other process's `told`.
+        """
         each = [(key, theirs.get(key), mine) for key, mine in self.told().items()]
         return [f"{key} is {there} there, and {mine} here" for key, there, mine in each if there != mine]

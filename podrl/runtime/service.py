@@ -1,4 +1,4 @@
-"""Requests to network services: sent only to the given address; recognises services that are away."""
+"""Sends HTTP requests to network services without following redirects, and recognises services that are unreachable."""
 
 import urllib.error
 import urllib.request
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from email.message import Message as Headers
 from typing import IO, Any
 
-_AGAIN = (408, 409, 425, 429)  # and every 5xx: worth another try
+_AGAIN = (408, 409, 425, 429)  # status codes, besides every 5xx, after which a request is worth repeating
 _MOST_BYTES = 64 << 20
-# Of these modules comes a TimeoutError that means the network; others raise it for reasons of their own.
+# A TimeoutError raised in one of these modules is the network's; other modules raise it for reasons of their own.
 _NETWORK = {"socket", "ssl", "http", "urllib", "anyio", "httpcore"}
 
 
 class ServiceError(Exception):
-    """A service that the run needs does not answer: the same command resumes once it does (exit code 42)."""
+    """A service that the run needs does not answer; once it does, the same command resumes the run (exit code 42)."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, with which urllib would send the request, token and all, to another address."""
+    """Refuses redirects: urllib would follow them and send the request, its token included, to another address."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Headers, newurl: str
@@ -31,15 +31,15 @@ _opener = urllib.request.build_opener(_NoRedirects)
 
 
 def ask(request: urllib.request.Request, *, timeout_s: float) -> bytes:
-    """Sends an HTTP request to the given address and nowhere else; returns the body of the answer.
+    """Sends an HTTP request to its address and nowhere else; returns the body of the answer.
 
     Args:
       request: the request with all its headers.
-      timeout_s: the longest silence of the connection.
+      timeout_s: the longest silence of the connection, in seconds.
 
     Raises:
-      HTTPError: the service refused, or answered with a redirect; its text says where to.
-      OSError: no connection, no answer in time, or one of more than 64 MiB.
+      HTTPError: the service refused, or answered with a redirect, whose target the error names.
+      OSError: there was no connection, no answer in time, or an answer of more than 64 MiB.
     """
     with _opener.open(request, timeout=timeout_s) as response:
         body = response.read(_MOST_BYTES + 1)
@@ -49,10 +49,11 @@ def ask(request: urllib.request.Request, *, timeout_s: float) -> bytes:
 
 
 def is_away(error: BaseException) -> bool:
-    """True if an error says that a service is unreachable or overloaded, so that asking again later may help.
+    """Returns whether an error says that a service is unreachable or overloaded, so that asking again later may help.
 
-    Libraries wrap such errors in their own; the errors they were made from are looked at too. A plain error of Python,
-    as a KeyError raised while one of these was handled, is a mistake of the program and not the network's.
+    Libraries wrap such errors in errors of their own, so the causes of an error are looked at too. A plain Python error
+    that was raised while a network error was handled, such as a KeyError, is a mistake of the program and does not
+    count.
     """
     return any(_is_network(one) for one in _causes(error))
 
@@ -73,7 +74,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         if isinstance(error, urllib.error.HTTPError):
-            return  # an answer: whatever led to it was no failure of the network
+            return  # the service answered: whatever led to the answer was no failure of the network
         reason: Any = getattr(error, "reason", None)  # urllib's
         wrapped = reason if isinstance(reason, BaseException) else error.__cause__
         if wrapped is None and not error.__suppress_context__:
@@ -83,7 +84,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _modules(error: BaseException) -> set[str]:
-    """Lists the top-level modules that an error came through."""
+    """Returns the top-level modules in an error's traceback."""
     found, at = set(), error.__traceback__
     while at is not None:
         found.add(str(at.tb_frame.f_globals.get("__name__", "")).partition(".")[0])

@@ -1,6 +1,6 @@
 """Handles SIGTERM and Ctrl-C before there is anything to save: the process prints a sentence and exits.
 
-Imports only what starts at once, so that a command can be ready for signals before its imports.
+Imports only modules that load at once, so that a command can handle signals before its slow imports.
 """
 
 import os
@@ -11,11 +11,11 @@ import time
 from types import FrameType
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-_PATIENCE_S = 10.0  # for the main thread to unwind; it may be inside a compiler, which sees no signal
+_PATIENCE_S = 10.0  # time for the main thread to unwind; inside a compiler it runs no signal handler
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal asked this process to end before it had anything to save; `str` is the sentence for the user."""
+    """A signal asked this process to end before it had anything to save; str(error) is the sentence for the user."""
 
     def __init__(self, number: int):
         super().__init__(said(number))
@@ -23,12 +23,15 @@ class StoppedError(KeyboardInterrupt):
 
 
 def exit_code(number: int) -> int:
-    """Returns 75 (preempted) for SIGTERM, whose sender may start the command again; 130 for Ctrl-C, as shells do."""
+    """Returns the exit code for a signal: 75 (preempted) for SIGTERM, so that its sender may restart the command.
+
+    For Ctrl-C it is 130, as in shells.
+    """
     return 130 if number == signal.SIGINT else 75
 
 
 def said(number: int) -> str:
-    """Writes the sentence of a process that a signal ends."""
+    """Returns the sentence that a process prints when a signal ends it before it had anything to save."""
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     return f"{name} before there was anything new to save; the same command starts again, or resumes the run."
 
@@ -36,11 +39,11 @@ def said(number: int) -> str:
 def leave_on_signals(*, unwind: bool) -> None:
     """Makes SIGTERM and Ctrl-C end this process, with a sentence and `exit_code`.
 
-    Calling it again installs the handlers again, which libraries may have replaced.
+    Call it again to restore the handlers after a library may have replaced them.
 
     Args:
-      unwind: end by `StoppedError` in the main thread, so that what is open is closed, and without it where that takes
-        too long; else at once.
+      unwind: True to raise `StoppedError` in the main thread, so that open files and sockets are closed, and to exit
+        without it if that takes more than 10 s; False to exit at once.
     """
     global _unwinds
     _unwinds = unwind
@@ -51,10 +54,11 @@ def leave_on_signals(*, unwind: bool) -> None:
 
 
 def raise_swallowed() -> None:
-    """Raises `StoppedError` again if one was raised before and lost.
+    """Raises `StoppedError` again if an earlier one was raised and lost.
 
-    Python discards what is raised in a finalizer, or in a callback of weak references or of the garbage collector, and
-    a signal may arrive in one (jax has such a callback). To be called where this module's handlers were just replaced.
+    Python discards an exception that is raised in a finalizer, in a callback of a weak reference or in a callback of
+    the garbage collector, and a signal may arrive there (jax has such a callback). Call it right after this module's
+    handlers were replaced.
     """
     global _raised
     number, _raised = _raised, None
@@ -63,7 +67,7 @@ def raise_swallowed() -> None:
 
 
 def leaves(number: int = signal.SIGTERM) -> bool:
-    """True if that signal still ends this process at once."""
+    """Returns whether this module's handler is still installed for a signal."""
     return signal.getsignal(number) is _on_signal
 
 
@@ -82,7 +86,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _watch() -> None:
-    """Starts a thread that notices signals while the main thread is in foreign code, which runs no handler."""
+    """Starts a thread that acts on signals while the main thread is in foreign code, which runs no Python handler."""
     global _watcher
     heard, told = os.pipe()
     os.set_blocking(told, False)
@@ -92,7 +96,7 @@ def _watch() -> None:
         while numbers := os.read(heard, 64):
             for number in (n for n in numbers if n in NUMBERS and leaves(n)):
                 time.sleep(_PATIENCE_S if _unwinds else 0.5)
-                if leaves(number):  # else training has begun meanwhile, and has its own way
+                if leaves(number):  # else training has begun meanwhile, and its own handler deals with the signal
                     _leave(number)
 
     _watcher = threading.Thread(target=watch, name="podrl-signals", daemon=True)

@@ -3,13 +3,13 @@
 import resource
 import socket
 
-_SILENT_S = 600  # that the kernel keeps a connection to itself which has not sent a byte
-_WAITING = 4096  # such connections at once
+_SILENT_S = 600  # how long the kernel keeps a connection that has not sent a byte from the process
+_WAITING = 4096  # connections that may wait to be accepted
 _DESCRIPTORS = 1 << 16
 
 
 def raise_descriptor_limit() -> None:
-    """Lets this process open as many files and connections as the system allows it, up to 65,536."""
+    """Raises this process's limit of open files and connections to what the system allows, up to 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

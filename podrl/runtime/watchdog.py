@@ -1,4 +1,4 @@
-"""Watches the loop's stages: names one that takes too long, prints every stack, ends a process that hangs."""
+"""Watches the stages of the training loop: names a slow stage, prints all stacks, and ends a process that hangs."""
 
 import contextlib
 import faulthandler
@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-_SILENCE_S = 3.0  # after which a user is told what is going on
-# What a stage does that may take longer, above all the first time; the others are told by their names.
+_SILENCE_S = 3.0  # a stage that takes longer than this is explained to the user
+# Explanations of stages that may take longer, above all the first time; other stages are explained by their names.
 _DOES = {
     "start-up": "loading the models and compiling the rollout's programs",
     "restoring": "reading the newest checkpoint",
@@ -27,7 +27,7 @@ EXIT_DONE, EXIT_USER, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED = 0, 1, 42, 75
 
 @contextlib.contextmanager
 def told_if_long(text: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Says `text` if its `with` block takes more than 3 s. It serves stages before the run has a watchdog."""
+    """Calls `say(text)` if the `with` block takes more than 3 s; for stages before the run has a watchdog."""
     timer = threading.Timer(_SILENCE_S, say, (text,))
     timer.daemon = True
     timer.start()
@@ -38,28 +38,28 @@ def told_if_long(text: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def stacks_on_signal() -> None:
-    """Makes SIGUSR1 print the stacks of all threads to stderr; SIGUSR2, too, no longer ends the process."""
+    """Makes SIGUSR1 print the stacks of all threads to stderr, and keeps SIGUSR2 from ending the process."""
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     main = threading.current_thread() is threading.main_thread()
     if main and hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for podrl.rundir.profiler, once training has begun
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # podrl.rundir.profiler handles it once training has begun
 
 
 class Watchdog:
-    """Watches one stage at a time on behalf of the thread that runs the loop.
+    """Watches the stages of the thread that runs the training loop, one stage at a time.
 
-    After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage; after
+    After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage. After
     four times as long it exits the process with code 42 (infrastructure: restart me), because nothing else would.
-    Where the stage waits for another process, it says so after a tenth of `stall_s`. SIGUSR1 prints the stacks at any
-    time. The first time that a stage takes more than 3 s, it says what the stage does.
+    If a stage waits for another process, it says so after a tenth of `stall_s`. The first time that a stage takes more
+    than 3 s, it says what the stage does. SIGUSR1 prints the stacks at any time.
 
     Attributes:
-      waits_for: functions of the text that says what this process waits for, '' for nothing; printed with the stage.
-      last_words: function of the text that is printed before the process ends: what is saved, and how to resume.
-      say: prints what a stage does that takes long; None says nothing.
-      expected: seconds that a stage took at its last start, as far as known; said with what it does.
-      tells: whether a wait is said early, which is for the process that tells the user.
+      waits_for: functions that return what this process waits for, as text, '' for nothing; printed with the stage.
+      last_words: function that returns the text to print before the process ends: what is saved, and how to resume.
+      say: function that prints a line about a stage that takes more than 3 s; None prints nothing.
+      expected: seconds that each stage took when it ran last, as far as known; printed in that line.
+      tells: True in the process that informs the user, which alone says after a tenth of `stall_s` what it waits for.
       ended: function that is called with every stage that has ended: its name, start and end (`time.monotonic`).
     """
 
@@ -81,7 +81,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Marks the loop's current stage. Nested ones are watched one by one, and their seconds are theirs alone."""
+        """Marks the current stage of the loop for the time of the `with` block.
+
+        Of nested stages only the innermost is watched, and its seconds do not count for the outer ones.
+        """
         started = time.monotonic()
         self._stages.append((name, started))
         try:
@@ -97,7 +100,7 @@ class Watchdog:
             self.ended(name, started, now)
 
     def take_spent(self) -> dict[str, float]:
-        """Returns seconds per stage since the last call, those of stages within it not included."""
+        """Returns the seconds spent in each stage since the last call, without those of stages nested in it."""
         spent, self._spent = self._spent, {}
         return spent
 
@@ -113,8 +116,8 @@ class Watchdog:
         """Prints one line about a stage that has taken more than 3 s: the work it does, and its duration so far.
 
         Args:
-          stage: name of the stage, and the time of its begin.
-          now: present time, of the same clock (`time.monotonic`).
+          stage: name of the stage, and the time at which it began (`time.monotonic`).
+          now: present time of the same clock.
         """
         name, started = stage
         if self.say is None or name in self._told or now - started <= _SILENCE_S:
