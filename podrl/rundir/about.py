@@ -1,4 +1,4 @@
-"""The page about a run: tables and sentences that its settings give, printed at its start and kept in its directory."""
+"""The page about a run: tables and lines derived from its settings, printed at its start and kept in its directory."""
 
 import json
 import pathlib
@@ -17,7 +17,7 @@ class Table(NamedTuple):
     """A table of the page.
 
     Attributes:
-      title: stands above it.
+      title: line above the table.
       header: names of the columns.
       rows: cells of each row, one per column.
     """
@@ -28,7 +28,12 @@ class Table(NamedTuple):
 
 
 class About(NamedTuple):
-    """What is known of a run without its data: tables, then sentences and formulas, a line each."""
+    """The page: facts about a run that follow from its settings without its data.
+
+    Attributes:
+      tables: tables, which come first.
+      lines: sentences and formulas, one per line.
+    """
 
     tables: Sequence[Table]
     lines: Sequence[str]

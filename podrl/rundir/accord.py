@@ -11,7 +11,7 @@ class Accord:
     """Keeps a pod's processes in step: in every step all continue or stop as the leader decides.
 
     Attributes:
-      taken: every trainer host has all it needs of the batches before this step, as far as the leader knew.
+      taken: first step whose batch a trainer host may still need, as far as the leader knows.
       orders: number of orders that each rollout host must have read before it goes on, by the host's address.
     """
 
@@ -20,22 +20,30 @@ class Accord:
         self._stop = self._wished = False
         self._trains = pod.seat.process in pod.seat.hosts.trainer
         self._reached = dict.fromkeys(pod.seat.hosts.trainer, 0)
-        self._words: list[int] = []  # offered and not dropped yet
+        self._words: list[int] = []  # steps whose decision is still offered
         self.taken = 0
         self.orders: Mapping[str, int] = {}
         if pod.leads:
             pod.channel.serve("reached", self._on_reached)
 
     def ending(self) -> bool:
-        """True, on the leader, if the run was asked to stop, also where that is not agreed on yet."""
+        """Returns, on the leader, whether the run was asked to stop, even before the processes have agreed to stop."""
         return self._stop or self._wished or self._run.stopping()
 
     def stopping(self) -> bool:
-        """True if the leader decided to stop, at the last step agreed on."""
+        """Returns whether the leader decided to stop, at the last step that was agreed on."""
         return self._stop
 
     def agree(self, step: int, orders: Mapping[str, int] | None = None) -> None:
-        """Waits for the leader's decision on a step; on the leader, sends it, with `orders`."""
+        """Agrees with the other processes whether to go on with a step: the leader decides, the others wait for it.
+
+        Args:
+          step: the step that this process has reached.
+          orders: value of attribute `orders` for all processes; on the leader only.
+
+        Raises:
+          ChannelError: the leader did not answer within the deadline.
+        """
         if self._pod.leads:
             self._reached[LEADER] = step
             self.taken = min(self._reached.values())
@@ -44,7 +52,8 @@ class Accord:
             word["profile"] = self._run.profiler.decide(step)
             self._pod.channel.put(f"word/{step}", Message(word))
             self._words.append(step)
-            while self._words[0] < min(step - 1, self.taken):  # a trainer may be behind, a rollout host is at step
+            # Rollout hosts are at `step` already, but a trainer may be behind: keep a decision until all trainers have it.
+            while self._words[0] < min(step - 1, self.taken):
                 self._pod.channel.drop(f"word/{self._words.pop(0)}")
             return
         stops = self._run.stopping()
@@ -57,7 +66,7 @@ class Accord:
         self._run.profiler.wanted = word["profile"]
 
     def _on_reached(self, message: Message) -> Message:
-        """Notes, on the channel's thread, where another host is and whether it was asked to stop."""
+        """Notes, on the channel's thread, the step that another host has reached and whether it was asked to stop."""
         self._wished = self._wished or message.value["stop"]
         if (process := message.value["process"]) in self._reached:
             self._reached[process] = max(self._reached[process], message.value["step"])

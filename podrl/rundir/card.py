@@ -1,4 +1,4 @@
-"""The model card of a run: base, data, algorithm and results, as the README.md of a model directory."""
+"""Writes the model card of a run: base model, data, algorithm and results, as README.md of a model directory."""
 
 import json
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from podrl.storage.storage import Place
 
 
 def card(workdir: Place, config: Mapping[str, Any], step: int) -> str:
-    """Writes the card of a run.
+    """Returns the model card of a run as Markdown.
 
     Args:
-      workdir: the run directory; results are those of its summary.json, if it is there.
+      workdir: the run directory; the results come from its summary.json, if there is one.
       config: content of the run's config.json.
-      step: the exported checkpoint's.
+      step: step of the exported checkpoint.
     """
     base, data = config["model"]["path"], config.get("data", {})
     sources = [source["path"] for source in data.get("sources") or ()] or [data.get("path", "")]

@@ -1,6 +1,7 @@
 """Console output of a run: tables, the progress bar, plain lines when the output is not a terminal.
 
-Every console of podrl is made here, with markup off: paths, prompts and names are the user's, and mean what they say.
+Every console of podrl is made here, with markup off, so that paths, prompts and names of the user are printed as they
+are.
 """
 
 import sys
@@ -16,18 +17,25 @@ import rich.text
 
 # Wide enough for the tables when the output goes to a file.
 _WIDTH = 124
-_NARROW = 60  # columns of a terminal below which the table of a run has no means
-_LAST = 10  # steps of those means
+_NARROW = 60  # a terminal with fewer columns gets the table of a run without means
+_LAST = 10  # steps that a mean is taken over
 
 
 def make_console(
     width: int = _WIDTH, *, stderr: bool = False, quiet: bool = False, file: IO[str] | None = None
 ) -> rich.console.Console:
-    """Makes a console of standard output, error or a file, `width` columns where it is no terminal, or a silent one."""
+    """Makes a console.
+
+    Args:
+      width: number of columns if the output is not a terminal.
+      stderr: True for standard error, False for standard output.
+      quiet: True to print nothing.
+      file: file to print to instead of standard output or error; None for these.
+    """
     terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
     return rich.console.Console(
         file=file,
-        force_terminal=terminal,  # FORCE_COLOR and TTY_COMPATIBLE, which CI systems set, would colour files too
+        force_terminal=terminal,  # else FORCE_COLOR and TTY_COMPATIBLE, which CI systems set, would colour files too
         width=None if terminal else width,
         stderr=stderr,
         quiet=quiet,
@@ -51,24 +59,25 @@ def print_table(
 
 
 class Progress:
-    """Progress over steps, with the numbers people watch.
+    """Shows the progress over steps, with the numbers that people watch.
 
-    On a terminal a live bar over a table of those numbers, beside their means over the last steps and at first; a
-    narrow terminal gets fewer columns. Otherwise a line every `every` steps and at the end, without control characters.
+    A terminal shows a live bar above a table of these numbers, with their means over the last and the first steps; a
+    narrow terminal shows no means. Any other output gets a line every `every` steps, at the first step and at the end,
+    without control characters.
     """
 
     def __init__(
         self, console: rich.console.Console, description: str, start: int, total: int, every: int, updates: int = 1
     ):
-        """Shows nothing yet.
+        """Shows the bar on a terminal, and nothing elsewhere yet.
 
         Args:
-          console: terminal or log that shows the lines.
-          description: name of a step.
-          start: steps done.
-          total: steps in all.
-          every: steps from line to line.
-          updates: updates of a step; where they are several, a line counts both.
+          console: console to print to.
+          description: name of a step, for the bar and the lines.
+          start: number of steps done before.
+          total: number of steps in all.
+          every: number of steps between two lines.
+          updates: number of updates in a step; if there are several, a line counts updates too.
         """
         self._console, self._total, self._every, self._updates = console, total, max(every, 1), updates
         self._name = description
@@ -93,12 +102,13 @@ class Progress:
         seconds_left: float | None,
         more: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Shows step `step` of the total.
+        """Shows that a step is done, with its numbers.
 
         Args:
-          numbers: all numbers that a line shows, by name.
-          seconds_left: None where it is not known yet.
-          more: further numbers of the table.
+          step: number of the step, from 1.
+          numbers: numbers that a line and the table show, by name.
+          seconds_left: estimated seconds until the end; None if not known yet.
+          more: further numbers that only the table shows.
         """
         left = "" if seconds_left is None else f"left {int(seconds_left) // 60}:{int(seconds_left) % 60:02d}"
         each = self._updates
@@ -116,7 +126,10 @@ class Progress:
             self._live.stop()
 
     def _table(self, numbers: Mapping[str, float]) -> rich.table.Table:
-        """The numbers of this step beside those before; names are the user's, and mean what they say."""
+        """Returns the table of the numbers of this step, with their means over earlier steps.
+
+        Names are wrapped in `Text`, so that no markup in a user's names is interpreted.
+        """
         wide = self._console.width >= _NARROW
         table = rich.table.Table(box=None, pad_edge=False)
         table.add_column("", overflow="ellipsis", no_wrap=True)

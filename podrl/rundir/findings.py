@@ -1,4 +1,4 @@
-"""Findings: what checks say of a run, read whole by the doctor or step by step while the run goes on."""
+"""Findings: runs the checks over a run's records, all at once for the doctor or step by step while the run goes on."""
 
 import dataclasses
 import json
@@ -15,15 +15,15 @@ from podrl.storage.storage import Place, locate
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a run.
+    """One problem of a run.
 
     Attributes:
-      name: name of the check that found it.
-      step: the first step where it did.
+      name: name of the check that found the problem.
+      step: the first step at which the check found it.
       text: observation, with its numbers.
       meaning: consequence of the observation.
-      key: the key to turn.
-      sample: place of the sample that the finding is about, '' where it is about none.
+      key: configuration key to change.
+      sample: file, and line if it has lines, of the sample that the finding is about; '' if it is about no sample.
     """
 
     name: str
@@ -39,15 +39,18 @@ class Finding:
 
 
 class Examination:
-    """Looks at the records of a run in their order; each check speaks once."""
+    """Runs all checks over the records of a run, in the order of the records; each check reports at most once."""
 
     def __init__(self, config: Mapping[str, Any]):
-        """Nothing has been seen yet of the run that `config` describes."""
+        """Starts before the first record of the run with configuration `config`, as in config.json."""
         self._past = Past(config)
         self._open = list(CHECKS)
 
     def see(self, record: Record) -> list[Finding]:
-        """Returns what is wrong with a line of metrics.jsonl or samples.jsonl or a trace, in the table's order."""
+        """Returns the findings about a record: a line of metrics.jsonl or samples.jsonl, or a step's trace.
+
+        Findings come in the order of CHECKS.
+        """
         kind = kind_of(record)
         found = []
         for row in [row for row in self._open if row.kind == kind]:
@@ -62,10 +65,10 @@ class Examination:
 
 
 def examine(run: str) -> list[Finding]:
-    """Reads a run directory and returns what is wrong, first broken first.
+    """Reads a run directory and returns all findings, in the order of their steps.
 
     Raises:
-      ValueError: the directory holds no run.
+      ValueError: the directory holds no run, or its config.json is damaged.
     """
     place = locate(run)
     config = place / "config.json"

@@ -1,4 +1,4 @@
-"""Gauges of a run's speed: perf/* of a step, from its times, the work it held, and the past of the run."""
+"""Gauges of a run's speed: computes perf/* of a step from its times, its tokens, and the times of earlier steps."""
 
 import dataclasses
 import json
@@ -13,14 +13,14 @@ from podrl.storage.regular import regular
 _STARTS = "starts.jsonl"
 PLAN = "plan.json"  # in a run directory: the plan that log.plan names
 _BEGINNING = ("time/start-up", "time/restoring", "time/opening the run directory")
-# What a run spends its time on beside useful steps.
+# By metric: the kind of time that a run spends on something other than useful steps.
 _LOST = {
     "perf/lost_start": "start",
     "perf/lost_compile": "compile",
     "perf/lost_checkpoint": "checkpoint",
     "perf/lost_evaluation": "evaluation",
 }
-# Of a plan: what is measured over it, and its seconds.
+# By metric that compares a measured time with the plan: the plan's key of the planned seconds.
 _PLANNED = {
     "perf/plan_step": "step_s",
     "perf/plan_rollout": "rollout_s",
@@ -31,14 +31,14 @@ _PLANNED = {
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The computing devices of a run.
+    """The computation that a step of a run needs, and the devices that do it.
 
     Attributes:
-      devices: devices of both meshes, as far as this process's cluster has them.
-      peak: most operations per second of one of them; 0 where it is not known.
+      devices: number of devices of both meshes that belong to this process's cluster.
+      peak: peak operations per second of one device; 0 if not known.
       parameters: number of the policy's parameters that every token passes, adapters included.
-      trainable: number of those parameters that have a gradient.
-      passes: updates that each sample takes part in per step.
+      trainable: number of these parameters that have a gradient.
+      passes: number of updates that each sample takes part in per step.
     """
 
     devices: int
@@ -48,14 +48,21 @@ class Work:
     passes: int = 1
 
     def flops(self, values: Mapping[str, float]) -> float:
-        """Operations that a step needs: two per parameter and token forward, two back, two more where it is trained."""
+        """Returns the operations that a step needs.
+
+        A trained token takes 2 operations per parameter in the forward pass, 2 in the backward pass, and 2 more per
+        trainable parameter. A token of the rollout takes 2 per parameter.
+
+        Args:
+          values: metrics of the step, of which tokens/* are read.
+        """
         trained = (4 * self.parameters + 2 * self.trainable) * self.passes * values.get("tokens/all", 0.0)
         sampled = values.get("tokens/prompt", 0.0) + values.get("tokens/completion", 0.0)
         return trained + 2 * self.parameters * sampled
 
 
 class Gauges:
-    """Turns the times of a run's steps into shares and rates; knows what earlier starts of the run spent."""
+    """Turns the times of a run's steps into shares and rates; counts the times of earlier starts of the run too."""
 
     def __init__(
         self,
@@ -66,14 +73,14 @@ class Gauges:
         first_start: float,
         now: Callable[[], float] = time.time,
     ):
-        """Of a run that begins or resumes.
+        """Adds up the times of earlier starts.
 
         Args:
-          work: the work that is computed.
-          plan: the plan that `read_plan` returned; {} for none.
-          earlier: records of metrics.jsonl from earlier starts, as far as they count.
-          first_start: seconds since 1970 of the run's first start.
-          now: the clock.
+          work: the computation of a step, and the devices.
+          plan: planned seconds from `read_plan`; {} for no plan.
+          earlier: records of metrics.jsonl from earlier starts, for the steps that the run keeps.
+          first_start: time of the run's first start, in seconds since 1970.
+          now: function that returns the present time in seconds since 1970.
         """
         self._work, self._plan, self._first_start, self._now = work, plan, first_start, now
         self._spent = dict.fromkeys(("useful", *_LOST.values()), 0.0)
@@ -81,11 +88,12 @@ class Gauges:
             self.see({name: value for name, value in record.items() if isinstance(value, int | float)})
 
     def see(self, values: Mapping[str, float]) -> None:
-        """Adds the times of a step or an evaluation to what the run has spent."""
+        """Adds the times of a step's or an evaluation's record to the times that the run has spent."""
         spent = self._spent
         spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
         spent["evaluation"] += values.get("time/evaluation", 0.0)
-        if "time/step" not in values:  # of an evaluation: what came between it and the step before, or the start
+        # An evaluation's record has no time/step, but times between the step (or the start) before it and itself.
+        if "time/step" not in values:
             spent["checkpoint"] += values.get("time/checkpoint", 0.0)
             named = (*_BEGINNING, "time/evaluation", "time/checkpoint")
             kind = "start" if any(name in values for name in _BEGINNING) else "useful"
@@ -102,9 +110,12 @@ class Gauges:
         """Computes perf/* of a step, after adding its times.
 
         Args:
-          values: the step's metrics, perf/compile among them where something was compiled.
-          memory: most bytes that a device of this process held; None where the platform does not tell.
+          values: metrics of the step; perf/compile is among them if something was compiled.
+          memory: largest number of bytes that a device of this process held; None if the platform does not say.
           at: time of the step's end, in seconds since 1970; None for now.
+
+        Returns:
+          perf/* by name: shares from 0 to 1, tokens per second and device, and GiB (perf/memory_peak).
         """
         self.see(values)
         step = max(values["time/step"], 1e-9)
@@ -130,12 +141,12 @@ class Gauges:
 
 
 def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
-    """Notes a start of the run in starts.jsonl; returns when its first one was, in seconds since 1970.
+    """Notes this start of the run in starts.jsonl; returns the time of the run's first start, in seconds since 1970.
 
     Args:
-      workdir: the run directory, or None.
-      began: time of this start.
-      step: the step that it goes on from.
+      workdir: the run directory; None for a run without one, whose first start is this one.
+      began: time of this start, in seconds since 1970.
+      step: the step that this start goes on from.
     """
     if workdir is None:
         return began
@@ -144,7 +155,7 @@ def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             found.append(float(json.loads(line)["time"]))
-        except (ValueError, TypeError, KeyError):  # a torn line is a start whose time is not known
+        except (ValueError, TypeError, KeyError):  # the time of a start whose line is damaged is not known
             continue
     with path.open("a") as file:
         file.write(json.dumps({"time": began, "step": step}) + "\n")
@@ -152,10 +163,16 @@ def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
 
 
 def read_plan(path: str | os.PathLike) -> dict[str, float]:
-    """Reads planned seconds, by the metric that measures them, from a file of `podrl.plan --json`; {} for no file.
+    """Reads the planned seconds of a step's parts from a file of `podrl.plan --json`.
+
+    Args:
+      path: path of the file; '' for no file.
+
+    Returns:
+      Planned seconds by the metric that compares the measured seconds with them; {} for no file.
 
     Raises:
-      ValueError: it is not such a file.
+      ValueError: the file cannot be read or is not such a plan.
     """
     if not os.fspath(path):
         return {}

@@ -1,4 +1,4 @@
-"""The part of a run's past that checks of its records may read: configuration, first and last steps, evaluations."""
+"""The part of a run's past that its checks may read: configuration, first and last steps, evaluations, samples."""
 
 import collections
 import math
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
-KINDS = ("trace", "step", "sample", "evaluation")  # in the order in which they come to be
+KINDS = ("trace", "step", "sample", "evaluation")  # in the order in which a step writes them
 
 
 def kind_of(record: Record) -> str:
-    """The kind of a record of metrics.jsonl or samples.jsonl, or of a step's trace: one of KINDS."""
+    """Returns the kind, one of KINDS, of a record of metrics.jsonl or samples.jsonl or of a step's trace."""
     if "trace" in record:
         return "trace"
     if "prompt" in record or "text" in record:
@@ -22,16 +22,16 @@ WINDOW = 5  # steps that a mean is taken over
 
 
 class Past:
-    """Facts that checks may know besides the record they look at.
+    """Facts that a check may use besides the record it looks at.
 
     Attributes:
       config: the run's configuration, as in config.json.
-      first: the first steps.
-      last: the last steps before this one, oldest first.
-      evaluations: the first evaluation and the last two.
-      samples: the last recorded training samples.
-      repeating: for each of the last recorded training samples, whether it repeats itself.
-      steps: records of steps seen before this one.
+      first: records of the first WINDOW steps.
+      last: records of the last 20 steps before this one, oldest first.
+      evaluations: records of the first evaluation and the last two.
+      samples: the last 16 recorded training samples.
+      repeating: whether each of the last 8 recorded training samples repeats itself; filled by the check of repetition.
+      steps: number of steps seen before this one.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -44,7 +44,7 @@ class Past:
         self.steps = 0
 
     def add(self, kind: str, record: Record) -> None:
-        """Keeps a record, after it has been looked at."""
+        """Keeps a record of a kind, after all checks have looked at it."""
         if kind == "evaluation":
             self.evaluations = [*self.evaluations[:1], *self.evaluations[-1:], record][-3:]
         elif kind == "sample" and "evaluation" not in record:
@@ -56,7 +56,10 @@ class Past:
                 self.first.append(record)
 
     def setting(self, key: str, default: Any) -> Any:
-        """A value of the configuration; `algo.NAME` is a key of the algorithm's own section."""
+        """Returns a value of the configuration, or `default` if it is absent or None.
+
+        Key 'algo.NAME' is NAME in the section of the run's algorithm.
+        """
         group, _, name = key.partition(".")
         section = self.config.get(self.section if group == "algo" else group) or {}
         value = section.get(name)
@@ -64,41 +67,44 @@ class Past:
 
     @property
     def section(self) -> str:
-        """The configuration's section of the algorithm."""
+        """Returns the name of the configuration's section of the algorithm: 'grpo' or 'ppo'."""
         return "ppo" if self.config.get("algorithm") == "ppo" or "ppo" in self.config else "grpo"
 
     @property
     def on_policy(self) -> bool:
-        """True where every batch is sampled by the weights that it trains, and makes one update."""
+        """Returns whether every batch is sampled by the very weights that it trains, and makes one update."""
         splits = self.setting("trainer.mini_batch_size", None) is not None
         return not self.setting("algo.max_staleness", 0) and self.setting("algo.num_iterations", 1) == 1 and not splits
 
     @property
     def exact(self) -> bool:
-        """True where trainer and sampler both compute in float32."""
+        """Returns whether trainer and sampler both compute in float32, without quantised base weights."""
         trainer = self.setting("trainer.dtype", "float32")
         quantised = (self.setting("model.lora", {}) or {}).get("base_dtype")
         return trainer == self.setting("rollout.data_type", trainer) == "float32" and not quantised
 
     def recent(self, now: Record, name: str, count: int = WINDOW) -> list[float]:
-        """Values of a metric in this step and those before it, at most `count`; [] where one of them lacks it."""
+        """Returns the values of a metric in this step and the steps before it, `count` values, this step's last.
+
+        Returns [] if there are fewer steps, or if the metric is missing or not finite in one of them.
+        """
         records = [*self.last, now][-count:]
         values = [number(record, name) for record in records]
         return [] if len(values) < count or None in values else [value for value in values if value is not None]
 
     def at_first(self, name: str) -> float | None:
-        """Mean of a metric over the first steps; None where one of them lacks it."""
+        """Returns the mean of a metric over the first WINDOW steps; None if one of them lacks it."""
         values = [number(record, name) for record in self.first]
         found = [value for value in values if value is not None]
         return sum(found) / len(found) if len(found) == len(values) == WINDOW else None
 
 
 def number(record: Record, name: str) -> float | None:
-    """A finite value of a record, or None."""
+    """Returns the value of a record under a name; None if it is absent, not a number or not finite."""
     value = record.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def average(values: Sequence[float]) -> float:
-    """Mean of at least one value."""
+    """Returns the mean of at least one value."""
     return sum(values) / len(values)
