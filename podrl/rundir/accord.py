@@ -52,7 +52,7 @@ class Accord:
             word["profile"] = self._run.profiler.decide(step)
             self._pod.channel.put(f"word/{step}", Message(word))
             self._words.append(step)
-            # Rollout hosts are at `step` already, but a trainer may be behind: keep a decision until all trainers have it.
+            # Rollout hosts are at `step` already, but a trainer may be behind: it still needs older decisions.
             while self._words[0] < min(step - 1, self.taken):
                 self._pod.channel.drop(f"word/{self._words.pop(0)}")
             return

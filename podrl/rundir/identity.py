@@ -1,4 +1,4 @@
-"""A run directory's config.json: the settings a run started with, and which of them may change when it resumes."""
+"""A run directory's config.json: the settings that a run started with, and which of them may change when it resumes."""
 
 import json
 import logging
@@ -12,24 +12,25 @@ from podrl.storage.seal import is_sealed, seal, unseal
 from podrl.storage.storage import Place, complete_steps, first_line, write_whole
 
 NAME = "config.json"
-DEFAULTS = "defaults.json"  # the settings of the same job with nothing set
-# Settings that cannot change steps already made: where and when something is written or measured, and deadlines.
+DEFAULTS = "defaults.json"  # the settings that the same job has by default
+# Settings that may change, because they do not affect the steps made so far: where and when something is written or
+# measured, and deadlines.
 _FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "reward.workers", "trainer.eval_every_n_steps")
 _FREE += ("roles.eval.hosts",)
-_DEADLINE = "_s"  # keys whose value is in seconds
+_DEADLINE = "_s"  # ending of keys whose value is in seconds
 _ABSENT = "(absent)"
 _log = logging.getLogger("podrl.rundir")
 
 
 def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
-    """Reads the configuration of a run directory, from config.json or, where that is damaged, from a checkpoint.
+    """Reads the configuration of a run directory from config.json or, if that is damaged or missing, from a checkpoint.
 
     Args:
       workdir: directory of config.json.
       checkpoints: directory of the run's checkpoints.
 
     Returns:
-      None where there is no run.
+      The configuration; None if the directory holds neither config.json nor a checkpoint with a copy.
 
     Raises:
       ValueError: config.json is damaged and no checkpoint holds a copy.
@@ -65,25 +66,29 @@ def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
 
 
 def write(workdir: pathlib.Path, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-    """Writes config.json with a checksum of itself; and defaults.json, where there are any, for those who look."""
+    """Writes config.json with a checksum of its content, and defaults.json if there are defaults."""
     write_whole(workdir / NAME, json.dumps(seal(config), indent=2, sort_keys=True) + "\n")
     if defaults:
         write_whole(workdir / DEFAULTS, json.dumps(defaults, indent=2, sort_keys=True) + "\n")
 
 
 def has_past(workdir: Place, checkpoints: Place) -> bool:
-    """True if the run in a directory has made a step: only then its settings bind."""
+    """Returns whether the run in a directory has made a step: only then must its settings be kept."""
     return bool(complete_steps(checkpoints)) or any("time/step" in record for record in read_metrics(workdir))
 
 
 def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[list[str], ...]:
-    """Describes changed settings: (changes that leave the steps made as they are, changes that do not).
+    """Describes the settings that differ between a run and the configuration that would resume it.
 
     Args:
-      theirs: the configuration of the run that is there. A key it does not know had its default; a section that the
-        other does not have was for other algorithms.
-      mine: the one to go on with.
-      defaults: defaults of `mine`, as far as there are any.
+      theirs: configuration of the run in the directory. A key that it lacks had its default; a section that `mine`
+        lacks was for another algorithm and is ignored.
+      mine: configuration to go on with.
+      defaults: defaults of the keys of `mine`, as far as known.
+
+    Returns:
+      (changes that are allowed, changes that are refused because they affect the steps made so far), each 'KEY was
+      VALUE, now VALUE'.
     """
     allowed: list[str] = []
     refused: list[str] = []
@@ -100,9 +105,9 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
 
 
 def last_step(values: Mapping[str, Any]) -> int | None:
-    """The last step of a run by its config.json, None where that does not say.
+    """Returns the last step of a run according to its config.json; None if config.json does not say.
 
-    trainer.max_steps counts updates, of which a step makes passes x mini-batches.
+    trainer.max_steps counts updates; a step makes passes x mini-batches updates.
     """
 
     def number(section: str, key: str) -> int:
@@ -126,18 +131,19 @@ def unknown(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = ""
 
 
 def _in_prompts(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Converts trainer.mini_batch_size of a run of an earlier version, which counted sequences, to prompts."""
+    """Converts trainer.mini_batch_size of an older podrl, which counted sequences, to prompts."""
     sections = [values[name] for name in ("grpo", "ppo") if isinstance(values.get(name), Mapping)]
     trainer = values.get("trainer", {})
     size = trainer.get("mini_batch_size") if isinstance(trainer, Mapping) else None
-    if not size or not sections or "policy_loss_args" in sections[0]:  # the key came with the unit
+    # The key policy_loss_args is as old as the unit of prompts.
+    if not size or not sections or "policy_loss_args" in sections[0]:
         return values
     prompts, rest = divmod(size, sections[0].get("num_generations", 1))
     return {**values, "trainer": {**trainer, "mini_batch_size": f"{size} sequences" if rest else prompts}}
 
 
 def _in_sequences(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Renames trainer.train_micro_batch_size of a run of an earlier version, which counted sequences."""
+    """Renames trainer.train_micro_batch_size of an older podrl, which counted sequences, to micro_batch_sequences."""
     trainer = values.get("trainer", {})
     if (
         not isinstance(trainer, Mapping)
@@ -150,7 +156,7 @@ def _in_sequences(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _spanned(values: Mapping[str, Any]) -> str:
-    """Names the setting by which a step depends on the number of steps; '' if none does."""
+    """Returns the setting through which every step depends on the number of steps, as KEY=VALUE; '' for none."""
     trainer = values.get("trainer", {})
     if trainer.get("schedule", "constant") != "constant":
         return f"trainer.schedule={trainer['schedule']!r}"
@@ -158,7 +164,7 @@ def _spanned(values: Mapping[str, Any]) -> str:
 
 
 def _differences(theirs: Any, mine: Any, defaults: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Lists (key, value there, value here) of every leaf that differs."""
+    """Yields (key, value in `theirs`, value in `mine`) of every setting that differs."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping | None):
         theirs, defaults = theirs or {}, defaults if isinstance(defaults, Mapping) else {}
         for key in sorted({*theirs, *mine}):

@@ -1,27 +1,28 @@
-"""95 % intervals of means over records: Wilson's for shares, so that 7 of 7 is not certain, and of changes."""
+"""95 % intervals of means over records and of their changes; Wilson's for shares, so that 7 of 7 is not certain."""
 
 import math
 from collections.abc import Sequence
 
-Z = 1.959964  # standard errors on either side of the mean that hold 95 % of a normal distribution
-_ROUNDING = 1e-9  # a standard error that equal values may have, as 2/3 is no number of a computer
+Z = 1.959964  # 95 % of a normal distribution lie within so many standard errors of the mean
+_ROUNDING = 1e-9  # equal values may have a standard error up to this, because a float rounds 2/3
 _SHARES = ("answer", "partial", "format", "pass", "majority", "pair_accuracy")
 
 
 def is_share(name: str) -> bool:
-    """True for the metrics of accuracies, in which 1 is every record; other units are those of reward functions."""
+    """Returns whether a metric is a share of the records, from 0 to 1; other metrics have a reward function's unit."""
     return name.endswith(_SHARES) and "_reward" not in name
 
 
 def share(mean: float, error: float | None, records: float) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a share.
+    """Returns Wilson's score interval (1927) of a share, (low, high) within [0, 1].
 
-    Records with several samples count as many independent ones as give the same standard error; where all records have
-    the same value, or there is one, the error says nothing, and each record counts once.
+    If records have several samples each, the interval is that of as many independent records as would give the same
+    standard error. If all records have the same value, or there is only one, the error says nothing, and each record
+    counts once.
 
     Args:
       mean: mean of the records' values, from 0 to 1.
-      error: standard error of the mean over records; None or NaN where it is not known.
+      error: standard error of the mean over records; None or NaN if not known.
       records: number of records, at least 1.
     """
     n, spread = float(records), mean * (1 - mean)
@@ -34,15 +35,19 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
 
 
 def mean(mean: float, error: float | None) -> tuple[float, float] | None:
-    """The normal interval of a mean; None where all records have the same value, which says nothing of others."""
+    """Returns the normal interval of a mean; None if all records have the same value, which tells nothing of others."""
     known = error is not None and error > _ROUNDING * abs(mean)
     return (mean - Z * error, mean + Z * error) if error and known else None
 
 
 def share_difference(value_P: Sequence[float]) -> tuple[float, float]:
-    """The interval of a change of a share on the same records, from each record's change, -1 to 1.
+    """Returns the interval of the change of a share on the same records, (low, high) within [-1, 1].
 
-    Agresti and Min (2005): as if two more records had been seen, one that changed either way by a half of the time.
+    Agresti and Min (2005): computed as if there were two more records, one without a change, and one that counts half
+    as a change of +1 and half as a change of -1.
+
+    Args:
+      value_P: change of each record's value, from -1 to 1.
     """
     n = len(value_P) + 2
     middle = sum(value_P) / n
@@ -51,7 +56,7 @@ def share_difference(value_P: Sequence[float]) -> tuple[float, float]:
 
 
 def written(low_high: tuple[float, float] | None, *, percent: bool, signed: bool = False) -> str:
-    """An interval in brackets, such as '[64.6, 100.0]'; '[?]' where it is not known."""
+    """Returns an interval in brackets, such as '[64.6, 100.0]'; '[?]' if it is not known."""
     if low_high is None:
         return "[?]"
     scale, digits, sign = (100, 1, "+" if signed else "") if percent else (1, 3, "+" if signed else "")

@@ -32,16 +32,17 @@ class LogConfig:
 
     Attributes:
       to: trackers that get metrics and samples too: 'tensorboard', 'wandb', 'mlflow' (the last two are extras).
-      project: the project in W&B, the experiment in MLflow.
-      samples_every: steps between samples written to samples.jsonl; 0 is never.
-      trace: whose samples are recorded token by token in the folder trace: no step's ('off'), those of every
-        `samples_every`-th step and of the first ('sampled'), or of 'all'; 'updates' is 'all', and computes weight and
-        clip of every token before each update, which costs a forward pass. Spans are recorded unless it is 'off'.
-      trace_mb: megabytes (2^20 bytes) of the folder trace; the oldest steps make room for new ones.
-      samples: completions written each time.
-      plan: file that `podrl.plan --json` wrote of this job, for perf/plan_*; '' for none.
-      console_every: steps between printed lines when the output is not a terminal.
-      stall_s: seconds a stage may take before all stacks are printed; after four times as long the process exits 42.
+      project: name of the project in W&B, and of the experiment in MLflow.
+      samples_every: number of steps between samples written to samples.jsonl; 0 writes none.
+      trace: steps whose samples are recorded token by token in the folder trace: none ('off'), every
+        `samples_every`-th step and the first ('sampled'), or 'all'; 'updates' records all steps, and before each update
+        also computes weight and clip of every token, which costs a forward pass. Spans are recorded unless it is 'off'.
+      trace_mb: bound on the size of the folder trace, in MiB; the oldest steps make room for new ones.
+      samples: number of completions written to samples.jsonl each time.
+      plan: file that `podrl.plan --json` wrote for this job, for perf/plan_*; '' for none.
+      console_every: number of steps between printed lines if the output is not a terminal.
+      stall_s: seconds that a stage may take before all stacks are printed; after four times as long the process exits
+        with code 42.
     """
 
     to: tuple[SinkName, ...] = ("tensorboard",)
@@ -63,13 +64,13 @@ MetricsLogger = Callable[[int, Mapping[str, float]], None]
 
 
 class MetricsLog:
-    """Appends one object per step to metrics.jsonl, and writes to every other sink.
+    """Appends one JSON object per step to metrics.jsonl, and passes it to every tracker.
 
-    A resumed run passes `start`: lines of steps at or after it are dropped first, so each step is written once.
-    A disk that is full stops nothing: lines wait in memory until there is space.
+    A resumed run passes `start`: lines of step `start` and of later steps are dropped first, so that each step is
+    written once. A full disk stops nothing: lines wait in memory until there is space.
 
     Attributes:
-      lost: sentences on what a resumed run did not find as it had left it.
+      lost: sentences that name the files in which a resumed run did not find the lines that it had written.
     """
 
     def __init__(
@@ -84,11 +85,11 @@ class MetricsLog:
         """Opens the files.
 
         Args:
-          workdir: a local directory.
-          config: the sinks to write to.
+          workdir: the run directory, or its local copy.
+          config: settings that name the trackers.
           start: the first step that will be written.
-          run_config: the run's configuration, for W&B and MLflow.
-          marks: the marks that `marks` returned after step `start` - 1; the files are compared with them.
+          run_config: configuration of the run, for W&B and MLflow.
+          marks: result of `marks` after step `start` - 1, with which the files are compared; None compares nothing.
         """
         self.workdir = pathlib.Path(workdir)
         self.workdir.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ class MetricsLog:
         ]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one record; not-a-number values are written as null, so every line is valid JSON."""
+        """Writes one record; values that are not finite are written as null, so that every line is valid JSON."""
         values = {name: float(value) for name, value in metrics.items()}
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._metrics.write({"step": step, **clean})
@@ -123,11 +124,11 @@ class MetricsLog:
             sink.write_samples(step, samples)
 
     def marks(self) -> dict[str, Any]:
-        """Returns size and checksum of the files' content, for the checkpoint of the last step written."""
+        """Returns size and checksum of each file's content, for the checkpoint of the last step written."""
         return {file.path.name: file.mark() for file in (self._metrics, self._samples)}
 
     def close(self, end: End = "finished") -> None:
-        """Closes the files, and tells the other sinks how the run ended."""
+        """Closes the files, and tells the trackers how the run ended."""
         self._metrics.close()
         self._samples.close()
         for sink in self._sinks:
@@ -135,18 +136,21 @@ class MetricsLog:
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """Reads all records of metrics.jsonl, oldest first; [] when there is none."""
+    """Reads all records of metrics.jsonl, oldest first; [] if there is no such file."""
     return read_records(workdir, "metrics.jsonl")
 
 
 def read_records(workdir: str | os.PathLike, name: str) -> list[dict[str, Any]]:
-    """Reads the valid lines of a file of a run directory, here or in a bucket; [] when there is none."""
+    """Reads the records in the valid lines of a run directory's file, local or in a bucket; [] if there is no file."""
     path = locate(workdir) / name
     return [record for _, record in _records(path.read_bytes() if path.exists() else b"")]
 
 
 def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields (line, record) of every valid line. A line ends at a newline only: JSON text may hold all other breaks."""
+    """Yields (line, record) of every valid line: a JSON object with an integer step.
+
+    Lines are split at newlines only, because JSON text may hold all other line breaks.
+    """
     for line in content.split(b"\n"):
         try:
             record = json.loads(line.decode())
@@ -157,16 +161,22 @@ def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 class Lines:
-    """A file to append lines to; lines that cannot be written wait for the next try.
+    """A file of JSON lines that is appended to; lines that cannot be written wait in memory for the next try.
 
     Attributes:
-      path: the file that is appended to.
-      size: bytes of all lines so far, waiting ones included.
-      differs: difference between the lines found and the mark's: 'is gone' for instance; '' where there is none.
+      path: the file.
+      size: bytes of all lines so far, those that wait included.
+      differs: how the lines that were found differ from the mark, such as 'is gone'; '' if they do not.
     """
 
     def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None = None):
-        """Opens the file after dropping records at or after step `start`, and invalid lines."""
+        """Opens the file, after dropping invalid lines and the records of step `start` and later.
+
+        Args:
+          path: the file.
+          start: the first step that will be written.
+          mark: result of `mark` after step `start` - 1, with which the kept lines are compared; None for no mark.
+        """
         self.path, self._waiting, self._failing = path, b"", False
         there = path.exists()
         found = path.read_bytes() if there else b""
@@ -179,7 +189,7 @@ class Lines:
         if not found.startswith(kept):
             write_whole(path, kept)
         elif len(found) > len(kept):
-            os.truncate(path, len(kept))  # takes no room on a full disk
+            os.truncate(path, len(kept))  # unlike writing the file anew it needs no space on a full disk
         self.size, self._sha256 = len(kept), hashlib.sha256(kept)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
@@ -188,7 +198,7 @@ class Lines:
         self._append(json.dumps(record, ensure_ascii=False) + "\n")
 
     def halve(self) -> None:
-        """Drops the older half of the file, and what waits for the disk."""
+        """Drops the older half of the file's lines, and the lines that wait in memory."""
         lines = self.path.read_bytes().split(b"\n")[:-1]
         kept = b"".join(line + b"\n" for line in lines[len(lines) // 2 :])
         write_whole(self.path, kept)
@@ -197,7 +207,7 @@ class Lines:
         self._waiting, self.size, self._sha256 = b"", len(kept), hashlib.sha256(kept)
 
     def _append(self, text: str) -> None:
-        content = text.encode(errors="backslashreplace")  # a lone surrogate has no bytes
+        content = text.encode(errors="backslashreplace")  # UTF-8 cannot encode a lone surrogate
         self._waiting += content
         self.size += len(content)
         self._sha256.update(content)
@@ -211,7 +221,7 @@ class Lines:
             self._failing = True
 
     def mark(self) -> dict[str, Any]:
-        """Returns size and checksum of all lines so far, waiting ones included."""
+        """Returns size and checksum of all lines so far, those that wait included."""
         return {"size": self.size, "sha256": self._sha256.hexdigest()}
 
     def close(self) -> None:
@@ -233,21 +243,23 @@ class UserMetrics:
         self._added: dict[str, tuple[list[Any], Callable[..., Any]]] = {}
 
     def add(self, metrics: Mapping[str, Any], *, prefix: str = "") -> None:
-        """Adds values to the next record, with `prefix` before their names.
+        """Adds values to the next record.
 
         Args:
-          metrics: numbers, of which several of one name are averaged; or pairs (value, function of a list of values).
+          metrics: values by name: a number, or a pair (value, function that reduces all values of the name to one).
+            Several numbers of one name are averaged.
+          prefix: text to put before each name.
         """
         for name, given in metrics.items():
             value, reduce = given if isinstance(given, tuple) else (float(given), None)
             self._added.setdefault(prefix + name, ([], reduce or statistics.fmean))[0].append(value)
 
     def take(self) -> dict[str, float]:
-        """Returns what is made of the values added since the last call."""
+        """Returns the values added since the last call, one reduced value per name."""
         taken, self._added = self._added, {}
         return {name: float(reduce(values)) for name, (values, reduce) in taken.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Passes a record to the loggers."""
+        """Passes a step's record to all loggers."""
         for logger in self.loggers:
             logger(step, metrics)

@@ -1,4 +1,4 @@
-"""The profiler of a process: traces of jax for some steps, asked for on the command line or by a signal."""
+"""The profiler of a process: records jax's profile of some steps, at the command line's or a signal's request."""
 
 import contextlib
 import logging
@@ -13,15 +13,15 @@ import jax
 from podrl.storage.storage import StorageError, is_remote, locate
 
 FOLDER = "profile"
-_STEPS = 3  # that a signal asks for
+_STEPS = 3  # number of steps that a signal requests
 _log = logging.getLogger("podrl.profiler")
 
 
 def parse_steps(text: str) -> tuple[int, int] | None:
-    """Parses --profile: '120:125' is the first and the last step; None for ''.
+    """Parses the value of --profile, such as '120:125', into (first step, last step); None for ''.
 
     Raises:
-      ValueError: not two steps in their order.
+      ValueError: the text is not two steps in ascending order.
     """
     if not text:
         return None
@@ -32,35 +32,45 @@ def parse_steps(text: str) -> tuple[int, int] | None:
 
 
 class Profiler:
-    """Writes profile/HOST/ in the run directory, which XProf and TensorBoard open.
+    """Writes profile/HOST/ in the run directory, for XProf and TensorBoard.
 
-    Each process profiles itself. The processes of a pod have the same `wanted`, which the leader decides and the others
-    are told before the step (podrl/rundir/accord.py). A profile that cannot be written never ends a run.
+    Each process profiles itself. All processes of a pod have the same `wanted`: the leader decides it and sends it to
+    the others before the step (podrl/rundir/accord.py). A profile that cannot be written never ends a run.
 
     Attributes:
-      wanted: first and last step of the profile that is due or under way; None for none.
+      wanted: (first, last) step of the profile that is planned or under way; None for no profile.
     """
 
     def __init__(self, place: str, host: str = "trainer 0", steps: tuple[int, int] | None = None):
-        """Of a process called `host`, in the run directory `place`; '' writes nothing."""
+        """Starts no profile yet.
+
+        Args:
+          place: the run directory; '' disables profiling.
+          host: name of this process, for its directory.
+          steps: (first, last) step to profile; None for none.
+        """
         self._place, self._host, self.wanted = place, host.replace(" ", "_"), steps
         self._asked = False
-        self._folder: pathlib.Path | None = None  # while a profile is under way
-        self._marked = contextlib.ExitStack()  # the step under way, by whose number XProf gives times per step
+        self._folder: pathlib.Path | None = None  # where the profile under way is written; None without one
+        self._marked = contextlib.ExitStack()  # marks the present step's number in the profile, for times per step
 
     def ask(self) -> None:
-        """Asks for a profile of the next steps; may be called from a signal's handler."""
+        """Requests a profile of the next steps; may be called from a signal handler."""
         self._asked = True
 
     def decide(self, step: int) -> tuple[int, int] | None:
-        """Returns which steps all processes profile, after `step` steps; a signal asks for those that follow."""
+        """Returns the (first, last) step that all processes shall profile, or None; on the leader.
+
+        Args:
+          step: number of steps done; after a request by `ask` the steps that follow it are profiled.
+        """
         if self._asked and self._folder is None:
             self.wanted = (step + 1, step + _STEPS)
         self._asked = False
         return self.wanted
 
     def after(self, step: int) -> None:
-        """Begins or ends a profile between steps: `step` of them are done."""
+        """Starts or ends a profile, if one is due, after `step` steps are done."""
         if self.wanted is None or not self._place:
             return
         first, last = self.wanted
@@ -73,7 +83,7 @@ class Profiler:
             self._marked.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step + 1))
 
     def close(self) -> None:
-        """Ends and keeps the profile that is under way, if one is."""
+        """Ends and keeps the profile that is under way, if there is one."""
         if self._folder is None:
             return
         self._marked.close()
@@ -95,7 +105,7 @@ class Profiler:
             else:
                 folder = pathlib.Path(self._place) / FOLDER / self._host
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # a call of Python each would fill it, and slow what is measured
+            options.python_tracer_level = 0  # Python calls would fill the profile and slow the steps that it measures
             jax.profiler.start_trace(str(folder), profiler_options=options)
             self._folder = folder
             return
@@ -103,7 +113,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def _forgiven(self) -> Iterator[None]:
-        """Logs errors: somebody else profiles, the disk is full, the bucket is away."""
+        """Logs errors instead of raising them: another profile is running, the disk is full, the bucket is away."""
         try:
             yield
         except (RuntimeError, OSError, ValueError, StorageError) as error:
