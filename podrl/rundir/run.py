@@ -1,4 +1,4 @@
-"""One run of the program: its directory, metric files and checkpoints, and stop signals."""
+"""One run of the program: its directory, metric files and checkpoints, and the signals that stop it."""
 
 import json
 import os
@@ -26,29 +26,31 @@ from podrl.storage.storage import StorageError, check, disk_trouble, is_remote, 
 from podrl.workers.child import refuse_inside
 
 OUTSIDE = "outside"  # folder of the outside answers, which a resumed run reads
-_PATIENCE_S = 120.0  # for copying the files of a run directory, which are small
+_PATIENCE_S = 120.0  # time for copying the files of a run directory, which are small
 
 
 class Run:
-    """Owns the run directory for the length of a `with` block, which may be nested; a signal then asks the run to stop.
+    """Owns the run directory for the length of a `with` block, which may be nested; signals then ask the run to stop.
 
-    A run directory in a bucket is written in a local one, whose files are copied there (podrl/storage/mirror.py);
-    checkpoints go to the bucket themselves. The block ends well only if everything has arrived.
+    A run directory in a bucket is written to a local directory, whose files are copied to the bucket
+    (podrl/storage/mirror.py); checkpoints are written to the bucket directly. The block ends without an error only if
+    all files have arrived.
 
     Attributes:
-      workdir: directory that files are written to; None keeps the run in memory (no files, no resume).
+      workdir: local directory that files are written to; None keeps the run in memory (no files, no resume).
       place: the run directory as the user names it.
-      leads: whether this process writes metrics and tells the user.
-      checkpoints: None without a workdir.
+      leads: True if this process writes metrics and informs the user.
+      checkpoints: checkpoints of the run; None without a workdir.
+      metrics: the metric files and trackers; None before `open_metrics`, without a workdir and if `leads` is False.
       console: console for tables and progress.
       watchdog: names and times the stages.
-      planned: seconds by stage of the plan that log.plan names.
+      planned: planned seconds from the plan that log.plan names, by metric; {} for no plan.
       command: command that starts this run again, as the user would type it.
-      profiler: writes jax's profile of steps that are asked for.
-      spans: record of what this process did when, its stages among it.
-      tracing: records spans and samples; None where this process writes no metrics, and with log.trace='off'.
-      passed: function that is called after a save with the newest step that has a complete checkpoint.
-      taking: function that is called before samples are drawn here that another process had begun.
+      profiler: writes jax's profile of the requested steps.
+      spans: record of what this process did at what time, its stages included.
+      tracing: records spans and samples; None if this process writes no metrics or log.trace is 'off'.
+      passed: functions that are called after a save with the newest step that has a complete checkpoint.
+      taking: functions that are called before this process takes over samples that another process had begun.
     """
 
     def __init__(
@@ -66,21 +68,20 @@ class Run:
         """Opens the run directory.
 
         Args:
-          workdir: the run directory, or None.
-          log: sinks.
-          checkpoint: settings that say when to save.
-          config: content of config.json; an existing one must hold the same but for what may change
-            (rundir/identity.py).
-          defaults: defaults of the configuration's keys; a key that the run in the directory does not know had its
-            default there.
-          console: console; by default one on stdout, silent where this process does not lead.
-          leads: whether this process writes metrics, samples and config.json.
-          savers: processes that save together; () for this one alone.
+          workdir: the run directory, a path or URL; None for a run without one.
+          log: settings of logging; None for the defaults.
+          checkpoint: settings of checkpoints; None for the defaults.
+          config: content of config.json; an existing config.json must be equal, except for the settings that may
+            change (rundir/identity.py).
+          defaults: defaults of the configuration's keys; a key that an existing config.json lacks had its default.
+          console: console for tables and progress; None makes one on standard output, silent unless `leads`.
+          leads: True if this process writes metrics, samples and config.json.
+          savers: processes that save checkpoints together; () for this process alone.
 
         Raises:
           ValueError: the directory cannot be made or used, another process uses it, or it belongs to a run of another
             configuration.
-          StorageError: the bucket it is in does not answer.
+          StorageError: the directory is in a bucket that does not answer.
         """
         refuse_inside()
         self.leads = leads
@@ -97,7 +98,7 @@ class Run:
         self.watchdog.tells, self.watchdog.last_words = leads, self.how_to_resume
         self.watchdog.say = self.console.print
         self.command = "the same script"
-        self._told = 0  # newest step that a complete checkpoint was known of
+        self._told = 0  # newest step known to have a complete checkpoint
         self.profiler = Profiler(self.place)
         self.spans = Spans()
         self.watchdog.ended = self.spans.add
@@ -158,13 +159,15 @@ class Run:
         self._stop.set()
         name = signal.Signals(number).name
         text = f"\npodrl: {name}: stopping after this step, then saving (Ctrl-C again to leave at once).\n"
-        os.write(2, text.encode())  # print may not be entered again from a handler
+        os.write(2, text.encode())  # not print: a signal handler may interrupt print, which is not reentrant
 
     def begin(self) -> None:
-        """Begins training: from now on a signal asks the run to stop after the step, and no longer ends the process.
+        """Marks the beginning of training: from now on a signal asks the run to stop after the step.
+
+        Before, a signal ended the process.
 
         Raises:
-          StoppedError: a signal before this moment should have ended the process.
+          StoppedError: a signal before this call should have ended the process.
         """
         if threading.current_thread() is threading.main_thread():
             for number in signals.NUMBERS:
@@ -176,11 +179,11 @@ class Run:
             signals.raise_swallowed()
 
     def stop(self) -> None:
-        """Asks the run to stop, as a signal does."""
+        """Asks the run to stop after the present step, as a signal does."""
         self._stop.set()
 
     def stopping(self) -> bool:
-        """True if the run was asked to stop.
+        """Returns whether the run was asked to stop.
 
         Raises:
           ValueError: another process has taken the run directory over.
@@ -191,16 +194,19 @@ class Run:
 
     @property
     def traced(self) -> TraceSteps | None:
-        """The steps whose samples are recorded, on all hosts that train; None where none are."""
+        """Returns the steps whose samples are recorded, equal on all hosts that train; None if there are none."""
         records = self.workdir is not None and self.log_config.trace != "off"
         return TraceSteps(self.log_config) if records else None
 
     def saved_step(self) -> int:
-        """The newest step with a complete checkpoint; 0 when there is none."""
+        """Returns the newest step with a complete checkpoint; 0 if there is none."""
         return max(self.checkpoints.steps(), default=0) if self.checkpoints is not None else 0
 
     def how_to_resume(self) -> str:
-        """Names the saved step and the command that resumes; asks no bucket; '' where another process tells."""
+        """Returns sentences that name the saved step and the command that resumes the run; '' unless `leads`.
+
+        Sends no request to a bucket, so it may be called while the bucket is away.
+        """
         if self.checkpoints is None or not self.leads:
             return ""
         step = self._told if is_remote(self.place) else self.saved_step()
@@ -209,23 +215,22 @@ class Run:
         return f"Step {step} is saved in {self.place}. Resume with: {self.command}"
 
     def tell_saved(self, step: int) -> None:
-        """Tells those who keep things of a step that a checkpoint has passed it."""
+        """Calls the functions of `passed`: a complete checkpoint of `step` exists, so what was kept for it can go."""
         self._told = max(self._told, step)
         for passed in self.passed:
             passed(step)
 
     def tell_taking(self) -> None:
-        """Calls `taking`: what other processes have recorded has grown, and is to be read again."""
+        """Calls the functions of `taking`, which read again what other processes have recorded since."""
         for taking in self.taking:
             taking()
 
     def open_metrics(self, start: int, marks: Mapping[str, Any] | None = None) -> None:
-        """Opens the metric files; drops records at or after step `start` of an earlier start of this run.
+        """Opens the metric files, and drops records of step `start` and later that an earlier start of this run wrote.
 
         Args:
           start: the first step that will be written.
-          marks: the marks that `marks` returned for the checkpoint that the run goes on from; the user is told what is
-            lost.
+          marks: result of `marks` in the checkpoint that the run goes on from; if the files differ, the user is told.
         """
         self.begin()
         if self.workdir is not None and self.leads:
@@ -238,11 +243,15 @@ class Run:
                 self.console.print(sentence)
 
     def marks(self) -> dict[str, Any]:
-        """Returns sizes and checksums of the files of metrics and samples, for a checkpoint."""
+        """Returns size and checksum of the files of metrics and samples, for a checkpoint."""
         return {} if self.metrics is None else self.metrics.marks()
 
     def push(self, *, wait: bool = True) -> None:
-        """Copies all files written so far to the bucket, if the run directory is in one; waits for a bounded time."""
+        """Copies all files written so far to the bucket, if the run directory is in one.
+
+        Args:
+          wait: True to wait until they have arrived, at most 120 s; False to return at once.
+        """
         if self._lock is not None:
             self._lock.check()
         if self._mirror is not None:
@@ -250,17 +259,17 @@ class Run:
                 self._mirror.push(_PATIENCE_S if wait else 0.0)
 
     def hurry(self) -> None:
-        """Has new files copied to the bucket soon, if the run directory is in one; returns at once."""
+        """Makes the copying of new files to the bucket start soon, if the run directory is in one; returns at once."""
         if self._mirror is not None:
             self._mirror.hurry()
 
     def _open(self, workdir: str | os.PathLike, savers: Sequence[int]) -> None:
-        """Locks the directory, checks whose run it holds, and prepares to write there."""
+        """Locks the directory, checks that the run in it is this one, and prepares to write there."""
         if is_remote(workdir):
             check(workdir, "--workdir", writes=True)
         else:
             self.workdir = self._make_workdir(workdir)
-        if self.leads:  # before anything there is read, which another run may be writing
+        if self.leads:  # lock before anything there is read, because another run may be writing it
             self._lock = Lock(locate(workdir), self.place)
         if is_remote(workdir):
             self._mirror = Mirror(locate(workdir), folders=(OUTSIDE,) if self.leads else ())
@@ -272,7 +281,7 @@ class Run:
         self.checkpoints = self._checkpoints(savers)
 
     def _last_times(self) -> dict[str, float]:
-        """Seconds of the stages before the first step at the last start of this run, as far as it has one."""
+        """Returns the seconds of the stages before the first step at the last start of this run, by stage."""
         earlier = read_metrics(self.workdir) if self.workdir is not None and self.leads else []
         stages = ("start-up", "restoring", "evaluation")
         return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}
@@ -283,7 +292,7 @@ class Run:
         self._lock = None
 
     def _make_workdir(self, workdir: str | os.PathLike) -> pathlib.Path:
-        """Makes the directory that files go to."""
+        """Makes the local directory that files are written to."""
         path = pathlib.Path(workdir)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -298,10 +307,10 @@ class Run:
         """Waits until all files are in the bucket.
 
         Args:
-          failed: an error is on its way already, and is told instead.
+          failed: True if another error ends the run already; then a failure is only printed.
 
         Raises:
-          StorageError: they could not be copied.
+          StorageError: the files could not be copied.
         """
         if self._mirror is None:
             return
@@ -320,14 +329,14 @@ class Run:
         """Compares the configuration with that of the run in the directory, then writes config.json.
 
         Raises:
-          ValueError: the directory belongs to a run of another configuration; says which keys differ.
+          ValueError: the directory belongs to a run of another configuration; the error names the keys that differ.
         """
         assert self.workdir is not None
         mine, known = (json.loads(json.dumps(values, default=_name)) for values in (self.config, self._defaults))
         checkpoints = locate(self.place) / "checkpoints"
         if identity.has_past(self.workdir, checkpoints):
             theirs = identity.read(self.workdir, checkpoints)
-            theirs = theirs or mine  # a run that described nothing binds nothing
+            theirs = theirs or mine  # a run without a configuration can be resumed with any
             allowed, refused = identity.changes(theirs, mine, known)
             if refused:
                 raise ValueError(
@@ -357,6 +366,6 @@ class Run:
 
 
 def _name(value: Any) -> str:
-    """Converts a value JSON cannot hold; a function becomes its name, which is the same in every process."""
+    """Converts a value that JSON cannot hold to text; a function becomes its name, which is equal in every process."""
     name = getattr(value, "__qualname__", None)
     return str(value) if name is None else f"{getattr(value, '__module__', '')}.{name}"

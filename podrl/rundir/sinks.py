@@ -1,6 +1,7 @@
 """Trackers that get a run's metrics and samples besides its files: TensorBoard, W&B and MLflow, by name in `log.to`.
 
-A tracker that fails stops nothing: it warns once, and what it misses is in metrics.jsonl and samples.jsonl.
+A tracker that fails stops nothing: a warning says so once, and the records that it misses are in metrics.jsonl and
+samples.jsonl.
 """
 
 import functools
@@ -24,7 +25,7 @@ log = logging.getLogger("podrl.metrics")
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 End = Literal["finished", "stopped", "failed"]
 Sample = Mapping[str, Any]
-_WAITING = 1000  # records that wait for a slow tracker at most
+_WAITING = 1000  # the most records that wait for a slow tracker
 _CLOSE_S = 30.0
 _SECRET = re.compile(r"(?i)(^|_)(key|token|secret|password|passwd|credentials?|authorization|headers)$")
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
@@ -42,28 +43,28 @@ class Sink(Protocol):
         ...
 
     def close(self, end: End) -> None:
-        """Ends it; a run that was stopped or failed may go on later."""
+        """Tells the tracker how the run ended; a run that was stopped or failed may be resumed later."""
         ...
 
 
 def open_sink(
     name: SinkName, workdir: pathlib.Path, *, start: int, project: str, run_config: Mapping[str, Any]
 ) -> Sink:
-    """Opens a tracker; one that cannot be opened is warned about.
+    """Opens a tracker on a thread of its own; a tracker that cannot be opened only causes a warning.
 
     Args:
       name: name of the tracker.
       workdir: the local run directory.
       start: the first step that will be written.
-      project: the W&B project, or MLflow's experiment.
-      run_config: the run's settings, recorded without secrets.
+      project: name of the W&B project, or of MLflow's experiment.
+      run_config: settings of the run, recorded without secrets.
 
     Raises:
-      ValueError: its package is missing.
+      ValueError: the tracker's package is not installed.
     """
     if name == "tensorboard":
         return Remote(name, functools.partial(TensorBoard, workdir / name, start))
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read by its import
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # mlflow reads it when it is imported
     try:
         importlib.import_module(name)
     except ImportError:
@@ -78,7 +79,7 @@ class Remote:
     """A tracker behind a queue and a thread, so that a slow or lost server delays no step."""
 
     def __init__(self, name: str, make: Callable[[], Sink]):
-        """Starts to open it with `make`, in the thread."""
+        """Starts the thread, which opens the tracker by calling `make`."""
         self._name, self._make, self._failed = name, make, False
         self._end: End = "failed"
         self._queue: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(_WAITING)
@@ -93,7 +94,7 @@ class Remote:
         self._put(lambda sink: sink.write_samples(step, samples))
 
     def close(self, end: End) -> None:
-        """Waits a bounded time for what is in the queue."""
+        """Waits at most 30 s until the thread has passed on what is in the queue."""
         self._end = end
         self._put(None)
         self._thread.join(_CLOSE_S)
@@ -135,23 +136,24 @@ class Remote:
 
 
 class TensorBoard:
-    """Event files: scalars, and samples as a table of text. Each event is on disk before the next one is written."""
+    """Writes TensorBoard's event files: scalars, and samples as a table of text; each event is flushed at once."""
 
     def __init__(self, directory: pathlib.Path, start: int):
         """Creates an event file.
 
         Args:
-          directory: TensorBoard reads all event files in it, in the order of their names.
-          start: TensorBoard hides events from this step on which stand in files of earlier lives.
+          directory: directory of the event files; TensorBoard reads them in the order of their names.
+          start: first step that will be written; TensorBoard hides events of this and later steps in earlier files.
         """
-        # tensorboardX takes half a CPU second to import, two where torch is installed, which it then imports too.
+        # Importing tensorboardX takes half a CPU second, and two if torch is installed, which it then imports too.
         from tensorboardX import RecordWriter, summary
         from tensorboardX.proto import event_pb2
 
         self._protobuf: Any = event_pb2  # generated code without types
         self._text = summary.text
         directory.mkdir(parents=True, exist_ok=True)
-        earlier = len(list(directory.glob("events*")))  # in the name, because a life may take less than a second
+        # The name counts the earlier files, because two starts of a run may be less than a second apart.
+        earlier = len(list(directory.glob("events*")))
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{earlier}"
         self._file = RecordWriter(str(directory / name))
         self._append(0, file_version="brain.Event:2")
@@ -177,7 +179,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of W&B; WANDB_MODE, WANDB_API_KEY and the others of its variables hold."""
+    """A run of W&B; its variables WANDB_MODE, WANDB_API_KEY and others apply."""
 
     def __init__(self, workdir: pathlib.Path, project: str, run_config: Mapping[str, Any]):
         import wandb
@@ -186,7 +188,8 @@ class WandB:
         name = kept_id(workdir / "wandb_id") or os.urandom(6).hex()
         self._run = wandb.init(project=project, dir=str(workdir), config=dict(run_config), id=name, resume="allow")
         write_whole(workdir / "wandb_id", name)
-        self._step = 0  # W&B drops what comes for an earlier one, as evaluations beside training do
+        # W&B drops records of an earlier step than its last, such as those of an evaluation beside training.
+        self._step = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = max(self._step, step)
@@ -194,7 +197,7 @@ class WandB:
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         columns, rows = table(samples)
-        name = "samples/eval" if "evaluation" in columns else "samples/train"  # both may have the same step
+        name = "samples/eval" if "evaluation" in columns else "samples/train"  # two names: both may have one step
         self._step = max(self._step, step)
         self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)
 
@@ -222,7 +225,7 @@ class MLflow:
             known = self._client.create_run(experiment, run_name=here.name).info.run_id
             write_whole(workdir / "mlflow_id", known)
             params = [entities.Param(key, str(value)[:500]) for key, value in _flat(run_config)]
-            for first in range(0, len(params), 100):  # a request holds no more
+            for first in range(0, len(params), 100):  # a request may hold at most 100
                 self._client.log_batch(known, params=params[first : first + 100])
         self._id = known
 
@@ -245,7 +248,7 @@ _MAKERS: dict[str, Callable[[pathlib.Path, str, Mapping[str, Any]], Sink]] = {"w
 
 
 def kept_id(path: pathlib.Path) -> str:
-    """Reads the id of the tracker's run that a resumed run goes on with; '' where there is none."""
+    """Reads the id of the tracker's run that a resumed run continues; '' if the file is missing or holds no id."""
     found = path.read_bytes() if path.exists() else b""
     if re.fullmatch(rb"[0-9a-f]{12}|[0-9a-f]{32}", found):
         return found.decode()
@@ -255,7 +258,7 @@ def kept_id(path: pathlib.Path) -> str:
 
 
 def table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
-    """Arranges samples as (columns, rows); a value that is neither number nor text becomes JSON, an absent one ''."""
+    """Arranges samples as (columns, rows); a value that is neither number nor text becomes JSON, a missing value ''."""
     columns = list(dict.fromkeys(name for sample in samples for name in sample))
     rows = [[_cell(sample.get(name, "")) for name in columns] for sample in samples]
     return columns, rows
@@ -266,7 +269,7 @@ def _cell(value: Any) -> Any:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Writes a table in Markdown, whose cells are read as plain text whatever they hold."""
+    """Returns a table in Markdown, with cells escaped so that they are shown as plain text."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(
         "| " + " | ".join(cell if i == 1 else _plain(str(cell)) for cell in line) + " |" for i, line in enumerate(lines)
@@ -274,7 +277,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Writes text for Markdown and HTML: punctuation as numbered entities, a line break as an arrow."""
+    """Escapes text for Markdown and HTML: punctuation becomes numbered entities, a line break an arrow."""
     shown = text.replace("\r\n", "\n").replace("\n", " ↵ ")
     return "".join(
         (c if c.isalnum() or c == " " or ord(c) > 127 else f"&#{ord(c)};") if c.isprintable() else "\ufffd"
@@ -283,7 +286,7 @@ def _plain(text: str) -> str:
 
 
 def without_secrets(values: Any) -> Any:
-    """Copies settings; values of keys that name a secret, and users in URLs, are left out."""
+    """Copies settings without the values of keys that name a secret and without the users in URLs."""
     if isinstance(values, Mapping):
         return {
             key: "(not recorded)" if value and _SECRET.search(str(key)) else without_secrets(value)
@@ -295,7 +298,7 @@ def without_secrets(values: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Lists settings by dotted path."""
+    """Lists (dotted path, value) of every setting."""
     found = []
     for key, value in values.items():
         nested = isinstance(value, Mapping)
@@ -304,5 +307,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _mlflow_name(name: str) -> str:
-    """Replaces what MLflow refuses in a name; podrl's own names have nothing of it."""
+    """Replaces characters that MLflow refuses in a name; podrl's own names have none."""
     return re.sub(r"[^\w\-. :/]", "_", name)

@@ -1,4 +1,4 @@
-"""Spans: which process did what from when to when, collected by any thread; spans.jsonl, and Chrome's trace format."""
+"""Spans: pieces of a process's work with their start and length, collected for spans.jsonl and for Chrome's viewer."""
 
 import contextlib
 import heapq
@@ -12,43 +12,57 @@ from typing import Any
 import jax
 
 NAME = "spans.jsonl"
-_KEPT = 20_000  # spans that wait for someone to take them
-TOOLS = "tools"  # the lane of calls, which overlap
-CALLS = 200  # of that lane between two steps; the longest stay
+_KEPT = 20_000  # the most spans that wait to be taken
+TOOLS = "tools"  # lane of the calls of tools, which overlap
+CALLS = 200  # calls of tools that are kept between two steps; the longest stay
 _EVERY = 5  # steps between messages to the process that writes
-_LATER = re.compile(r" at step \d+$")  # of a stage's name
+_LATER = re.compile(r" at step \d+$")  # part of a stage's name that is not part of the span's
 _COMPILES = "/jax/core/compile/backend_compile_duration"
 
 
 class Spans:
-    """Collects the spans of a process until they are taken; the newest are kept where nobody takes them.
+    """Collects the spans of a process, from any thread, until they are taken; if none takes them, the newest stay.
 
     Attributes:
-      host: the process, as other processes call it.
-      compiled: seconds spent compiling so far, by all threads.
-      send: sends spans to the process that writes them, where that is another; returns at once.
+      host: name of the process in its job, such as 'trainer 0'.
+      compiled: seconds that all threads have spent compiling so far.
+      send: function that sends spans to the process that writes them, and returns at once; None in that process.
     """
 
     def __init__(self, host: str = "trainer 0"):
         self.host = host
         self.compiled = 0.0
         self.send: Callable[[list[dict[str, Any]]], None] | None = None
-        self._clock = time.time() - time.monotonic()  # one offset for all: spans of a process never jump
+        self._clock = time.time() - time.monotonic()  # one offset for all spans, so that they never jump
         self._found: deque[dict[str, Any]] = deque(maxlen=_KEPT)
-        self._calls: list[tuple[float, int, dict[str, Any]]] = []  # a heap, the shortest first
+        self._calls: list[tuple[float, int, dict[str, Any]]] = []  # a heap of (seconds, number, span), shortest first
         self._called = 0
-        self._lock = threading.Lock()  # of the two above
+        self._lock = threading.Lock()  # guards _calls and _called
         self._step = 0
-        self._held: list[dict[str, Any]] = []  # until they are sent
+        self._held: list[dict[str, Any]] = []  # spans to send next
 
     def add(self, name: str, started: float, ended: float, *, lane: str = "loop", step: int | None = None) -> None:
-        """Adds a span of `time.monotonic()`; `lane` is what did it, `step` None for the step that is under way."""
+        """Adds a span.
+
+        Args:
+          name: name of the work; a part ' at step N' is removed.
+          started, ended: times of `time.monotonic()`.
+          lane: name of the thread or part of the process that did the work.
+          step: step that the work belongs to; None for the step under way.
+        """
         start, name = round(started + self._clock, 6), _LATER.sub("", name)
         span = {"step": step, "host": self.host, "lane": lane, "name": name, "start": start}
         self._found.append(span | {"s": round(ended - started, 6)})
 
     def add_call(self, name: str, started: float, ended: float, *, step: int | None, failed: str = "") -> None:
-        """Adds a call of a tool, by any thread; `failed` is the kind of its failure."""
+        """Adds a call of a tool.
+
+        Args:
+          name: name of the tool; cut after 80 characters.
+          started, ended: times of `time.monotonic()`.
+          step: step that the call belongs to; None for the step under way.
+          failed: kind of the call's failure; '' if it did not fail.
+        """
         span = {"step": step, "host": self.host, "lane": TOOLS, "name": name[:80]}
         span |= {"start": round(started + self._clock, 6), "s": round(ended - started, 6)}
         with self._lock:
@@ -58,7 +72,7 @@ class Spans:
                 heapq.heappop(self._calls)
 
     def _take_calls(self) -> list[dict[str, Any]]:
-        """Returns the calls since the last time; the first one says in `left_out` how many shorter ones there were."""
+        """Returns the calls since the last time, by start; `left_out` in one of them counts shorter calls left out."""
         with self._lock:
             calls, called = [span for *_, span in self._calls], self._called
             self._calls, self._called = [], 0
@@ -68,7 +82,7 @@ class Spans:
 
     @contextlib.contextmanager
     def span(self, name: str, *, lane: str, step: int | None = None) -> Iterator[None]:
-        """Adds what happens in a block as a span, also if it raises."""
+        """Adds the time of a `with` block as a span, even if the block raises."""
         started = time.monotonic()
         try:
             yield
@@ -76,7 +90,10 @@ class Spans:
             self.add(name, started, time.monotonic(), lane=lane, step=step)
 
     def take(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Returns the spans since the last call; those without a step were made on the way to `step`, or after it."""
+        """Returns the spans since the last call, and gives those without a step the step `step`.
+
+        None for `step` repeats the last one: the spans were made after that step.
+        """
         taken, self._step = [], self._step if step is None else step
         step = self._step
         self._found.extend(self._take_calls())
@@ -86,7 +103,7 @@ class Spans:
         return taken
 
     def pass_on(self, step: int, *, last: bool = False) -> None:
-        """Sends what there is, every few steps and after the last, where `send` is set."""
+        """Sends the spans collected so far, every few steps and after the last step, if `send` is set."""
         if self.send is None:
             return
         self._held += self.take(step)
@@ -96,7 +113,7 @@ class Spans:
 
     @contextlib.contextmanager
     def compiles(self) -> Iterator[None]:
-        """Adds every compilation of a program while the block lasts."""
+        """Adds a span for every compilation of a program while the `with` block lasts."""
 
         def listen(event: str, duration_secs: float, **_: Any) -> None:
             if event == _COMPILES:
@@ -112,7 +129,7 @@ class Spans:
 
 
 def rows(spans: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Gives each span its row within its lane: 0, but for calls of tools that are made while others go on."""
+    """Returns the row of each span within its lane: 0, except for calls of tools that overlap others on their host."""
     found, ends = [0] * len(spans), {}
     calls = [i for i, span in enumerate(spans) if span["lane"] == TOOLS]
     for i in sorted(calls, key=lambda i: spans[i]["start"]):
@@ -126,7 +143,7 @@ def rows(spans: Sequence[Mapping[str, Any]]) -> list[int]:
 def chrome_trace(spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Converts spans to the JSON object that Perfetto and chrome://tracing open: a process per host, a row per lane.
 
-    Calls of tools that overlap are in rows of their own: "tools", "tools 2", and so on.
+    Overlapping calls of tools have rows of their own: "tools", "tools 2", and so on.
     """
     spans = list(spans)
     hosts: dict[str, int] = {}

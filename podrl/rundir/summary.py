@@ -28,7 +28,7 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
 
     Args:
       workdir: the run directory.
-      extra: facts only the process knows (seed, devices, commit, paths).
+      extra: further entries, facts that only the process knows (seed, devices, commit, paths).
     """
     records = read_metrics(workdir)
     evals = eval_records(records)
@@ -64,7 +64,13 @@ _KEPT = "evaluations"
 
 
 def keep_evaluation(workdir: pathlib.Path, step: int, means: Mapping[str, Sequence[float | None]]) -> None:
-    """Keeps the records' means of the first evaluation and of the newest in evaluations/STEP.json."""
+    """Writes each record's means in an evaluation to evaluations/STEP.json; keeps the first and the newest evaluation.
+
+    Args:
+      workdir: the run directory.
+      step: step that was evaluated.
+      means: values of the records, one per record, by metric; None for a record without a value.
+    """
     place = workdir / _KEPT
     place.mkdir(exist_ok=True)
     write_whole(place / f"{step}.json", json.dumps(seal(means)) + "\n")
@@ -73,13 +79,16 @@ def keep_evaluation(workdir: pathlib.Path, step: int, means: Mapping[str, Sequen
 
 
 def _paired(workdir: pathlib.Path, first: int, last: int) -> dict[str, tuple[float, float]]:
-    """The paired interval of each mean's change between two evaluations of which the records' means were kept."""
+    """Returns the paired 95 % interval of the change of each mean between two evaluations, by metric.
+
+    Returns {} if the records' values of either evaluation are not there or damaged.
+    """
     paths = [workdir / _KEPT / f"{step}.json" for step in (first, last)]
     if first == last or not all(path.exists() for path in paths):
         return {}
     try:
         was, now = (unseal(dict(json.loads(path.read_text()))) for path in paths)
-    except (ValueError, TypeError):  # a damaged file: the table has the wider interval
+    except (ValueError, TypeError):  # a damaged file: the table shows the wider, unpaired interval
         return {}
     found: dict[str, tuple[float, float] | None] = {}
     for name in was:
@@ -96,19 +105,19 @@ def _paired(workdir: pathlib.Path, first: int, last: int) -> dict[str, tuple[flo
 
 
 def brief(metrics: Mapping[str, float]) -> str:
-    """Writes the answers and whole rewards of an evaluation as one line; the final table has every mean."""
+    """Returns one line with an evaluation's accuracies and total rewards; the final table shows every mean."""
     told = {n: v for n, v in _means(_eval_values(metrics)).items() if not _BESIDE.search(n)}
     return "  ".join(f"{n} {v:.1%}" if is_share(n) else f"{n} {v:.3f}" for n, v in told.items())
 
 
-_BESIDE = re.compile(r"_reward/|_(partial|format|pass)$")  # rewards by function, and what an accuracy is read beside
+_BESIDE = re.compile(r"_reward/|_(partial|format|pass)$")  # rewards by function, and means that explain an accuracy
 
 
 _RECORDS, _ERROR = "records", "error/"
 
 
 def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]) -> None:
-    """Prints the final table: every mean of the evaluation before and after, and the change, with 95 % intervals."""
+    """Prints the final table: every mean in the first and the last evaluation, and its change, with 95 % intervals."""
     before, after = summary["before"], summary["after"]
     rows = []
     for name, end in _means(after).items():
@@ -123,7 +132,7 @@ def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]
             else "not measured"
             for values in (before, after)
         ]
-        if start is None:  # of a set that the first evaluation had not
+        if start is None:  # the first evaluation did not have this set of records
             rows.append([name, *cells, ""])
             continue
         paired = summary.get("change", {}).get(name) or _change(before, after, name)
@@ -137,7 +146,12 @@ def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]
 
 
 def interval_of(values: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """The 95 % interval of a mean of an evaluation; None where its records do not give one."""
+    """Returns the 95 % interval of a mean of an evaluation; None if its records do not determine one.
+
+    Args:
+      values: metrics of the evaluation, without 'eval/' before their names.
+      name: name of the mean.
+    """
     error = values.get(f"{_ERROR}{name}")
     if not is_share(name):
         return intervals.mean(values[name], error)
@@ -147,7 +161,10 @@ def interval_of(values: Mapping[str, float], name: str) -> tuple[float, float] |
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """The interval of a change from those of both means (Newcombe 1998, method 10), as if of different records."""
+    """Returns the interval of a change from the intervals of both means, as if their records were different ones.
+
+    Newcombe (1998), method 10.
+    """
     was, now, start, end = interval_of(before, name), interval_of(after, name), before[name], after[name]
     if was is None or now is None:
         return None

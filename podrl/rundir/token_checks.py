@@ -1,4 +1,4 @@
-"""Checks of single tokens, on the steps whose trace the doctor reads: each names the first token that it is true of."""
+"""Checks of single tokens, on the steps whose trace the doctor reads: each names the first token that is wrong."""
 
 import math
 
@@ -9,7 +9,7 @@ from podrl.rundir.checks import check
 from podrl.rundir.history import Past, Record
 from podrl.rundir.trace import TracedStep
 
-# Nats that trainer and sampler may be apart on one token; docs/doctor.md states them.
+# The most nats by which the trainer's and the sampler's log-probability of one token may differ; docs/doctor.md.
 APART, APART_INEXACT = 0.01, 2.0
 
 
@@ -119,12 +119,12 @@ def _traced(now: Record) -> TracedStep | None:
 
 
 def _place(step: TracedStep) -> np.ndarray:
-    """The place of each token in its sample."""
+    """Returns the place of each token within its sample, from 0."""
     return np.arange(len(step.tokens["mask"])) - np.repeat(step.first, step.samples["length"])
 
 
 def _token(step: TracedStep, bad_X: np.ndarray, at: int | None = None) -> str:
-    """Describes the place of a token: by default the first of those that are bad."""
+    """Describes the place of token `at`; None for the first token that is bad."""
     at = int(np.argmax(bad_X)) if at is None else at
     sample = int(np.searchsorted(step.first, at, side="right")) - 1
     group, member = step.samples["group"][sample], member_of(step.samples["group"])[sample]

@@ -1,4 +1,4 @@
-"""A run's trace: every token of a step's samples with its numbers, one columnar file per step, and how to read it."""
+"""A run's trace: one columnar file per step with every token of its samples and the numbers of each, and its reader."""
 
 import dataclasses
 import io
@@ -16,21 +16,21 @@ from podrl.storage.storage import Place, locate
 from podrl.types import TOKENS, Experience, Rollouts
 
 FOLDER = "trace"
-FORMAT = 2  # 1 had equally many samples of each prompt, and no column `group`
+FORMAT = 2  # format 1 had equally many samples of each prompt, and no column `group`
 _FILE = re.compile(r"step_(\d{8,})\.npz")
 _HEADER = "header"
 _LARGEST = 1 << 31  # bytes that a file may unpack to
 
-# What is recorded of every token, beside what the algorithm adds: type of the column.
+# Columns over tokens that every trace has, with their types; the algorithm adds more.
 _OF_ROLLOUTS: Mapping[str, Any] = {
     **{name: column.dtype for name, column in TOKENS.items()},
     "piece": np.int16,
     "mask": np.uint8,
     "turn_reward": np.float32,
 }
-# What the trainer computes of every token for the trace: the log-probability, and its distribution's entropy, nats.
+# Columns that the trainer computes for the trace: log-probability of each token, entropy of its distribution, in nats.
 SCORES = ("trainer_logprob", "entropy")
-# What the updates of a step make of every token where log.trace='updates': columns of `Noted`.
+# Columns of `Noted` with log.trace='updates': weight of each token in the updates of the step, and 1 if it is clipped.
 WEIGHTS = ("weight", "clipped")
 _OF_SAMPLES: Mapping[str, Any] = {
     "group": np.int32,
@@ -42,12 +42,12 @@ _OF_SAMPLES: Mapping[str, Any] = {
 
 
 def file_name(step: int) -> str:
-    """The file of a step, in the folder `trace` of a run directory."""
+    """Returns the name of a step's file in the folder `trace` of a run directory."""
     return f"step_{step:08d}.npz"
 
 
 def traced_steps(workdir: Place) -> list[int]:
-    """Lists the steps that a run directory holds a trace of, ascending."""
+    """Lists the steps whose trace a run directory holds, ascending."""
     folder = workdir / FOLDER
     if not folder.is_dir():
         return []
@@ -56,14 +56,14 @@ def traced_steps(workdir: Place) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Noted:
-    """Contents of a step's trace beside the samples.
+    """The contents of a step's trace besides its samples.
 
     Attributes:
       reward_names: names of the reward functions.
-      columns: further numbers of every token, in the sample layout, by name: advantage, trained (1 where the token
-        counts in the loss), return under PPO, and WEIGHTS where the updates are traced.
-      scores: fetches SCORES of the first B' samples, each (B', T), under the trainer's weights before the step's first
-        update; None where there are none.
+      columns: further numbers of every token, in the sample layout, by name: advantage, trained (1 if the token counts
+        in the loss, else 0), return under PPO, and WEIGHTS if the updates are traced.
+      scores: function that fetches SCORES of the first B' samples, each (B', T), under the trainer's weights before the
+        step's first update; None if they are not computed.
     """
 
     reward_names: Sequence[str]
@@ -73,19 +73,20 @@ class Noted:
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """The samples of one step, as its file holds them.
+    """The samples of one step, as the step's file holds them.
 
     Attributes:
-      step: step of metrics.jsonl.
+      step: number of the step, as in metrics.jsonl.
       reward_names: names of the reward functions.
-      prompts: text of each prompt; `fields` what its record says beside, by name.
+      prompts: text of each prompt.
+      fields: further fields of each prompt's record, by name.
       completions, episodes: completion and episode of each sample, as in podrl.types.Rollouts.
       pieces: text of every token id that occurs.
-      samples: arrays over samples: group (row of its prompt in `prompts`), length, prompt_length, stop, reward, and
-        (functions, samples) rewards.
-      tokens: arrays over all tokens, sample after sample without padding: tokens, piece (number of the token's context
-        within its sample; not in traces of older runs), mask, logprob, raw_logprob, kept, version, turn_reward,
-        advantage, trained, trainer_logprob and entropy (NaN where not computed), ...
+      samples: arrays over samples, by name: group (index of the sample's prompt in `prompts`), length and prompt_length
+        (tokens), stop, reward, and rewards of shape (reward functions, samples).
+      tokens: arrays over all tokens X, sample after sample without padding, by name: tokens, piece (number of the
+        token's context within its sample; not in traces of older runs), mask, logprob, raw_logprob, kept, version,
+        turn_reward, advantage, trained, trainer_logprob and entropy (nats; NaN if not computed), ...
     """
 
     step: int
@@ -100,12 +101,19 @@ class TracedStep:
 
     @property
     def first(self) -> Int[np.ndarray, " B"]:
-        """Index of each sample's first token in the arrays of `tokens`."""
+        """Returns the index of each sample's first token in the arrays of `tokens`."""
         return np.cumsum(self.samples["length"]) - self.samples["length"]
 
 
 def content(step: int, experience: Experience, noted: Noted, piece: Callable[[int], str]) -> bytes:
-    """Packs the samples of a step into the bytes of its file; `piece` gives the text of a token."""
+    """Packs the samples of a step into the bytes of its file.
+
+    Args:
+      step: number of the step.
+      experience: samples of the step with their rewards.
+      noted: contents besides the samples.
+      piece: function that returns the text of a token id.
+    """
     rollouts = experience.rollouts
     keep_BT = np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None]
     columns = {f"token.{name}": _of(rollouts, name)[keep_BT].astype(kind) for name, kind in _OF_ROLLOUTS.items()}
@@ -147,7 +155,7 @@ def read_step(workdir: Place | str, step: int) -> TracedStep:
     """Reads the trace of a step; nothing in the file is executed.
 
     Raises:
-      ValueError: there is none, or it is damaged.
+      ValueError: the run directory has no trace of the step, or it is damaged.
     """
     workdir = locate(workdir) if isinstance(workdir, str) else workdir
     path = workdir / FOLDER / file_name(step)

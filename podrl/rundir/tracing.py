@@ -1,4 +1,4 @@
-"""Writes the trace and the spans of a run one step late, in a thread that nothing waits for."""
+"""Writes the trace and the spans of a run one step late, on a thread that training does not wait for."""
 
 import dataclasses
 import functools
@@ -15,33 +15,33 @@ from podrl.storage.storage import write_whole
 from podrl.types import Experience
 
 log = logging.getLogger("podrl.trace")
-_WAITING = 8  # steps that may wait for the disk; more are left out
+_WAITING = 8  # steps that may wait for the disk; further steps are left out
 SPAN_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceSteps:
-    """Tells the steps whose samples are recorded, and what is computed for them: alike on all hosts that train."""
+    """Decides which steps' samples are recorded and what is computed for them, equally on all hosts that train."""
 
     config: LogConfig
 
     def wants(self, step: int) -> bool:
-        """True for the steps whose samples are recorded."""
+        """Returns whether the samples of a step are recorded."""
         every = self.config.samples_every
         return self._whole or (every > 0 and (step % every == 0 or step == 1))
 
     @property
     def ever(self) -> bool:
-        """True where there are steps whose samples are recorded."""
+        """Returns whether there are steps whose samples are recorded."""
         return self._whole or self.config.samples_every > 0
 
     @property
     def share(self) -> float:
-        """Share of a step's groups whose log-probabilities the trainer computes for the trace."""
+        """Returns the share of a step's groups, 0 to 1, whose log-probabilities the trainer computes for the trace."""
         return 1.0 if self._whole else 0.25
 
     def weighs(self, step: int) -> bool:
-        """True for the steps before whose updates weight and clip of every token are computed."""
+        """Returns whether weight and clipping of every token are computed before the updates of a step."""
         return self.config.trace == "updates" and self.wants(step)
 
     @property
@@ -52,7 +52,7 @@ class TraceSteps:
 class Tracing:
     """Owns spans.jsonl and the folder `trace` of a run directory.
 
-    A resumed run passes `start`: what was recorded of steps at or after it is dropped, so each is recorded once.
+    A resumed run passes `start`: records of step `start` and later are dropped, so that each step is recorded once.
     """
 
     def __init__(self, workdir: pathlib.Path, config: LogConfig, *, start: int):
@@ -70,11 +70,18 @@ class Tracing:
         self._thread.start()
 
     def note(self, step: int, noted: trace.Noted) -> None:
-        """Keeps what the algorithm knows of a step's tokens until the step is recorded."""
+        """Keeps the algorithm's numbers of a step's tokens until the step is recorded."""
         self._noted = (step, noted)
 
     def record(self, step: int, experience: Experience, done: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
-        """Hands a step to the thread; returns at once. A disk that is too slow loses steps, not time."""
+        """Hands a step to the thread and returns at once; if the disk is too slow, the step is left out.
+
+        Args:
+          step: number of the step.
+          experience: samples of the step; recorded only if `note` was called for the step.
+          done: spans to record.
+          tokenizer: podrl.data.tokenizer.Tokenizer of the samples.
+        """
         self.add_spans(done)
         noted, self._noted = self._noted, None
         if noted is None or noted[0] != step:
@@ -85,12 +92,12 @@ class Tracing:
             self._left_out += 1
 
     def add_spans(self, done: Sequence[Mapping[str, Any]]) -> None:
-        """Hands spans to the thread, those of other processes too."""
+        """Hands spans of this or another process to the thread."""
         if done:
             self._queue.put(functools.partial(self._append, done))
 
     def close(self) -> None:
-        """Writes what waits, and ends the thread."""
+        """Waits until the thread has written everything, and ends it."""
         self._queue.put(None)
         self._thread.join()
         self._lines.close()
@@ -130,7 +137,7 @@ class Tracing:
 
 
 class Pieces:
-    """Texts of tokens, one by one, with the spaces they stand for."""
+    """Returns the text of single tokens, with the spaces that belong to them."""
 
     def __init__(self, tokenizer: Any):
         """Takes a podrl.data.tokenizer.Tokenizer."""
@@ -139,7 +146,10 @@ class Pieces:
         self._before = "" if self._anchor is None else tokenizer.decode([self._anchor])
 
     def __call__(self, token: int) -> str:
-        """The text of a token after others; its name in the vocabulary where it has none of its own."""
+        """Returns the text that a token adds after another token; its name in the vocabulary if it has no text alone.
+
+        Tokens that hold a part of a character have no text alone.
+        """
         whole = self._tokenizer.decode([token] if self._anchor is None else [self._anchor, token])
         text = whole.removeprefix(self._before)
         return self._tokenizer.token_text(token) if not text or "\ufffd" in text else text

@@ -1,4 +1,4 @@
-"""Compares what the updates of one step make of its tokens in two runs: which are clipped, and with what weight."""
+"""Compares the weight and the clipping of every token in the updates of one step, between two runs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ CHANGED = ("token", "prompt", "sample", "place", "advantage", "weight", "weight 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Two tables over the tokens of a step that count in the loss, as cells.
+    """Two tables of cells over the tokens of a step that count in the loss.
 
     Attributes:
-      counts: rows of COUNTS, by the sign of the advantage.
-      changed: rows of CHANGED: the tokens whose weight changed most.
+      counts: rows with the columns of COUNTS, one per sign of the advantage.
+      changed: rows with the columns of CHANGED, one for each of the tokens whose weight changed most.
     """
 
     counts: Sequence[Sequence[str]]
@@ -26,10 +26,15 @@ class Compared:
 
 
 def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> Compared:
-    """Compares weight and clip by token; both steps were recorded with log.trace='updates'.
+    """Compares weight and clipping token by token; both steps must have been recorded with log.trace='updates'.
+
+    Args:
+      before: the step in the first run.
+      now: the same step in the second run.
+      most: the largest number of tokens to list.
 
     Raises:
-      ValueError: one lacks them, or they have other samples.
+      ValueError: a step lacks weight and clipping, or the two steps have different samples.
     """
     for name in WEIGHTS:
         if name not in before.tokens or name not in now.tokens:
