@@ -1,7 +1,7 @@
-"""Checks of a run's records: each finds one thing that is wrong, at the first step where its numbers say so.
+"""Checks of a run's records: each finds one kind of problem, at the first step whose numbers show it.
 
-A check looks at one record, and at what `Past` keeps of those before. The order is that of cause before consequence;
-docs/doctor.md explains every row.
+A check looks at one record, and at what `Past` keeps of the records before it. Checks of causes come before checks of
+consequences; docs/doctor.md explains every row.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ from typing import Any
 from podrl.rundir.history import WINDOW, Past, Record, average, number
 
 # Thresholds; docs/doctor.md states them.
-SUPPORT = 0.95  # least kept_mass
-TRUNCATED = 0.25
-NO_SIGNAL = 0.8
-LONGER = 2.0  # times the length of the first steps
-COLLAPSED = 0.1  # of the entropy of the first steps
-UNEVEN = 0.5  # of the evenness of the first steps
+SUPPORT = 0.95  # least rollout/kept_mass
+TRUNCATED = 0.25  # largest share of samples cut off at the token limit
+NO_SIGNAL = 0.8  # largest share of groups with equal rewards
+LONGER = 2.0  # times the length in the first steps
+COLLAPSED = 0.1  # share of the entropy in the first steps
+UNEVEN = 0.5  # share of the evenness in the first steps
 KL_LIMIT = 1.0  # nats per token
-SPIKE = 10.0  # times the median
+SPIKE = 10.0  # times the median gradient norm
 FAILING = 0.5  # share of a tool's calls
-STARVED = 0.25  # share of a step
-UNPAID = 0.95  # share of samples
-REPEATED = 8  # times one behind the other
-SETTLED = 10  # steps before a constant is believed
+STARVED = 0.25  # share of a step's time
+UNPAID = 0.95  # share of samples with reward 0
+REPEATED = 8  # consecutive repetitions of a piece of text
+SETTLED = 10  # steps before a constant value is believed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Check:
 
     Attributes:
       name: name of the finding.
-      kind: kind of the records that the check reads: 'step', 'evaluation', 'sample' (one of samples.jsonl), or 'trace'
-        (all tokens of a step; podrl/rundir/token_checks.py).
+      kind: kind of the records that the check reads: 'step', 'evaluation', 'sample' (a line of samples.jsonl), or
+        'trace' (all tokens of a step; podrl/rundir/token_checks.py).
       meaning: consequence of the finding, in a sentence.
-      key: the key to turn.
-      look: returns what is wrong with a record, with its numbers; '' for nothing.
+      key: configuration key to change, or advice.
+      look: function that describes what is wrong with a record, with its numbers; '' if nothing is wrong.
     """
 
     name: str
@@ -53,7 +53,10 @@ CHECKS: list[Check] = []
 
 
 def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[[Any], Any]:
-    """Puts a function into the table; the order in the file is that of cause before consequence."""
+    """Returns a decorator that adds a function to CHECKS as a check; arguments are attributes of `Check`.
+
+    The order in the file matters: checks of causes come before checks of consequences.
+    """
 
     def put(look: Callable[[Record, Past], str]) -> Callable[[Record, Past], str]:
         CHECKS.append(Check(name, kind, meaning, key, look))
@@ -62,7 +65,7 @@ def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[
     return put
 
 
-# The checks, by what they are about. First: are the samples what they say they are?
+# The checks, by subject. First: are samples and weights what their records say?
 
 
 @check(
@@ -73,7 +76,7 @@ def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[
 def _prompts(now: Record, past: Past) -> str:
     first, before = number(now, "data/first_prompt"), number(past.last[-1], "data/last_prompt") if past.last else None
     if first is None or before is None or past.setting("rollout.clock", "tokens") == "wall":
-        return ""  # by the wall clock batches are no part of the stream's order
+        return ""  # with the wall clock, batches do not follow the order of the data stream
     if first <= before:
         return f"the batch begins with prompt {first:.0f} of the stream, and prompt {before:.0f} was trained before it"
     if first > before + 1 and not past.setting("algo.dynamic_sampling", False):
@@ -135,7 +138,7 @@ def _reproduced(now: Record, past: Past) -> str:
 )
 def _ratio(now: Record, past: Past) -> str:
     value, bound = number(now, "actor/ratio"), 0.01 if past.exact else 0.05
-    if not value or not past.on_policy or abs(value - 1) <= bound:  # 0 is a step without a token in the loss
+    if not value or not past.on_policy or abs(value - 1) <= bound:  # 0: no token of the step counts in the loss
         return ""
     return f"actor/ratio is {value:.4g}, more than {bound:g} away from 1 in a run of one on-policy update a step"
 
@@ -186,7 +189,8 @@ def _function_constant(now: Record, past: Past) -> str:
     fns = [str(fn).rpartition(":")[2] for fn in past.setting("reward.fns", ())]
     fns = fns if len(fns) > 1 else []
     same = [f"reward/{fn}" for fn in fns if len(set(past.recent(now, f"reward/{fn}", SETTLED))) == 1]
-    same = [name for name in same if number(now, name.replace("/", "/zero/", 1)) != 1]  # said by the next check
+    # The next check reports functions that give 0 to every sample.
+    same = [name for name in same if number(now, name.replace("/", "/zero/", 1)) != 1]
     said = ", ".join(f"{name} is {number(now, name):.4g}" for name in same)
     return f"{said} in every one of the first {SETTLED} steps" if same else ""
 
@@ -216,7 +220,7 @@ def _unpaid(now: Record, past: Past) -> str:
 
 
 def _shown(sample: Record) -> str:
-    """A sample in one line: the end of its prompt, the begin of its answer, the reference."""
+    """Returns a sample in one line: the end of its prompt, the beginning of its answer, the reference."""
     prompt, text = str(sample.get("prompt", "")), str(sample.get("completion", ""))
     prompt, text = ("..." * (len(prompt) > 160) + prompt[-160:], text[:240] + "..." * (len(text) > 240))
     return f"prompt {prompt!r}, answer {text!r}" + (f", reference {sample['truth']!r}" if "truth" in sample else "")
@@ -489,7 +493,7 @@ def _bottleneck(now: Record, past: Past) -> str:
 
 
 def _saturated(now: Record, past: Past) -> bool:
-    """True where rewards hardly differ any more, and are higher than at first."""
+    """Returns whether rewards hardly differ any more and are higher than in the first steps."""
     stds, start, mean = past.recent(now, "reward/std"), past.at_first("reward/std"), past.at_first("reward/mean")
     if not stds or not start or mean is None:
         return False
