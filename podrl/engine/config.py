@@ -145,8 +145,8 @@ class RolloutConfig(SamplingSettings):
       page_kernel: whether decoding on TPUs and GPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it
         reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on. Samples
         drawn with and without the kernel differ in their last bits.
-      router_replay: whether the trainer sends each token to the experts that it took while it was sampled, which the
-        engine then records (docs/models.md). No effect on models without experts.
+      router_replay: whether the engine records the experts that each token took while it was sampled, and the trainer
+        sends the token to the same experts (docs/models.md). No effect on models without experts.
       Others: defaults of Sampling, see SamplingSettings.
 
     Raises:

@@ -97,7 +97,7 @@ class Engine:
           shape: sizes of a data-parallel shard.
           dtype: dtype of weights and pools.
           several_hosts: whether the mesh's devices belong to several processes. All of them call the same programs in
-            the same order, and results that hosts read are complete on every host.
+            the same order, and every host of a replica can read all results of the replica.
           kernel: whether to decode with the attention kernel of the mesh's devices; None uses it where it pays
             (`podrl.engine.page_attention.chosen`).
           routes: whether to record the experts that each token takes; no effect on a model without experts.

@@ -454,7 +454,8 @@ class Scheduler:
     def _expected(self, sample: Sample) -> float:
         """Estimates how many new tokens a sample will have when it ends.
 
-        The estimate is the caller's, else the mean of the prompt's finished samples, else half of `max_new`.
+        The estimate is the caller's, else the mean of the prompt's finished samples, else half of `max_new`; it is at
+        least one dispatch more than the sample has, and at most `max_new`.
         """
         if sample.expected is not None:
             guess = sample.expected

@@ -55,7 +55,7 @@ class TokenClock:
         return self._windows > 1
 
     def known(self, step: int) -> int:
-        """Returns a step after all others: every decision follows from the samples, so every step is repeated."""
+        """Returns a step after all others: every decision follows from the samples, so every step can be repeated."""
         return sys.maxsize
 
     def recorded(self, index: int, asked: int, step: int) -> None:

@@ -129,7 +129,7 @@ class Episode:
     Attributes:
       track: record of the sample; None before its environment has opened it.
       opening: tokens and limits that the sample begins with; None before its environment has sent them.
-      stops: stop strings of the present turn that are one token, by the id of the token.
+      stops: stop strings of the present turn that are one special token, by the id of the token.
       strings: the other stop strings of the present turn.
       turns: a record of each turn and observation, as in podrl.types.Rollouts.
       rewards: (index of the token in the completion, reward) of each reward.
@@ -391,7 +391,7 @@ class Pump:
         """Encodes an observation.
 
         Returns:
-          The observation's tokens, and the stop strings of the next turn that are not a single token.
+          The observation's tokens, and the stop strings of the next turn that are not a single special token.
         """
         episode, dialogue = self._episodes[b], self._dialogue
         last = episode.track.tokens[-1] if episode.track and episode.track.tokens else None
@@ -407,7 +407,7 @@ class Pump:
         return tokens, self._stops(b, say)
 
     def _stops(self, b: int, say: Say) -> tuple[str, ...]:
-        """Sets the stop strings of the next turn; returns the strings that are not a single token."""
+        """Sets the stop strings of the next turn; returns the strings that are not a single special token."""
         try:
             texts, ids = self._dialogue.stops((*self.request.sampling.stop_strings, *say.stop))
         except ValueError as error:
