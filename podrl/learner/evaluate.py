@@ -35,7 +35,7 @@ class SetConfig:
       path: source of the set's records, as in data.path; all of its records are for evaluation.
       problems: number of records used, from the first on; None for as many as eval.problems.
       samples: number of completions per record at `temperature`, for mean@k, pass@k and majority@k; None is
-        eval.samples, 0 leaves the greedy completion alone.
+        eval.samples, 0 leaves only the greedy completion.
       temperature: sampling temperature of these completions.
       max_tokens_to_generate: largest number of tokens of a completion; None is rollout.max_tokens_to_generate, which is
         also the largest value.
@@ -82,7 +82,7 @@ _SET = re.compile(rf"(?!(?:{'|'.join((*_TAKEN, _GROUP))}))[A-Za-z0-9_-]+")
 _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "answer_field", "reward", "env")
 
 
-Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # as `Evaluator.scores` returns
+Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # the result of `Evaluator.scores`
 
 
 @section(
@@ -94,10 +94,10 @@ Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # as `Evaluator.sco
 )
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Settings of an evaluation: number of prompts, of samples per prompt, of samples shown, further sets, and when.
+    """Settings of evaluations: numbers of prompts, of samples per prompt and of samples shown, and further sets.
 
     Attributes:
-      problems: number of held-out prompts used; 0 leaves the evaluation on them out.
+      problems: number of held-out prompts used; 0 leaves out the evaluation on held-out prompts.
       samples: number of completions per prompt at temperature 1, for the sampled rewards, accuracies and pass@k.
       show: number of samples written to samples.jsonl per evaluation and set.
       sets: further sets of records.
@@ -268,7 +268,7 @@ class Evaluator:
 
 
 class _Scores:
-    """Collects the scores of a set's greedy samples, or of its sampled ones."""
+    """Collects the scores of a set's greedy completions, or of its sampled completions."""
 
     def __init__(self, held: HeldOut, name: str, samples: int):
         """Begins without scores; `samples` is the number of samples per prompt."""

@@ -165,7 +165,7 @@ class Generator:
             with the points where its samples stop.
           policy: weights on the rollout mesh.
           halt: function called between dispatches; the call ends when it returns True. None never ends the call early.
-          took: called when samples of a batch have ended and all of them are with the reward functions.
+          took: function called when samples of a batch have ended, once all of these are with the reward functions.
         """
         started = time.monotonic()
         by_player = {id(making.player): making for making, _ in makings}

@@ -130,7 +130,7 @@ class GRPO:
         return len(self._config.parts) > 1
 
     def _by_rewards(self, experience: Experience, rewards: np.ndarray) -> np.ndarray:
-        """Computes the advantages from rewards; sources with different settings are computed apart."""
+        """Computes the advantages from rewards, apart for samples of sources with different settings."""
         rollouts = experience.rollouts
         if not self._mixed:
             (estimator,) = self._estimators

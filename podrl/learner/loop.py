@@ -3,7 +3,7 @@
 Three collaborators do the work. `rollouts` makes batches of experience from the newest weights: in this process
 (podrl/learner/rollouts.py), on other hosts, or as this host's share of a pod (podrl/learner/pods/). `algorithm` turns a
 batch into optimizer updates: GRPO, PPO, SFT, DPO. `recorder` holds what outlives the process: metrics, checkpoints,
-evaluations, and the wish to stop (podrl/learner/recorder.py). Every process runs these lines unchanged.
+evaluations, and whether the run must stop (podrl/learner/recorder.py). Every process runs these lines unchanged.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Chooses the source of this process's batches: itself, or by its role in a pod."""
+"""Chooses the source of this process's batches: the process itself, or in a pod the source that its role has."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Makes:
     """The samples and evaluations of a job, and how they are made.
 
     Attributes:
-      generate: makes experience from prompts; None if this process does not generate.
+      generate: function that makes experience from prompts; None if this process does not generate.
       evaluator: scores the policy on (this process's share of) held-out prompts; None disables evaluation.
       prompts: number of prompts per generated batch; 0 if batches are answers from data.
       group_size: number of samples per prompt, a greedy sample drawn with the others included.

@@ -71,7 +71,7 @@ class PPO:
     def advantages(
         self, experience: Experience, scores: PPOScores, rewards: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray], Mapping[str, Any]]:
-        """Computes (advantage, return) of every sampled token: generalised advantage estimation."""
+        """Computes (advantage, return) of every sampled token by generalised advantage estimation."""
         config, mask_BT, value_BT = self._config, experience.rollouts.mask_BT, scores.value_BT
         token: Any = rewards.astype(np.float32)
         mask: Any = mask_BT

@@ -96,7 +96,7 @@ class Recorder:
     """Implements podrl.learner.loop.Recorder on a trainer host.
 
     Everything a step depends on is in the checkpoint: weights, optimizer, step, the position of the data stream after
-    the last submitted batch, the batches in flight, and what adapts between steps.
+    the last submitted batch, the batches in flight, and the coefficients that adapt between steps.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def unmoved_by_samples(
 ) -> list[str]:
     """Lists the reasons why a run on samples cannot change the policy or the critic, one sentence for each setting.
 
-    Settings that make no sense for a diagnosis either are refused where they are declared: groups of one without an
+    Settings that make no sense even for a diagnosis are refused where they are declared: groups of one without an
     advantage, no steps, adapters that match nothing.
 
     Args:

@@ -1,4 +1,4 @@
-"""Learns from judged answers: DPO and ORPO from pairs of a better and a worse one, KTO from labelled ones."""
+"""Learns from judged answers: DPO and ORPO from pairs of a better and a worse answer, KTO from labelled answers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import BatchError, Experience, Policy
 
 _LAST_WORDS_S = 300.0
-_VERDICT_S = 30 * 86400.0  # trainers may wait for an evaluation before they save; their loss is noticed otherwise
+_VERDICT_S = 30 * 86400.0  # trainers may wait for an evaluation before they save; lost trainers are noticed anyway
 _log = logging.getLogger("podrl.hosting")
 
 
