@@ -51,7 +51,7 @@ def _tiny() -> ConfigDict:
     # max_prompt_length 0 is the longest prompt of the data.
     config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 0, "max_tokens_to_generate": 40})
     config.rollout.temperature = 1.0
-    config.rollout.members_per_read = 8  # a group
+    config.rollout.members_per_read = 8  # all samples of a group
     config.reward = ConfigDict(
         {
             "fns": ("exact_format", "approximate_format", "answer", "number"),
@@ -72,13 +72,13 @@ def _tiny() -> ConfigDict:
 
 
 def _gemma2_2b(config: Any) -> None:
-    """Sets the numbers of Tunix's GSM8K recipe for Gemma 2 2B, on two v5e 2x4 slices' worth of chips.
+    """Sets the numbers of Tunix's GSM8K recipe for Gemma 2 2B, on 16 chips: two v5e 2x4 slices.
 
-    One epoch, two prompts a step; docs/from-tunix.md says what other publications of it have, and which words the
-    prompt has.
+    The recipe trains for one epoch, two prompts a step. docs/from-tunix.md has the numbers of other publications of the
+    recipe, and the words of its prompt.
     """
     config.model.path = ""
-    config.model.size = "gemma2-2b"  # what podrl.plan plans without the weights
+    config.model.size = "gemma2-2b"  # for podrl.plan, which needs no weights
     config.fake_devices = 16  # for --dry_run on a laptop
     config.model.lora = ConfigDict({"rank": 64, "alpha": 64.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
     config.roles.trainer.mesh = "fsdp=4,tensor=2"
@@ -91,7 +91,7 @@ def _gemma2_2b(config: Any) -> None:
     config.rollout.update(
         {"temperature": 0.9, "top_p": 1.0, "top_k": 50, "data_type": "bfloat16", "kv_cache_size": 1024}
     )
-    config.rollout.members_per_read = 4  # a group
+    config.rollout.members_per_read = 4  # all samples of a group
     config.trainer = ConfigDict(
         # GSM8K has 7,473 problems to train on: all of them once.
         {"max_steps": 3738, "eval_every_n_steps": 500, "learning_rate": 3e-6, "schedule": "cosine"}

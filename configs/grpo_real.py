@@ -1,4 +1,4 @@
-"""GRPO with LoRA on GSM8K: models as published, on machines as they are rented. docs/real-model.md walks through each.
+"""GRPO on GSM8K: published models on machines that one can rent. docs/real-model.md walks through each variant.
 
     python -m podrl.launch --config=grpo_real.py:qwen3_06b_gpu --config.model.path=DIR --config.data.path=train.jsonl
 
@@ -30,7 +30,7 @@ def get_config(variant: str = "") -> ConfigDict:
     elif variant.startswith("qwen3_8b"):
         config.model.size = "qwen3-8b"
         config.model.lora.rank = 0
-        config.grpo.beta = 0.0  # no reference beside the policy
+        config.grpo.beta = 0.0  # no reference is held beside the policy
         chips = {"qwen3_8b_v5p16": 8, "qwen3_8b_v6e32": 16}[variant]
         config.fake_devices = 2 * chips
         config.roles.update({"trainer": {"mesh": f"fsdp={chips}"}, "rollout": {"mesh": f"data={chips // 4},tensor=4"}})
@@ -47,7 +47,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
 
 def _gsm8k() -> ConfigDict:
-    """One pass over the 7,473 problems of GSM8K, 16 at a time with 8 samples each."""
+    """The base of all variants: one pass over the 7,473 problems of GSM8K, 16 at a time with 8 samples each."""
     config = ConfigDict()
     config.algorithm = "grpo"
     config.seed = 0

@@ -8,8 +8,9 @@ GRPO teaches it to, on a CPU machine with 2 cores: greedy answers 0 -> 83 %, sam
 
 Variants:
     grpo_tools.py:mcp       the same calculator as an MCP server over stdio (extra [tools]), bit for bit
-    grpo_tools.py:mixture   three sources in one update: RL with the calculator, a cross-entropy on what it answers,
-                            and the policy as its own teacher, who reads the answer, on sums by heart
+    grpo_tools.py:mixture   three sources in one update: RL with the calculator; a cross-entropy on the calculator's
+                            answers; and sums without the calculator, on which the policy is its own teacher and the
+                            teacher reads the answer
 """
 
 from ml_collections import ConfigDict
@@ -45,7 +46,7 @@ def get_config(variant: str = "python") -> ConfigDict:
     if variant == "mixture":
         config.grpo.update({"teacher": "initial", "teacher_hint_tokens": 16})
     config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 48})
-    # Of the tokens of a response, those that the model samples; the others are the calculator's.
+    # Most tokens of a response, and most of them that the model samples; the other tokens are the calculator's.
     config.rollout.update({"max_response_tokens": 88, "max_tokens_to_generate": 56, "temperature": 1.0})
     # 1.5 for the right answer; a call that fails costs a tenth of that.
     config.reward = ConfigDict({"fns": ("number", "failed_calls"), "weights": (1.0, 0.15), "workers": 1})

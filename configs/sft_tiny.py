@@ -35,7 +35,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     config.data = ConfigDict({"path": "problems", "seed": 1})
     config.sft = ConfigDict({"batch_size": 64, "max_length": 96, "tagged_share": 0.12, "full_steps": FULL_STEPS})
     config.rollout = ConfigDict({"max_prompt_length": 64, "max_tokens_to_generate": 40})
-    config.rollout.temperature = 0.9  # the checkpoint learned its answers as they are sampled at that
+    config.rollout.temperature = 0.9  # the distribution at this temperature learns the answers
     config.trainer = ConfigDict({"max_steps": FULL_STEPS + MIXED_STEPS, "eval_every_n_steps": 500})
     config.trainer.update({"learning_rate": 3e-3, "schedule": "cosine", "warmup_fraction": 0.06, "end_fraction": 0.1})
     config.trainer.update(

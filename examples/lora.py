@@ -1,4 +1,4 @@
-"""LoRA: adapters learn, the weights below them stay; then a PEFT directory and a merged model.
+"""LoRA: adapters learn, the weights below them stay; the run is exported as a PEFT directory and as a merged model.
 
     python examples/lora.py
 
@@ -13,7 +13,7 @@ def main(workdir="runs/lora", **settings):
     wanted = {
         "model.path": "tiny",
         "model.lora": {"rank": 16, "alpha": 32.0, "pattern": "q|k|v|o|gate|up|down"},
-        "trainer.learning_rate": 2e-3,  # adapters take more than weights do
+        "trainer.learning_rate": 2e-3,  # adapters take a larger rate than all weights do
         "trainer.max_steps": 60,
     }
     code = podrl.run("grpo_gemma.py", wanted | settings, workdir=workdir)

@@ -1,8 +1,9 @@
-"""A loss of your own, held to the properties of podrl's, then trained with; its number is a key.
+"""A loss of your own: podrl checks the properties of a policy loss, then trains with it; its number is a key.
 
     python examples/own_loss.py
 
-Two minutes on a laptop. The policy loss of a token; KL, entropy and the mean over tokens are added as to any other.
+Two minutes on a laptop. The function is the policy loss of a token; KL, entropy and the mean over tokens are added as
+to any other policy loss.
 """
 
 import jax.numpy as jnp

@@ -2,7 +2,7 @@
 
     python examples/ppo_reward_model.py [DIR]
 
-Without DIR the reward model is podrl's small model with a random head: it shows the way, and teaches nothing.
+Without DIR the reward model is podrl's small model with a random head: its rewards teach nothing.
 """
 
 import json
@@ -16,7 +16,7 @@ from podrl.models.tensor_files import Outgoing, scan_directory, write_file
 
 
 def random_reward_model(out):
-    """Writes the small model with a head that gives one number, as Gemma2ForSequenceClassification has it."""
+    """Writes the small model with a random head of one output, in the form of Gemma2ForSequenceClassification."""
     tensors = {name: stored.read() for name, stored in scan_directory(podrl.TINY).items()}
     width = tensors["model.norm.weight"].shape[0]
     head = np.random.default_rng(0).normal(size=(1, width))

@@ -1,4 +1,4 @@
-"""First supervised, then by rewards: a model with random weights learns the form from answers, and GRPO takes it up.
+"""First supervised, then by rewards: a model with random weights learns the form from answers, then GRPO trains it.
 
     python examples/sft_then_grpo.py
 

@@ -2,7 +2,7 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/two_meshes.py
 
-One minute on a laptop. On a machine with accelerators leave XLA_FLAGS out and write its numbers of devices.
+One minute on a laptop. On a machine with accelerators leave XLA_FLAGS out, and adapt the numbers of devices below.
 """
 
 import jax

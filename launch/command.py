@@ -17,7 +17,7 @@ RESTART_CODES = (42, PREEMPTED_CODE)
 SIGNAL_CODES = (134, 137, 139, 143)
 
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-# Named as variables are that hold something to keep: HF_TOKEN, WANDB_API_KEY.
+# Names of variables that are likely to hold a secret, such as HF_TOKEN and WANDB_API_KEY.
 _SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?|(API)?KEYS?|AUTH)(_|$)", re.IGNORECASE)
 
 
@@ -28,10 +28,10 @@ def podrl_command(config: str, workdir: str, extra: Sequence[str], code: Code | 
       config: value of podrl's --config.
       workdir: value of --workdir; pods share no disk, so it must be a URL such as gs://bucket/run.
       extra: further podrl flags, as given after `--`.
-      code: what goes along.
+      code: the user's code that goes along; None for none.
 
     Raises:
-      ValueError: a workdir on a pod's own disk, or a flag given twice.
+      ValueError: the workdir is on a pod's own disk, or a flag is given twice.
     """
     if "://" not in workdir:
         raise ValueError(f"--workdir={workdir} is a path inside a pod and dies with it: use gs://BUCKET/RUN.")
@@ -48,10 +48,10 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
     Args:
       name: the name asked for.
       limit: characters left once Kubernetes has appended role, slice and host.
-      flag: that gave it.
+      flag: flag that gave the name, for the message.
 
     Raises:
-      ValueError: not a DNS label of at most `limit` characters.
+      ValueError: the name is no DNS label of at most `limit` characters.
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > limit:
         raise ValueError(
@@ -65,7 +65,7 @@ def environment(pairs: Sequence[str]) -> dict[str, str]:
     """Returns podrl's environment in a pod, with the user's NAME=VALUE pairs over it.
 
     Raises:
-      ValueError: a pair without '=', a bad name, the job's secret, or a value xpk's template would break on.
+      ValueError: a pair has no '=' or a bad name, gives the job's secret, or has a value that breaks xpk's template.
     """
     values = dict(ENVIRONMENT)
     for pair in pairs:
@@ -113,12 +113,12 @@ def split_extra(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(command: Sequence[str], *, stdin: str | bytes | None = None, missing: Mapping[str, str]) -> int:
-    """Runs a client program and returns its exit code.
+    """Runs a client program and returns its exit code; 1 if the program is not installed.
 
     Args:
       command: program and arguments.
-      stdin: its standard input.
-      missing: program name to the sentence that says how to install it.
+      stdin: standard input of the program; None leaves it that of this process.
+      missing: sentence that says how to install a program, by name of the program.
     """
     try:
         given = stdin.encode() if isinstance(stdin, str) else stdin

@@ -4,17 +4,17 @@
     --image=REGISTRY/podrl:1 --workdir=gs://bucket/run [--apply] [-- --config.trainer.learning_rate=1e-6]
 
 Without --apply the manifest is printed and nothing else happens; with --apply --dry_run the kubectl command is printed
-after it. What the hosts encrypt their channel with, and variables of --env whose names sound secret, go by a Secret
-that is never printed; a NetworkPolicy lets only the job's own pods reach them. Needs pyyaml here, and in the cluster
-JobSet 0.10 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
+after it. The key that encrypts the hosts' channel, and variables of --env whose names sound secret, are in a Secret
+that is never printed; a NetworkPolicy lets only the job's own pods reach the hosts. This needs pyyaml here, and in the
+cluster JobSet 0.10 or later (https://jobset.sigs.k8s.io) and, for the queue label, Kueue.
 
-What happens to a failure:
+What happens when a pod ends:
   trainer pod   preempted, which is exit 75 or a pod that the cluster disrupts: all jobs of the set are recreated,
                 however often, and podrl resumes from its checkpoint. Exit 42 or death by signal: the same, at most
                 --max_restarts times. Any other exit code is the user's error: the set fails at once.
-  rollout pod   restarted in place by the kubelet; the set goes on. So is one that got SIGTERM alone, which leaves with
-                exit 75 after its step where other rollout hosts stay; the last one stops the job, which saves. After
-                ROLLOUT_RETRIES restarts per host the job fails, and the set is recreated as above.
+  rollout pod   restarted in place by the kubelet; the set goes on. A rollout pod that alone got SIGTERM leaves with
+                exit 75 after its step and is restarted, too; if no other rollout host stays, it stops the job, which
+                saves. After ROLLOUT_RETRIES restarts per host the job fails, and the set is recreated as above.
   the end       the set is complete when the trainer is; rollout pods are then removed.
 """
 
@@ -42,7 +42,8 @@ PORTS = {
     "coordinator": COORDINATOR_PORT,
     "channel": CHANNEL_PORT,
 }
-# What Kubernetes says of a Job whose pod matched a rule of its podFailurePolicy; JobSet 0.10 can tell by it which rule.
+# Messages of Kubernetes about a Job whose pod matched a rule of its podFailurePolicy; JobSet 0.10 recognises the rule
+# by its message.
 _PREEMPTED = ["has condition DisruptionTarget matching", f"failed with exit code {command.PREEMPTED_CODE} matching"]
 _OF_TRAINER = {"onJobFailureReasons": ["PodFailurePolicy"], "targetReplicatedJobs": ["trainer"]}
 _SET_RULES = [
@@ -108,17 +109,22 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--apply", action="store_true", help="submit with kubectl apply")
     parser.add_argument("--dry_run", action="store_true", help="with --apply: print the kubectl command, run nothing")
     args = parser.parse_args(own)
-    # A set that runs keeps the Secret it was started with: what is submitted under its name by mistake is refused,
-    # because pods of a set cannot be changed, and takes no key away from them.
+    # The Secret has a new name in every submission, so that a running set keeps its own: a set that is submitted under
+    # the name of a running one by mistake is refused, as pods cannot be changed, and must not replace the pods' key.
     args.channel = f"{args.name}-channel-{secrets.token_hex(3)}"
     return args, extra
 
 
 def manifest(args: argparse.Namespace, extra: Sequence[str], code: submission.Code | None = None) -> dict[str, Any]:
-    """Builds the JobSet for our flags and for what --code has read, as kubectl reads it.
+    """Builds the JobSet for our flags, as kubectl reads it.
+
+    Args:
+      args: our flags.
+      extra: podrl's flags, from behind `--`.
+      code: the user's code that goes along; None for none.
 
     Raises:
-      ValueError: a machine, name, environment or workdir that cannot run.
+      ValueError: a machine, name, environment or workdir cannot work, or podrl would refuse the job.
     """
     trainer = machines.parse_slices(args.trainer, "--trainer")
     rollout = machines.parse_slices(args.rollout, "--rollout")
@@ -163,7 +169,7 @@ def _merge_given(document: dict[str, Any], given: str) -> None:
         pods, of both roles unless 'trainer.' or 'rollout.' stands before it; VALUE is YAML.
 
     Raises:
-      ValueError: another form, or a path that leads through a value.
+      ValueError: `given` has another form, or its path leads through a value that is no mapping.
     """
     import yaml
 
@@ -329,7 +335,7 @@ def _from_secret(name: str, secret: str, key: str) -> dict[str, Any]:
 def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
     """Makes the Secret with the key that encrypts the pods' messages, new for every submission.
 
-    Variables given by --env whose names sound secret lie there too.
+    Variables of --env whose names sound secret are in it, too.
     """
     given = {name: value for name, value in command.environment(args.env).items() if command.is_secret(name)}
     return {
@@ -342,7 +348,7 @@ def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def network_policy(args: argparse.Namespace) -> dict[str, Any]:
-    """Admits only the job's own pods, and those that gke_add.py adds, to its ports; some do not authenticate."""
+    """Admits only the job's own pods, and pods that gke_add.py adds, to its ports; some ports do not authenticate."""
     pods = {"matchLabels": _labels(args)}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -402,7 +408,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def submit(text: str, args: argparse.Namespace, more: str = "") -> int:
-    """Applies manifests, or with --dry_run says that it would, after printing `more`; returns the exit code."""
+    """Applies manifests and returns the exit code; with --dry_run it only names the command, and `more` beside them."""
     apply = ["kubectl", "apply", "-f", "-"]
     if args.dry_run:
         sys.stderr.write(f"would run, with {more}the manifest above as its input: {command.show(apply)}\n")

@@ -1,17 +1,18 @@
-"""Adds rollout hosts to a JobSet of launch.gke that runs: writes, and on --apply submits, a second one that joins it.
+"""Adds rollout hosts to a running JobSet of launch.gke: writes, and on --apply submits, a second JobSet that joins it.
 
   python -m launch.gke_add --join=podrl --slices=2 [--name=podrl-more] [--spot] [--apply]
 
-Everything else is read from the set that runs, by `kubectl get jobset`: image, command, environment, the shape of its
-rollout slices, and the name of its Secret, whose content stays in the cluster. So the pods have the job's settings, and
-the weights of a slice lie as they do on the others. They reach trainer 0 by the name that JobSet gives it.
+Everything else is read from the running set, by `kubectl get jobset`: image, command, environment, the shape of its
+rollout slices, and the name of its Secret, whose content stays in the cluster. So the added pods have the job's
+settings, and the weights lie on an added slice as on the other slices. The added pods reach trainer 0 by the name that
+JobSet gives it.
 
-What happens to them:
-  one that ends   is restarted in place, as a rollout pod of the job: also while the trainers are recreated, and where
-                  its machine is taken away. After gke.ROLLOUT_RETRIES restarts per host these pods are given up: then
-                  the job does not run any more.
-  the job's end   the set is complete; when the job's set is deleted, this one is, too.
-  fewer hosts     `kubectl delete jobset NAME`: each gets SIGTERM, leaves after its step, and the job goes on.
+What happens to the added pods:
+  a pod ends      it is restarted in place, as a rollout pod of the job: also while the trainers are recreated, and
+                  where its machine is taken away. After gke.ROLLOUT_RETRIES restarts per host these pods are given up:
+                  then the job does not run any more.
+  the job's end   the added set is complete; when the job's set is deleted, the added set is deleted, too.
+  fewer hosts     `kubectl delete jobset NAME`: each pod gets SIGTERM, leaves after its step, and the job goes on.
 """
 
 import argparse
@@ -24,8 +25,9 @@ from typing import Any
 
 from . import command, gke
 
-# Keys of gke.py; admission to the queue adds others, which are of the quota that it chose for the job. It refuses pods
-# with labels or annotations of another job's quota, and a gate that it set for the job nobody would lift here.
+# Keys that gke.py sets. Admission to the queue adds others for the quota that it chose for the job, and these must not
+# be copied: the queue refuses pods with labels or annotations of another job's quota, and nobody would lift a
+# scheduling gate that was set for the job.
 _SELECTED = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
 _LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/instance")
 _COMPONENT = "app.kubernetes.io/component"
@@ -61,10 +63,10 @@ def manifest(args: argparse.Namespace, runs: Mapping[str, Any]) -> dict[str, Any
 
     Args:
       args: our flags.
-      runs: the JobSet that runs, as kubectl gives it.
+      runs: the running JobSet, as kubectl prints it.
 
     Raises:
-      ValueError: it is none of launch.gke with rollouts of a copy of the weights per host, or flags that cannot be.
+      ValueError: the running JobSet does not have launch.gke's trainer and rollout jobs, or a flag has a bad value.
     """
     if args.slices < 1:
         raise ValueError(f"--slices={args.slices} must be at least 1.")
@@ -114,10 +116,10 @@ def manifest(args: argparse.Namespace, runs: Mapping[str, Any]) -> dict[str, Any
 
 
 def read(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads the JobSet that runs.
+    """Reads the running JobSet.
 
     Raises:
-      ValueError: kubectl is not here, or finds no such set; or the set has ended.
+      ValueError: kubectl is not installed, kubectl finds no such set, or the set has ended.
     """
     words = ["kubectl", "get", "jobset", args.join, f"--namespace={args.namespace}", "--output=json"]
     try:

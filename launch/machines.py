@@ -19,14 +19,14 @@ class Machine:
     """One kind of TPU host.
 
     Attributes:
-      name: how `--trainer` and `--rollout` call it.
+      name: name of the machine in `--trainer` and `--rollout`.
       accelerator: value of the node label cloud.google.com/gke-tpu-accelerator.
       machine_type: Compute Engine machine type.
       chips_per_host: chips of one VM; also the pod's google.com/tpu limit.
       dimensions: axes of a topology (2: '4x4', 3: '2x2x4').
       max_chips: chips in the largest slice.
-      host: topology that one host makes up, the smallest slice of this machine.
-      xpk_prefix: xpk's name of the generation, '' where xpk does not know this machine.
+      host: topology of one host, the smallest slice of this machine.
+      xpk_prefix: xpk's name of the generation; '' if xpk does not know this machine.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Slices:
     """A number of equal slices of one machine, as `v6e:2x4*2` asks for.
 
     Attributes:
-      machine: the hosts.
-      topology: chips along each axis, as '2x4'.
-      count: slices.
+      machine: machine of every host.
+      topology: chips of a slice along each axis, such as '2x4'.
+      count: number of slices.
     """
 
     machine: Machine
@@ -107,11 +107,11 @@ def parse_slices(spec: str, flag: str) -> Slices:
     """Reads `MACHINE:TOPOLOGY` or `MACHINE:TOPOLOGY*COUNT`.
 
     Args:
-      spec: as 'v6e:4x4' or 'v6e:2x4*2'.
-      flag: the flag it came from, for messages.
+      spec: text such as 'v6e:4x4' or 'v6e:2x4*2'.
+      flag: flag that the spec came from, for messages.
 
     Raises:
-      ValueError: a spec of another form, an unknown machine, or a topology the machine does not come in.
+      ValueError: the spec has another form, or names an unknown machine or a topology that the machine does not have.
     """
     match = re.fullmatch(r"([a-z0-9-]+):([0-9]+(?:x[0-9]+)+)(?:\*([0-9]+))?", spec.strip())
     if match is None:
@@ -130,7 +130,7 @@ def check_multislice(slices: Slices, what: str) -> None:
     """Refuses several slices of one host each as one cluster: multislice joins slices of several hosts only.
 
     Raises:
-      ValueError: such slices; `what` names them.
+      ValueError: there are several slices of one host; the message names them by `what`.
     """
     if slices.count > 1 and slices.hosts == 1:
         raise ValueError(

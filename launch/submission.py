@@ -1,6 +1,6 @@
-"""What a job takes to its hosts: the user's code as one archive, and settings that mean the same there as here.
+"""Prepares a job for its hosts: packs the user's code into one archive, and refuses settings that hosts cannot follow.
 
-`python3 submission.py [--code=DIR --archive=FILE] -- PODRL_FLAGS` is how tpu_vm.sh asks; it needs nothing but Python.
+tpu_vm.sh runs `python3 submission.py [--code=DIR --archive=FILE] -- PODRL_FLAGS`, which needs nothing but Python.
 """
 
 import ast
@@ -24,7 +24,7 @@ HELP = "directory of your code, configuration and small files: copied beside --w
 CODE_BYTES = 32 << 20
 CODE_FILES = 10_000
 _CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
-# Never code: what git, Python, editors and runs write. A directory with metrics.jsonl is a run's.
+# Never code: files that git, Python, editors and runs write. A directory with metrics.jsonl belongs to a run.
 _NEVER = frozenset(
     {".git", ".hg", "__pycache__", ".venv", ".env", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
 )
@@ -37,7 +37,7 @@ _FILE = re.compile(
 _MODELS = ("model.path", "model.reference", "model.critic", "reward.model")
 _DATA = ("data.path", "data.eval_path", "env.system_prompt_file")
 _SHIPPED = ("tiny", "tiny_tools", "scratch", "problems", "sums")  # models and tasks that are in podrl
-_WORDS = ("data.system_prompt", "env.system_prompt")  # said to a model, whatever file names stand in them
+_WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model; file names in them mean no files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Code:
     """A directory of the user's code, as it goes to the hosts.
 
     Attributes:
-      directory: where it is here.
+      directory: the directory on this machine.
       files: content by path below the directory, with '/' on every system, sorted.
       links: targets of symbolic links that stay in the directory, by path.
       programs: paths of files that their owner may execute.
@@ -72,15 +72,15 @@ class Code:
         return out.getvalue()
 
     def url(self, workdir: str) -> str:
-        """Returns where the archive of a run lies: beside the run directory, under its SHA-256."""
+        """Returns the URL of a run's archive: beside the run directory, with the SHA-256 of the archive in its name."""
         return f"{workdir.rstrip('/')}.code-{hashlib.sha256(self.archive).hexdigest()}.tar"
 
     def upload(self, workdir: str) -> list[str]:
-        """Returns the command that puts the archive, its standard input, where the hosts look for it."""
+        """Returns the command that writes the archive, its standard input, to the URL where the hosts look for it."""
         return ["gcloud", "storage", "cp", "-", self.url(workdir)]
 
     def described(self, workdir: str) -> str:
-        """Says in a shell's comment what goes along."""
+        """Describes the code that goes along, in a comment of a shell."""
         return (
             f"# The code in {self.directory}, {len(self.files)} files of {len(self.archive) / 2**20:.1f} MiB, goes to "
             f"{self.url(workdir)} when this is submitted."
@@ -92,7 +92,7 @@ class Code:
         return name in self.files or name in self.links or any(one.startswith(f"{name}/") for one in self.files)
 
     def missing(self, path: str) -> str:
-        """Says why a relative path is not in the archive."""
+        """Explains why a relative path is not in the archive."""
         left_out = (self.directory / path).exists() and not posixpath.normpath(path).startswith("..")
         reason = "which leaves it out (.gitignore, or the output of a run)" if left_out else "which has no such file"
         return f"--code={self.directory}, {reason}: relative paths are looked for there, and nowhere else"
@@ -101,11 +101,11 @@ class Code:
 def read_code(directory: str | os.PathLike) -> Code:
     """Reads a directory of code, small data and configuration files.
 
-    Left out are the files that .gitignore files in it name, `_NEVER`, 'runs', and directories of runs.
+    Files that .gitignore files in the directory name are left out; so are `_NEVER`, 'runs', and directories of runs.
 
     Raises:
-      ValueError: no such directory, nothing in it, more than CODE_BYTES or CODE_FILES, a symbolic link out of it or to
-        something that is left out, a directory `podrl`, or something that is neither file, directory nor link.
+      ValueError: the directory does not exist, is empty, or holds more than CODE_BYTES or CODE_FILES, a symbolic link
+        out of it or to a file that is left out, a directory `podrl`, or anything but files, directories and links.
     """
     root = pathlib.Path(directory).expanduser()
     if not root.is_dir():
@@ -178,10 +178,10 @@ class _Rule:
     """A line of a .gitignore.
 
     Attributes:
-      below: the directory of the file, '' or ending in '/'.
-      pattern: what it matches of the path below that directory.
-      directories: whether it names directories only.
-      back: whether it takes back an earlier line ('!').
+      below: directory of the .gitignore, '' or ending in '/'.
+      pattern: pattern that the path below that directory must match.
+      directories: whether the line names directories only.
+      back: whether the line takes back an earlier line ('!').
     """
 
     below: str
@@ -202,7 +202,7 @@ def _rules(file: pathlib.Path, below: str) -> Iterator[_Rule]:
         back, text = text.startswith("!"), text.removeprefix("!")
         directories, text = text.endswith("/"), text.rstrip("/")
         anywhere = "" if "/" in text else "(?:.*/)?"
-        with contextlib.suppress(re.error):  # git matches nothing by it, too
+        with contextlib.suppress(re.error):  # git matches nothing by such a line, either
             yield _Rule(below, re.compile(anywhere + _expression(text.removeprefix("/"))), directories, back)
 
 
@@ -223,17 +223,17 @@ def _expression(pattern: str) -> str:
 
 
 def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, code: Code | None = None) -> None:
-    """Refuses, before anything is submitted, what the hosts would refuse once they run.
+    """Refuses, before anything is submitted, settings that the hosts would refuse once they run.
 
     Args:
-      config: value of podrl's --config; what it sets is known where the file and ml_collections are here.
+      config: value of podrl's --config; its settings are known only if the file and ml_collections are on this machine.
       extra: further podrl flags.
-      chips: of each role ('trainer', 'rollout'), or of 'all' together; devices count as chips.
-      code: what goes along, and what relative paths then mean.
+      chips: number of chips of each role ('trainer', 'rollout'), or of 'all' together; JAX devices count as chips.
+      code: the user's code that goes along, in which relative paths are looked up; None for none.
 
     Raises:
-      ValueError: an empty model path, a file or directory that only this machine has, code included, or a mesh of other
-        size.
+      ValueError: the model path is empty, a file or directory (code included) is only on this machine, or a mesh has
+        another size than the machines.
     """
     _check_config(config, code)
     values = _values(config, code) | _given(extra)
@@ -244,7 +244,7 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
             _check_place(key, value, local, code)
     sizes = {role: _devices(values.get(f"roles.{role}.mesh", "auto")) for role in ("trainer", "rollout")}
     if values.get("roles.eval.hosts"):
-        sizes["rollout"] = 0  # some of its machines evaluate
+        sizes["rollout"] = 0  # some of the rollout's machines evaluate, so its mesh is smaller
     together = {"all": sum(sizes.values())} if all(sizes.values()) else {}
     if values.get("roles.colocated") in ("True", "true"):
         together = {"all": max(sizes.values())} if any(sizes.values()) else {}
@@ -258,7 +258,7 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
 
 
 def _given(extra: Sequence[str]) -> dict[str, str]:
-    """Reads the settings among podrl's flags, in each form that it takes: with and without '--config.', '=' or not."""
+    """Reads the settings among podrl's flags, in each form that podrl accepts: with or without '--config.' and '='."""
     found: dict[str, str] = {}
     for flag, after in zip(extra, [*extra, ""][1:], strict=True):
         match = re.match(r"(?:-{1,2}config\.(\w+(?:\.\w+)*)|-{0,2}([a-z]\w*(?:\.\w+)+))(=?)", flag)
@@ -284,7 +284,7 @@ def _check_config(config: str, code: Code | None) -> None:
 
 
 def _places(key: str, value: str, code: Code | None) -> list[str]:
-    """Lists the relative paths in a setting: a name of the hub is none."""
+    """Lists the relative paths in a setting; a name of the hub is no path."""
     if key in _WORDS:
         return []
     if key in _MODELS or key in _DATA:
@@ -299,7 +299,7 @@ def _places(key: str, value: str, code: Code | None) -> list[str]:
 
 
 def _is_place(value: str, *, model: bool, code: Code | None) -> bool:
-    """True for a relative path where a name of the hub, of a task or of a shipped model could stand as well."""
+    """True if a value is a relative path, and not a name of the hub, of a task or of a shipped model."""
     if not value or value in _SHIPPED or "://" in value or value.startswith(("/", "hf:", "tfds:")):
         return False
     here = (code.holds if code else os.path.exists)(value)
@@ -321,12 +321,12 @@ def _check_place(key: str, value: str, local: str, code: Code | None) -> None:
 
 
 def _values(config: str, code: Code | None) -> dict[str, str]:
-    """Reads the texts that a configuration file sets; {} where it, or what it imports, is not here."""
+    """Reads the settings of a configuration file as texts; {} if the file, or a module that it imports, is not here."""
     name, _, variant = config.partition(":")
     folder = code.directory if code else pathlib.Path()
     path = next((p for p in (folder / name, folder / "configs" / name, _CONFIGS / name) if p.is_file()), None)
     own = [str(code.directory.resolve())] if code else []
-    sys.path[:0] = own  # as on the hosts
+    sys.path[:0] = own  # so that the file finds its modules, as on the hosts
     try:
         found = runpy.run_path(str(path))["get_config"](*([variant] if variant else [])) if path else {}
     except ImportError:
@@ -337,7 +337,7 @@ def _values(config: str, code: Code | None) -> dict[str, str]:
 
 
 def _flat(section: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
-    """Every setting of a section and of those in it, its value as text, its name with `before` before it."""
+    """Yields (key, value as text) of every setting in a section and its subsections; keys begin with `before`."""
     for key, value in section.items():
         if hasattr(value, "items"):
             yield from _flat(value, f"{before}{key}.")
@@ -346,7 +346,7 @@ def _flat(section: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
 
 
 def _devices(mesh: str) -> int:
-    """Multiplies the sizes of a mesh such as 'fsdp=4,tensor=2'; 0 where it leaves one open."""
+    """Multiplies the sizes of a mesh such as 'fsdp=4,tensor=2'; 0 if it leaves a size open."""
     sizes = [part.partition("=")[2] for part in mesh.split(",")]
     return math.prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
 

@@ -6,8 +6,8 @@
 `--dry_run` prints the command and runs nothing. Flags are those of xpk 1.16.0
 (https://github.com/AI-Hypercomputer/xpk), installed by `pip install xpk==1.16.0`.
 
-Rollout hosts of their own: a workload whose flags after `--` have --topology=split trains alone, and prints the command
-of further workloads, one slice each, that generate for it (--join=NAME). They may come and go:
+Rollout hosts of their own: a workload whose flags after `--` have --topology=split only trains, and prints the command
+of further workloads, one slice each, that generate for it (--join=NAME). These may come and go:
 
   python -m launch.xpk --join=podrl --env=PODRL_SECRET_FILE=gs://bucket/run.secret-... --name=podrl-rollout-0 [as above]
 
@@ -16,8 +16,8 @@ What xpk adds, and what it lacks:
   Pathways  (`create-pathways`) takes no restart codes and its manifest has no restart limit; the grace period reaches
             the workers only. The user container gets JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET from xpk.
 
-xpk writes every variable into the manifest and knows no Secrets. What the hosts encrypt their channel with goes by a
-file beside the run, gs://BUCKET/RUN.secret-..., which whoever may read the run may read.
+xpk writes every variable into the manifest and knows no Secrets. So the key that encrypts the hosts' channel is in a
+file beside the run, gs://BUCKET/RUN.secret-..., which everyone who may read the run can read.
 """
 
 import argparse
@@ -75,10 +75,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission.Code | None = None) -> list[str]:
-    """Builds the xpk command line for our flags, and for what --code has read.
+    """Builds the xpk command line for our flags.
+
+    Args:
+      args: our flags.
+      extra: podrl's flags, from behind `--`.
+      code: the user's code that goes along; None for none.
 
     Raises:
-      ValueError: flags that contradict one another or that xpk would refuse only after minutes.
+      ValueError: flags contradict one another, or xpk would refuse them only after minutes.
     """
     slices = machines.parse_slices(args.machine, "--machine")
     _check(args, slices)
@@ -113,7 +118,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission
 
 
 def needs_secret(args: argparse.Namespace) -> bool:
-    """True if the hosts need a secret: a single controller has no peers."""
+    """True if this submission must write a secret: a single controller has no peers, and --env may name a file."""
     own = any(pair.startswith("PODRL_SECRET_FILE=") for pair in args.env)
     return not (args.pathways or args.headless or own)
 
