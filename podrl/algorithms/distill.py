@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from podrl.algorithms import kl
 from podrl.algorithms.policy_rows import Wrapped
 from podrl.algorithms.spans import over_spans
+from podrl.types import Layout
 
 TeacherKL = Literal["sampled", "top_k", "full"]
 # The teacher: the model of model.reference, the policy before the first step, the current policy, its moving average.
@@ -119,6 +120,19 @@ class Distillation:
             return f"loss: {term}" + (f"\n{policy}" if policy else "")
         scaled = "" if self.reward_coef == 1 else f"A = {self.reward_coef:g} advantage\n"
         return f"{rewards}\n{scaled}{policy}\n+ {term}"
+
+
+@flax.struct.dataclass
+class IdRows:
+    """Packed rows behind a teacher's own prompt, with the ids whose log-probabilities it is asked for.
+
+    Attributes:
+      layout: the tokens as the teacher reads them.
+      id_BTK: K ids in place of each token.
+    """
+
+    layout: Layout
+    id_BTK: Int[Array, "B T K"]
 
 
 @flax.struct.dataclass

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from podrl.algorithms.distill import Distillation
+from podrl.algorithms.distill import Distillation, IdRows, Teacher
 from podrl.mesh.backlog import Backlog
 from podrl.models import decoder
 from podrl.models.config import LoraConfig, ModelConfig
@@ -91,13 +91,13 @@ class Actor:
             self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
         self.reference: PyTree | None = None
         self.average: PyTree | None = None
-        self._reference_model, self._taught_whole = self.model, False
+        self._reference_model = self.model
         self._step: Callable | None = None
         self._logprobs = self._reference_logprobs = self._logprob_fn(self.model)
         of = {"temperature": temperature, "dtype": training.dtype}
         self._token_scores = make_token_score_fn(self.model, mesh, **of)
         self._token_weights: Callable | None = None
-        self._teaching: Callable | None = None
+        self._taught = Taught({})
         self._backlog = Backlog()
 
     def _logprob_fn(self, model: ModelConfig) -> Callable:
@@ -160,7 +160,7 @@ class Actor:
         """
         forward = Forward(config=self.model, temperature=self._temperature, mesh=self.mesh, dtype=self.training.dtype)
         how = taught(teacher, forward, self._reference_model) if teacher is not None else Taught({})
-        self._taught_whole, self._teaching = how.whole, how.score
+        self._taught = how
         self._step = make_train_step(
             self.model,
             loss,
@@ -185,7 +185,7 @@ class Actor:
         """Makes one optimizer update from a batch on the mesh; metrics stay on the device."""
         if self._step is None:
             raise ValueError("The actor needs a loss: call RLCluster.actor.prepare(loss) first; learners do.")
-        fixed = (self.frozen, self.reference) if self._taught_whole else self.frozen
+        fixed = (self.frozen, self.reference) if self._taught.whole else self.frozen
         self.state, metrics = self._step(self.state, fixed, batch)
         self._backlog.add(metrics)
         return metrics
@@ -205,8 +205,24 @@ class Actor:
 
     def teaching(self, batch: Batch[Layout]) -> Any:
         """Lists the policy's likeliest ids in every token's place, with their log-probabilities under the teacher."""
-        assert self._teaching is not None, "prepare(loss, weigh, teacher) comes first"
-        return self._noted(self._teaching(self.params(), self.reference, batch))
+        assert self._taught.score is not None, "prepare(loss, weigh, teacher) comes first"
+        return self._noted(self._taught.score(self.params(), self.reference, batch))
+
+    def likely_ids(self, batch: Batch[Layout]) -> Any:
+        """Lists the policy's likeliest ids in every token's place, (A, B, T, K)."""
+        assert self._taught.likely is not None, "prepare(loss, weigh, teacher) comes first"
+        return self._noted(self._taught.likely(self.params(), batch))
+
+    def teacher_id_logprobs(self, teacher: Teacher, batch: Batch[IdRows]) -> Any:
+        """Scores ids in every token's place under a teacher, behind the prompts of the teacher: (A, B, T, K), nats."""
+        assert self._taught.score_ids is not None, "prepare(loss, weigh, teacher) comes first"
+        own = {"current": self.params, "ema": self._average}
+        return self._noted(self._taught.score_ids(own.get(teacher, lambda: self.reference)(), batch))
+
+    def _average(self) -> PyTree:
+        """The whole parameter tree with the moving average for the trained leaves."""
+        assert self.average is not None, "keep_average comes first"
+        return decoder.join_trainable(self.average, self.frozen)
 
     def reference_logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token under the reference policy, whose tokens choose their experts themselves."""
@@ -216,8 +232,7 @@ class Actor:
 
     def average_logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token under the moving average, as `reference_logprobs` does under the reference."""
-        assert self.average is not None, "keep_average comes first"
-        return self._noted(self._logprobs(decoder.join_trainable(self.average, self.frozen), unrouted(batch)))
+        return self._noted(self._logprobs(self._average(), unrouted(batch)))
 
     def sample_logprobs(
         self,

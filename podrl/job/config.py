@@ -612,10 +612,11 @@ def _check_teacher(job: Job) -> None:
             f"grpo.teacher={taught.teacher!r} has the policy teach itself, and a teacher that reads the same prompt "
             "has nothing to teach: give data.hint, as in --config.data.hint='The answer is {answer}.'"
         )
-    if job.data.hinted and not taught.sampled:
+    if job.data.hinted and taught.kl == "full":
         raise ValueError(
-            f"grpo.teacher_kl={taught.kl!r} compares policy and teacher behind the same prompt, and data.hint gives "
-            "the teacher another: set grpo.teacher_kl='sampled', or leave data.hint out."
+            "grpo.teacher_kl='full' compares policy and teacher behind the same prompt, and data.hint gives the "
+            "teacher another: set grpo.teacher_kl='top_k', which is exact where grpo.teacher_top_k is the size of the "
+            "vocabulary, or 'sampled', or leave data.hint out."
         )
 
 

@@ -11,14 +11,14 @@ from typing import Any, cast
 import numpy as np
 from jax.sharding import Mesh
 
-from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows
+from podrl.algorithms.distill import Distillation, IdRows, TaughtRows, TopKRows
 from podrl.algorithms.policy_loss import starting_from
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.teacher import Teacher
 from podrl.data.hint import TEACHER_PROMPT
 from podrl.learner.grpo import GRPO
 from podrl.learner.hinted import Hinted
-from podrl.learner.scoring import ComparedScores, ReferencedScores, Scores, policy_scores
+from podrl.learner.scoring import ComparedScores, IdScores, ReferencedScores, Scores, policy_scores
 from podrl.learner.settings import GRPOConfig
 from podrl.learner.translated import Translated
 from podrl.models.pretrained import check_positions
@@ -88,6 +88,14 @@ class Distilled(GRPO):
         readings, rollouts = self._readings(step, experience), experience.rollouts
         if not readings:
             return super().score(step, experience)
+        if self._teacher.kl == "full":
+            raise ValueError(
+                "grpo.teacher_kl='full' compares policy and teacher behind the same prompt, and prompts of step "
+                f"{step} have another for the teacher (`{TEACHER_PROMPT}`): set grpo.teacher_kl='top_k' or 'sampled', "
+                "or leave data.hint out."
+            )
+        if self._exact:
+            return self._score_ids(step, experience, readings[0].view.rollouts)
 
         def read(chosen: np.ndarray) -> np.ndarray:
             found_nT = np.zeros((len(chosen), rollouts.tokens_BT.shape[1]), np.float32)
@@ -163,6 +171,30 @@ class Distilled(GRPO):
         found = fetch(reading.score(placement.batch(placement.layout(read.tokens_BT[chosen]))), reading.mesh)
         return reading.view.back(placement.unpack(found, read.tokens_BT.shape[1]), chosen, rollouts)
 
+    def _score_ids(self, step: int, experience: Experience, read: Rollouts) -> IdScores:
+        """Scores the policy's likeliest ids in place of each sampled token, as the teacher reads the samples (`read`).
+
+        The two packings put a sampled token at different places, and its number, by sample and place, is the same.
+        """
+        actor, rollouts = self.cluster.actor, experience.rollouts
+        number_BT, their_number_BT = _numbered(rollouts.mask_BT), _numbered(read.mask_BT)
+        dims = (1 + int(number_BT.max(initial=0)), self._teacher.top_k)
+        id_XK, theirs_XK, longer = np.zeros(dims, np.int32), np.zeros(dims, np.float32), self._shape_on(actor.mesh)
+
+        def keep(value_XK: np.ndarray, number_ABT: np.ndarray, found_ABTK: Any) -> None:
+            value_XK[number_ABT[number_ABT > 0]] = fetch(found_ABTK, actor.mesh)[number_ABT > 0]
+
+        for chosen in self.mini_batches(step, 0, len(rollouts.length_B)):
+            own = packing.place_samples(rollouts, chosen, self.shape)
+            batch = actor.put(own.batch(own.replayed(rollouts, chosen)))
+            keep(id_XK, own.scatter(number_BT[chosen]), actor.likely_ids(batch))
+            theirs = packing.place_samples(read, chosen, longer)
+            number_ABT = theirs.scatter(their_number_BT[chosen])
+            id_ABTK: Any = id_XK[number_ABT]
+            asked = actor.put(theirs.batch(IdRows(theirs.layout(read.tokens_BT[chosen]), id_ABTK)))
+            keep(theirs_XK, number_ABT, actor.teacher_id_logprobs(self._teacher.teacher, asked))
+        return IdScores(rollouts.logprob_BT, number_BT, id_XK, theirs_XK)
+
     def needed(self, step: int, experience: Experience) -> np.ndarray:
         """Lists the samples whose rows lie on this process's devices, packed as drawn or as a teacher reads them."""
         own, teachers = super().needed(step, experience), self.cluster.teachers
@@ -200,7 +232,7 @@ class Distilled(GRPO):
             by_reward_BT = self._by_rewards(experience, rewards)
         own_BT, told = teacher.rewards(by_reward_BT, mask_BT), self._told(experience)
         if self._exact:
-            return own_BT, told
+            return own_BT, {**told, **self._told_of_hints(experience)}
         taught_BT = mask_BT * (np.asarray(teacher.coef) > 0)
         theirs_BT, metrics = teacher.advantages(*_compared(scores), taught_BT, _spans(scores))
         return own_BT + theirs_BT, {**told, **metrics}
@@ -227,26 +259,56 @@ class Distilled(GRPO):
         return own_BT + (share_B1 - factor) * theirs_BT, np.where(np.asarray(weight) > 0, weight, share_B1 * coef)
 
     def _placed(
-        self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
+        self,
+        placement: packing.Placement,
+        rows: Any,
+        experience: Experience,
+        scores: Scores,
+        loss_mask_BT: np.ndarray,
+        chosen: Any,
     ) -> Batch[Any]:
         """Puts rows on the mesh; with an exact divergence, also its weights and, for 'top_k', the teacher's numbers."""
-        where = (experience, loss_mask_BT, chosen)
-        if not self._exact:
-            return super()._placed(placement, rows, *where)
-        batch = super()._placed(placement, self._taught(placement, rows, *where), *where)
+        if self._exact:
+            rows = self._taught(placement, rows, experience, loss_mask_BT, chosen)
+        batch = super()._placed(placement, rows, experience, scores, loss_mask_BT, chosen)
         if self._teacher.kl != "top_k":
             return batch
-        id_ABTK, theirs_ABTK = self.cluster.actor.teaching(batch.layout())
-        return Batch(TopKRows(**vars(batch.rows), id_BTK=id_ABTK, teacher_logprob_BTK=theirs_ABTK), batch.micro_batches)
+        if isinstance(scores, IdScores):
+            number_ABT = placement.scatter(scores.number_BT[chosen])
+            columns: Any = scores.id_XK[number_ABT], scores.teacher_logprob_XK[number_ABT]
+            columns = self.cluster.actor.put(placement.batch(columns)).rows
+        else:
+            columns = self.cluster.actor.teaching(batch.layout())
+        rows = TopKRows(**vars(batch.rows), id_BTK=columns[0], teacher_logprob_BTK=columns[1])
+        return Batch(rows, batch.micro_batches)
 
     def _taught(
         self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
     ) -> TaughtRows:
         """Adds the weight of each token's divergence to rows: `teacher_coef` of its source, as a mean over tokens."""
-        counted_BT = self._config.counted(experience)
-        weight_BT = (self._of_samples("teacher_coef", experience) * counted_BT)[chosen]
+        weight_BT = (self._of_samples("teacher_coef", experience) * self._teachable(experience))[chosen]
         scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float((weight_BT > 0).sum()), 1.0)
         return TaughtRows(rows, placement.scatter(weight_BT), scale)
+
+    def _teachable(self, experience: Experience) -> np.ndarray:
+        """Leaves out samples without a hint where the policy teaches itself by an exact divergence.
+
+        Behind the same prompt its copy would only hold the policy where it is.
+        """
+        counted_BT, prompts = super()._teachable(experience), experience.rollouts.prompts
+        if not self._exact or self._teacher.teacher == "reference":
+            return counted_BT
+        hints = prompts.fields.get(TEACHER_PROMPT, [None] * len(prompts.length_P))
+        hinted_P = np.array([hint is not None for hint in hints], bool)
+        return np.where(hinted_P[experience.rollouts.group_B][:, None], counted_BT, np.float32(0))
+
+    def _told_of_hints(self, experience: Experience) -> Mapping[str, float]:
+        """Computes the share of the tokens with a teacher's weight that the policy can teach itself."""
+        if self._teacher.teacher == "reference":
+            return {}
+        has_weight = np.asarray(self._of_samples("teacher_coef", experience)) > 0
+        wanted = float((has_weight * (self._config.counted(experience) > 0)).sum())
+        return {"opd/compared": float((has_weight * (self._teachable(experience) > 0)).sum()) / max(wanted, 1.0)}
 
     def watched(self) -> list[tuple[str, str]]:
         reward, _, *others = super().watched()
@@ -261,6 +323,11 @@ def _compared(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
 def _spans(scores: Scores, chosen: Any = slice(None)) -> np.ndarray | None:
     """Returns the number of each token's span, (b, T); None if each token is compared by itself."""
     return scores.span_BT[chosen] if isinstance(scores, ComparedScores) else None
+
+
+def _numbered(mask_BT: np.ndarray) -> np.ndarray:
+    """Numbers the sampled tokens from 1 on, by sample and place; 0 on others."""
+    return np.where(mask_BT > 0, np.cumsum(mask_BT > 0).reshape(mask_BT.shape), 0)
 
 
 @dataclasses.dataclass(frozen=True)

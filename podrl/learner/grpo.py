@@ -156,7 +156,7 @@ class GRPO:
         config, rollouts = self._config, experience.rollouts
         counted_BT = config.counted(experience)
         of = functools.partial(self._of_samples, experience=experience)
-        weights = {"rl": (of("reward_coef"), counted_BT), "teacher": (of("teacher_coef"), counted_BT)}
+        weights = {"rl": (of("reward_coef"), counted_BT), "teacher": (of("teacher_coef"), self._teachable(experience))}
         weights |= {"ce": (of("observation_coef"), config.observed(experience))}
         told = {f"loss/tokens/{name}": float(((w_B1 > 0) * x_BT).sum()) for name, (w_B1, x_BT) in weights.items()}
         names_B = np.array([str(name) for name in rollouts.prompts.fields[SOURCE]])[rollouts.group_B]
@@ -167,6 +167,10 @@ class GRPO:
             told[f"source/{name}/reward"] = float(reward_B.mean()) if len(reward_B) else 0.0
             told[f"source/{name}/tokens"] = float(counted_BT[own_B].sum())
         return told
+
+    def _teachable(self, experience: Experience) -> np.ndarray:
+        """Marks the tokens (B, T) that a teacher may teach: those that count in the loss."""
+        return self._config.counted(experience)
 
     def pack(
         self, step: int, experience: Experience, scores: Scores, advantages: np.ndarray
@@ -215,7 +219,7 @@ class GRPO:
                 weight_BT = self._of_samples("observation_coef", experience) * self._config.observed(experience)
                 scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float((weight_BT[chosen] > 0).sum()), 1.0)
                 rows = ObservedRows(rows, placement.scatter(weight_BT[chosen]), scale)
-            batches.append(self._placed(placement, rows, experience, loss_mask_BT, chosen))
+            batches.append(self._placed(placement, rows, experience, scores, loss_mask_BT, chosen))
         return batches
 
     def _of_update(
@@ -239,10 +243,16 @@ class GRPO:
         return weight_B1, self._loss.divisor(mask_BT) / self._loss.divisor(mask_BT * (weight_B1 > 0))
 
     def _placed(
-        self, placement: packing.Placement, rows: Any, experience: Experience, loss_mask_BT: np.ndarray, chosen: Any
+        self,
+        placement: packing.Placement,
+        rows: Any,
+        experience: Experience,
+        scores: Scores,
+        loss_mask_BT: np.ndarray,
+        chosen: Any,
     ) -> Batch[Any]:
         """Puts the rows of an update on the mesh, and adds old and reference log-probabilities computed there."""
-        del experience, loss_mask_BT, chosen
+        del experience, scores, loss_mask_BT, chosen
         batch = self.cluster.actor.put(placement.batch(rows))
         alone = self._with_old(batch.rows.alone, batch.layout())
         if self._loss.needs_reference():

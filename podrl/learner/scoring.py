@@ -47,6 +47,21 @@ class ComparedScores(ReferencedScores):
     span_BT: Int[np.ndarray, "B T"]
 
 
+@dataclasses.dataclass(frozen=True)
+class IdScores(Scores):
+    """Scores of a teacher that reads other rows than the policy: its log-probabilities of the policy's likeliest ids.
+
+    Attributes:
+      number_BT: number of each sampled token among those of the batch, from 1 on; 0 on other tokens.
+      id_XK: the ids in place of the token of each number; row 0 is never read in a loss.
+      teacher_logprob_XK: log-probabilities of these ids under the teacher, nats.
+    """
+
+    number_BT: Int[np.ndarray, "B T"]
+    id_XK: Int[np.ndarray, "X K"]
+    teacher_logprob_XK: Float[np.ndarray, "X K"]
+
+
 def policy_scores(
     cluster: RLCluster,
     rollouts: Rollouts,

@@ -459,10 +459,11 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
                 f"grpo.teacher={self.teacher!r} says who teaches, and grpo.teacher_coef=0 gives that no weight: set "
                 "grpo.teacher_coef above 0, or grpo.teacher='reference'."
             )
-        if self.teacher != "reference" and self.teacher_kl != "sampled":
+        if self.teacher != "reference" and self.teacher_kl == "full":
             raise ValueError(
-                f"grpo.teacher_kl={self.teacher_kl!r} compares policy and teacher behind the same prompt, and "
-                f"grpo.teacher={self.teacher!r} reads another: set grpo.teacher_kl='sampled'."
+                f"grpo.teacher_kl='full' compares policy and teacher behind the same prompt, and grpo.teacher="
+                f"{self.teacher!r} reads another: set grpo.teacher_kl='top_k', which is exact where "
+                "grpo.teacher_top_k is the size of the vocabulary, or 'sampled'."
             )
         if not (self.reward_coef or self.teacher_coef or self.observation_coef):
             raise ValueError(

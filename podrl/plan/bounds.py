@@ -7,7 +7,7 @@ from podrl.mesh.rules import batch_shards, time_shards
 from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.plan.programs import ROLLOUT, Setting
-from podrl.plan.training import TEACHING, filled_micro_batches, training_programs
+from podrl.plan.training import HINTED, LIKELY, TEACHING, filled_micro_batches, training_programs
 from podrl.trainer import state as state_lib
 
 
@@ -66,6 +66,8 @@ def least_trainer_seconds(setting: Setting) -> float:
         "train step": forward + backward + again + within,
         "reference log-probabilities": compared,
         TEACHING: forward + compared,
+        LIKELY: forward,
+        HINTED: compared,
         "old log-probabilities": forward,
     }
     runs = sum(program.runs * work.get(program.name, 0.0) for program in training_programs(setting))

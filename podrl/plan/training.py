@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows
+from podrl.algorithms.distill import Distillation, IdRows, TaughtRows, TopKRows
 from podrl.algorithms.echo import ObservedRows, with_observations
 from podrl.algorithms.policy_loss import with_old
 from podrl.algorithms.policy_rows import PolicyRows
@@ -39,6 +39,7 @@ from podrl.trainer.step import make_logprob_fn, make_train_step
 from podrl.types import Batch, Layout, unrouted
 
 TEACHING = "teacher's log-probabilities of likely ids"
+LIKELY, HINTED = "policy's likeliest ids", f"{TEACHING}, behind hints"
 
 
 def training_programs(setting: Setting) -> list[Program]:
@@ -99,7 +100,8 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     programs = [
         _update_program("train step", update, (state, fixed, batch), setting, resident=0.0 if how.whole else reference)
     ]
-    if setting.reference is not None and (teacher is None or teacher.sampled):
+    likely = how.score is not None and job.data.hinted
+    if setting.reference is not None and (teacher is None or teacher.sampled or likely):
         compared = logprobs(setting.reference)
         trained, given = device_bytes(state.params), frozen if held is None else held
         own = trained + (device_bytes(frozen) if held is not None else 0.0)
@@ -111,10 +113,14 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         if job.data.hinted:  # the teacher's prompts are longer
             longer = setting.job.pack_shape(mesh, more=algo.teacher_hint_tokens)
             read = state_lib.abstract_batch(loss.rows, longer, mesh)
-        lower = lambda: compared.lower(given, unrouted(_layout(read)))  # noqa: E731
-        programs.append(
-            Program("reference log-probabilities", TRAINER, lower, passes, resident=moments + own, trips=scored)
-        )
+        lower, name = lambda: compared.lower(given, unrouted(_layout(read))), "reference log-probabilities"
+        if likely:
+            likely_ids, of_ids = cast(Any, how.likely), cast(Any, how.score_ids)
+            first = lambda: likely_ids.lower(whole, _layout(batch))  # noqa: E731
+            programs.append(Program(LIKELY, TRAINER, first, passes, resident=moments + reference, trips=scored))
+            asked = IdRows(unrouted(_layout(read)).rows, _columns(read, cast(Distillation, teacher), mesh)[0])
+            lower, name = lambda: of_ids.lower(given, Batch(asked, read.micro_batches)), HINTED
+        programs.append(Program(name, TRAINER, lower, passes, resident=moments + own, trips=scored))
     longer = job.pack_shape(mesh, more=algo.teacher_hint_tokens) if several else shape
     for (path, other), params in zip(several, weights, strict=True):
         score = logprobs(other)
@@ -123,7 +129,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         resident = moments + device_bytes(whole) + reference - device_bytes(params)
         name = f"log-probabilities of {path}"
         programs.append(Program(name, TRAINER, lower, passes, resident=resident, trips=scored))
-    if how.score is not None:
+    if how.score is not None and not likely:
         teach = cast(Any, how.score)
         lower = lambda: teach.lower(whole, held, _layout(batch))  # noqa: E731
         programs.append(Program(TEACHING, TRAINER, lower, job.updates_per_step, resident=moments, trips=scored))
@@ -157,11 +163,17 @@ def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch
         return batch
     if teacher.kl == "full":
         return Batch(TaughtRows(rows, alone.mask_BT, alone.kl_scale), batch.micro_batches)
-    dims = (*alone.mask_BT.shape, teacher.top_k)
-    place = rules.sharding_for(("layers", "batch", "time", "act"), dims, mesh)
-    ids, values = (jax.ShapeDtypeStruct(dims, dtype, sharding=place) for dtype in (jnp.int32, jnp.float32))
+    ids, values = _columns(batch, teacher, mesh)
     given: Any = {"id_BTK": ids, "teacher_logprob_BTK": values}
     return Batch(TopKRows(rows, alone.mask_BT, alone.kl_scale, **given), batch.micro_batches)
+
+
+def _columns(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> tuple[Any, Any]:
+    """Shapes of K ids and K numbers in place of each token of a packed batch."""
+    dims = (*batch.rows.layout.tokens_BT.shape, teacher.top_k)
+    place = rules.sharding_for(("layers", "batch", "time", "act"), dims, mesh)
+    ids, values = (jax.ShapeDtypeStruct(dims, dtype, sharding=place) for dtype in (jnp.int32, jnp.float32))
+    return ids, values
 
 
 def _critic_programs(setting: Setting) -> tuple[list[Program], float]:

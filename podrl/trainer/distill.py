@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from podrl.algorithms.aggregate import token_mean
-from podrl.algorithms.distill import Distillation, TaughtRows, TopKRows, top_k_kl
+from podrl.algorithms.distill import Distillation, IdRows, TaughtRows, TopKRows, top_k_kl
 from podrl.algorithms.segments import masked
 from podrl.mesh import rules
 from podrl.models import decoder
@@ -28,13 +28,17 @@ class Taught:
       step: keyword arguments for `make_train_step`; empty if nothing changes.
       whole: whether the update reads the teacher's parameters; its frozen parameters are then the pair (the policy's
         frozen parameters, the teacher's parameters).
-      score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fn`; None if
-        the update does not need it.
+      score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fns`; None
+        if the update does not need it.
+      likely: function that lists the policy's likeliest ids alone, for a teacher that reads other rows than the policy.
+      score_ids: function that scores such ids under the teacher, in rows of its own (IdRows).
     """
 
     step: Mapping[str, Any]
     whole: bool = False
     score: Callable[[PyTree, PyTree, Batch[Layout]], Any] | None = None
+    likely: Callable[[PyTree, Batch[Layout]], Any] | None = None
+    score_ids: Callable[[PyTree, Batch[IdRows]], Any] | None = None
 
 
 def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
@@ -63,9 +67,11 @@ def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
         return Taught({"objective_of": objective, "join": join}, whole=True)
     if how.top_k > ids:
         raise ValueError(
-            f"grpo.teacher_top_k={how.top_k} is more than the {ids} token ids there are: set grpo.teacher_kl='full'."
+            f"grpo.teacher_top_k={how.top_k} is more than the {ids} token ids there are: set it to {ids}, which "
+            "compares all of them, or set grpo.teacher_kl='full'."
         )
-    return Taught({"objective_of": top_k_objective}, score=make_top_k_fn(forward, trunk, how.top_k))
+    score, likely, score_ids = make_top_k_fns(forward, trunk, how.top_k)
+    return Taught({"objective_of": top_k_objective}, score=score, likely=likely, score_ids=score_ids)
 
 
 def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk) -> Objective:
@@ -130,34 +136,53 @@ def _joined(
     }
 
 
-def make_top_k_fn(forward: Forward, teacher: Trunk, k: int) -> Callable[[PyTree, PyTree, Batch[Layout]], Any]:
-    """Builds top_k_fn(params, teacher's params, batch) -> (id_ABTK, teacher_logprob_ABTK), jitted.
+def make_top_k_fns(forward: Forward, teacher: Trunk, k: int) -> tuple[Callable, Callable, Callable]:
+    """Builds the programs that score a teacher on the policy's k likeliest ids in each token's place, jitted.
 
-    The results are the policy's k likeliest ids at each token's position, and their log-probabilities under the
-    teacher, nats. Micro-batches beyond `batch.micro_batches` are not computed; their values are 0.
+    They are top_k_fn(params, teacher's params, batch) -> (id_ABTK, teacher_logprob_ABTK), nats, where policy and
+    teacher read the same rows, and its two halves where they do not: likely_fn(params, batch) -> id_ABTK, and
+    score_ids_fn(teacher's params, batch of IdRows) -> teacher_logprob_ABTK. Micro-batches beyond `batch.micro_batches`
+    are not computed; their values are 0.
 
     Args:
       forward: the policy's forward pass.
       teacher: the teacher's forward pass.
       k: number of ids.
     """
-    mesh = forward.mesh
+    mesh, ids = forward.mesh, forward.config.vocab_size
     place = functools.partial(rules.constrain, axes=("layers", "batch", "time", "act"), mesh=mesh)
 
-    def program(params: PyTree, theirs: PyTree, batch: Batch[Layout]) -> tuple[Array, Array]:
-        def body(index: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-            layout = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch.rows)
-            policy = Output(params, forward.hidden(params, layout), forward.config)
-            id_BTK = top_ids(policy, k, mesh=mesh)
-            taught = Output(theirs, teacher.hidden(theirs, layout), teacher.config, ids=forward.config.vocab_size)
-            of = {"temperature": forward.temperature, "mesh": mesh}
-            logprob_BTK, _ = chosen_logprobs(taught, id_BTK, layout.segment_BT, **of)
-            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-            return put(out[0], id_BTK), put(out[1], logprob_BTK)
+    def zeros(layout: Layout, dtype: Any) -> Array:
+        return place(jnp.zeros((*layout.tokens_BT.shape, k), dtype))
 
-        shape = (*batch.rows.tokens_BT.shape, k)
-        return jax.lax.fori_loop(
-            0, batch.micro_batches, body, (place(jnp.zeros(shape, jnp.int32)), place(jnp.zeros(shape)))
+    def looped(score: Callable[[Any], Any], batch: Batch[Any], out: Any) -> Any:
+        def body(index: Array, out: Any) -> Any:
+            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch.rows)
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return jax.tree.map(put, out, score(rows))
+
+        return jax.lax.fori_loop(0, batch.micro_batches, body, out)
+
+    def likely_ids(params: PyTree, layout: Layout) -> Array:
+        return top_ids(Output(params, forward.hidden(params, layout), forward.config), k, mesh=mesh)
+
+    def logprobs(theirs: PyTree, layout: Layout, id_BTK: Array) -> Array:
+        taught = Output(theirs, teacher.hidden(theirs, layout), teacher.config, ids=ids)
+        return chosen_logprobs(taught, id_BTK, layout.segment_BT, temperature=forward.temperature, mesh=mesh)[0]
+
+    def both(params: PyTree, theirs: PyTree, batch: Batch[Layout]) -> tuple[Array, Array]:
+        def score(layout: Layout) -> tuple[Array, Array]:
+            id_BTK = likely_ids(params, layout)
+            return id_BTK, logprobs(theirs, layout, id_BTK)
+
+        return looped(score, batch, (zeros(batch.rows, jnp.int32), zeros(batch.rows, jnp.float32)))
+
+    def likely(params: PyTree, batch: Batch[Layout]) -> Array:
+        return looped(functools.partial(likely_ids, params), batch, zeros(batch.rows, jnp.int32))
+
+    def score_ids(theirs: PyTree, batch: Batch[IdRows]) -> Array:
+        return looped(
+            lambda rows: logprobs(theirs, rows.layout, rows.id_BTK), batch, zeros(batch.rows.layout, jnp.float32)
         )
 
-    return jax.jit(program)
+    return jax.jit(both), jax.jit(likely), jax.jit(score_ids)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_updates import parsed
 
+from podrl.data.hint import TEACHER_PROMPT
 from podrl.job import job
 from podrl.job.config import TINY
 from podrl.job.placement import Meshes
@@ -154,6 +155,38 @@ def test_an_exact_divergence_is_taken_over_the_tokens_of_its_source_beside_the_o
     rl = only(whole, ["math", "plain"])[0].rollouts.mask_BT.sum()
     assert rows.scale == rl / (weight_BT > 0).sum() and told["loss/tokens/teacher"] == (weight_BT > 0).sum()
     assert settings.loss_mask(whole).sum() == rl  # tokens that a teacher alone draws are in no surrogate
+
+
+def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_counted(cluster):
+    """Teachers' weights on 'chat', which has a hint, and on 'plain', which has none; others learn as ever."""
+    sources = OWN | {"plain": {"teacher_coef": 2.0}}
+    own = {"teacher": "current", "teacher_hint_tokens": 4, "teacher_kl": "top_k", "teacher_top_k": 3}
+    settings = config(sources=sources, **own)
+    algorithm: Any = make_grpo(cluster, settings, samples=B, say=print)
+    whole, found = mixture(), []
+    mask_BT, prompts = whole.rollouts.mask_BT, whole.rollouts.prompts
+    chat, plain = (float(only(whole, [name])[0].rollouts.mask_BT.sum()) for name in ("chat", "plain"))
+    for hint in ([200, 201, 202, 203, 204], None):  # then a step in which no prompt has one
+        fields = prompts.fields | {TEACHER_PROMPT: [hint if name == "chat" else None for name in NAMES]}
+        rollouts = dataclasses.replace(whole.rollouts, prompts=dataclasses.replace(prompts, fields=fields))
+        told_of = dataclasses.replace(whole, rollouts=rollouts)
+        scores = algorithm.score(0, told_of)
+        advantage_BT, told = algorithm.advantages(told_of, scores, np.ones_like(mask_BT))
+        batches = algorithm.pack(0, told_of, scores, advantage_BT)
+        taught = chat if hint else 0.0
+        assert sum(float(np.sum(batch.rows.weight_BT)) for batch in batches) == 0.5 * taught
+        assert told["loss/tokens/teacher"] == taught
+        assert told["opd/compared"] == pytest.approx(taught / (chat + plain))
+        metrics = {name: np.mean(jax.device_get(values)) for name, values in algorithm.update(0, batches).items()}
+        assert np.isfinite(list(metrics.values())).all()
+        found.append(metrics["opd/reverse_kl"])
+    assert found[0] > 0 == found[1]
+    # Another model teaches behind the same prompt as well.
+    reference: Any = make_grpo(cluster, config(sources=sources, **own | {"teacher": "reference"}), samples=B, say=print)
+    scores = reference.score(0, told_of)
+    advantage_BT, told = reference.advantages(told_of, scores, np.ones_like(mask_BT))
+    (batch,) = reference.pack(0, told_of, scores, advantage_BT)
+    assert np.sum(batch.rows.weight_BT) == 0.5 * chat + 2.0 * plain and "opd/compared" not in told
 
 
 def test_a_component_without_tokens_is_nothing_and_is_counted(cluster):

@@ -17,7 +17,7 @@ from podrl.plan.bounds import least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import Measured, measure
 from podrl.plan.programs import Setting, weight_move
-from podrl.plan.training import TEACHING, training_programs
+from podrl.plan.training import HINTED, LIKELY, TEACHING, training_programs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 COMPARED = "reference log-probabilities"
@@ -142,3 +142,10 @@ def test_a_policy_that_teaches_itself_is_held_once_more_or_not_at_all(teacher):
         assert found["train step"].resident == pytest.approx(bytes_per_chip, rel=0.05)
         shapes = [x.shape for x in jax.tree.leaves(found[COMPARED].lower().args_info) if len(x.shape) == 3]
         assert shapes != [x.shape for x in jax.tree.leaves(found["train step"].lower().args_info) if len(x.shape) == 3]
+        likely = programs(teacher=name, teacher_kl="top_k", teacher_top_k=5)
+        assert list(likely) == ["train step", LIKELY, HINTED]
+        assert likely["train step"].resident == found["train step"].resident
+        assert likely[HINTED].resident == found[COMPARED].resident
+        (columns,) = [x.shape for x in jax.tree.leaves(likely[HINTED].lower().args_info) if x.shape[3:] == (5,)]
+        assert columns[:3] in shapes, "its ids lie where the longer prompts put the tokens"
+        assert LIKELY in likely and likely[LIKELY].lower() is not None
