@@ -359,7 +359,7 @@ def network_policy(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _without_secret(args: argparse.Namespace, keys: Sequence[str]) -> str:
-    """Writes comments in the place of the Secret where the manifest is printed."""
+    """Writes comments that take the place of the Secret in the printed manifest."""
     more = "".join(f" --from-file={key}=FILE" for key in keys if key != "secret")
     labels = " ".join(f"{name}={value}" for name, value in _labels(args).items())
     return (
@@ -408,7 +408,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def submit(text: str, args: argparse.Namespace, more: str = "") -> int:
-    """Applies manifests and returns the exit code; with --dry_run it only names the command, and `more` beside them."""
+    """Applies manifests, or with --dry_run prints the command instead; returns the exit code.
+
+    Args:
+      text: manifests as YAML.
+      args: our flags.
+      more: words for --dry_run that name objects of `text` that are not shown.
+    """
     apply = ["kubectl", "apply", "-f", "-"]
     if args.dry_run:
         sys.stderr.write(f"would run, with {more}the manifest above as its input: {command.show(apply)}\n")

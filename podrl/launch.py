@@ -40,7 +40,7 @@ from podrl.runtime.service import ServiceError
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED, EXIT_USER, stacks_on_signal
 from podrl.storage.storage import StorageError, disk_trouble, is_remote
 
-_PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, its connection is given up seconds later
+_PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, but the connection is given up seconds later
 # Prefixes of XLA runtime errors that another process may cause; jax raises them as RuntimeError or ValueError.
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
@@ -189,7 +189,7 @@ def _switched_on(argv: Sequence[str], key: str) -> bool:
 
 
 def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
-    """Refuses overrides of keys that do not exist, naming the nearest one of the same group."""
+    """Refuses overrides of keys that do not exist; the message names the nearest key of the same group."""
     for arg in argv:
         if not arg.startswith("--config."):
             continue
@@ -411,7 +411,8 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
         print("\n".join((f"podrl: error: {error}", *_how_to_resume(error))), file=sys.stderr)
         return EXIT_INFRASTRUCTURE, str(error)
     runtimes = _STATUS.match(str(error)) is not None and isinstance(error, RuntimeError | ValueError)
-    for pod in joined if runtimes else ():  # a collective may have lost a process: does not return if others know it
+    # A collective may have lost a process: if another process knows the reason, await_end does not return.
+    for pod in joined if runtimes else ():
         pod.await_end(_PEER_LOSS_S)
     users = isinstance(error, ValueError | OSError | ImportError) and not runtimes
     # Python names the module in an ImportError. podrl's own ImportErrors have no name: they say which extra to install.

@@ -31,7 +31,7 @@ from podrl.storage.storage import is_remote, locate
 # Settings that may differ between hosts: files and processes of one host, and settings of files that the leader alone
 # writes. No others may: a rollout host needs checkpoint.every to know what a checkpoint asks it for.
 _OWN = ("log.", "checkpoint.keep", "compile_cache", "data.cache", "reward.workers")
-_SHOWN = 3  # differences named in one message
+_SHOWN = 3  # most differences that a message names
 _BLOCK, _BLOCKS = 1 << 14, 64  # size in bytes, and number, of the pieces that are read of a file of weights
 _ABSENT = "absent"
 _MODULE = re.compile(r"^([A-Za-z_]\w*)(?=(?:\.\w+)*:[A-Za-z_])(?!.*\.py:)|(?<=-m )([A-Za-z_]\w*)")
@@ -255,7 +255,7 @@ def _described(size: int, digest: str) -> str:
 
 
 def _joined(described: Iterable[str]) -> str:
-    """Describes several files as one; a single one as it is."""
+    """Joins the descriptions of several files into one; a single description stays as it is."""
     each = list(described)
     whole = hashlib.sha256(json.dumps(each).encode()).hexdigest()
     return each[0] if len(each) == 1 else f"{len(each)} files with SHA-256 {whole[:16]}"

@@ -123,7 +123,7 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
       job: the job.
       on: meshes of all roles.
       trains: whether this process trains, under topology=split, where a host sees only its own cluster; None elsewhere,
-        where the meshes say it.
+        where the meshes decide.
     """
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
     source: Any = None
@@ -312,7 +312,7 @@ def _follow(cluster: RLCluster | None, current: Run, pod: Pod) -> int:
 
 
 def _write_sources(current: Run, job: Job, too_long: Mapping[str, int]) -> None:
-    """Writes sources.json: what became of the records of every source of a mixture."""
+    """Writes sources.json: counts of the records of each source of a mixture, by what became of them."""
     if current.leads and current.workdir is not None and job.data.sources:
         rows = [dict(row) for row in split(job.data, job.kind.form).rows()]
         for row in rows:

@@ -63,7 +63,7 @@ class Key:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """Reads the attribute lines of a dataclass and of the classes it inherits from: name of a field to its meaning."""
+    """Reads the meaning of each field, by its name, from the docstrings of a dataclass and of its base classes."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         _, _, text = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
@@ -84,7 +84,7 @@ def meanings(cls: type) -> dict[str, str]:
 
 
 def all_keys() -> list[Key]:
-    """Lists every key: those that all algorithms share in the order of `Job`, then the section of each algorithm."""
+    """Lists every key: keys that all algorithms share, in the order of `Job`, then the section of each algorithm."""
     shared = _keys(Job, "", tuple(KINDS), leave_out=("algo",))
     own = (key for name, kind in KINDS.items() for key in _keys(kind.settings, f"{name}.", (name,)))
     starts = {name: unset(name) for name in sorted({*KINDS, *PRESETS})}
@@ -106,7 +106,7 @@ def _presets(key: Key, starts: Mapping[str, Mapping[str, typing.Any]]) -> dict[s
 def _keys(
     cls: type, prefix: str, readers: tuple[str, ...], start: typing.Any = None, leave_out: tuple[str, ...] = ()
 ) -> Iterator[Key]:
-    """Lists the keys of the settings `cls`; `start` holds their default values where those of `cls` do not count."""
+    """Lists the keys of the settings `cls`; `start` has their default values, or is None for those of `cls` itself."""
     said, fields = meanings(cls), {field.name: field for field in dataclasses.fields(cls)}
     groups: list[tuple[str, type, typing.Any]] = []
     for name, hint in types_of(cls).items():

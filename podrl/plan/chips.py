@@ -138,5 +138,5 @@ def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) 
     # Several processes may compile at once: no hardware is opened.
     env.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     env["JAX_PLATFORMS"] = "cpu"
-    # Programs for absent chips can be written to jax's cache, but not read back: it would warn and compile them anyway.
+    # Programs for absent chips can be written to jax's cache but not read back: jax would warn, and compile them again.
     env["JAX_ENABLE_COMPILATION_CACHE"] = "false"

@@ -17,7 +17,7 @@ from podrl.plan.programs import Program
 # Compiles in a sixth of the time, to learn only whether a program fits: schedules and tiles are not searched.
 QUICK: Mapping[str, Any] = (
     {"exec_time_optimization_effort": -1.0}
-    if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10; later ones have levels
+    if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10; later versions have levels
     else {"optimization_level": "O0"}
 )
 

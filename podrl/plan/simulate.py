@@ -198,7 +198,7 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
         if staleness == 0:
             trainer = clock + generating + speeds.update_s
             done = trainer
-        else:  # the update of this window's batch goes on beside it; the first window draws that batch as well
+        else:  # batch `window` trains beside the sampling of later batches; the first window draws batch 0 as well
             trainer = clock + speeds.update_s
             done = max(trainer, clock + generating)
         clock = done + speeds.move_s

@@ -268,7 +268,7 @@ def search(setting: Setting, *, say: Callable[[str], None], known: Known | None 
 
 
 def _counted_best(setting: Setting, groups: Sequence["_Group"]) -> str:
-    """Names the trainer's mesh that counting alone, without a compile, finds fastest among those that may fit."""
+    """Names the trainer's mesh that is fastest by counting alone, without a compile, among meshes that may fit."""
     chip, found = _chip(setting, TRAINER), []
     for group in groups:
         variant = group.variants[0]
@@ -288,7 +288,7 @@ def _in_own_keys(before: Setting, after: Setting) -> Setting:
 
 
 def _in_order(groups: Sequence["_Group"]) -> list["_Group"]:
-    """Orders groups: those that are always tried, their `last` ones, then the spare ones mesh by mesh."""
+    """Orders groups: those that are always tried, with the `last` groups at their end, then spare groups by mesh."""
     return sorted(groups, key=lambda group: 2 if group.spare_of is not None else int(group.last))
 
 

@@ -1,4 +1,4 @@
-"""Scores programs by the tests of their record, each in a sandbox without network: functions, or what scripts print."""
+"""Scores programs by their record's tests of functions or of printed text, each in a sandbox without network."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from podrl.rewards.answers import closed_answer
 from podrl.rewards.sandbox.host import Sandboxes
 from podrl.rewards.sandbox.messages import Printed, ProgramLimits, Testing, Verdict
 
-# A fence that opens a block, where no backtick follows on its line: the fence, the language, the rest of the line. A
-# fence that closes a block stands alone, or before a tag.
+# A fence that opens a block: the fence, the language, and the rest of the line, which has no backtick. A fence that
+# closes a block stands alone, or before a tag.
 _OPENS = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[ \t]*+([^`]*+)$")
 _CLOSES = re.compile(r"[ \t]*+(`{3,}+|~{3,}+)[ \t]*+(?:<.*)?$")
 _QUOTE = re.compile(r" {0,3}> ?")  # the mark of a line in a block quote
@@ -22,7 +22,7 @@ _ONE_LINE = re.compile(
     r"(?<!`)(`{3,}+)(?!`)([^`\n]++)\1(?!`)|(?<!~)(~{3,}+)(?!~)([^~\n]++)\3(?!~)"  # a block that ends on its first line
 )
 _PYTHON = re.compile(r"\W*+(?:i?python|py)[0-9.]*+\W*+", re.IGNORECASE)
-# Names that say that a block is not Python; others, such as 'solution' and 'sage', leave it open.
+# Names of languages that are not Python. Other names, such as 'solution' and 'sage', may stand for a block of Python.
 _OTHER_LANGUAGE = re.compile(
     r"\W*+(?:(?:ba|z|fi)?sh|shell\w*+|console|terminal|cmd|powershell|output|stdout|result|log|json\w*+|ya?ml|toml|ini|csv|"
     r"xml|html|css|markdown|md|latex|tex|diff|sql|java|javascript|js|typescript|ts|c|h|c\+\+|cpp|c#|cs|csharp|go|golang|"
@@ -42,7 +42,7 @@ _START_S = 60.0  # seconds in which all sandboxes of a call start, even on a bus
 @section("reward.code")
 @dataclasses.dataclass(frozen=True)
 class CodeConfig:
-    """Settings of the built-in function 'code': where the tests are, and what a program may take.
+    """Settings of the built-in function 'code': the fields with the tests, and the limits of a program.
 
     Attributes:
       tests: the record's field with its tests: Python statements that fail by raising, such as MBPP's assertions (its
@@ -166,7 +166,7 @@ def code_of(completion: str) -> str:
     if answer is not None and not _blocks(answer) and not _ONE_LINE.search(answer) and _LIKE_CODE.search(answer):
         return answer
     blocks = _blocks(answer or "") or _blocks(completion)
-    if all(_rank(*block) < 2 for block in blocks):  # none looks like code, but what stands on one line may
+    if all(_rank(*block) < 2 for block in blocks):  # no block looks like code, but a block on one line may
         blocks = [_inline(found) for text in (completion, answer or "") for found in _ONE_LINE.finditer(text)] + blocks
     if blocks:
         return blocks[max(range(len(blocks)), key=lambda i: (_rank(*blocks[i]), i))][1]
@@ -239,9 +239,9 @@ def _unquoted(line: str, most: int) -> tuple[str, int]:
 
 
 def _opened(line: str, indent: int) -> "_Block | None":
-    """The block that a line opens, with its first line of code where that follows the fence or the language."""
+    """The block that a line opens; None if it opens none. Code behind the fence or the language is the first line."""
     line = _ONE_LINE.sub("", line.removesuffix("\r"))
-    # Backticks before the last ones open nothing. Looking there, too, would take time with the square of the length.
+    # Only the last backticks of a line can open a block. A search from the start would take time quadratic in the length.
     fence = _OPENS.search(line, len(line[: line.rfind("`") + 1].rstrip("`")))
     if fence is None:
         return None

@@ -237,7 +237,7 @@ class Rewards:
             fields it has, as text; and the names of the source's own functions, empty if the source has none.
 
         Raises:
-          ValueError: names the record and the functions.
+          ValueError: a function needs a missing answer; the message names the record and the functions.
         """
         needs = self._needs()
         for place, own in unanswered:
@@ -260,7 +260,7 @@ class Rewards:
             these fields.
 
         Raises:
-          ValueError: names the record, the function and the field.
+          ValueError: a record lacks a field; the message names the record, the function and the field.
         """
         needs, dataset = self._needs(), self._config.dataset_field
         for function in (f for f in self._functions if f.scores(own)):
@@ -292,7 +292,7 @@ class Rewards:
             not show is only warned of.
 
         Raises:
-          ValueError: names the record, or the function.
+          ValueError: nothing scores a record, or a function has no data set; the message names the record or function.
         """
         field = self._config.dataset_field
         for place, fields in records:
@@ -397,7 +397,7 @@ class Rewards:
         return OpenBatch(scorers, prompts, fields, group_B)
 
     def combine(self, reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, " B"]:
-        """Adds up the weighted rewards of each sample, those of the reward model and of others included.
+        """Adds up the weighted rewards of each sample, with rewards of the reward model and of others.
 
         Args:
           reward_FB: unweighted rewards, one row for each of `names`.
@@ -641,7 +641,7 @@ class _Judge:
 
 
 def _in_thread(fn: Callable[..., Any], part: Part, deadline_s: float) -> dict[str, Any]:
-    """Calls a function in a daemon thread, so that an endless one blocks neither the caller nor the exit."""
+    """Calls a function in a daemon thread, so that a function that never returns blocks neither caller nor exit."""
     replies: list[dict[str, Any]] = []
 
     def run() -> None:
@@ -684,7 +684,7 @@ def _check_read(config: RewardConfig) -> None:
     """Refuses a setting that only functions missing from the configuration read: it would have no effect.
 
     Raises:
-      ValueError: names the setting and the functions that read it.
+      ValueError: there is such a setting; the message names the setting and the functions that read it.
     """
     used = {fn.partition("@")[0] for fn in (*config.fns, *config.named) if isinstance(fn, str)}
     for key, functions in _READ_BY.items():

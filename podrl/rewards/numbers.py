@@ -54,7 +54,7 @@ class Number(NamedTuple):
 
 
 def read(text: str) -> Number | None:
-    """Reads the one number that a text gives; None where it gives none, or several that differ.
+    """Reads the one number that a text gives; None if the text gives no number, or several that differ.
 
     Of an equation, the last side with a number counts. The other sides must equal it, unless they are calculations or
     say in words what is counted. docs/rewards.md lists the forms. Takes time linear in the length of the text.
@@ -77,7 +77,7 @@ def read(text: str) -> Number | None:
 
 
 def of_reference(text: str) -> Number | None:
-    """Reads the number of a reference as `read` does, except where only in a reference the text must be mathematics.
+    """Reads the number of a reference as `read` does, but takes some texts for mathematics that `read` does not.
 
     '5!' is a factorial, while a model that ends with '5!' may be glad; and 'x + y = 25' or 'x^2 = 25' says something
     about unknowns, while a model that ends with it may have derived 25. Neither gives a number here.

@@ -149,7 +149,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _functions(control: socket.socket, request: Testing, limits: Bounds) -> Verdict:
-    """Runs the program once, and every test against what it defines."""
+    """Runs the program once, then every test with the names that the program defines."""
     sources = [request["setup"], *request["tests"]]
     codes = [_compiled(sources[0], "the set-up"), *(_compiled(test, test) for test in sources[1:])]
     program = _Program(control, "functions", request["program"], "")

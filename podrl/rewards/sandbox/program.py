@@ -83,7 +83,7 @@ def _script(source: str) -> None:
 
 
 def _functions(source: str, channel: socket.socket) -> None:
-    """Runs the program, then answers requests for what it defines until the channel ends."""
+    """Runs the program, then answers requests for the objects that it defines until the channel ends."""
     objects: list[object] = []
 
     def refer(value: object) -> Reference:
