@@ -241,7 +241,7 @@ def _unquoted(line: str, most: int) -> tuple[str, int]:
 def _opened(line: str, indent: int) -> "_Block | None":
     """The block that a line opens; None if it opens none. Code behind the fence or the language is the first line."""
     line = _ONE_LINE.sub("", line.removesuffix("\r"))
-    # Only the last backticks of a line can open a block. A search from the start would take time quadratic in the length.
+    # Only the last backticks of a line can open a block. A search from its start would take time quadratic in length.
     fence = _OPENS.search(line, len(line[: line.rfind("`") + 1].rstrip("`")))
     if fence is None:
         return None
