@@ -1,4 +1,4 @@
-"""The decoder and its checkpoints; `from_pretrained` and the rest are imported on first use."""
+"""The decoder and its checkpoints; the names of this package are imported on first use."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -15,9 +15,9 @@ from podrl.mesh import rules
 from podrl.models import time_cut
 
 NEG_INF = -1e30
-# Under this name rematerialisation policies may keep what the backward pass of attention needs beside q, k and v.
+# Name under which remat policies may keep the values that attention's backward pass needs besides q, k and v.
 ATTENTION_NAME = "attention"
-# Rows up to this length are one block: scores of a row fit where they are used at once.
+# Default tokens of a block. A row of at most this length is one block, and all its scores are computed at once.
 BLOCK = 512
 _LANES = 128
 
@@ -39,28 +39,31 @@ def attention(
     block: int = BLOCK,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Computes softmax(cap(q k)) v where token t sees s iff s <= t, t - s < window and both share a non-zero segment.
+    """Computes softmax(cap(q k)) v over packed rows, where a token sees earlier tokens of its segment in a window.
+
+    Token t sees token s iff s <= t, t - s < window, and both have the same non-zero segment. Scores and softmax are
+    float32; the output has q's dtype.
 
     Args:
       q_BTNH: scaled, rotated queries. Heads are grouped: query head n reads key/value head n // (N / K).
-      segment_BT: 0 is padding; its outputs are finite and meaningless.
-      window: number of tokens back that are seen, the token itself included; traced, so it may differ per layer.
+      k_BTKH: rotated keys.
+      v_BTKH: values.
+      segment_BT: segment of each token, 0 on padding, where outputs are finite and meaningless.
+      window: number of tokens that a token sees, itself included; traced, so it may differ per layer.
       softcap: c in c * tanh(score / c); 0 is off.
-      shared: (prefix_BT, position_BT), where segments may begin with another one. Token t then sees the earlier tokens
-        of segment prefix_BT[t] too (0 is none), and windows count positions instead of places in the row.
-      mesh: mesh; where given, rows and heads are computed where `podrl.mesh.rules` puts them.
-      windows: every value `window` can take; splash is compiled once for each that is shorter than T.
-      form: 'dense' holds all T x T scores of a row, forward and backward; 'blockwise' holds `block` x `block` of them
-        and skips blocks in which nothing is seen; 'splash' is JAX's TPU kernel, 'prefix' our own, for `shared`. 'auto'
-        is one of these two on TPU where they apply (T a multiple of 128, head dimension of 64, `windows` given for
-        splash) and blockwise elsewhere.
-      block: tokens of a block of 'blockwise' and, at most, of 'prefix'.
-      interpret: run the TPU kernels on CPU, slowly.
-
-    Scores and softmax are float32; the output has q's dtype.
+      shared: (prefix_BT, position_BT) if segments may begin with another segment. Token t then also sees the tokens of
+        segment prefix_BT[t] (0 is none), and windows count positions instead of indices in the row. None otherwise.
+      mesh: mesh over which rows and heads are split as `podrl.mesh.rules` says; None for one device.
+      windows: all values that `window` can take; splash is compiled once for each value shorter than T.
+      form: algorithm. 'dense' holds all T x T scores of a row, forward and backward. 'blockwise' holds `block` x
+        `block` scores and skips blocks in which nothing is seen. 'splash' is JAX's TPU kernel, and 'prefix' is podrl's
+        TPU kernel for `shared`. 'auto' takes the matching kernel on TPU if T is a multiple of 128 and H of 64 (splash
+        also needs `windows`), and 'blockwise' elsewhere.
+      block: tokens of a block for 'blockwise', and the largest block for 'prefix'.
+      interpret: whether the TPU kernels run interpreted on CPU, which is slow.
 
     Raises:
-      ValueError: 'splash' where segments share beginnings, which it cannot express, or 'prefix' where they do not.
+      ValueError: 'splash' with `shared`, which it cannot compute, or 'prefix' without `shared`.
     """
     if form == "auto":
         form = _kernel(q_BTNH.shape, windows, shared=shared is not None) if on_tpu(mesh) else "blockwise"
@@ -98,10 +101,13 @@ def _over_mesh(
     window: Array,
     *also: Array,
 ) -> Array:
-    """Runs a form of attention on every device's rows and heads; `blockwise` where heads do not divide by time."""
+    """Runs a form of attention on every device's rows and heads.
+
+    `blockwise` replaces `run` if rows are cut along time and the query heads do not divide by the number of cuts.
+    """
     tensor = mesh.shape["tensor"]
     N, K = q_BTNH.shape[2], k_BTKH.shape[2]
-    if N % tensor == 0 and tensor % K == 0:  # fewer key/value heads than shards: each shard gets a copy of its one
+    if N % tensor == 0 and tensor % K == 0:  # at most one key/value head per shard: each shard gets a copy of its head
         k_BTKH, v_BTKH = (jnp.repeat(x, tensor // K, axis=2) for x in (k_BTKH, v_BTKH))
     split = "heads" if N % tensor == 0 and k_BTKH.shape[2] % tensor == 0 else "act"
     q_spec = rules.spec_for(("batch", "time", split, "head_dim"), q_BTNH.shape, mesh)
@@ -124,7 +130,10 @@ def dense(
     softcap: float,
     shared: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Computes attention by its definition, term by term: the reference for the other forms."""
+    """Computes attention by its definition, with all scores at once: the reference for the other forms.
+
+    Arguments and result are those of `attention`.
+    """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
@@ -146,7 +155,7 @@ def dense(
 
 
 def einsum_f32(equation: str, a: Array, b: Array) -> Array:
-    """Computes an einsum accumulated in float32; widens operands on CPU, which lacks some of these products."""
+    """Computes an einsum accumulated in float32; on CPU, which lacks some mixed-precision products, widens operands."""
 
     def narrow(a: Array, b: Array) -> Array:
         return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
@@ -158,8 +167,8 @@ def einsum_f32(equation: str, a: Array, b: Array) -> Array:
 
 
 # --- blockwise ---
-# Scores are laid out keys first, [B, K, s, G, t], and queries and outputs time last, [B, K, H, G, T]: then no matrix
-# product of the forward or backward pass has to transpose a block of scores, only slices of q, k, v and the output.
+# Scores have keys first, [B, K, s, G, t], and queries and outputs have time last, [B, K, H, G, T]. With this layout no
+# matrix product of the forward or backward pass transposes a block of scores, only slices of q, k, v and the output.
 
 
 def _blockwise(
@@ -175,7 +184,11 @@ def _blockwise(
 ) -> Array:
     """Computes online softmax over key blocks (arXiv 2205.14135); the backward pass recomputes scores by blocks.
 
-    Queries may be some of the row's blocks only: `order` then has their numbers, and the row is a multiple of `block`.
+    Args:
+      shared: prefix_BT and position_BT, or nothing.
+      block: tokens of a block.
+      order: one array with the block numbers of the queries, if these are some blocks of the row only; the length of
+        the row is then a multiple of `block`. () if the queries are the whole row.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -191,11 +204,11 @@ def _blockwise(
     return out_BKHGT.transpose(0, 4, 1, 3, 2).reshape(B, T + pad, N, H)[:, :T]
 
 
-# (segment_BT, window), and prefix_BT and position_BT where segments share beginnings.
+# (segment_BT, window), followed by prefix_BT and position_BT if segments share prefixes.
 Where = tuple[Array, ...]
 
 
-# The block of the row that each block of queries is, where that is not simply the same one.
+# One array with the number, in the row, of each block of queries; () if query block n is block n of the row.
 Order = tuple[Array, ...]
 
 
@@ -240,7 +253,10 @@ def _seen(where: Where, i: Array, j: Array, size: int) -> Array:
 
 
 def _where_seen(where: Where, seen: Array, body, carry):
-    """Runs the body unless a key block holds no visible token and the visible tokens are scattered over the row."""
+    """Runs the body, but skips key blocks without a visible token if segments share prefixes and a row has many blocks.
+
+    Without shared prefixes `_key_blocks` has left out the blocks beyond the window already.
+    """
     if len(where) == 2 or seen.shape[-1] == where[0].shape[1]:
         return body(carry)
     return jax.lax.cond(jnp.any(seen), body, lambda carry: carry, carry)
@@ -270,7 +286,7 @@ def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, softcap: flo
         row = jnp.full((B, K, 1, G, t), NEG_INF, jnp.float32)
         carry = (row, jnp.zeros_like(row), jnp.zeros(q.shape, jnp.float32))
         top, total, out = _loop(*_key_blocks(i, where, size), add, carry, single=t == k_BKSH.shape[-2])
-        if len(where) > 2:  # a block of padding alone has passed all keys by
+        if len(where) > 2:  # a query block of padding alone has skipped all key blocks, so its total is 0
             total = jnp.where(total > 0, total, 1.0)
         return (out / total).astype(q.dtype), top + jnp.log(total)
 
@@ -343,7 +359,7 @@ def _over_blocks(attend, count: int) -> tuple[Array, Array]:
 
 
 def _join(blocks: Array) -> Array:
-    """Joins stacked blocks into one time axis, the last."""
+    """Joins blocks stacked on the first axis along their last axis, which is time."""
     blocks = jnp.moveaxis(blocks, 0, -2)
     return blocks.reshape(*blocks.shape[:-2], -1)
 
@@ -352,7 +368,7 @@ def _join(blocks: Array) -> Array:
 
 
 def on_tpu(mesh: Mesh | None) -> bool:
-    """True if the devices of a mesh (by default, of this process) are TPUs."""
+    """True if the devices of a mesh are TPUs; None asks about the devices of this process."""
     device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
     return device.platform == "tpu"
 
@@ -382,7 +398,7 @@ def _splash(
     windows: tuple[int, ...],
     interpret: bool,
 ) -> Array:
-    """Runs the Pallas TPU kernel; windows are compiled in, one branch for each that is shorter than the row."""
+    """Runs JAX's TPU kernel; windows are compiled in, with one branch for each window that is shorter than the row."""
     T = q_BTNH.shape[1]
     short = [w for w in windows if w < T]
     run = [functools.partial(_splash_one, window=w, softcap=softcap, interpret=interpret) for w in (*short, T)]

@@ -12,8 +12,8 @@ from podrl.config import Natural, Positive, Range, section
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 ATTENTION_PROJECTIONS = PROJECTIONS[:4]
-QUANT_GROUP = 64  # inputs that share a scale in integer weights
-GLOBAL_WINDOW = 1 << 30  # a window no sequence reaches: the layer sees everything before it
+QUANT_GROUP = 64  # number of inputs that share a scale in integer weights
+GLOBAL_WINDOW = 1 << 30  # window of a layer that sees all earlier tokens: longer than any sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +21,16 @@ class RopeScaling:
     """Settings of rotary-frequency scaling for long contexts.
 
     Attributes:
-      kind: 'none', 'linear' (all frequencies divided by `factor`), 'llama3' (only the long wavelengths, smoothly) or
-        'proportional' (as linear, and only the highest frequencies, the share `turned` of them, turn at all: Gemma 4).
-      factor: the stretch.
-      low_freq_factor: llama3: wavelengths above `original_length / low_freq_factor` are stretched fully.
-      high_freq_factor: llama3: wavelengths below `original_length / high_freq_factor` are left alone.
-      original_length: llama3: context length of pre-training, tokens.
-      turned: proportional: share of the frequencies that are not 0.
+      kind: 'none'; 'linear', which divides all frequencies by `factor`; 'llama3', which divides those of long
+        wavelengths, with a smooth transition; or 'proportional', which divides the highest frequencies, the share
+        `turned` of all, and sets the others to 0 (Gemma 4).
+      factor: divisor of the frequencies, by which wavelengths are stretched.
+      low_freq_factor: number that sets the upper end of llama3's transition: wavelengths above
+        `original_length / low_freq_factor` are stretched fully.
+      high_freq_factor: number that sets the lower end of llama3's transition: wavelengths below
+        `original_length / high_freq_factor` are not stretched.
+      original_length: context length of pre-training for llama3, tokens.
+      turned: share of the frequencies that are not 0, for proportional.
     """
 
     kind: str = "none"
@@ -44,17 +47,17 @@ class LoraConfig:
     """Low-rank adapters beside the projections (arXiv 2106.09685): y = x W + (alpha / rank) x A B, where B starts at 0.
 
     Attributes:
-      rank: inner dimension; 0 turns adapters off.
-      alpha: scale numerator.
-      pattern: regular expression on whole projection names (q, k, v, o, gate, up, down, or with _proj behind) that get
-        an adapter.
-      dropout: probability of zeroing an input feature of the adapter while training.
-      base_dtype: 'int8' or 'int4' stores the frozen projections as integers with a scale per group of 64 inputs (QLoRA,
-        arXiv 2305.14314, with uniform levels); '' stores them like everything else.
+      rank: inner dimension of the adapters; 0 turns adapters off.
+      alpha: numerator of the scale alpha / rank.
+      pattern: regular expression for the projections that get an adapter. It must match the whole name: q, k, v, o,
+        gate, up or down, or the same with _proj appended.
+      dropout: probability with which training zeroes an input feature of an adapter.
+      base_dtype: storage type of the frozen projections: 'int8' or 'int4' for integers with a scale per group of 64
+        inputs (QLoRA, arXiv 2305.14314, with uniform levels); '' for the type of all other parameters.
 
     Raises:
-      ValueError: a pattern that matches no projection, a negative rank, a dropout outside [0, 1), an unknown or idle
-        base_dtype.
+      ValueError: the pattern is no regular expression or matches no projection; the rank is negative; the dropout lies
+        outside [0, 1); `base_dtype` is unknown, or set with rank 0.
     """
 
     rank: Natural = 0
@@ -92,20 +95,21 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The routed feed-forwards of a layer, and the way a token's are chosen and weighted.
+    """The experts (routed feed-forwards) of a layer, and the rule that chooses and weighs the experts of a token.
 
     Attributes:
-      count: feed-forwards in each layer, E.
-      chosen: feed-forwards that compute each token, k.
-      ffn_dim: inner dimension of each, F.
-      score: function of the router's logits: 'softmax' over all experts, 'sigmoid' of each, or 'chosen': a softmax over
-        the chosen ones. The experts with the highest scores are chosen.
-      normalize: True divides the weights of a token's experts by their sum.
+      count: number of experts in each layer, E.
+      chosen: number of experts that compute each token, k.
+      ffn_dim: inner dimension of an expert, F.
+      score: function of the router's logits that gives scores: 'softmax' over all experts, 'sigmoid' of each logit, or
+        'chosen' for a softmax over the chosen experts. The k experts with the highest scores are chosen, and their
+        scores are their weights.
+      normalize: whether the weights of a token's experts are divided by their sum.
       scale: factor of the weights.
-      selection_bias: whether a number per expert is added to the scores for choosing, but not to the weights. It has no
+      selection_bias: whether the choice, but not the weights, uses scores plus a number per expert, which has no
         gradient.
-      shared_dim: inner dimension of one more feed-forward that computes every token; 0 is none.
-      shared_gate: True multiplies the shared expert's output by a sigmoid of the token.
+      shared_dim: inner dimension of a shared expert, which computes every token; 0 for no shared expert.
+      shared_gate: whether the shared expert's output is multiplied by a sigmoid of a projection of the token.
     """
 
     count: int
@@ -135,9 +139,9 @@ class Delta:
     """Sizes of linear attention by the gated delta rule, see `podrl.models.delta`.
 
     Attributes:
-      key_heads, value_heads: heads of queries and keys, and of values, a multiple of those.
-      key_dim, value_dim: widths of a head.
-      taps: tokens that the convolution before it mixes, the token's own included.
+      key_heads, value_heads: number of heads of queries and keys, and of values; the second is a multiple of the first.
+      key_dim, value_dim: width of a head of queries and keys, and of values.
+      taps: number of tokens that the convolution before the rule mixes, the token itself included.
     """
 
     key_heads: int
@@ -152,19 +156,20 @@ class Delta:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: all dimensions of queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of layers in a model whose layers are not all alike.
+    """A kind of layer in a model whose layers are not all alike.
 
     Attributes:
-      name: key of these layers' parameters under 'layers'.
-      num_kv_heads, head_dim: K and H.
-      key_is_value: the values are the keys before norm and rotation: there is no projection v.
-      delta: linear attention in place of attention; the two numbers above then mean nothing.
+      name: key of the kind's parameters under 'layers'.
+      num_kv_heads, head_dim: number of key/value heads, K, and head dimension, H.
+      key_is_value: whether values are the keys before norm and rotation, so that there is no projection v.
+      delta: sizes of linear attention, if the layers have it in place of attention; the two numbers above then have no
+        meaning. None for attention.
     """
 
     name: str
@@ -180,32 +185,35 @@ class ModelConfig:
 
     Attributes:
       family: name of the architecture in checkpoints, e.g. 'gemma2'.
-      vocab_size, num_layers, model_dim, ffn_dim: V, L, D, F.
-      num_heads, num_kv_heads, head_dim: N, K, H; where layers are of several kinds, K and H are those of `kinds[0]`.
+      vocab_size, num_layers, model_dim, ffn_dim: sizes V, L, D, F.
+      num_heads, num_kv_heads, head_dim: sizes N, K, H; if layers are of several kinds, K and H are those of `kinds[0]`.
       activation: gate non-linearity: 'gelu_tanh', 'gelu' or 'silu'.
-      norm_eps: added to the mean square in every RMS norm.
-      norm_plus_one: norms scale by 1 + w (Gemma) instead of w.
-      post_norms: the outputs of attention and MLP are normalised too (Gemma 2 and 3).
-      qk_norm: queries and keys are normalised per head (Gemma 3, Qwen 3).
-      qkv_bias: the q, k and v projections have biases (Qwen 2).
-      embed_scale: multiplies token embeddings (Gemma: sqrt(D)).
-      tie_embeddings: the output projection is the embedding matrix.
-      query_scale: multiplies queries before the dot product.
+      norm_eps: number added to the mean square in every RMS norm.
+      norm_plus_one: whether norms scale by 1 + w (Gemma) instead of w.
+      post_norms: whether the outputs of attention and MLP are normalised, too (Gemma 2 to 4).
+      qk_norm: whether queries and keys are normalised per head (Gemma 3 and 4, Qwen 3).
+      qkv_bias: whether the q, k and v projections have biases (Qwen 2).
+      embed_scale: factor of the token embeddings (Gemma: sqrt(D)).
+      tie_embeddings: whether the output projection is the embedding matrix.
+      query_scale: factor of the queries before the dot product.
       attn_softcap, logit_softcap: c in c * tanh(x / c) on attention scores and on logits; 0 is off.
-      window_L: per layer, how many tokens back (itself included) attention reaches; GLOBAL_WINDOW is everything.
-      rope_theta_L: per layer, base of the rotary frequencies.
-      rope_scaling_L: per layer, stretching of the frequencies.
-      max_length: longest sequence the checkpoint was made for, tokens.
+      window_L: number of tokens that a token sees in each layer, itself included; GLOBAL_WINDOW for all earlier tokens.
+      rope_theta_L: base of the rotary frequencies of each layer.
+      rope_scaling_L: scaling of the rotary frequencies of each layer.
+      max_length: length of the longest sequence that the checkpoint was made for, tokens.
       lora: adapters beside the projections.
-      experts: routed feed-forwards in place of one of `ffn_dim`, in every layer; None where there are none.
-      v_norm: values are normalised per head, without a weight (Gemma 4).
-      layer_scalar: the output of every layer is multiplied by a number that does not train (Gemma 4).
-      rotary_dim: leading dimensions of a head that rotary positions turn; 0 turns all.
-      gated_attention: the projection q has a gate beside each query, whose sigmoid scales the head's output (Qwen 3.5).
-      key_is_value: whether values are the keys before norm and rotation, if all layers are of one kind; see Kind.
-      delta: the gated delta rule of all layers, if they are of one kind; see Kind.
-      kinds: the kinds of layers; () where all layers are alike.
-      kind_L: per layer, index of its kind; () where all layers are alike.
+      experts: experts of every layer, in place of the feed-forward of `ffn_dim`; None for a model without experts.
+      v_norm: whether values are normalised per head, without a weight (Gemma 4).
+      layer_scalar: whether the output of every layer is multiplied by a number that does not train (Gemma 4).
+      rotary_dim: number of leading dimensions of a head that rotary positions turn; 0 for all.
+      gated_attention: whether the projection q also makes a gate for each query; the sigmoid of the gate multiplies the
+        head's output (Qwen 3.5).
+      key_is_value: whether values are the keys before norm and rotation; if layers are of several kinds, the value of
+        `kinds[0]`.
+      delta: sizes of linear attention in place of attention, None for attention; if layers are of several kinds, the
+        value of `kinds[0]`.
+      kinds: kinds of layers; () if all layers are alike.
+      kind_L: index of each layer's kind; () if all layers are alike.
     """
 
     family: str
@@ -267,9 +275,9 @@ class ModelConfig:
         return tuple(name for name in names if name != "v" or not self.key_is_value)
 
     def alike(self) -> tuple["ModelConfig", ...]:
-        """Returns for each kind of layers the configuration of a model of these layers alone, in the model's order.
+        """Returns, for each kind of layer, the configuration of a model that has only the layers of this kind.
 
-        A model whose layers are all alike is the only one of its own.
+        The layers keep their order. A model whose layers are all alike returns itself alone.
         """
         if not self.kinds:
             return (self,)
@@ -296,15 +304,15 @@ class ModelConfig:
         return tuple(i for i in range(self.num_layers) if not self.kinds or self.kind_L[i] == k)
 
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Returns of each layer, in order, its kind and its place among the layers of this kind."""
+        """Returns (index of the kind, index among the layers of this kind) of each layer, in order."""
         if not self.kinds:
             return tuple((0, i) for i in range(self.num_layers))
         return tuple((kind, self.kind_L[:i].count(kind)) for i, kind in enumerate(self.kind_L))
 
     def runs(self) -> tuple[tuple[tuple[int, int], ...], int]:
-        """Returns the shortest sequence of runs of equal layers that repeats to the whole model, and how often it does.
+        """Returns the shortest pattern of layers whose repetition is the whole model, and the number of repetitions.
 
-        A run is (kind, number of layers).
+        The pattern is a sequence of runs of equal layers: (index of the kind, number of layers).
         """
         kind_L = self.kind_L
         if not self.kinds:
@@ -315,7 +323,7 @@ class ModelConfig:
 
     @property
     def active_ffn_dim(self) -> int:
-        """Inner dimension of all feed-forwards that compute one token in a layer."""
+        """Sum of the inner dimensions of all feed-forwards that compute one token in a layer."""
         return (
             self.ffn_dim
             if self.experts is None
@@ -329,7 +337,7 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> bool:
-        """True where some layers are of linear attention."""
+        """True if some layers have linear attention."""
         return any(alike.delta is not None for alike in self.alike())
 
     def _check_kinds(self) -> None:
@@ -355,7 +363,7 @@ class ModelConfig:
         self.alike()  # checks each kind
 
     def _check_adapters(self) -> None:
-        """Refuses adapters and integer weights of experts; the default pattern means those of attention."""
+        """Refuses adapters and integer weights of experts; with experts, the default pattern means attention only."""
         own = [name for name in PROJECTIONS if name not in ATTENTION_PROJECTIONS and self.lora.covers(name)]
         if own and (self.lora.pattern != LoraConfig.pattern):
             raise ValueError(
@@ -371,7 +379,7 @@ class ModelConfig:
     def inverse_frequencies(self) -> Float[np.ndarray, "L H/2"]:
         """Computes every layer's rotary frequencies, radians per position (arXiv 2104.09864), with its scaling.
 
-        Only of a model whose layers are alike.
+        The layers must be alike: call it on each configuration of `alike`.
         """
         assert not self.kinds, "head_dim differs by kind: ask each of alike()"
         turned = self.rotary_dim or self.head_dim
@@ -416,7 +424,7 @@ def gemma2_config(
     logit_softcap: float = 30.0,
     max_length: int = 8192,
 ) -> ModelConfig:
-    """Builds a Gemma 2 of any size: even layers are sliding-window, odd layers global (arXiv 2408.00118)."""
+    """Builds a Gemma 2 of any size: layers of even index have the window, the others see all (arXiv 2408.00118)."""
     return ModelConfig(
         family="gemma2",
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""The decoder: its parameters, each declared once, and the forward pass that training and decoding share."""
+"""The decoder: the declaration of every parameter, and the forward pass that training and decoding share."""
 
 import dataclasses
 import math
@@ -24,8 +24,8 @@ class Param:
 
     Attributes:
       shape, axes: size and logical axis of each dimension.
-      std: standard deviation of the normal it is drawn from; 0 is zeros, -1 ones.
-      dtype: storage type where it differs from the model's: 'int8', 'int4', 'float32'.
+      std: standard deviation of the normal distribution of the initial values; 0 for zeros, -1 for ones.
+      dtype: storage type if it differs from the model's: 'int8', 'int4' or 'float32'; '' for the model's.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +39,12 @@ class Param:
 
 @flax.struct.dataclass
 class LayerInfo:
-    """Per-layer data besides weights (window, rope); stacked over L for the scan.
+    """Data of a layer besides its weights; stacked over the layers for the scan.
 
     Attributes:
-      index: position of the layer, 0-based.
-      freq_H: rotary frequencies, radians per position (H/2 of them).
-      window: tokens back that attention reaches, itself included.
+      index: number of the layer in the model, from 0.
+      freq_H: rotary frequencies, radians per position.
+      window: number of tokens that a token sees, itself included.
     """
 
     index: Int[Array, ""]
@@ -52,11 +52,11 @@ class LayerInfo:
     window: Int[Array, ""]
 
 
-# attend(q_BTNH, k_BTKH, v_BTKH, info) -> (out_BTNH, state): queries are scaled and rotated, keys rotated; `state` is
-# whatever the caller wants back from each layer (new keys and values, an updated cache).
-# In layers of linear attention it is attend(h_BTD, layer) -> (out_BTD, state), of the normalised residual stream.
+# attend(q_BTNH, k_BTKH, v_BTKH, info) -> (out_BTNH, state): queries are scaled and rotated, keys are rotated. `state`
+# is any value that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
+# In layers of linear attention: attend(h_BTD, layer) -> (out_BTD, state), with the normalised residual stream h.
 Attend = Callable[..., tuple[Array, Any]]
-# routed(h_BTD, layer, info) -> (out_BTD, route_BTk): the feed-forward of a model with experts, and those it chose.
+# routed(h_BTD, layer, info) -> (out_BTD, route_BTk): the feed-forward of a model with experts, and the chosen experts.
 Routed = Callable[[Array, PyTree, LayerInfo], tuple[Array, Array]]
 
 _PROJECTIONS = {
@@ -73,7 +73,7 @@ PROJECTION_NAMES = tuple(_PROJECTIONS)
 
 
 def projection_inputs(name: str) -> int:
-    """Counts the leading weight dimensions that are contracted with a projection's input."""
+    """Returns how many leading dimensions of a projection's weight are contracted with its input."""
     einsum, letters, _ = _PROJECTIONS[name]
     return sum(c in einsum.split(",")[0] for c in letters)
 
@@ -81,7 +81,8 @@ def projection_inputs(name: str) -> int:
 def param_specs(config: ModelConfig) -> dict:
     """Declares every parameter of the model, adapters included, as a tree of `Param` laid out like the parameters.
 
-    Under 'layers' are the leaves of all layers, stacked; where layers are of several kinds, a stack for each kind.
+    The leaves of all layers are stacked under 'layers'. If layers are of several kinds, 'layers' has a stack for each
+    kind under the kind's name.
     """
     unit = 0.0 if config.norm_plus_one else -1.0  # std -1: ones
     specs: dict[str, Any] = {
@@ -95,19 +96,19 @@ def param_specs(config: ModelConfig) -> dict:
 
 
 def stacks_of(layers: Mapping[str, Any], config: ModelConfig) -> tuple[Any, ...]:
-    """Splits what a parameter tree holds under 'layers' into the leaves of each kind of layers."""
+    """Splits the subtree 'layers' of a parameter tree into one stack of leaves for each kind of layer."""
     return tuple(layers[kind.name] for kind in config.kinds) or (layers,)
 
 
 def as_layers(stacks: Sequence[Any], config: ModelConfig) -> dict[str, Any]:
-    """Joins the leaves of each kind of layers into what a parameter tree holds under 'layers'."""
+    """Joins one stack of leaves for each kind of layer into the subtree 'layers' of a parameter tree."""
     if not config.kinds:
         return stacks[0]
     return {kind.name: stack for kind, stack in zip(config.kinds, stacks, strict=True)}
 
 
 def _layer_specs(config: ModelConfig) -> dict[str, Param]:
-    """Declares the parameters of layers that are alike, stacked."""
+    """Declares the stacked parameters of layers that are alike."""
     size = {
         "D": config.model_dim,
         "N": config.num_heads,
@@ -161,7 +162,7 @@ def is_param(leaf: Any) -> bool:
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
-    """Returns shapes, dtype and shardings of the parameters on `mesh`, without any array."""
+    """Returns shapes, dtypes and shardings of the parameters on `mesh`; makes no array."""
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype_in(dtype), sharding=rules.sharding_for(p.axes, p.shape, mesh)),
         param_specs(config),
@@ -170,9 +171,11 @@ def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> PyTree:
-    """Draws random parameters; jit with out_shardings from `abstract_params` to create them in place.
+    """Draws random parameters; jit with the out_shardings of `abstract_params` to create them on their devices.
 
-    Integer weights are not random: quantise those of a dense model (podrl/models/quantize.py).
+    Raises:
+      ValueError: the model stores projections as integers, which are quantised from a trained model
+        (podrl/models/quantize.py).
     """
     if config.lora.base_dtype:
         raise ValueError(f"lora.base_dtype={config.lora.base_dtype!r} needs trained weights: load a model instead.")
@@ -192,10 +195,11 @@ def is_adapter(name: str) -> bool:
 
 
 def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
-    """Splits parameters into (trainable, frozen): under LoRA adapters and base, else everything and an empty tree.
+    """Splits parameters into (trainable, frozen).
 
-    A router's selection bias and a layer's scalar have no gradient and are always frozen: weight decay would pull them
-    to 0.
+    With LoRA the adapters are trainable and all else is frozen. Without LoRA everything is trainable, except a router's
+    selection bias and a layer's scalar: these have no gradient, so weight decay alone would pull them to 0. Without
+    such leaves the frozen tree is empty.
     """
     trains = is_adapter if config.lora.rank else lambda name: name not in ("selection_bias", "layer_scalar")
     stacks = stacks_of(params["layers"], config)
@@ -208,7 +212,7 @@ def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree
 
 
 def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
-    """Joins what `split_trainable` split, without a copy; of a leaf in both trees the trainable one counts."""
+    """Joins the two trees of `split_trainable`, without a copy; a leaf in both is taken from the trainable tree."""
     if not frozen:
         return trainable
     nested = [key for key in trainable.keys() & frozen.keys() if isinstance(trainable[key], Mapping)]
@@ -216,7 +220,7 @@ def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
 
 
 def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
-    """Stacks the LayerInfo of each kind of layers."""
+    """Builds the stacked LayerInfo of each kind of layer."""
     return tuple(
         LayerInfo(
             index=jnp.asarray(config.layers_of(k), jnp.int32) if config.kinds else jnp.arange(config.num_layers),
@@ -228,7 +232,10 @@ def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
 
 
 def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
-    """Normalises to x / rms(x) over the last axis, scaled; computed in float32, returned in x's dtype."""
+    """Computes x / rms(x) over the last axis times the norm's scale, in float32; returns x's dtype.
+
+    The scale is the weight, or 1 + weight with `norm_plus_one`; a weight of None is no scale.
+    """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
     if weight is None:
@@ -240,7 +247,7 @@ def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
 def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
     """Applies rotary position embedding in the half-split form; angles in float32 (arXiv 2104.09864).
 
-    Dimensions behind those that have frequencies are left as they are.
+    Only the first 2 x len(freq_H) dimensions of a head are rotated; the others stay as they are.
     """
     turned = 2 * freq_H.shape[-1]
     if turned < x_BTNH.shape[-1]:
@@ -252,7 +259,7 @@ def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
 
 
-# drop(name, x) -> x: what the adapter of projection `name` sees of its input.
+# drop(name, x) -> x: applies dropout to the input of the adapter of projection `name`.
 Drop = Callable[[str, Array], Array]
 
 
@@ -261,9 +268,9 @@ def drop_nothing(name: str, x: Array) -> Array:
 
 
 def adapter_dropout(config: ModelConfig, key: PRNGKeyArray, layer_index: Int[Array, ""]) -> Drop:
-    """Zeroes adapter inputs with probability `config.lora.dropout` and scales the others to keep the mean.
+    """Builds a function that zeroes adapter inputs with probability `config.lora.dropout`, and scales the others up.
 
-    Masks differ by key, layer and projection, and by nothing else.
+    The scale keeps the mean. A mask depends only on the key, the layer and the projection.
     """
     layer_key = jax.random.fold_in(key, layer_index)
     keep = 1.0 - config.lora.dropout
@@ -276,7 +283,7 @@ def adapter_dropout(config: ModelConfig, key: PRNGKeyArray, layer_index: Int[Arr
 
 
 def dense_weight(name: str, layer: PyTree, dtype: jax.typing.DTypeLike) -> Array:
-    """Returns a projection's weight in one layer, dequantized where it is stored as integers."""
+    """Returns a projection's weight in one layer, dequantized if it is stored as integers."""
     weight = layer[name].astype(dtype)
     if f"{name}_scale" not in layer:
         return weight
@@ -290,12 +297,19 @@ def project(
 ) -> Array:
     """Applies one named projection with its bias and adapter, in x's dtype.
 
-    `cut` says that time lies on several devices: an axis merged from rows and time could not.
+    Args:
+      name: name of the projection: q, k, v, o, gate, up or down.
+      x: input, (B, T, ...).
+      layer: leaves of the layer.
+      config: the model.
+      drop: dropout of adapter inputs.
+      cut: whether time is cut over several devices. Rows and time then stay two axes, because an axis merged from the
+        two could not be cut along time.
     """
     einsum = _PROJECTIONS[name][0]
     split = projection_inputs(name)
     weight = dense_weight(name, layer, x.dtype)
-    # As matrices: the gradient of the weight then needs no transposed copy of its operands (a third of a step on CPU).
+    # A matrix product: the weight's gradient then needs no transposed copy of its operands (a third of a step on CPU).
     lead = x.shape[:2] if cut else (math.prod(x.shape[:2]),)
     y_XY = x.reshape(*lead, -1) @ weight.reshape(math.prod(weight.shape[:split]), -1)
     y = y_XY.reshape(*x.shape[:2], *weight.shape[split:])
@@ -325,10 +339,18 @@ def block(
     """Applies one transformer layer.
 
     Args:
+      x_BTD: residual stream.
+      layer: leaves of the layer.
+      info: the layer's number, rotary frequencies and window.
+      position_BT: position of each token inside its own sequence.
       config: configuration of a model whose layers are all of this layer's kind, see `ModelConfig.alike`.
+      attend: attention over the layer's queries, keys and values, see `Attend`.
+      mesh: mesh on which activations are placed; None for one device.
+      drop: dropout of adapter inputs.
+      routed: feed-forward of a model with experts, see `Routed`; None without experts.
 
     Returns:
-      (the residual stream, whatever `attend` returned, the experts that `routed` chose; None without experts).
+      The residual stream, the second result of `attend`, and the experts that `routed` chose (None without experts).
     """
 
     cut = mesh is not None and bool(rules.axes_over("time", mesh))
@@ -381,16 +403,16 @@ def block(
 def embed(
     params: PyTree, tokens_BT: Int[Array, "B T"], config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None = None
 ) -> Float[Array, "B T D"]:
-    """Looks up scaled token embeddings, in the compute dtype."""
+    """Looks up token embeddings times `embed_scale`, in the compute dtype."""
     x_BTD = params["embed"].at[tokens_BT].get(mode="clip").astype(dtype) * jnp.asarray(config.embed_scale, dtype)
-    # Rows over data first, as D is cut over fsdp: the rest is then one all-to-all along fsdp, where XLA would
-    # otherwise make the whole array on every device.
+    # First only rows over data, as D is still cut over fsdp. The step to the final sharding is then one all-to-all
+    # along fsdp; otherwise XLA would make the whole array on every device.
     x_BTD = rules.constrain(x_BTD, ("replica", "time", "embed"), mesh)
     return rules.constrain(x_BTD, ("batch", "time", "act"), mesh)
 
 
 def output_matrix(params: PyTree) -> Float[Array, "D V"]:
-    """Returns the matrix from the final hidden state to logits (a transpose of the embedding where tied)."""
+    """Returns the matrix from the final hidden state to logits; with tied embeddings, their transposed matrix."""
     return params["unembed"] if "unembed" in params else params["embed"].T
 
 
@@ -401,7 +423,7 @@ def cap_logits(logits: Array, config: ModelConfig) -> Array:
 
 
 def unembed(params: PyTree, hidden_BTD: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T V"]:
-    """Computes capped float32 logits. For training use the chunked log-probabilities of the trainer instead."""
+    """Computes capped float32 logits; training uses podrl/trainer/logprob.py, which never holds all logits."""
     matrix_DV = output_matrix(params).astype(hidden_BTD.dtype)
     logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, matrix_DV, preferred_element_type=jnp.float32)
     return cap_logits(logits_BTV, config)
@@ -411,7 +433,7 @@ _HOST = "pinned_host"
 
 
 def _offload(prim: Any, *args: Any, **params: Any) -> Any:
-    """Builds the remat policy that saves what "dots" saves, offloaded to host memory."""
+    """Remat policy that keeps the same values as "dots", but in host memory."""
     if prim.name == "name":
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[moe.ROUTES_NAME],
@@ -457,7 +479,7 @@ def hidden(
     dropout_key: PRNGKeyArray | None = None,
     prefix_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Computes final normalised hidden states of packed rows; arguments as of `replayed`."""
+    """Computes final normalised hidden states of packed rows; `replayed` describes the arguments."""
     hidden_BTD, _ = replayed(
         params,
         tokens_BT,
@@ -488,26 +510,27 @@ def replayed(
     prefix_BT: Int[Array, "B T"] | None = None,
     route_LBTk: Int[Array, "L B T k"] | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
-    """Computes final normalised hidden states of packed rows, on routes that are given.
+    """Computes final normalised hidden states of packed rows, with tokens computed by recorded experts.
 
     Args:
-      params: the whole parameter tree (adapters joined in).
-      segment_BT: attention is causal within equal, non-zero segments; 0 is padding.
-      position_BT: position inside the sequence.
+      params: whole parameter tree, adapters joined in.
+      tokens_BT: packed tokens.
+      segment_BT: segment of each token, 0 on padding; attention is causal within equal, non-zero segments.
+      position_BT: position of each token inside its own sequence.
+      config: the model.
       dtype: compute dtype; parameters are cast where they are used.
-      remat: 'none', 'dots' (keep outputs of projections and attention), 'full' (keep layer inputs only) or 'offload'
-        (keep what 'dots' keeps in the host's memory).
-      mesh: the devices; where given, activations are pinned to the batch sharding.
-      dropout_key: turns on the adapters' dropout (training only); without it, or at rate 0, nothing is dropped.
-      prefix_BT: segment that each token sees before its own, where segments share beginnings; 0 is none.
-      route_LBTk: the experts each token takes, as the sampler recorded them, see `podrl.models.moe.route`; None lets
-        every token choose.
+      remat: values that are kept for the backward pass: 'none' keeps all, 'dots' the outputs of projections and
+        attention, 'full' the layers' inputs only; 'offload' keeps the values of 'dots' in the host's memory.
+      mesh: mesh on which activations are placed; None for one device.
+      dropout_key: random key of the adapters' dropout (training only); None for no dropout.
+      prefix_BT: segment that each token sees besides its own, 0 for none; None if no segments share a prefix.
+      route_LBTk: recorded experts of each token, see `podrl.models.moe.route`; None lets every token choose.
 
     Returns:
-      (hidden states, the routes that the routers would choose themselves; None where none are given).
+      The hidden states, and the routes that the routers would choose themselves (None if `route_LBTk` is None).
 
     Raises:
-      ValueError: 'offload' on devices that cannot reach the host's memory.
+      ValueError: 'offload' on devices that cannot reach the host's memory; linear attention on rows cut along time.
     """
     dropping = config.lora.rank > 0 and config.lora.dropout > 0
 
@@ -569,15 +592,16 @@ def replayed(
 def over_layers(
     steps: Sequence[Callable], carry: Any, stacks: Sequence[PyTree], config: ModelConfig
 ) -> tuple[Any, Any]:
-    """Applies all layers in turn: a scan over each run of equal layers, and one over the repetitions of these runs.
+    """Applies all layers in turn: a scan over each run of equal layers, inside a scan over repetitions of the pattern.
 
     Args:
-      steps: step(carry, layer) -> (carry, result) of each kind of layers.
+      steps: function step(carry, layer) -> (carry, result) for each kind of layer.
       carry: arrays that pass from layer to layer, such as the residual stream.
-      stacks: the argument `layer` of `step`, stacked over the layers of the kind, of each kind.
+      stacks: argument `layer` of `step`, stacked over the layers of a kind, for each kind.
+      config: the model.
 
     Returns:
-      (carry, the results stacked over the layers; None where layers are of several kinds).
+      The final carry, and the results stacked over the layers; None for the results if layers are of several kinds.
     """
     if not config.kinds:
         return jax.lax.scan(steps[0], carry, stacks[0])

@@ -1,12 +1,13 @@
 """Linear attention by the gated delta rule (arXiv 2412.06464): packed rows in chunks, and one token at a time.
 
-Each head keeps a matrix, its state, that maps keys to values. A token first decays the state, then replaces the value
-that the state has under the token's key by a mix of it and the token's value, and reads the state by its query:
+Each head has a state: a matrix that maps keys to values. A token first decays the state. It then replaces the value
+that the state has for the token's key by a mix of this value and the token's own. Last, it reads the state with its
+query:
 
     S_t = exp(decay_t) S_(t-1),  S_t += beta_t k_t (v_t - k_t S_t),  out_t = q_t S_t
 
-Letters beside those of podrl.types: H key width, U value width, X chunks of a row, C tokens of a chunk, I channels,
-W taps of the convolution.
+Dimensions beside those of podrl.types: H key width, U value width, X chunks of a row, C tokens of a chunk, I channels
+of the convolution, W taps of the convolution.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,9 +27,9 @@ _NONE = -1
 
 
 def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
-    """Declares the leaves of a layer by name: (shape, logical axes, standard deviation at the start).
+    """Declares the leaves of a layer by name: (shape, logical axes, standard deviation of the initial values).
 
-    They are not cut over tensor.
+    None of the leaves is cut over tensor.
     """
     sizes = config.delta
     assert sizes is not None
@@ -49,18 +50,20 @@ def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tup
 
 @flax.struct.dataclass
 class Chunks:
-    """How the tokens of packed rows depend on each other, cut into chunks.
+    """Packed rows cut into chunks, with the dependencies of tokens on earlier tokens and states.
 
-    A token's past inside its chunk is an earlier part of its own segment, and of the segment that its own goes on from.
-    Before that lies one of three states: that at the end of the chunk before, that at the end of the last segment that
-    others go on from, or none.
+    A segment may continue another segment, its prefix. The past of a token inside its chunk consists of the earlier
+    tokens of its own segment and of its prefix. This past starts from one of three states: the running state, which is
+    the state at the end of the previous chunk; the held state, which is the state at the end of the last segment that
+    other segments continue; or zeros.
 
     Attributes:
-      past_BXCC: [.., i, j] is true where token j is token i or in its past.
-      runs_BXC: true where the state at the end of the chunk before is in the token's past.
-      held_BXC: true where the held state is.
-      last_BX: place of the last token of the chunk that is no padding; -1 where there is none.
-      hold_BX: place of the last token whose segment others go on from: its state is held from here on; -1 for none.
+      past_BXCC: True at [.., i, j] if token j is token i or in its past.
+      runs_BXC: True if the token's past starts from the running state.
+      held_BXC: True if the token's past starts from the held state.
+      last_BX: index in the chunk of the last token that is no padding; -1 if there is none.
+      hold_BX: index in the chunk of the last token whose segment other segments continue, after which its state becomes
+        the held state; -1 if there is none.
     """
 
     past_BXCC: Bool[Array, "B X C C"]
@@ -80,11 +83,12 @@ def cut(
     """Cuts rows into chunks, of which the last may be padded. Segments may begin anywhere.
 
     Args:
-      segment_BT: number of each token's segment, at most T; tokens of a segment lie side by side; 0 is padding.
-      prefix_BT: number of the segment that each token's segment goes on from; 0 is none. That segment goes on from
-        none, and between the two lie only segments that go on from it. None where no segment goes on from another.
-      before_B: segment of the state that each row begins with; 0 is none. None where no row has such a state.
-      chunk: C.
+      segment_BT: number of each token's segment, at most T, 0 on padding; the tokens of a segment are consecutive.
+      prefix_BT: number of the segment that each token's segment continues, its prefix; 0 for none. A prefix continues
+        no other segment, and only segments that continue the same prefix lie between a segment and its prefix. None if
+        no segment continues another.
+      before_B: number of the segment whose state each row begins with; 0 for none. None if no row begins with a state.
+      chunk: number of tokens of a chunk, C.
     """
     segment_BXC = _chunked(segment_BT, chunk)
     B, _, C = segment_BXC.shape
@@ -113,7 +117,7 @@ def cut(
 
 
 def _chunked(x_BT: Array, chunk: int) -> Array:
-    """Pads time to whole chunks and cuts it into them: (B, X, C, ...)."""
+    """Pads time to whole chunks and cuts it into chunks: (B, T, ...) -> (B, X, C, ...)."""
     B, T, *rest = x_BT.shape
     padded = jnp.pad(x_BT, [(0, 0), (0, -T % chunk), *[(0, 0)] * len(rest)])
     return padded.reshape(B, -1, chunk, *rest)
@@ -133,17 +137,18 @@ def step(
     decay_BN: Float[Array, "B N"],
     beta_BN: Float[Array, "B N"],
 ) -> tuple[Float[Array, "B N U"], Float[Array, "B N H U"]]:
-    """Applies the rule to one token of each row, in float32: (outputs, states after it).
+    """Applies the rule to one token of each row, in float32: (outputs, states after the token).
 
     Args:
       state_BNHU: states before the token.
-      q_BNH, k_BNH: queries, scaled, and keys of length 1.
+      q_BNH, k_BNH: scaled queries, and keys of length 1.
       v_BNU: values.
-      decay_BN: logarithm of what is kept of the state, at most 0.
-      beta_BN: share of the value that is replaced, in [0, 1].
+      decay_BN: logarithm of the factor by which the state decays, at most 0.
+      beta_BN: share of the state's value that the token's value replaces, in [0, 1].
     """
     kept_BN1, same_BN1 = jnp.exp(decay_BN)[..., None], jnp.sum(q_BNH * k_BNH, axis=2, keepdims=True)
-    # One sum reads the old state for both, and the new state depends on it: so XLA can write the new one in place.
+    # One sum reads the old state for key and query, and the new state depends on the sum. XLA can then write the new
+    # state over the old one.
     key_and_query = jnp.stack([k_BNH, q_BNH])[..., None] * state_BNHU
     known_BNU, read_BNU = jnp.sum(key_and_query, axis=3) * kept_BN1
     change_BNU = (v_BNU.astype(jnp.float32) - known_BNU) * beta_BN[..., None]
@@ -162,13 +167,16 @@ def over_rows(
 ) -> tuple[Float[Array, "B T N U"], Float[Array, "B N H U"]]:
     """Applies the rule to packed rows, in float32: (outputs, states after the last token of each row).
 
-    Inside a chunk the changes of all tokens solve one triangular system (arXiv 2406.06484); chunks, of a power of two
-    tokens, follow each other in a scan that carries the state, and the held one. Arguments per token as of `step`;
-    outputs of padding are 0.
+    Inside a chunk the changes of all tokens solve one triangular system (arXiv 2406.06484). A scan over the chunks
+    carries the running state and the held state. Outputs of padding are 0.
 
     Args:
-      chunks: see `cut`.
-      state_BNHU: states that rows begin with, where `cut` was given `before_B`.
+      q_BTNH, k_BTNH: scaled queries, and keys of length 1.
+      v_BTNU: values.
+      decay_BTN: logarithm of the factor by which the state decays at each token, at most 0.
+      beta_BTN: share of the state's value that the token's value replaces, in [0, 1].
+      chunks: dependencies of the tokens, from `cut`; C is a power of two.
+      state_BNHU: states that the rows begin with, if `cut` had `before_B`; None otherwise.
     """
     B, T, N, H = k_BTNH.shape
     U, C = v_BTNU.shape[-1], chunks.past_BXCC.shape[-1]
@@ -176,7 +184,7 @@ def over_rows(
         jnp.moveaxis(_chunked(x.astype(jnp.float32), C), 3, 2) for x in (q_BTNH, k_BTNH, v_BTNU, decay_BTN, beta_BTN)
     )
     past = chunks.past_BXCC[:, :, None]
-    # Logarithm of what is kept from the state before the token's past in this chunk until after the token itself.
+    # Logarithm of the decay from the state before the token's past in this chunk until after the token itself.
     kept_BXNC = _sum("BXNCD,BXND->BXNC", past.astype(jnp.float32), decay)
     pair_BXNCC = jnp.exp(jnp.where(past, kept_BXNC[..., :, None] - kept_BXNC[..., None, :], -jnp.inf))
     before = ~jnp.eye(C, dtype=bool)
@@ -185,8 +193,8 @@ def over_rows(
     sides = jnp.concatenate([v * beta[..., None], k * (beta * entering_BXNC)[..., None]], axis=-1)
     solved = _sum("BXNCD,BXNDU->BXNCU", _inverse(system), sides)
     inside = {
-        "change": solved[..., :U],  # of each token, as if no state entered
-        "undo": solved[..., U:],  # what of an entering state the changes take back
+        "change": solved[..., :U],  # change by each token if the chunk starts from zeros
+        "undo": solved[..., U:],  # times the entering state: the part of the changes that this state takes away
         "scores": _sum("BXNCH,BXNDH->BXNCD", q, k) * pair_BXNCC,
         "reads": q * entering_BXNC[..., None],
         "keys": k,
@@ -198,7 +206,7 @@ def over_rows(
         sources = ((carry[0], now.runs_BXC), (carry[1], now.held_BXC))
 
         def entering(weight_BNCH: Array) -> Array:
-            """Multiplies each token's row with the state before its past."""
+            """Multiplies each token's row with the state that the token's past starts from."""
             (run, runs_BC), (held, held_BC) = sources
             from_run = _sum("BNCH,BNHU->BNCU", weight_BNCH * runs_BC[:, None, :, None], run)
             return from_run + _sum("BNCH,BNHU->BNCU", weight_BNCH * held_BC[:, None, :, None], held)
@@ -207,7 +215,7 @@ def over_rows(
         out_BNCU = entering(x["reads"]) + _sum("BNCD,BNDU->BNCU", x["scores"], change_BNCU)
 
         def after(place_B: Array, otherwise: Array) -> Array:
-            """Computes the state after the token at a place of each row; `otherwise` where there is none."""
+            """Computes the state after the token at index `place_B` of each row; `otherwise` where the index is -1."""
             at_B = jnp.maximum(place_B, 0)
             take = lambda y, axis: jnp.take_along_axis(  # noqa: E731
                 y, at_B.reshape(-1, *[1] * (y.ndim - 1)), axis=axis
@@ -230,13 +238,14 @@ def over_rows(
 
 
 def _inverse(low_XCC: Float[Array, "*X C C"]) -> Float[Array, "*X C C"]:
-    """Inverts the sum of the identity and a matrix that is zero on and above its diagonal.
+    """Inverts the sum of the identity and a matrix that is zero on and above its diagonal; C is a power of two.
 
-    Products of blocks, which double in size, are as stable as substitution, and are cut over a mesh like any others.
-    XLA's triangular solve is not: on eight faked CPU devices a scan of layers with one in it hung.
+    Products of diagonal blocks, whose size doubles, are as stable as substitution, and XLA splits them over a mesh like
+    other products. XLA's triangular solve is no alternative: a scan over layers that used it hung on eight simulated
+    CPU devices.
     """
     *X, C, _ = low_XCC.shape
-    size, inverse = 1, jnp.ones((*X, C, 1, 1), low_XCC.dtype)  # of the blocks on the diagonal
+    size, inverse = 1, jnp.ones((*X, C, 1, 1), low_XCC.dtype)  # size and inverses of the diagonal blocks
     while size < C:
         blocks = low_XCC.reshape(*X, C // (2 * size), 2 * size, C // (2 * size), 2 * size)
         corner = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
@@ -248,7 +257,10 @@ def _inverse(low_XCC: Float[Array, "*X C C"]) -> Float[Array, "*X C C"]:
 
 
 def previous(segment_BT: Int[Array, "B T"], prefix_BT: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
-    """Returns the place of the token before each one, through the segment it goes on from; -1 where there is none."""
+    """Returns the index in the row of each token's predecessor; -1 where there is none.
+
+    The predecessor of a segment's first token is the last token of the segment's prefix.
+    """
     B, T = segment_BT.shape
     place_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
     inside_BT = jnp.concatenate([jnp.zeros((B, 1), bool), segment_BT[:, 1:] == segment_BT[:, :-1]], axis=1)
@@ -263,10 +275,12 @@ def previous(segment_BT: Int[Array, "B T"], prefix_BT: Int[Array, "B T"] | None 
 def convolve(
     x_BTI: Float[Array, "B T I"], weight_WI: Float[Array, "W I"], previous_BT: Int[Array, "B T"]
 ) -> Float[Array, "B T I"]:
-    """Mixes each channel over a token and the W - 1 tokens before it; the last tap is the token's own.
+    """Mixes each channel over a token and its W - 1 predecessors; the last tap is for the token itself.
 
     Args:
-      previous_BT: place of the token before each one, see `previous`.
+      x_BTI: inputs of the convolution.
+      weight_WI: weight of each tap and channel.
+      previous_BT: index of each token's predecessor, from `previous`.
     """
     out_BTI, at_BT = x_BTI * weight_WI[-1], jnp.broadcast_to(jnp.arange(x_BTI.shape[1]), previous_BT.shape)
     for tap_I in weight_WI[-2::-1]:
@@ -286,10 +300,11 @@ def mix(
     """Applies a layer's linear attention (Qwen 3.5): convolution, delta rule, gated norm and output.
 
     Args:
-      h_BTD: the normalised residual stream.
-      layer: the layer's leaves, see `param_shapes`.
-      config: configuration of a model whose layers are all like this one.
-      chunks, previous_BT: see `cut` and `previous`.
+      h_BTD: normalised residual stream.
+      layer: leaves of the layer, see `param_shapes`.
+      config: configuration of a model whose layers are all like this layer.
+      chunks: dependencies of the tokens, from `cut`.
+      previous_BT: index of each token's predecessor, from `previous`.
     """
     out_BTD, _, _ = _mixed(
         h_BTD,
@@ -302,9 +317,9 @@ def mix(
 
 
 def memory_shapes(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns shapes of what a layer keeps of a sequence: its float32 state (N, H, U), and inputs of the convolution.
+    """Returns the shapes of a layer's memory of a sequence: the float32 state, (N, H, U), and the convolution's inputs.
 
-    Of these the last W - 1, side by side.
+    The latter are the inputs of the last W - 1 tokens, one after another in one vector.
     """
     sizes = config.delta
     assert sizes is not None
@@ -317,11 +332,14 @@ Memory = tuple[Float[Array, "B N H U"], Float[Array, "B I"]]
 def mix_on(
     h_BTD: Float[Array, "B T D"], layer: PyTree, config: ModelConfig, memory: Memory, length_B: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T D"], Memory]:
-    """As `mix`, for tokens that follow others: rows of one sequence each, and the memory after their last tokens.
+    """Applies `mix` to rows that continue one sequence each: (output, memory after the last tokens).
 
     Args:
-      memory: of the tokens before each row, see `memory_shapes`; zeros where there are none.
-      length_B: tokens of each row; what lies behind is padding.
+      h_BTD: normalised residual stream.
+      layer: leaves of the layer, see `param_shapes`.
+      config: configuration of a model whose layers are all like this layer.
+      memory: memory of the tokens before each row, see `memory_shapes`; zeros at the start of a sequence.
+      length_B: number of tokens of each row; padding follows.
     """
     segment_BT = (jnp.arange(h_BTD.shape[1]) < length_B[:, None]).astype(jnp.int32)
     chunks = cut(segment_BT, before_B=jnp.ones_like(length_B))
@@ -338,7 +356,7 @@ def mix_on(
 def mix_one(
     h_B1D: Float[Array, "B 1 D"], layer: PyTree, config: ModelConfig, memory: Memory
 ) -> tuple[Float[Array, "B 1 D"], Memory]:
-    """As `mix_on`, of one token for each row."""
+    """Applies `mix_on` to one token of each row: (output, memory after the token)."""
 
     def rule(*arrays: Array) -> tuple[Array, Array]:
         out_BNU, state_BNHU = step(memory[0], *(x[:, 0] for x in arrays))
@@ -357,13 +375,18 @@ def mix_one(
 def _convolve_on(
     x_BTI: Array, weight_WI: Array, inputs_BI: Array, length_B: Int[Array, " B"] | None
 ) -> tuple[Array, Array]:
-    """As `convolve`, of rows that follow W - 1 inputs each: (outputs, the last W - 1 inputs of each row).
+    """Applies `convolve` to rows that continue a sequence: (outputs, the last W - 1 inputs of each row).
 
-    `length_B` counts the tokens of each row; None where none is padding.
+    Args:
+      x_BTI: inputs of the convolution.
+      weight_WI: weight of each tap and channel.
+      inputs_BI: the W - 1 inputs before each row, in one vector.
+      length_B: number of tokens of each row; None if no token is padding.
     """
     W, (B, T, channels) = len(weight_WI), x_BTI.shape
     wide_BTI = jnp.concatenate([inputs_BI.reshape(B, W - 1, channels), x_BTI], axis=1)
-    wide_BTI = lax.optimization_barrier(wide_BTI)  # its only reader, so that XLA can write the new inputs in place
+    # The barrier is the only reader of the concatenation, so that XLA can write the new inputs over the old ones.
+    wide_BTI = lax.optimization_barrier(wide_BTI)
     out_BTI = x_BTI * weight_WI[-1]
     for w in range(W - 2, -1, -1):
         out_BTI = out_BTI + wide_BTI[:, w : w + T] * weight_WI[w]
@@ -376,11 +399,15 @@ def _convolve_on(
 def _mixed(
     h_BTD: Array, layer: PyTree, config: ModelConfig, convolve: Callable, rule: Callable
 ) -> tuple[Array, Array, Any]:
-    """Applies a layer's linear attention: (its output, what `rule` and `convolve` return beside theirs).
+    """Applies a layer's linear attention: (output, second result of `rule`, second result of `convolve`).
 
     Args:
-      convolve: (inputs (B, T, I), weight (W, I)) -> (outputs, anything).
-      rule: arguments per token as of `over_rows` -> (outputs, anything).
+      h_BTD: normalised residual stream.
+      layer: leaves of the layer, see `param_shapes`.
+      config: configuration of a model whose layers are all like this layer.
+      convolve: function (inputs (B, T, I), weight (W, I)) -> (outputs, any second result).
+      rule: function (queries, keys, values, decay, beta), with the shapes of `over_rows` -> (outputs, any second
+        result).
     """
     sizes = config.delta
     assert sizes is not None
@@ -393,7 +420,7 @@ def _mixed(
     keys = sizes.key_heads * sizes.key_dim
     q, k, v = jnp.split(mixed_BTI, [keys, 2 * keys], axis=-1)
     B, T, _ = h_BTD.shape
-    # Each head of keys serves as many heads of values side by side.
+    # A head of queries and keys serves value_heads / key_heads consecutive heads of values.
     q_BTNH, k_BTNH = (
         jnp.repeat(unit(x.reshape(B, T, -1, sizes.key_dim)), sizes.value_heads // sizes.key_heads, axis=2)
         for x in (q, k)

@@ -11,16 +11,16 @@ from jaxtyping import Array
 
 
 def refuse_nonfinite(leaf: Array, names: Sequence[str], where: str) -> None:
-    """Refuses a NaN or infinite leaf; each device checks its own part, without copies or waits for other processes.
+    """Raises if a leaf holds NaN or infinity; each device checks its own part, and no process waits for another.
 
     Args:
-      leaf: weights on a mesh, in the dtype they are kept in.
-      names: the tensors it was made of: one, or one for each index of its first dimension.
-      where: the file or directory, for messages.
+      leaf: weights on a mesh, in their storage dtype.
+      names: names of the tensors that the leaf was made of: one name, or one for each index of its first dimension.
+      where: file or directory of the weights, which the message names.
 
     Raises:
-      ValueError: a NaN or an infinity, of the file or because a value is too large for the leaf's dtype; names the
-        first tensor that has one. Of several processes, those that hold it raise.
+      ValueError: a value is NaN or infinite, in the file or because it is too large for the leaf's dtype. The message
+        names the first such tensor. Only the processes whose devices hold the value raise.
     """
     stacked = len(names) > 1
     sharding = leaf.sharding
@@ -38,7 +38,10 @@ def refuse_nonfinite(leaf: Array, names: Sequence[str], where: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _largest(sharding: NamedSharding, rank: int, stacked: bool):
-    """Computes each device's largest magnitude, per index of the first dimension if stacked; NaN if it holds one."""
+    """Builds a function that computes each device's largest magnitude; NaN if there is one.
+
+    If `stacked`, the function computes one magnitude for each index of the first dimension.
+    """
 
     def largest(part: Array) -> Array:
         return jax.lax.reduce_max(jax.lax.abs(part), tuple(range(int(stacked), rank)))[None]

@@ -1,4 +1,4 @@
-"""Translates between Hugging Face's config.json and ModelConfig; refuses by name what podrl does not compute."""
+"""Translates between Hugging Face's config.json and ModelConfig; refuses, by name, fields that podrl cannot compute."""
 
 import dataclasses
 import math
@@ -18,11 +18,11 @@ class Family:
     """Facts about a model family that its config.json does not state.
 
     Attributes:
-      model_type: the value of config.json's model_type.
-      architecture: the class name written on export.
-      gemma: embeddings scaled by sqrt(D); norms scale by 1 + w (Gemma 4: by w).
-      post_norms, qk_norm, qkv_bias: as in ModelConfig.
-      defaults: values of fields that config.json may leave out.
+      model_type: value of config.json's model_type.
+      architecture: class name written on export.
+      gemma: whether embeddings are scaled by sqrt(D) and norms scale by 1 + w (but by w in Gemma 4).
+      post_norms, qk_norm, qkv_bias: fields of ModelConfig with these names.
+      defaults: values of fields that config.json may omit.
     """
 
     model_type: str
@@ -116,23 +116,30 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
-    """Reads the ModelConfig of a Hugging Face directory; its weights say whether the output matrix is the embedding.
+    """Reads the ModelConfig of a Hugging Face directory.
+
+    If the weights have an output matrix that differs from the embedding, embeddings are not tied, whatever config.json
+    says.
 
     Raises:
-      ValueError: no config.json, an architecture podrl does not have, or a field that changes the mathematics in a way
-        podrl does not compute; the field is named. Damaged weights beside it.
+      ValueError: there is no config.json; podrl does not have the architecture; a field changes the mathematics in a
+        way that podrl does not compute (the message names the field); or the weights are damaged.
     """
     path = locate(directory) / "config.json"
     if not path.exists():
         raise ValueError(f"{directory} has no config.json: point model.path at a Hugging Face model directory.")
     config = config_from_hf(load_object(path), where=str(path))
-    # A head of its own in the file counts more than the flag, as in transformers.
+    # An output matrix in the weights overrides the flag tie_word_embeddings, as in transformers.
     own_head = config.tie_embeddings and has_own_head(locate(directory))
     return dataclasses.replace(config, tie_embeddings=False) if own_head else config
 
 
 def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
-    """Translates the fields of a config.json; `where` names the file in errors. Raises as `read_config`."""
+    """Translates the fields of a config.json; error messages name the file `where`.
+
+    Raises:
+      ValueError: see `read_config`, without the errors of missing files and weights.
+    """
     name, fields = _family_of(raw, where)
     family = FAMILIES[name]
     refuse_unknown(name, fields, where)
@@ -202,7 +209,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
 def _kinds(
     name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Reads the two kinds of layers of a Gemma 4: with a window, and without one, whose heads are of another size."""
+    """Reads the two kinds of layers of a Gemma 4: with a window, and without one but with heads of another size."""
     if name != "gemma4":
         return (), ()
     if fields.get("hidden_size_per_layer_input", 256):
@@ -218,7 +225,7 @@ def _kinds(
     change = {"head_dim": known["global_head_dim"]}
     if known["attention_k_eq_v"] and known.get("num_global_key_value_heads"):
         change["num_key_value_heads"] = known["num_global_key_value_heads"]
-    if "per_layer_config" in known:  # the later spelling, which has the last word
+    if "per_layer_config" in known:  # the newer spelling, which overrides the other fields
         given = {int(i): dict(changes) for i, changes in known["per_layer_config"].items() if changes}
         full = [i for i, slides in enumerate(sliding) if not slides]
         change = given.get(full[0], {})
@@ -239,7 +246,10 @@ _LINEAR_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def _rotary_dim(known: Mapping[str, Any], head_dim: int, where: str) -> int:
-    """Reads how many leading dimensions of a head turn; text has the same position on all three axes of mrope."""
+    """Reads the number of leading dimensions of a head that rotary positions turn.
+
+    Text has the same position on all three axes of mrope, so mrope is ordinary rotary embedding here.
+    """
     share = _given(known.get("rope_parameters")).get("partial_rotary_factor", 0.25)
     turned = int(head_dim * share)
     if turned % 2 or not 0 < turned <= head_dim:
@@ -252,7 +262,7 @@ def _rotary_dim(known: Mapping[str, Any], head_dim: int, where: str) -> int:
 def _linear_kinds(
     known: Mapping[str, Any], layers: int, head_dim: int, where: str
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Reads the two kinds of layers of a Qwen 3.5: with attention, and with linear attention."""
+    """Reads the two kinds of layers of a Qwen 3.5: attention and linear attention."""
     every = known["full_attention_interval"]
     types = known.get("layer_types") or [
         "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
@@ -275,7 +285,7 @@ def _linear_kinds(
 
 
 def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
-    """Reads the experts of a family that has them."""
+    """Reads the experts of a model; None for a family without experts."""
     if not reads(name, "num_experts_per_tok"):
         return None
     counts = {key: known[key] for key in ("num_experts", "num_local_experts") if key in known}
@@ -316,10 +326,10 @@ def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, An
 
 
 def _activation(name: str, known: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """Reads the activation: its name in the file, and podrl's name."""
+    """Reads the activation: (its name in the file, podrl's name)."""
     given = known["hidden_activation" if reads(name, "hidden_activation") else "hidden_act"]
     if name == "gemma" and given == "gelu":
-        given = "gelu_pytorch_tanh"  # early Gemma files say gelu and mean the tanh form
+        given = "gelu_pytorch_tanh"  # early Gemma files say gelu but mean the tanh form
     if given not in _ACTIVATIONS:
         raise ValueError(f"{where} has activation {given!r}: {', '.join(_ACTIVATIONS)} are supported.")
     return given, _ACTIVATIONS[given]
@@ -331,7 +341,7 @@ def _softcap(key: str, fields: Mapping[str, Any], family: Family) -> float:
 
 
 def _window(name: str, known: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
-    """Reads the window of sliding layers, in tokens; None (as a null) where the model has no window."""
+    """Reads the window of sliding layers, in tokens; None if the model has no window, or the file has null."""
     if "use_sliding_window" in known and not known["use_sliding_window"]:
         return None
     return fields["sliding_window"] if "sliding_window" in fields else known.get("sliding_window")
@@ -340,7 +350,7 @@ def _window(name: str, known: Mapping[str, Any], fields: Mapping[str, Any]) -> i
 def _sliding_layers(
     name: str, known: Mapping[str, Any], layers: int, window: int | None, where: str
 ) -> tuple[bool, ...]:
-    """Lists the layers that use a sliding window."""
+    """Returns, for each layer, whether it has a sliding window."""
     if name == "qwen3_5":
         return (False,) * layers
     if "layer_types" in known:
@@ -371,7 +381,7 @@ def _sliding_layers(
 def _rope(
     name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
-    """Reads every layer's rotary base and scaling, from rope_theta and rope_scaling, or from rope_parameters."""
+    """Reads every layer's rotary base and scaling from rope_theta and rope_scaling, or from rope_parameters."""
     shared = _given(known.get("rope_parameters"))
     if name == "qwen3_5":
         shared = {key: value for key, value in shared.items() if key not in _LINEAR_ROPE}
@@ -408,7 +418,7 @@ def _rope(
 
 
 def _given(fields: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The fields that are not null."""
+    """Returns the fields that are not null."""
     return {key: value for key, value in (fields or {}).items() if value is not None}
 
 
@@ -449,7 +459,11 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json fields that `transformers` and `config_from_hf` read as this model (adapters not included)."""
+    """Returns config.json fields that `transformers` and `config_from_hf` read as this model, without its adapters.
+
+    Raises:
+      ValueError: no config.json describes this model.
+    """
     family = FAMILIES[config.family]
     activation = {v: k for k, v in _ACTIVATIONS.items() if k != "swish"}[config.activation]
     raw: dict[str, Any] = {
@@ -541,7 +555,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_fields(config: ModelConfig) -> dict[str, Any]:
-    """Writes both spellings of rotary fields, so that transformers before and after 5 read the same model."""
+    """Returns the rotary fields in both spellings, so that transformers before and after version 5 read them alike."""
     scaling_of = {
         w != GLOBAL_WINDOW: (theta, scaling)
         for w, theta, scaling in zip(config.window_L, config.rope_theta_L, config.rope_scaling_L, strict=True)

@@ -1,11 +1,11 @@
-"""The config.json fields that each model family reads, and the values unread fields must hold."""
+"""The config.json fields that each model family reads, and the values that all other fields must have."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.config import nearest
 
-# Fields of models with experts, and the families whose model reads each.
+# Fields of models with experts, each with the families whose models read the field.
 EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("qwen3_moe",),
     "num_local_experts": ("mixtral", "qwen3_moe"),
@@ -18,7 +18,7 @@ _LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "full_attention_interval"),
 )
-# Fields podrl computes with.
+# Fields that podrl computes with.
 COMPUTED = frozenset(
     (
         *EXPERT_FIELDS,
@@ -51,7 +51,7 @@ COMPUTED = frozenset(
         "max_window_layers",
     )
 )
-# Fields that say nothing about the logits: provenance, token ids (the tokenizer's business), sampling, caching.
+# Fields that do not change the logits: provenance, token ids (which come from the tokenizer), sampling, caching.
 _IGNORABLE = frozenset(
     (
         "architectures",
@@ -91,16 +91,16 @@ _IGNORABLE = frozenset(
         "bad_words_ids",
         "length_penalty",
         "output_router_logits",
-        "vocab_size_per_layer_input",  # without hidden_size_per_layer_input
-        "use_double_wide_mlp",  # without num_kv_shared_layers
-        "top_k_experts",  # without enable_moe_block
-        "mamba_ssm_dtype",  # of the states, which are float32
-        "mtp_num_hidden_layers",  # their tensors are left out
+        "vocab_size_per_layer_input",  # has no effect while hidden_size_per_layer_input is 0
+        "use_double_wide_mlp",  # has no effect while num_kv_shared_layers is 0
+        "top_k_experts",  # has no effect while enable_moe_block is false
+        "mamba_ssm_dtype",  # type of the states, which are float32 in podrl
+        "mtp_num_hidden_layers",  # podrl leaves these layers' tensors out
         "mtp_use_dedicated_embeddings",
-        "router_aux_loss_coef",  # of a loss beside the model's, which podrl does not add
+        "router_aux_loss_coef",  # coefficient of an auxiliary loss, which podrl does not add
     )
 )
-# Fields that change the mathematics when they have another value than the one podrl computes.
+# Fields that change the mathematics, each with the values that podrl computes.
 _FIXED: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "attention_dropout": (0, 0.0, None),
@@ -120,16 +120,17 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "mlp_only_layers": ([], None),
     "router_jitter_noise": (0, 0.0, None),
 }
-# Values that only the model of one family computes the same way.
+# Further values that podrl computes for one family.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "gemma4": {"use_bidirectional_attention": ("vision",)},  # of images' tokens; Gemma 3 takes it for all tokens
+    # Gemma 4 is bidirectional on the tokens of images only, so text is computed as without; Gemma 3 is on all tokens.
+    "gemma4": {"use_bidirectional_attention": ("vision",)},
 }
 _GEMMA23 = ("gemma2", "gemma3")
 _GEMMA234 = (*_GEMMA23, "gemma4")
 _QWEN = ("qwen2", "qwen3")
-# Families whose model in transformers reads a field; those not named here are read by all.
+# Families whose model in transformers reads a field; fields that are not listed are read by all families.
 _READERS: Mapping[str, tuple[str, ...]] = {
-    "attn_logit_softcapping": ("gemma2",),  # Gemma 3 stores it and computes without
+    "attn_logit_softcapping": ("gemma2",),  # Gemma 3 stores the field but does not use it
     "final_logit_softcapping": _GEMMA234,
     "query_pre_attn_scalar": _GEMMA23,
     "rope_local_base_freq": ("gemma3",),
@@ -147,7 +148,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_MOST, _LARGEST = 1 << 30, 1e30  # no model has counts or numbers above; arithmetic may overflow there
+_MOST, _LARGEST = 1 << 30, 1e30  # bounds of counts and of numbers; no model exceeds them, and arithmetic might overflow
 
 
 def _count(key: str, value: object, where: str) -> None:
@@ -234,10 +235,15 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
 
 
 def refuse_unknown(family: str, fields: Mapping[str, object], where: str) -> None:
-    """Refuses fields that podrl does not know, values it does not compute, and values of the wrong type.
+    """Refuses fields that podrl does not know, values that it does not compute, and values of the wrong type.
+
+    Args:
+      family: family of the model, a key of `podrl.models.hf_config.FAMILIES`.
+      fields: fields of the config.json.
+      where: name of the file in messages.
 
     Raises:
-      ValueError: naming the field; `where` names the file.
+      ValueError: a field is refused; the message names it.
     """
     for key, value in fields.items():
         if key in _FIXED:
@@ -255,7 +261,7 @@ def refuse_unknown(family: str, fields: Mapping[str, object], where: str) -> Non
 
 
 def reads(family: str, key: str) -> bool:
-    """True if the family's model in transformers reads a field."""
+    """True if the family's model in transformers reads the field `key`."""
     return family in _READERS.get(key, (family,))
 
 
@@ -269,13 +275,17 @@ def refuse_unread(
     sliding: Sequence[bool],
     where: str,
 ) -> None:
-    """Refuses fields that the family's model ignores, unless their value is the one it computes with.
+    """Refuses fields that the family's model ignores, unless their value agrees with what the model computes.
 
     Args:
-      head_dim, theta_L, activation, sliding: values that the model computes with; `activation` as the file spells it.
+      family: family of the model, a key of `podrl.models.hf_config.FAMILIES`.
+      fields: fields of the config.json.
+      head_dim, theta_L, sliding: head dimension, rotary bases and sliding layers of the model.
+      activation: name of the model's activation, as the file spells it.
+      where: name of the file in messages.
 
     Raises:
-      ValueError: naming the field; `where` names the file.
+      ValueError: a field is refused; the message names it.
     """
 
     def agrees(key: str, value: Any) -> bool:
@@ -288,7 +298,7 @@ def refuse_unread(
         if key == "rope_local_base_freq":
             return set(theta_L) == {value}
         if key in ("hidden_act", "hidden_activation"):
-            # Early Gemma files say gelu and mean the tanh form.
+            # Early Gemma files say gelu but mean the tanh form.
             return value == activation or (family.startswith("gemma") and value == "gelu")
         if key == "layer_types":
             return [kind == "sliding_attention" for kind in value] == list(sliding)
@@ -298,7 +308,7 @@ def refuse_unread(
             return not any(sliding) and key != "sliding_window"
         if key == "max_window_layers":
             return value == 0 and all(sliding)
-        # A pattern: layer types that are read have the last word.
+        # The field is a pattern of sliding layers, which layer_types overrides in families that read layer_types.
         listed = reads(family, "layer_types") and fields.get("layer_types") is not None
         return listed or [bool((i + 1) % value) for i in range(len(sliding))] == list(sliding)
 

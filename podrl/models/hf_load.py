@@ -1,4 +1,4 @@
-"""Streams a Hugging Face checkpoint onto device shards, one tensor at a time."""
+"""Loads a Hugging Face checkpoint onto device shards, one tensor at a time."""
 
 import dataclasses
 import functools
@@ -26,11 +26,11 @@ from podrl.models.tensor_files import StoredTensor, scan_directory
 from podrl.storage.storage import locate
 from podrl.types import PyTree
 
-# Tensors that carry nothing podrl needs: rotary frequencies, and what a text decoder leaves of an image model.
+# Tensors that podrl does not need: rotary frequencies, and the parts of an image model other than its text decoder.
 _NOT_WEIGHTS = re.compile(
     r".*rotary_emb\.inv_freq|mtp\..*|(model\.)?(visual|vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
 )
-# Names of the text decoder in checkpoints with several towers.
+# Prefixes of the text decoder's names in checkpoints with several towers, and the plain prefixes.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 _LISTED = 8
 
@@ -43,20 +43,26 @@ def load(
     *,
     seed: int = 0,
 ) -> tuple[ModelConfig, PyTree]:
-    """Loads a checkpoint directory straight onto the shards of `mesh`.
+    """Loads a checkpoint directory directly onto the shards of `mesh`.
 
-    Each process reads only the parts its devices hold, tensor by tensor: never more than the largest in host memory.
+    Each process reads only the parts that its devices hold, one tensor after another, so host memory never holds more
+    than the largest tensor.
 
     Args:
-      directory: config.json and safetensors weights of any floating dtype, or an Orbax checkpoint of podrl's parameter
-        tree in their place (podrl/models/orbax_files.py); local or gs://.
-      mesh: devices that hold the parameters; None is the first device.
+      directory: directory, local or gs://, with config.json and safetensors weights of any floating dtype, or with an
+        Orbax checkpoint of podrl's parameter tree instead of the weights (podrl/models/orbax_files.py).
+      mesh: devices that hold the parameters; None for the first device.
       dtype: storage type of the parameters on the devices.
-      lora_config: adds fresh adapters (with no effect yet), random with `seed`.
+      lora_config: settings of fresh adapters to add, which do not change the outputs yet; None for no adapters.
+      seed: seed of the adapters' random values.
+
+    Returns:
+      The configuration, adapters included, and the parameter tree.
 
     Raises:
-      ValueError: an unsupported configuration; a missing or damaged file; tensors that are missing, unknown, of the
-        wrong shape or not floating point (counted, the first eight of each kind named), or hold NaN or infinity.
+      ValueError: the configuration is not supported; a file is missing or damaged; tensors are missing, unknown, of the
+        wrong shape or not floating point (the message counts them and names the first eight of each kind), or hold NaN
+        or infinity.
     """
     directory = locate(directory)
     if not directory.is_dir():
@@ -88,9 +94,18 @@ def load_entries(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """Reads the leaves of `wanted` from `stored` as a parameter tree; projections as `config.lora.base_dtype` says.
+    """Loads the leaves of `wanted` from stored tensors as a parameter tree.
 
-    Arguments and errors as in `load`.
+    Args:
+      wanted: leaves to load.
+      stored: tensors of the checkpoint by name.
+      config: the model, whose `lora.base_dtype` is the storage type of projections.
+      mesh: devices that hold the parameters.
+      dtype: storage type of all other parameters.
+      where: name of the directory in messages.
+
+    Raises:
+      ValueError: tensors are missing, unknown, of the wrong shape or not floating point, or hold NaN or infinity.
     """
     found = _match(wanted, stored, config, where)
     params: dict[str, Any] = {}
@@ -110,7 +125,7 @@ def load_entries(
 def _match(
     wanted: Sequence[Entry], stored: Mapping[str, StoredTensor], config: ModelConfig, where: str
 ) -> dict[str, StoredTensor]:
-    """Looks up tensors by the names podrl uses, complete and of the right shapes."""
+    """Maps the tensor names of `wanted` to stored tensors; refuses missing, unknown and wrongly shaped tensors."""
     named = {_plain_name(name): tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.fullmatch(name)}
     shapes = {name: entry.stored_shape for entry in wanted for name in entry.names()}
     if config.tie_embeddings:
@@ -151,7 +166,10 @@ def _listing(names: Sequence[str]) -> str:
 def _load_leaf(
     entry: Entry, tensors: Sequence[StoredTensor], mesh: Mesh, dtype: np.dtype, staging: "_Staging"
 ) -> Array:
-    """Reads a leaf's tensors in turn into its (stacked) device array; waits for each, as the next reuses its memory."""
+    """Reads a leaf's tensors one after another into its (stacked) device array.
+
+    It waits until each tensor is on its devices, because the next one reuses the host memory of `staging`.
+    """
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:
@@ -168,7 +186,7 @@ def _load_leaf(
 class _Staging:
     """Host memory for one tensor, reused for every tensor.
 
-    A buffer of its own for each would not do: the runtime lets go of them late, and several pile up.
+    With a new buffer for each tensor, several would exist at a time, because the runtime frees them late.
     """
 
     def __init__(self, nbytes: int):
@@ -176,18 +194,21 @@ class _Staging:
         self._used = 0
 
     def clear(self) -> None:
-        """Frees the memory; nothing may read it any more."""
+        """Marks the whole memory as free; arrays that were taken from it must no longer be read."""
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns an uninitialised array in the memory."""
+        """Returns an uninitialised array in the free part of the memory."""
         start, self._used = self._used, self._used + math.prod(shape) * dtype.itemsize
         assert self._used <= self._memory.nbytes, (shape, dtype, self._used, self._memory.nbytes)
         return self._memory[start : self._used].view(dtype).reshape(shape)
 
 
 def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
-    """Derives, where dimensions line up, the sharding of a stored tensor that gives every device its final part."""
+    """Derives the sharding of a stored tensor from that of its leaf, so that devices read their final part only.
+
+    Where dimensions of the two do not correspond, every device reads them whole.
+    """
     axes = list(target.spec) + [None] * (len(entry.param.shape) - len(target.spec))
     axes = entry.unstacked(axes)
     if entry.inputs:
@@ -198,12 +219,12 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
 
 
 def _merged(axes: Sequence[Any]) -> Any:
-    """Merges the axes of several dimensions flattened into one: the first one's, if the others are whole."""
+    """Returns the mesh axes of several dimensions flattened into one: those of the first if the others are not cut."""
     return axes[0] if all(a is None for a in axes[1:]) else None
 
 
 def _to_devices(tensor: StoredTensor, sharding: NamedSharding, staging: "_Staging") -> Array:
-    """Copies a tensor's shards to this process's devices; each part is read once, however many devices hold it."""
+    """Copies a tensor's shards to this process's devices; reads each part once, however many devices hold it."""
     parts: dict[tuple, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), tensor.shape, strict=True))
@@ -226,7 +247,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, target: NamedSharding):
 @functools.lru_cache(maxsize=64)
 def _place_whole(shape: tuple[int, ...], transpose: bool, dtype: np.dtype, target: NamedSharding):
     return jax.jit(
-        # The copy keeps jax from handing the input back, which may alias the host's staging memory.
+        # Without the copy jax may return the input itself, whose memory can be the host's staging memory.
         lambda raw: jnp.copy(raw.T if transpose else raw).reshape(shape).astype(dtype),
         out_shardings=target,
     )

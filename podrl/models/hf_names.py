@@ -31,7 +31,7 @@ _POST_NORM_FAMILY = _NORMS | {
     "post_mlp_norm": "post_feedforward_layernorm",
 }
 
-# Of linear attention: leaf -> (tensor name after the layer's prefix, leading input dimensions).
+# Linear attention: leaf -> (tensor name after the layer's prefix, number of leading input dimensions).
 _LINEAR = {
     "delta_in": ("linear_attn.in_proj_qkv.weight", 1),
     "delta_gate": ("linear_attn.in_proj_z.weight", 1),
@@ -44,8 +44,8 @@ _LINEAR = {
     "delta_out": ("linear_attn.out_proj.weight", 1),
 }
 
-# Of each family with experts: leaf -> tensor name after the layer's prefix; '{}' stands for the expert. Two names are
-# those of gate and up.
+# Experts of each family: leaf -> tensor names after the layer's prefix; '{}' stands for the expert. If there are two
+# names, they are those of gate and up.
 _EXPERTS = {
     "qwen3_moe": {
         "router": ("mlp.gate",),
@@ -65,16 +65,17 @@ class Entry:
     """One parameter leaf and its tensors in a checkpoint.
 
     Attributes:
-      leaf: path in the parameter tree, e.g. ('layers', 'q'), or ('layers', 'full', 'q') where layers are of kinds.
-      name: tensor name; each '{}' stands for the layer and then the expert. Where gate and up are parts of the leaf,
-        both names, of which the second is in `up_name`.
-      stacked: dimensions of the leaf that are stacked from tensors: () is one tensor, (0,) one for each layer, (0, 1)
-        one for each layer and expert.
-      param: the leaf's shape and logical axes, stacked dimensions included.
-      inputs: leading dimensions (those stacked excluded) that a matrix contracts with its input; 0 for vectors and
-        embeddings, which are stored as they are. A matrix is stored as [outputs, inputs].
-      up_name: name of the tensors at 1 of the last stacked dimension, which then has the size 2; '' is none.
-      layers: number of each layer in the stack; () where the stack holds all layers.
+      leaf: path in the parameter tree, e.g. ('layers', 'q'), or ('layers', 'full', 'q') if layers are of several kinds.
+      name: name of the leaf's tensors, in which the first '{}' stands for the layer and the second for the expert. If
+        the leaf holds gate and up, this is the name of gate.
+      stacked: dimensions of the leaf along which tensors are stacked: () for one tensor, (0,) for one tensor per layer,
+        (0, 1) for one per layer and expert.
+      param: shape and logical axes of the leaf, stacked dimensions included.
+      inputs: number of leading dimensions, without the stacked ones, that a matrix contracts with its input; 0 for
+        vectors and embeddings, which are stored as they are. A matrix is stored as [outputs, inputs].
+      up_name: name of the tensors of up, if the leaf holds gate and up: they are at index 1 of the last stacked
+        dimension, whose size is 2. '' otherwise.
+      layers: number in the model of each layer of the stack; () if the stack holds all layers.
     """
 
     leaf: tuple[str, ...]
@@ -86,7 +87,7 @@ class Entry:
     layers: tuple[int, ...] = ()
 
     def unstacked(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Leaves out the values of stacked dimensions from one value per dimension of the leaf."""
+        """Selects, from one value per dimension of the leaf, the values of the dimensions that are not stacked."""
         return tuple(value for dim, value in enumerate(values) if dim not in self.stacked)
 
     @property
@@ -115,12 +116,12 @@ class Entry:
         return list(self.places())
 
     def part(self, index: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the index of one tensor's part: `leaf[entry.part(entry.places()[name])]`."""
+        """Returns the index of one tensor's part of the leaf: `leaf[entry.part(entry.places()[name])]`."""
         return part_of(self.stacked, index, len(self.param.shape))
 
 
 def part_of(stacked: Sequence[int], index: Sequence[Any], ndim: int) -> tuple[Any, ...]:
-    """Returns the index of an array that takes `index` in the stacked dimensions and all of the others."""
+    """Returns an array index that takes `index` in the stacked dimensions and everything in the others."""
     where = dict(zip(stacked, index, strict=True))
     return tuple(where.get(dim, slice(None)) for dim in range(ndim))
 
@@ -131,7 +132,7 @@ def module_of(projection: str) -> str:
 
 
 def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
-    """Lists every leaf of the base model (or every adapter leaf, in PEFT's names) in the order of the forward pass."""
+    """Lists every leaf of the base model in the order of the forward pass, or every adapter leaf with PEFT's names."""
     specs = param_specs(config)
     found = []
     for k, stack in enumerate(stacks_of(specs["layers"], config)):
@@ -152,7 +153,7 @@ def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
 
 
 def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
-    """Returns the entry of a leaf of a router or of experts; None for other leaves."""
+    """Returns the entry of a leaf that belongs to a router or to experts; None for other leaves."""
     names = _EXPERTS.get(config.family, {}).get(key)
     if names is None:
         return None
@@ -167,7 +168,7 @@ def _layer_entry(key: str, param: Param, config: ModelConfig) -> Entry:
 
 
 def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:
-    """Returns (tensor name with '{}' for the layer, number of leading input dimensions) of a leaf of the layers."""
+    """Returns (tensor name with '{}' for the layer, number of leading input dimensions) of a leaf under 'layers'."""
     prefix = "model.layers.{}."
     norms = _POST_NORM_FAMILY if config.post_norms else _NORMS
     if key in norms:

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face directory, one tensor at a time, complete or not at all."""
+"""Writes a model as a Hugging Face directory, one tensor at a time; the directory appears only when it is complete."""
 
 import contextlib
 import functools
@@ -44,16 +44,17 @@ def save(
     processes writes. The directory appears under its name only when it is complete.
 
     Args:
-      directory: must not exist, or be empty.
-      config, params: a model without adapters (see `podrl.models.lora.merge`) of jax or numpy arrays.
+      directory: directory to write, which must not exist or be empty.
+      config, params: configuration and parameters of a model without adapters (see `podrl.models.lora.merge`), as jax
+        or numpy arrays.
       dtype: type of the written weights.
-      fields: further fields of config.json: token ids and the like.
-      extra_files: further files, by name: the tokenizer's.
-      max_file_bytes: weights are split into files of at most this size.
-      wanted: the tensors, where they are not those of a causal language model.
+      fields: further fields of config.json, such as token ids.
+      extra_files: contents of further files by name, such as the tokenizer's.
+      max_file_bytes: largest size of a weight file, bytes.
+      wanted: tensors to write; None for those of a causal language model.
 
     Raises:
-      ValueError: the directory holds something, or the model has adapters.
+      ValueError: the directory holds something, the model has adapters, or weights cannot be written in this dtype.
     """
     if any(is_adapter(name) for stack in stacks_of(params["layers"], config) for name in stack):
         raise ValueError("A model with adapters cannot be saved as plain weights: merge it, or save the adapters.")
@@ -79,11 +80,15 @@ def write_entries(
     max_file_bytes: int = MAX_FILE_BYTES,
     single_name: str | None = None,
 ) -> None:
-    """Writes the tensors of `wanted`; a process that does not write (`partial` None) only takes part in the gathers.
+    """Writes the tensors of `wanted`; every process that holds a part of `params` must call it.
 
     Args:
-      partial: the directory to write into.
-      single_name: name of the only file, whatever its size.
+      partial: directory to write into; None in a process that does not write and only takes part in the gathers.
+      wanted: tensors to write.
+      params: parameter tree.
+      dtype: type of the written weights.
+      max_file_bytes: largest size of a weight file, bytes.
+      single_name: name of the only file, whatever its size; None to split weights into files of `max_file_bytes`.
     """
     source = {name: (entry, index) for entry in wanted for name, index in entry.places().items()}
     outgoing = [Outgoing(name, entry.stored_shape, dtype) for name, (entry, _) in source.items()]
@@ -101,9 +106,11 @@ def write_entries(
 
 @contextlib.contextmanager
 def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) -> Iterator[pathlib.Path | None]:
-    """Yields a scratch directory that is renamed to `directory` when the block ends well, and removed when it does not.
+    """Context manager for a directory that appears only when it is complete.
 
-    Yields None in processes that do not write.
+    Yields:
+      A scratch directory, which is renamed to `directory` when the block ends, and removed if the block raises; None in
+      processes that do not write.
 
     Raises:
       ValueError: `directory` exists and is not an empty directory.
@@ -127,7 +134,7 @@ def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) ->
 
 
 def is_writer(params: PyTree) -> bool:
-    """True in the first of the processes that hold the parameters."""
+    """True in the first process among those that hold the parameters."""
     leaf = jax.tree.leaves(params)[0]
     if not isinstance(leaf, jax.Array):
         return True
@@ -135,7 +142,7 @@ def is_writer(params: PyTree) -> bool:
 
 
 def _stored(params: PyTree, entry: Entry, index: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Converts one tensor to its stored form, on the host."""
+    """Gathers one tensor of a leaf and returns it in its stored form, on the host."""
     leaf = functools.reduce(lambda node, key: node[key], entry.leaf, params)
     if tuple(leaf.shape) != entry.param.shape:
         raise ValueError(
@@ -160,7 +167,7 @@ def _taking(
     dtype: np.dtype,
     sharding: NamedSharding | None,
 ):
-    """Builds a jitted function from a leaf and an index of its stacked dimensions to the stored tensor, whole."""
+    """Builds a jitted function (leaf, index of its stacked dimensions) -> the whole tensor in its stored form."""
 
     def take(leaf: Array, index: Array) -> Array:
         value = leaf[part_of(stacked, list(index), leaf.ndim)].astype(dtype)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: creates them beside the base weights, and merges them into it."""
+"""Low-rank adapters: creates them beside the base weights, and merges them into the base weights."""
 
 import dataclasses
 import functools
@@ -29,13 +29,15 @@ from podrl.types import PyTree
 def with_adapters(
     config: ModelConfig, params: PyTree, lora: LoraConfig, mesh: Mesh, dtype: jax.typing.DTypeLike, *, seed: int = 0
 ) -> tuple[ModelConfig, PyTree]:
-    """Adds fresh adapters beside the weights: A normal with variance 1 / fan-in, B zero, so that nothing changes yet.
+    """Adds fresh adapters beside the weights: A is normal with variance 1 / fan-in, B is zero.
+
+    The model's outputs are therefore the same as before.
 
     Args:
-      config, params: a model without adapters; its arrays are shared, not copied. With `lora.base_dtype`, the
-        projections are integers and scales already.
+      config, params: configuration and parameters of a model without adapters; the arrays are shared, not copied. With
+        `lora.base_dtype` the projections must already be integers and scales.
       lora: settings of the adapters to add.
-      mesh, dtype: mesh and precision of the adapters.
+      mesh, dtype: mesh and storage type of the adapters.
       seed: seed of the random A matrices.
 
     Raises:
@@ -58,7 +60,7 @@ def with_adapters(
 
 
 def _fresh(spec: Param, key: Array, mesh: Mesh, dtype: Any) -> Array:
-    # The key goes in as host data: every process of the mesh passes the same.
+    # The key is passed as host data, because all processes of the mesh must pass the same value.
     make = _maker(spec.shape, spec.std, np.dtype(dtype), rules.sharding_for(spec.axes, spec.shape, mesh))
     return make(np.asarray(jax.random.key_data(key)))
 
@@ -75,19 +77,19 @@ def _maker(shape: tuple[int, ...], std: float, dtype: np.dtype, sharding: NamedS
 
 
 def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
-    """Folds the adapters into the weights: W + (alpha / rank) A B, computed in float32, kept in W's dtype and sharding.
+    """Merges the adapters into the weights: W + (alpha / rank) A B, computed in float32.
 
-    Integer weights become dense, in the dtype of the embeddings.
+    A merged weight keeps W's dtype and sharding. Integer weights become dense, in the dtype of the embeddings.
 
     Returns:
-      The dense model; leaves without an adapter are shared with `params`.
+      The configuration and parameters of the dense model; leaves without an adapter are shared with `params`.
     """
     layers = as_layers([_merged_stack(stack, params, config) for stack in stacks_of(params["layers"], config)], config)
     return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": layers}
 
 
 def _merged_stack(given: Mapping[str, Array], params: PyTree, config: ModelConfig) -> dict[str, Array]:
-    """Folds the adapters of layers that are alike into their weights."""
+    """Merges the adapters of layers that are alike into their weights."""
     layers = {k: v for k, v in given.items() if not is_adapter(k) and not k.endswith("_scale")}
     for name in PROJECTIONS:
         if f"{name}_scale" in given:
@@ -99,7 +101,12 @@ def _merged_stack(given: Mapping[str, Array], params: PyTree, config: ModelConfi
 
 
 def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
-    """Builds `merge` as one program: (adapters, base) -> the dense model in the dtypes and shardings of `merged`."""
+    """Builds one compiled program of `merge`: (adapters, base parameters) -> parameters of the dense model.
+
+    Args:
+      config: the model with adapters.
+      merged: tree of abstract arrays with the dtypes and shardings of the dense model's parameters.
+    """
 
     def fold(adapters: PyTree, base: PyTree) -> PyTree:
         _, params = merge(join_trainable(adapters, base), config)

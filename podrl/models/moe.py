@@ -1,6 +1,7 @@
 """Routed feed-forwards: the choice of each token's experts, and their exact computation (no token is dropped).
 
-Dimensions beside those of podrl/types.py: E experts, k chosen of them, X tokens of a call, P rows sorted by expert.
+Dimensions beside those of podrl/types.py: E experts, k chosen experts of a token, X tokens of a call, P rows sorted by
+expert, M rows of a block, N blocks. A route is the k chosen experts of a token, each stored as its number plus 1.
 """
 
 import functools
@@ -20,10 +21,12 @@ from podrl.mesh import rules
 from podrl.models.config import Experts, ModelConfig
 from podrl.types import PyTree
 
-ROUTES_NAME = "routes"  # the chosen experts, for remat policies: a second choice may differ in the last bit of a score
-UNKNOWN = 0  # in an array of routes: no experts are recorded for the token; expert e is recorded as e + 1
-_LEAST, _MOST = 8, 128  # rows in a block: fewer waste the weights' reads, more are mostly padding
-_TILE = 512  # rows of the TPU kernel's tile; its operand is padded to a multiple
+# Name of the chosen experts for remat policies. They must be kept: recomputed scores may differ in the last bit, and
+# another expert may be chosen.
+ROUTES_NAME = "routes"
+UNKNOWN = 0  # entry of a route for which no expert is recorded; expert e is recorded as e + 1
+_LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
+_TILE = 512  # rows of a tile of the TPU kernel; the number of rows is padded to a multiple of it
 
 # name: (shape letters, logical axes)
 _WEIGHTS = {
@@ -38,10 +41,10 @@ _WEIGHTS = {
 
 
 def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
-    """Declares the leaves of a layer's experts by name: (shape, logical axes, standard deviation at the start).
+    """Declares the leaves of a layer's experts by name: (shape, logical axes, standard deviation of initial values).
 
-    `expert_in` holds gate and up as two matrices, which the TPU kernel takes as they are. Side by side in the last
-    dimensions they would have to be copied for it.
+    `expert_in` holds the gate and up projections as two matrices, which the TPU kernel takes without a copy. In one
+    matrix, side by side in the last dimension, they would have to be copied for the kernel.
     """
     experts = config.experts
     assert experts is not None
@@ -58,18 +61,18 @@ def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tup
 
 
 def route_dtype(experts: Experts) -> jnp.dtype:
-    """Returns the smallest type for recorded routes: expert numbers plus 1, and `UNKNOWN`."""
+    """Returns the smallest integer type that holds all expert numbers plus 1, and `UNKNOWN`."""
     return jnp.dtype(jnp.uint8 if experts.count < 256 else jnp.uint16)
 
 
 def route_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of a token's recorded routes over all layers; 0 for a model without experts."""
+    """Returns the number of bytes of a token's recorded routes in all layers; 0 for a model without experts."""
     experts = config.experts
     return 0 if experts is None else config.num_layers * experts.chosen * route_dtype(experts).itemsize
 
 
 def routes_of(route_BTX: UInt8[Array, "B T X"], config: ModelConfig) -> Int[Array, "L B T k"]:
-    """Reads routes that were recorded as bytes."""
+    """Converts routes recorded as bytes into expert numbers plus 1."""
     assert config.experts is not None
     dtype, dims = route_dtype(config.experts), (*route_BTX.shape[:2], config.num_layers, config.experts.chosen)
     if dtype.itemsize > 1:
@@ -78,7 +81,7 @@ def routes_of(route_BTX: UInt8[Array, "B T X"], config: ModelConfig) -> Int[Arra
 
 
 def same_sets(a_Xk: Int[Array, "*X k"], b_Xk: Int[Array, "*X k"]) -> Bool[Array, "*X"]:
-    """True where two routes name the same experts, in whatever order."""
+    """True where two routes name the same experts, in any order."""
     return jnp.all(jnp.sort(a_Xk.astype(jnp.int32), axis=-1) == jnp.sort(b_Xk.astype(jnp.int32), axis=-1), axis=-1)
 
 
@@ -88,13 +91,14 @@ def use_of_experts(
     """Measures how evenly the tokens of a batch use the experts.
 
     Args:
-      route_LBTk: expert numbers plus 1; tokens with `UNKNOWN` are not counted.
-      real_BT: False for padding.
+      route_LBTk: routes as expert numbers plus 1; entries of `UNKNOWN` are not counted.
+      real_BT: False on padding.
+      experts: numbers of experts and of chosen experts.
 
     Returns:
-      (tokens that choose the busiest expert of any layer, evenness of the layer where it is least). Evenness is 1 where
-      all experts are chosen equally often, 0 where all tokens choose the same ones, and between them linear in the
-      entropy of the experts' loads.
+      The number of tokens that choose the busiest expert of any layer, and the smallest evenness of a layer. Evenness
+      is 1 if all experts are chosen equally often and 0 if all tokens choose the same experts; between these it is
+      linear in the entropy of the experts' loads.
     """
     real_X1 = real_BT.reshape(-1, 1).astype(jnp.float32)
 
@@ -112,15 +116,22 @@ def use_of_experts(
 def route(
     x_XD: Float[Array, "X D"], layer: PyTree, experts: Experts, route_Xk: Int[Array, "X k"] | None = None
 ) -> tuple[Int[Array, "X k"], Float[Array, "X k"], Int[Array, "X k"]]:
-    """Chooses the experts of each token: (numbers of those it takes, their float32 weights, those that score highest).
+    """Chooses the experts of each token, and computes the experts' weights.
 
-    The first and the last are the same unless `route_Xk` says otherwise.
-
-    Scores are float32 products of float32 inputs: in fewer bits, experts with nearly equal scores change places.
+    Scores are float32 products of float32 inputs. In a narrower type, experts with nearly equal scores would change
+    places.
 
     Args:
-      route_Xk: experts to take, as recorded by the sampler; tokens whose route is `UNKNOWN` choose for themselves. The
-        weights follow the router in any case, and give it its gradient.
+      x_XD: normalised residual stream.
+      layer: leaves of the layer, with the router.
+      experts: rule of the choice.
+      route_Xk: routes recorded by the sampler, as expert numbers plus 1; tokens whose route is `UNKNOWN` choose for
+        themselves. None lets all tokens choose. The weights come from the router in any case, so the router always has
+        a gradient.
+
+    Returns:
+      The numbers of the experts that compute each token, their float32 weights, and the numbers of the experts with the
+      highest scores. The first and the last are the same for tokens without a recorded route.
     """
     logit_XE = jnp.dot(x_XD.astype(jnp.float32), layer["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
     score_XE = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[experts.score](logit_XE)
@@ -136,7 +147,7 @@ def route(
     if experts.score == "chosen":
         weight_Xk = jax.nn.softmax(weight_Xk)
     if experts.normalize:
-        # The small number matters only for sigmoids that are all 0.
+        # The small number avoids 0 / 0 if the sigmoids of all chosen experts are 0.
         weight_Xk = weight_Xk / (jnp.sum(weight_Xk, axis=-1, keepdims=True) + 1e-20)
     return expert_Xk, weight_Xk * experts.scale, own_Xk
 
@@ -155,18 +166,21 @@ def feed_forward(
     """Applies the routed feed-forward of one layer.
 
     Args:
-      layer: the layer's leaves. `expert_in` and `expert_out` may be those of all layers, (L, E, ...): then no copy of
-        a layer's is made.
-      index: number of the layer; read where leaves are those of all layers.
-      mesh: mesh; where given, each device computes its own rows, with the weights gathered over fsdp and summed over
-        tensor. None where the caller's device has the rows and whole weights.
-      inside: the caller is in a shard_map of `mesh` over all axes but tensor, and has gathered weights over fsdp.
-      tpu: compute with the TPU kernel.
-      route_BTk: experts to take, see `route`.
+      x_BTD: normalised residual stream.
+      layer: leaves of the layer. `expert_in` and `expert_out` may be those of all layers, (L, E, ...), so that no copy
+        of one layer's weights is made.
+      index: number of the layer; read only if leaves are those of all layers.
+      config: the model.
+      mesh: mesh on which each device computes its own rows, with weights gathered over fsdp and outputs summed over
+        tensor. None if the calling device has the rows and the whole weights.
+      inside: whether the caller is in a shard_map of `mesh` over all axes but tensor, with weights already gathered
+        over fsdp.
+      tpu: whether the TPU kernel computes the products.
+      route_BTk: recorded routes, see `route`; None lets all tokens choose.
 
     Returns:
-      (the output in x's dtype, the routes that the router chooses: expert numbers plus 1). Those are the routes taken,
-      unless others are given.
+      The output in x's dtype, and the routes that the router chooses, as expert numbers plus 1. Tokens without a
+      recorded route are computed by the latter.
     """
     experts = config.experts
     assert experts is not None
@@ -177,7 +191,7 @@ def feed_forward(
     def local(
         x_BTD: Array, weights: PyTree, index: Any, *given: Array, cuts: Mapping[str, Spec], tensor: tuple[str, ...] = ()
     ):
-        # Gathered in here, so that each device adds up the gradient of its own part alone.
+        # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
         whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
         x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
         given_Xk = given[0].reshape(len(x_XD), -1) if given else None
@@ -214,7 +228,7 @@ def feed_forward(
 
 
 def _shared(x_BTD: Array, layer: PyTree, config: ModelConfig) -> Array:
-    """Applies the feed-forward that computes every token."""
+    """Applies the shared expert, which computes every token."""
     w_in, w_out = (layer[name].astype(x_BTD.dtype) for name in ("shared_in", "shared_out"))
     out_BTD = (ACTIVATIONS[config.activation](x_BTD @ w_in[0]) * (x_BTD @ w_in[1])) @ w_out
     if "shared_gate" in layer:
@@ -240,14 +254,14 @@ ACTIVATIONS = {
 
 
 class _Sorted(NamedTuple):
-    """Rows sorted by expert; each expert's rows begin at a multiple of the block.
+    """Rows sorted by expert, one for each token and chosen expert; an expert's rows begin at a multiple of the block.
 
     Attributes:
-      count_E: rows of each expert, padding not counted.
-      token_P: the token of each row; 0 on padding.
+      count_E: number of rows of each expert, without padding.
+      token_P: token of each row; 0 on padding.
       live_P: False on padding.
-      row_Xk: the row of each token and choice.
-      block_N: the expert of each block of rows.
+      row_Xk: row of each token and choice.
+      block_N: expert of each block of rows.
       blocks: number of blocks that hold rows.
     """
 
@@ -269,12 +283,13 @@ class _Sorted(NamedTuple):
 
 
 def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int) -> _Sorted:
-    """Sorts choices by expert, in the order of their tokens: equal choices give equal sums, bit for bit.
+    """Sorts choices by expert, and within an expert by token, so that equal choices give equal sums bit for bit.
 
     Args:
-      count: experts.
-      block: rows of a block; 1 leaves no padding between experts.
-      rows: P.
+      expert_Xk: number of each chosen expert.
+      count: number of experts, E.
+      block: number of rows of a block; 1 leaves no padding between experts.
+      rows: number of rows to sort into, P.
     """
     flat_Z = expert_Xk.reshape(-1)
     order_Z = jnp.argsort(flat_Z, stable=True).astype(jnp.int32)
@@ -305,15 +320,20 @@ def _apply(
     activation: str,
     tpu: bool,
 ) -> Float[Array, "X D"]:
-    """Computes the weighted sum of each token's experts, float32.
+    """Computes the weighted sum of the outputs of each token's experts, float32.
 
-    The cost is that of the chosen experts, forward and backward. Residuals are the arguments: inner values are computed
-    again backward.
+    Only the chosen experts cost time, forward and backward. The backward pass recomputes inner values from the
+    arguments.
 
     Args:
-      in_G2DF, out_GFD: experts of this layer, or of several layers one after another.
-      first: place of this layer's first expert among them.
-      count: E.
+      x_XD: normalised residual stream.
+      expert_Xk: numbers of the experts that compute each token.
+      weight_Xk: weights of these experts.
+      in_G2DF, out_GFD: weights of the experts of this layer, or of several layers one after another.
+      first: index of this layer's first expert in these arrays.
+      count: number of experts in a layer, E.
+      activation: gate non-linearity, a key of ACTIVATIONS.
+      tpu: whether the TPU kernel computes the products.
     """
     return _forward(x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first, count, activation, tpu)[0]
 
@@ -409,17 +429,18 @@ def _outer(a_MX: Array, b_MY: Array) -> Float[Array, "X Y"]:
 
 
 def _tile(size: int) -> int:
-    """Returns the largest tile that divides a dimension; the kernel masks the rest of one that none divides."""
+    """Returns the largest tile size that divides a dimension; if none does, at most 128: the kernel masks the rest."""
     return next((tile for tile in (1024, 768, 512, 384, 256, 128) if size % tile == 0), min(128, size))
 
 
 def _kernels(plan: _Sorted, in_G2DF: Array, out_GFD: Array, first: Any, *, interpret: bool = False) -> tuple:
-    """Builds the products on TPU: by `in_G2DF` (gate 0 or up 1), by `out_GFD`, and outer products of rows by expert.
+    """Builds the TPU products: with `in_G2DF` (gate 0 or up 1), with `out_GFD`, and outer products of rows by expert.
 
-    The kernel takes all matrices there are as groups, those that are not meant with 0 rows: none is copied. Rows behind
-    the last group are not computed; nothing reads them but `outer`, which stops at the last group.
+    The kernel takes all matrices of the arrays as groups, and those of other layers have 0 rows, so no matrix is
+    copied. Rows after the last group are not computed. Only `outer` reads them, and it stops at the last group.
     """
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm  # a fifth of a second that others need not wait
+    # This import takes a fifth of a second, so only programs that use the kernel pay for it.
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
     G, _, D, F = in_G2DF.shape
 

@@ -24,15 +24,18 @@ from podrl.models.quantize import quantized_leaves
 from podrl.storage.storage import Place, absolute, first_line
 from podrl.types import PyTree
 
-CHUNK_BYTES = 1 << 26  # a reader takes whole chunks: those of a shard then hold little else
+CHUNK_BYTES = 1 << 26  # size of a chunk: a reader takes whole chunks, so small chunks keep a shard's surplus small
 
-_MARK = "_METADATA"  # lists the leaves; written when they are complete
+_MARK = "_METADATA"  # file that lists the leaves; it is written when all leaves are complete
 _FOLDERS = ("", "params", "default", "state")
 _LISTED = 8
 
 
 def find_checkpoint(directory: Place) -> Place | None:
-    """Finds the Orbax checkpoint in a model directory (itself, or params/, default/, state/ in it), else None."""
+    """Returns the Orbax checkpoint in a model directory, or None.
+
+    The checkpoint is the directory itself, or params/, default/ or state/ in the directory.
+    """
     for name in _FOLDERS:
         folder = directory / name
         if (folder / _MARK).is_file():
@@ -41,19 +44,21 @@ def find_checkpoint(directory: Place) -> Place | None:
 
 
 def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DTypeLike) -> PyTree:
-    """Loads a checkpoint onto `mesh`, cast to `dtype`; each process reads what its devices hold.
+    """Loads a checkpoint onto `mesh`; each process reads only the parts that its devices hold.
 
-    One leaf is read after the other, see `read_leaves`; projections are rounded as soon as they are there, as
-    `config.lora.base_dtype` says.
+    Leaves are read one after another, see `read_leaves`. With `config.lora.base_dtype`, projections become integers as
+    soon as they are read.
 
     Args:
-      folder: a checkpoint of the tree of `podrl.models.decoder.param_specs`, alone or under one key 'params', of any
-        floating dtype and any mesh.
-      config: the model; adapters are not read.
+      folder: checkpoint of the tree of `podrl.models.decoder.param_specs`, or of this tree under the one key 'params',
+        of any floating dtype and written from any mesh.
+      config: the model; its adapters are not read.
+      mesh: devices that hold the parameters.
+      dtype: storage type of the parameters.
 
     Raises:
-      ValueError: a checkpoint that cannot be read; leaves that are missing, unknown, of the wrong shape or not floating
-        point (counted, the first eight of each named), or hold NaN or infinity.
+      ValueError: the checkpoint cannot be read; leaves are missing, unknown, of the wrong shape or not floating point
+        (the message counts them and names the first eight of each kind), or hold NaN or infinity.
     """
     specs = param_specs(dataclasses.replace(config, lora=LoraConfig()))
     stored = stored_leaves(folder)
@@ -79,7 +84,11 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
 
 
 def stored_leaves(folder: Place) -> dict[tuple[str, ...], Any]:
-    """Reads shape, dtype and chunks of every leaf of a checkpoint, by path."""
+    """Reads shape, dtype and chunks of every leaf of a checkpoint, by the leaf's path.
+
+    Raises:
+      ValueError: the checkpoint cannot be read, or lists no arrays.
+    """
     try:
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             found: Any = handler.metadata(epath.Path(absolute(folder)))
@@ -97,18 +106,19 @@ def read_leaves(
     abstract: PyTree,
     finish: Callable[[tuple[str, ...], jax.Array], Mapping[str, jax.Array]] = lambda path, leaf: {path[-1]: leaf},
 ) -> PyTree:
-    """Reads a part of a checkpoint leaf by leaf onto the devices of this process.
+    """Reads some leaves of a checkpoint, one after another, onto the devices of this process.
 
-    Each part of a leaf is read once however many devices hold it; as many parts at a time as the leaf as stored has
-    bytes. No process waits for another, so one that fails does not hold up the rest.
+    Each part of a leaf is read once, however many devices hold it. Parts are read in parallel, with at most the bytes
+    of the stored leaf in flight. No process waits for another, so a process that fails does not block the others.
 
     Args:
-      folder: the checkpoint, whole on disk.
-      abstract: nested dict of jax.ShapeDtypeStruct with shardings; a leaf is cast to the dtype asked for.
-      finish: (path, leaf) -> what takes its place, by the last key of the path.
+      folder: checkpoint, which must be complete on disk.
+      abstract: nested dict of jax.ShapeDtypeStruct with shardings, one for each leaf to read; a leaf is cast to its
+        dtype.
+      finish: function (path, leaf) -> leaves that replace the leaf, by the last key of their paths.
 
     Raises:
-      ValueError: a leaf that cannot be read (named).
+      ValueError: the checkpoint lacks a leaf, or a leaf cannot be read (the message names it).
     """
     stored = stored_leaves(folder)
     tree: dict[str, Any] = {}
@@ -141,26 +151,30 @@ def _read_leaf(folder: Place, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct,
         restore_args=arguments,  # pyright: ignore[reportCallIssue]
         partial_restore=True,  # pyright: ignore[reportCallIssue]
     )
-    gigabytes = (_bytes_read(stored) + 1) / 1e9  # one more: Orbax starts a read that is smaller than this
+    gigabytes = (_bytes_read(stored) + 1) / 1e9  # one byte more, as Orbax starts only reads smaller than the limit
     with contextlib.closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=gigabytes)) as handler:  # pyright: ignore[reportArgumentType]
         return jax.tree.leaves(handler.restore(epath.Path(absolute(folder)), args=args))[0]
 
 
 def _bytes_read(stored: Any) -> int:
-    """Computes the bytes of a leaf in whole chunks: the most that one read can take."""
+    """Computes the bytes of a leaf in whole chunks, which is the most that one read can take."""
     chunk = stored.storage.chunk_shape if stored.storage is not None else stored.shape
     whole = [math.ceil(size / part) * part for size, part in zip(stored.shape, chunk or stored.shape, strict=True)]
     return math.prod(whole) * np.dtype(stored.dtype).itemsize
 
 
 def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> None:
-    """Writes a dense model as config.json and params/, an Orbax checkpoint.
+    """Writes a dense model as config.json and an Orbax checkpoint params/.
 
-    Every process that holds a part of `params` calls this, and no other; all return when everything is on disk.
+    Exactly the processes that hold a part of `params` must call this; all return when everything is on disk.
+
+    Args:
+      directory: directory to write, which must not exist or be empty.
+      config, params: configuration and parameters of a model without adapters.
 
     Raises:
-      ValueError: the directory holds something already, the model has adapters, or a process other than the first of
-        several holds all of it.
+      ValueError: the directory holds something already, the model has adapters, or one process of several holds the
+        whole model and is not process 0.
     """
     directory = pathlib.Path(directory).absolute()
     if config.lora.rank:
@@ -174,7 +188,7 @@ def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> 
         active_processes=processes,
         barrier_sync_key_prefix=f"podrl:{directory}",
     )
-    if len(processes) == 1 and jax.process_count() > 1:  # Orbax takes such device arrays for a mistake
+    if len(processes) == 1 and jax.process_count() > 1:  # Orbax refuses device arrays of one process of several
         if jax.process_index():
             raise ValueError(
                 f"Process {jax.process_index()} of {jax.process_count()} holds the whole model: of processes that save "
@@ -184,14 +198,14 @@ def save(directory: str | pathlib.Path, config: ModelConfig, params: PyTree) -> 
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: give a directory that does not exist yet.")
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), params)
-    # Beside `among`, the writer of arrays must be told which process writes their descriptions.
+    # `among` does not reach the writer of arrays, which needs to know the process that writes their descriptions.
     arrays = ocp.type_handlers.ArrayHandler(primary_host=min(processes))
     types = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
     )
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among, type_handler_registry=types)
     with ocp.Checkpointer(handler, multiprocessing_options=among) as writer:
-        # Waits for every process first, so all have looked at the directory before one of them writes.
+        # save() first waits for all processes, so all have checked that the directory is empty before one writes.
         args = ocp.args.PyTreeSave(params, save_args=chunked)  # pyright: ignore[reportCallIssue]
         writer.save(directory / "params", args=args)
     if jax.process_index() == min(processes):

@@ -23,7 +23,7 @@ from podrl.types import PyTree
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 
-# PEFT's fields that change what an adapter computes, with the values podrl computes.
+# PEFT's fields that change what an adapter computes, each with the values that podrl computes.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -58,9 +58,9 @@ def save_adapters(
     """Writes the adapters of a model so that `peft` loads them on top of the base model.
 
     Args:
-      directory: must not exist, or be empty.
-      config, params: a model with adapters; other leaves are not touched.
-      base: path or name of the base model, recorded for PEFT.
+      directory: directory to write, which must not exist or be empty.
+      config, params: configuration and parameters of a model with adapters; leaves other than adapters are not read.
+      base: path or name of the base model, which the files name for PEFT.
       dtype: type of the written matrices.
 
     Raises:
@@ -97,7 +97,8 @@ def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
     """Reads the LoraConfig of a PEFT directory.
 
     Raises:
-      ValueError: no adapter_config.json, or a field with an effect podrl does not compute (named).
+      ValueError: there is no adapter_config.json, or a field has an effect that podrl does not compute (the message
+        names the field).
     """
     path = pathlib.Path(directory) / CONFIG_NAME
     if not path.exists():
@@ -137,10 +138,20 @@ def load_adapters(
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[ModelConfig, PyTree]:
-    """Loads the adapters of a PEFT directory beside the base weights `params`; base arrays are shared.
+    """Loads the adapters of a PEFT directory beside base weights.
+
+    Args:
+      directory: directory written by PEFT or podrl.export.
+      config, params: configuration and parameters of the base model; its arrays are shared, not copied.
+      mesh: devices that hold the adapters; None for the first device.
+      dtype: storage type of the adapters.
+
+    Returns:
+      The configuration with adapters, and the parameter tree with adapters.
 
     Raises:
-      ValueError: as `read_lora_config`; adapter tensors missing, unknown or of another shape than the base model needs.
+      ValueError: see `read_lora_config`; also, adapter tensors are missing, unknown or of another shape than the base
+        model needs.
     """
     directory = pathlib.Path(directory)
     lora = read_lora_config(directory)

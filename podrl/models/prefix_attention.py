@@ -1,9 +1,9 @@
 """A Pallas TPU kernel of attention in which a token sees its own segment and, before it, a prefix segment.
 
-Every array is time last, [B, heads, H, T], and scores are keys first, [s, t]: a head dimension of 64 then pads nothing,
-statistics of queries are rows, and only the keys (and in the backward pass the values) of a block are transposed, once
-for all query heads of a group. A step of the grid is one pair of blocks in which something may be seen; the list of
-these pairs is made of the packed rows at run time, and pairs that are not on it are neither loaded nor computed.
+Every array has time last, [B, heads, H, T], and scores have keys first, [s, t]. With this layout a head dimension of 64
+needs no padding, statistics of queries are rows, and only the keys (in the backward pass also the values) of a block
+are transposed, once for all query heads of a group. A step of the grid is one pair of blocks in which something may be
+seen. The list of these pairs is made from the packed rows at run time; other pairs are neither loaded nor computed.
 """
 
 import functools
@@ -19,14 +19,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 NEG_INF = -1e30
 LANES = 128
-# Tokens of a block, and the most elements that the queries of a block have over the heads of a group.
+# Default tokens of a block, and the largest number of elements of a block's queries over all heads of a group.
 _BLOCK, _MOST = 512, 1 << 19
 _VMEM_BYTES = 32 << 20
-# A pair of blocks is one number: row, block that stays, block that changes from step to step.
+# A pair of blocks is one number with three parts: the row, the block that stays the same over consecutive steps, and
+# the block that changes with every step. Each block has this many bits.
 _BITS = 10
-# Rows of what is told of tokens: the keys' segments are -1 on padding, which equals nothing.
+# Rows of the array that describes the tokens, and their number (padded to 8). A key's segment is -1 on padding, which
+# equals no query's segment.
 _SEGMENT, _PREFIX, _POSITION, _KEY_SEGMENT, _TOLD = 0, 1, 2, 3, 8
-_BY_FIRST, _BY_LAST = ((0,), (0,)), ((1,), (1,))
+_BY_FIRST, _BY_LAST = ((0,), (0,)), ((1,), (1,))  # contract the first, or the last, dimension of both operands
 
 
 def prefix_attention(
@@ -43,20 +45,28 @@ def prefix_attention(
     block: int = _BLOCK,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Computes `podrl.models.attention.attention` on one device, forward and backward, in kernels.
+    """Computes `podrl.models.attention.attention` with shared prefixes on one device, forward and backward, in kernels.
 
-    Online softmax over key blocks (arXiv 2205.14135); the backward pass makes the scores again from their logsumexp,
-    once for the queries' gradient and once for the keys' and values' (arXiv 2307.08691, section 3.1).
+    Online softmax over key blocks (arXiv 2205.14135). The backward pass recomputes the weights from the scores and
+    their logsumexp, once for the gradient of the queries and once for that of keys and values (arXiv 2307.08691,
+    section 3.1).
 
     Args:
       q_BTNH: scaled, rotated queries; T is a multiple of 128 and H of 64.
-      segment_BT, prefix_BT, position_BT, window, softcap: see there; prefix 0 is none.
+      k_BTKH: rotated keys.
+      v_BTKH: values.
+      segment_BT: segment of each token, 0 on padding.
+      window: number of positions that a token sees, its own included.
+      prefix_BT: segment that each token sees besides its own; 0 for none.
+      position_BT: position of each token inside its own sequence.
+      softcap: c in c * tanh(score / c); 0 is off.
       name: name under which remat policies may keep the output and its logsumexp.
-      block: most tokens of a block, 128 times a power of 2; fewer are taken where a group has many or wide heads.
-      interpret: run on CPU, slowly.
+      block: largest number of tokens of a block, 128 times a power of 2; blocks are smaller if a group has many or wide
+        heads.
+      interpret: whether the kernels run interpreted on CPU, which is slow.
 
     Raises:
-      ValueError: sizes that the kernel does not take.
+      ValueError: the kernel cannot compute arrays of these sizes.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
@@ -77,7 +87,7 @@ def prefix_attention(
 
 
 class _Static(NamedTuple):
-    """Sizes that kernels are compiled for: tokens of a row and of a block, query heads of a group, and so on."""
+    """Static arguments of the kernels: tokens of a row (T) and of a block (size), query heads of a group, and so on."""
 
     T: int
     size: int
@@ -88,7 +98,7 @@ class _Static(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """True if the last block reaches beyond the row, where arrays hold anything."""
+        """True if the last block reaches beyond the end of the row, where arrays hold arbitrary values."""
         return self.T % self.size > 0
 
 
@@ -96,8 +106,8 @@ class Pairs(NamedTuple):
     """Pairs of blocks in the order in which a kernel visits them.
 
     Attributes:
-      code_n: row << 20 | block that stays << 10 | block that changes; -1 behind the last.
-      number: the number of pairs.
+      code_n: codes row << 20 | block that stays << 10 | block that changes; -1 after the last pair.
+      number: number of pairs.
     """
 
     code_n: Int[Array, " n"]
@@ -105,14 +115,20 @@ class Pairs(NamedTuple):
 
 
 def _block(T: int, width: int, block: int) -> int:
-    """Chooses the tokens of a block whose queries have `width` elements each: the whole row if it is short enough."""
+    """Chooses the number of tokens of a block; the whole row is one block if it is short enough.
+
+    Args:
+      T: tokens of a row.
+      width: elements of a token's queries over all heads of a group.
+      block: largest number of tokens.
+    """
     while block > LANES and block * width > _MOST:
         block //= 2
     return min(block, T)
 
 
 def _told(segment_BT: Array, prefix_BT: Array, position_BT: Array, pad: int) -> Int[Array, "B 8 T"]:
-    """Stacks what kernels read of tokens; padding of the row to whole blocks is no segment."""
+    """Stacks the description of the tokens that kernels read, padded by `pad` tokens that belong to no segment."""
     rows = [segment_BT, prefix_BT, position_BT, jnp.where(segment_BT > 0, segment_BT, -1)]
     rows += [jnp.zeros_like(segment_BT)] * (_TOLD - len(rows))
     told_BXT = jnp.stack([x.astype(jnp.int32) for x in rows], axis=1)
@@ -121,11 +137,16 @@ def _told(segment_BT: Array, prefix_BT: Array, position_BT: Array, pad: int) -> 
 
 
 def needed_blocks(told_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: int) -> Bool[Array, "B i j"]:
-    """Computes which key blocks j hold something that a query of block i sees; the diagonal always counts.
+    """Computes which key blocks j may hold a token that a query of block i sees; a block's own keys always count.
 
-    A key tile of 128 tokens counts where the segment lies between the least and the largest there, and the latest
-    position there is in the window: exact where segments are numbered along the row and a tile holds one of them,
-    else perhaps too much.
+    A tile of 128 keys counts if the query's segment or prefix lies between the smallest and largest segment of the tile
+    and the tile's latest position is in the window. This is exact if segments are numbered along the row and a tile
+    holds one segment; otherwise it may count too many blocks, never too few.
+
+    Args:
+      told_BXT: description of the tokens, from `_told`.
+      window: number of positions that a token sees, its own included.
+      size: number of tokens of a block.
     """
     B, _, T = told_BXT.shape
     segment_BsX, position_BsX = (told_BXT[:, x].reshape(B, T // LANES, LANES) for x in (_SEGMENT, _POSITION))
@@ -144,7 +165,7 @@ def needed_blocks(told_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: i
 
 
 def _pairs(needed_Bij: Bool[Array, "B i j"], *, by_keys: bool) -> Pairs:
-    """Lists needed pairs of blocks by row, then by query blocks (or by key blocks), in ascending order."""
+    """Lists the needed pairs of blocks by row, then by query block (by key block if `by_keys`), in ascending order."""
     B, n, _ = needed_Bij.shape
     i_P, j_P = np.tril_indices(n)
     stays_P, changes_P = (j_P, i_P) if by_keys else (i_P, j_P)
@@ -156,18 +177,18 @@ def _pairs(needed_Bij: Bool[Array, "B i j"], *, by_keys: bool) -> Pairs:
 
 
 # --- kernels ---
-# Their references: pairs and window in scalar memory, then blocks of queries (q, and in the backward pass the output's
-# gradient, the logsumexp and delta), keys, values and what is told of the tokens, then results and accumulators.
+# Arguments of a kernel: pairs and window in scalar memory; blocks of queries (q; in the backward pass also the output's
+# gradient, the logsumexp and delta), keys, values and the description of tokens; results; accumulators.
 
 
 def _decode(code: Array) -> tuple[Array, Array, Array]:
-    """Splits a pair's code: (row, block that stays, block that changes)."""
+    """Splits a pair's code into (row, block that stays, block that changes)."""
     most = (1 << _BITS) - 1
     return code >> 2 * _BITS, (code >> _BITS) & most, code & most
 
 
 def _turn(code_ref: Any) -> tuple[Array, Array, Array, Array]:
-    """Reads a step's pair: (block that stays, block that changes, whether it is the first and the last of them)."""
+    """Reads the pair of this step: (block that stays, block that changes, first step, last step of the former)."""
     n = pl.program_id(1)
     code = code_ref[n]
     _, stays, changes = _decode(code)
@@ -177,7 +198,7 @@ def _turn(code_ref: Any) -> tuple[Array, Array, Array, Array]:
 
 
 def _seen(query_ref: Any, key_ref: Any, window_ref: Any, i: Array, j: Array, size: int) -> Array:
-    """Computes which keys of block j, [s, 1], queries of block i, [1, t], see."""
+    """Computes the mask [s, t]: True where key s of block j is seen by query t of block i."""
     query, key = query_ref[0], key_ref[0].T
     row = lambda x: query[x : x + 1]  # noqa: E731
     segment_s1, position_s1 = key[:, _KEY_SEGMENT : _KEY_SEGMENT + 1], key[:, _POSITION : _POSITION + 1]
@@ -187,7 +208,8 @@ def _seen(query_ref: Any, key_ref: Any, window_ref: Any, i: Array, j: Array, siz
 
 
 def _dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]]) -> Array:
-    # Products of bfloat16 are exact in float32; a precision that was set for float32 is refused for them.
+    # Products of bfloat16 are exact in float32. A precision set globally for float32 would be refused for bfloat16, so
+    # it is set to the default here.
     precision = None if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, (contracted, ((), ())), precision, preferred_element_type=jnp.float32)
 
@@ -198,7 +220,7 @@ def _scores(k_Hs: Array, q_Ht: Array, softcap: float) -> Array:
 
 
 def _within(x: Array, block: Array, static: _Static) -> Array:
-    """Replaces by zeros what a block holds beyond the end of the row."""
+    """Sets the values of a block beyond the end of the row to 0."""
     if not static.ragged:
         return x
     at = block * static.size + jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
@@ -247,7 +269,7 @@ def _forward(code_ref, window_ref, q_ref, k_ref, v_ref, query_ref, key_ref, *res
 
 
 def _gradient(seen, k, v, q, dout, lse, delta, softcap: float) -> tuple[Array, Array]:
-    """Computes (weights, the loss's gradient by scores before the cap) of a pair of blocks, [s, t]."""
+    """Computes (weights, derivative of the loss with respect to uncapped scores) of a pair of blocks, both [s, t]."""
     score = _scores(k, q, softcap)
     weight = jnp.where(seen, jnp.exp(score - lse), 0.0)
     dscore = weight * (_dot(v, dout, _BY_FIRST) - delta)
@@ -313,7 +335,7 @@ def _backward_keys(
 # --- calls ---
 
 
-# What is told of tokens, the window, and pairs by query blocks and by key blocks.
+# The description of the tokens, the window, and the pairs ordered by query blocks and by key blocks.
 Where = tuple[Array, Array, Pairs, Pairs]
 
 
@@ -361,11 +383,11 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 class _Call:
-    """Calls of kernels on one list of pairs: who reads which block in a step.
+    """Calls kernels on one list of pairs, and declares which block of each array a step reads.
 
     Attributes:
-      rows: shape of one number per query, whole blocks.
-      of_queries: blocks of that.
+      rows: shape of an array with one number per query, padded to whole blocks.
+      of_queries: block specification of such an array.
     """
 
     def __init__(self, q_BNHT: Array, where: Where, static: _Static, *, by_keys: bool = False):
@@ -378,7 +400,7 @@ class _Call:
         self.of_queries = self._spec((1, static.group, 1), "query")
 
     def heads(self, side: str, heads: int) -> pl.BlockSpec:
-        """Blocks of `heads` heads, of the tokens on one side ('query' or 'key')."""
+        """Block specification of an array with `heads` heads, for the tokens on one side ('query' or 'key')."""
         return self._spec((1, heads, self._H), side)
 
     def _spec(self, sizes: tuple[int, ...], side: str) -> pl.BlockSpec:

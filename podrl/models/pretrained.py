@@ -1,4 +1,4 @@
-"""Decoder: a model with its weights, as `from_pretrained` returns it and the Python API takes it."""
+"""Decoder: a model with its weights, which `from_pretrained` returns and the Python API takes."""
 
 import logging
 import os
@@ -23,13 +23,13 @@ class Decoder(nnx.Module):
     """A decoder with its weights, callable on tokens.
 
     Attributes:
-      config: architecture of the model, its adapters included.
-      weights: the parameter tree of podrl/models/decoder.py, every leaf an nnx.Param.
-      directory: source of the parameters, as the user named it; '' for parameters from elsewhere.
+      config: architecture of the model, adapters included.
+      weights: parameter tree of podrl/models/decoder.py, in which every leaf is an nnx.Param.
+      directory: directory that the parameters were loaded from; '' if they were not loaded from a directory.
     """
 
     def __init__(self, config: ModelConfig, params: PyTree, mesh: Mesh, directory: str = ""):
-        """Wraps a parameter tree, without a copy."""
+        """Wraps a parameter tree without copying it."""
         self.config = config
         self.directory = directory
         self.mesh = mesh
@@ -37,18 +37,18 @@ class Decoder(nnx.Module):
 
     @property
     def params(self) -> PyTree:
-        """The parameter tree; shares the arrays."""
+        """The parameter tree without nnx.Param; shares the arrays."""
         return jax.tree.map(lambda p: p[...], self.weights, is_leaf=lambda x: isinstance(x, nnx.Param))
 
     def __call__(
         self, tokens_BT: Int[Array, "B T"], *, dtype: jax.typing.DTypeLike = jnp.float32
     ) -> Float[Array, "B T V"]:
-        """Computes logits after every token, float32: logits_BTV[b, t] scores token t + 1.
+        """Computes the logits after every token, float32: logits_BTV[b, t] scores token t + 1.
 
-        Rows are whole sequences from position 0; right padding does not change the logits before it.
+        Each row is one sequence from position 0. Padding on the right does not change the logits before it.
 
         Args:
-          tokens_BT: token ids in [0, V).
+          tokens_BT: token ids, in [0, V).
           dtype: compute dtype.
 
         Raises:
@@ -62,19 +62,19 @@ class Decoder(nnx.Module):
         return _logits(self.params, tokens_BT, self.config, jnp.dtype(dtype), self.mesh)
 
     def merged(self) -> "Decoder":
-        """Returns the equivalent dense model, with the adapters folded into the weights."""
+        """Returns the equivalent dense model, with the adapters merged into the weights; without adapters, itself."""
         if not self.config.lora.rank:
             return self
         config, params = lora.merge(self.params, self.config)
         return Decoder(config, params, self.mesh)
 
     def save(self, directory: str | pathlib.Path, *, dtype: jax.typing.DTypeLike = jnp.float32) -> None:
-        """Writes a Hugging Face directory, adapters merged; see `podrl.models.hf_save.save`."""
+        """Writes a Hugging Face directory with the adapters merged; see `podrl.models.hf_save.save`."""
         dense = self.merged()
         hf_save.save(directory, dense.config, dense.params, dtype=dtype)
 
     def save_adapters(self, directory: str | pathlib.Path, *, base: str) -> None:
-        """Writes the adapters alone in PEFT's layout; see `podrl.models.peft_files.save_adapters`."""
+        """Writes only the adapters, in PEFT's layout; see `podrl.models.peft_files.save_adapters`."""
         peft_files.save_adapters(directory, self.config, self.params, base=base)
 
 
@@ -95,18 +95,20 @@ def from_pretrained(
     adapters: str | pathlib.Path | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """Loads a Hugging Face directory.
+    """Loads a model from a Hugging Face directory or from the hub.
 
     Args:
-      directory: config.json and safetensors weights; or ORG/NAME of the hub.
-      mesh: devices that hold the parameters, axes ("data", "fsdp", "tensor"); None is the first device.
+      directory: directory with config.json and safetensors weights, or a model's name ORG/NAME in the hub.
+      mesh: devices that hold the parameters, with the axes ("data", "fsdp", "tensor"); None for the first device.
       dtype: storage type of the parameters.
-      lora: adds fresh adapters, random with `seed`.
-      adapters: a PEFT directory to put on top instead.
+      lora: settings of fresh adapters to add; None for no fresh adapters.
+      adapters: PEFT directory of adapters to load; None for none. It excludes `lora`.
+      seed: seed of the fresh adapters' random values.
 
     Raises:
-      ValueError: an unsupported model or damaged files (see `podrl.models.hf_load.load`), or both kinds of adapters.
-      StorageError: the bucket it is in does not answer.
+      ValueError: the model is not supported or files are damaged (see `podrl.models.hf_load.load`), or both `lora` and
+        `adapters` are set.
+      StorageError: the bucket of the directory does not answer.
     """
     directory = on_this_host(directory)
     storage.check(directory, "directory")
@@ -120,25 +122,26 @@ def from_pretrained(
 
 
 def on_this_host(model: Any) -> Any:
-    """Returns the directory of a model that is named as in the hub, downloaded where it is missing; others as given."""
+    """Returns the local directory of a model named as in the hub, after a download if needed; else `model` itself."""
     return hub.local(model) if isinstance(model, str) else model
 
 
 def directories_of(**models: Any) -> dict[str, str]:
-    """The directories that were given as models, or that a Decoder was read from; '' where there is none."""
+    """Returns each model's directory by name: the model itself if it is a path, or that of a Decoder; else ''."""
     named = {name: isinstance(model, str | os.PathLike) for name, model in models.items()}
     return {n: os.fspath(model) if named[n] else getattr(model, "directory", "") for n, model in models.items()}
 
 
 def check_positions(config: ModelConfig, prompt: int, longest: int) -> None:
-    """Refuses prompts that leave no position for an answer, and warns of samples that may pass the last position.
+    """Refuses prompts that leave no position for an answer, and warns of samples longer than the model's positions.
 
     Args:
-      prompt: most tokens of a prompt.
-      longest: most tokens of a prompt and its answer.
+      config: the model.
+      prompt: greatest length of a prompt, tokens.
+      longest: greatest length of a prompt with its answer, tokens.
 
     Raises:
-      ValueError: the model has no more positions than a prompt has tokens.
+      ValueError: a prompt of the greatest length uses all positions of the model.
     """
     if prompt >= config.max_length:
         raise ValueError(
@@ -155,15 +158,16 @@ def check_positions(config: ModelConfig, prompt: int, longest: int) -> None:
 
 
 def check_vocab(config: ModelConfig, tokenizer_vocab_size: int) -> None:
-    """Refuses a tokenizer with ids that have no embedding, or one that covers less than half of them.
+    """Refuses a tokenizer that has ids without an embedding, or that has ids for at most half of the embeddings.
 
-    Embedding tables are often padded beyond the tokenizer's ids; that is accepted.
+    A smaller surplus of embeddings is accepted, because embedding tables are often padded.
 
     Args:
-      tokenizer_vocab_size: largest token id plus one.
+      config: the model.
+      tokenizer_vocab_size: largest token id of the tokenizer plus one.
 
     Raises:
-      ValueError: the two disagree.
+      ValueError: the tokenizer is refused.
     """
     if tokenizer_vocab_size > config.vocab_size or 2 * tokenizer_vocab_size <= config.vocab_size:
         raise ValueError(

@@ -18,16 +18,18 @@ _LARGEST = {"int8": 127, "int4": 7}
 
 
 def quantize(weight: Array, *, axis: int, groups: int, dtype: str) -> tuple[Array, Array]:
-    """Rounds to the nearest integer multiple of a scale: the largest magnitude of a group over 127 (int8) or 7 (int4).
+    """Rounds each weight to the nearest integer multiple of its group's scale.
+
+    The scale is the largest magnitude in the group, divided by 127 (int8) or 7 (int4).
 
     Args:
-      weight: any shape, any floating dtype.
-      axis: the dimension cut into groups; every other index has scales of its own.
-      groups: number of groups; must divide the dimension.
-      dtype: 'int8' or 'int4'.
+      weight: array of any shape and floating dtype.
+      axis: dimension that is cut into groups; every index of the other dimensions has scales of its own.
+      groups: number of groups; must divide the size of the dimension.
+      dtype: integer type: 'int8' or 'int4'.
 
     Returns:
-      (integers of the weight's shape, float32 scales with `groups` entries along `axis`).
+      Integers of the weight's shape, and float32 scales with `groups` entries along `axis`.
     """
     shape = weight.shape
     assert shape[axis] % groups == 0, (shape, axis, groups)
@@ -38,16 +40,19 @@ def quantize(weight: Array, *, axis: int, groups: int, dtype: str) -> tuple[Arra
 
 
 def quantized_leaves(path: Sequence[str], weight: Array, config: ModelConfig, mesh: Mesh) -> Mapping[str, Array]:
-    """Quantizes a projection (stacked over layers) into the leaves of a model with `config.lora.base_dtype`.
+    """Quantizes a projection, stacked over layers, into its two leaves in a model with `config.lora.base_dtype`.
 
-    The weight is given up: its memory is reused.
+    The function deletes `weight` to free its memory.
 
     Args:
       path: path of the projection in the parameter tree.
+      weight: dense weight of the projection.
+      config: the model with integer projections.
+      mesh: devices that hold the leaves.
     """
     *above, name = path
     specs = functools.reduce(lambda node, key: node[key], above, param_specs(config))
-    axis = projection_inputs(name)  # the last input dimension, behind the layers
+    axis = projection_inputs(name)  # the last input dimension, as dimension 0 is the layers
     groups = specs[f"{name}_scale"].shape[axis]
     names = (name, f"{name}_scale")
     shardings = tuple(rules.sharding_for(specs[n].axes, specs[n].shape, mesh) for n in names)
@@ -61,7 +66,7 @@ def quantized_leaves(path: Sequence[str], weight: Array, config: ModelConfig, me
 
 
 def dequantized(name: str, layers: Mapping[str, Array], dtype: jax.typing.DTypeLike) -> Array:
-    """Returns the dense weight of projection `name`, stacked over layers, in the sharding of its integers."""
+    """Returns the dense weight of projection `name`, stacked over layers, with the sharding of its integers."""
 
     def convert(parts: Mapping[str, Array]) -> Array:
         return jax.vmap(lambda layer: dense_weight(name, layer, dtype))(parts)

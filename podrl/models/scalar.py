@@ -1,4 +1,4 @@
-"""A decoder with one number per token as output: the critic's value, the reward model's score."""
+"""A decoder that outputs one number per token: the critic's value or the reward model's score."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ from podrl.storage.storage import locate
 from podrl.transfer.publish import Publisher
 from podrl.types import PyTree
 
-HEAD = "score"  # the leaf's name, as in Hugging Face's sequence classification
+HEAD = "score"  # name of the head's leaf, as in Hugging Face's sequence classification
 
 
 def param_specs(config: ModelConfig) -> dict:
@@ -40,26 +40,27 @@ def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree
 
 
 def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
-    """Splits parameters into (trainable, frozen): the head always trains; of the trunk, under LoRA, the adapters."""
+    """Splits parameters into (trainable, frozen): the head always trains, the trunk as in `decoder.split_trainable`."""
     trunk = {name: leaf for name, leaf in params.items() if name != HEAD}
     trainable, frozen = decoder.split_trainable(trunk, config)
     return {**trainable, HEAD: params[HEAD]}, frozen
 
 
 def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
-    """Joins what `split_trainable` split, without a copy."""
+    """Joins the two trees of `split_trainable`, without a copy."""
     trunk = {name: leaf for name, leaf in trainable.items() if name != HEAD}
     return {**decoder.join_trainable(trunk, frozen), HEAD: trainable[HEAD]}
 
 
 def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:
-    """Copies a decoder's parameters and adds a head of zeros, so that every value starts at 0.
+    """Copies a decoder's parameters and adds a head of zeros, so that every output starts at 0.
 
     Args:
-      params: the decoder's whole tree, on any mesh; under LoRA its frozen leaves are shared where they lie right.
-      config: the decoder's configuration.
+      params: whole parameter tree of the decoder, on any mesh. Frozen leaves that have the right sharding already are
+        shared, not copied.
+      config: configuration of the decoder.
       mesh: devices that hold the copy.
-      dtype: storage type of its parameters.
+      dtype: storage type of the copy's trainable parameters.
     """
     abstract = abstract_params(config, mesh, dtype)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -76,7 +77,7 @@ def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) 
 
 
 def stored_entries(config: ModelConfig) -> list[Entry]:
-    """Lists the tensors of a sequence classification checkpoint with one label; the head is the last."""
+    """Lists the leaves of a sequence classification checkpoint with one label; the head comes last."""
     trunk = [entry for entry in entries(config) if entry.leaf != ("unembed",)]
     return [*trunk, Entry((HEAD,), "score.weight", (), param_specs(config)[HEAD], 1)]
 
@@ -93,14 +94,15 @@ def load(
     """Loads a Hugging Face directory of a sequence classification model with one label.
 
     Args:
-      directory: local or gs://: config.json and safetensors weights, the head as `score.weight` (1, D).
+      directory: directory, local or gs://, with config.json and safetensors weights; the head is `score.weight` (1, D).
       mesh: devices that hold the parameters.
       dtype: storage type of the parameters.
-      lora_config: adds fresh adapters, random with `seed`.
-      needs_head: False also takes a causal language model, whose head is then zeros.
+      lora_config: settings of fresh adapters to add; None for no adapters.
+      needs_head: whether a checkpoint without a head is refused; if not, a causal language model gets a head of zeros.
+      seed: seed of the adapters' random values.
 
     Raises:
-      ValueError: an unsupported model, damaged files, or no head where one is needed.
+      ValueError: the model is not supported, files are damaged, or there is no head although one is needed.
     """
     config = read_config(directory)
     stored = dict(scan_directory(locate(directory)))
@@ -124,7 +126,7 @@ def load(
 
 
 def scores(params: PyTree, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-    """Computes the number after every token, float32."""
+    """Computes the output after every token from hidden states, float32."""
     head_D = params[HEAD][:, 0].astype(jnp.float32)
     return jnp.einsum("BTD,D->BT", hidden_BTD.astype(jnp.float32), head_D)
 

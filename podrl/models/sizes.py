@@ -1,4 +1,4 @@
-"""Published model sizes, for planning without their weights."""
+"""Configurations of published models by name, for planning without weights."""
 
 import math
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def _gemma3(
     scalar: int = 256,
     small: bool = False,
 ) -> dict[str, Any]:
-    """The text half of a Gemma 3; the 1B model has no other and shorter contexts."""
+    """Fields of a Gemma 3's text decoder; `small` is the 1B model, which has no vision tower and shorter contexts."""
     more = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     return {
         "model_type": "gemma3_text",
@@ -86,7 +86,7 @@ def _qwen3(dim: int, ffn: int, layers: int, heads: int, *, tied: bool) -> dict[s
 
 
 def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> dict[str, Any]:
-    """128 experts, 8 of them for each token; `expert` is the inner dimension of each."""
+    """Fields of a Qwen 3 with 128 experts, of which 8 compute each token; `expert` is an expert's inner dimension."""
     dense = _qwen3(dim, 3 * dim, layers, heads, tied=False)
     return dense | {
         "model_type": "qwen3_moe",
@@ -157,10 +157,10 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 
 
 def config_of(name: str) -> ModelConfig:
-    """Looks up the ModelConfig of a published size.
+    """Looks up the ModelConfig of a published model by its name in SIZES.
 
     Raises:
-      ValueError: no such size; the nearest name is given.
+      ValueError: unknown name; the message gives the nearest name.
     """
     if name not in SIZES:
         raise ValueError(f"podrl has no model size {name!r}.{nearest(name, SIZES)} All of them: {', '.join(SIZES)}.")
@@ -173,6 +173,6 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def expert_parameter_count(config: ModelConfig) -> int:
-    """Counts the parameters of routed experts, of which a token uses the share `config.chosen_share`."""
+    """Counts the parameters of all routed experts; a token uses the share `config.chosen_share` of them."""
     layers = param_specs(config)["layers"]
     return sum(math.prod(layers[name].shape) for name in ("expert_in", "expert_out") if name in layers)

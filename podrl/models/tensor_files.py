@@ -1,4 +1,4 @@
-"""Safetensors files: finds, slices and writes named tensors without holding a file in memory."""
+"""Safetensors files: finds named tensors, reads parts of them and writes them, without holding a file in memory."""
 
 import dataclasses
 import json
@@ -24,20 +24,20 @@ _DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_COMPARED = 1 << 24  # bytes of two matrices that are compared at a time
+_COMPARED = 1 << 24  # bytes of each of two matrices that are compared at a time
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's place on disk: file, offset, shape and type.
+    """A tensor's place on disk: file, byte range, shape and type.
 
     Attributes:
       name: name of the tensor in the checkpoint.
-      path: the file.
-      code: the format's dtype code, e.g. 'BF16'.
+      path: file that holds the tensor.
+      code: dtype code of the safetensors format, e.g. 'BF16'.
       shape: shape of the tensor.
-      start, stop: byte range in the file.
+      start, stop: first byte of the tensor in the file, and the byte after its last.
     """
 
     name: str
@@ -62,15 +62,15 @@ class StoredTensor:
         return _DTYPES[self.code]
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Reads a copy of the tensor, or of a rectangular part of it; only the pages of that part are read."""
+        """Reads a copy of the tensor, or of the rectangular part `index`; of a local file only this part is read."""
         return np.array(self._mapped()[index])
 
     def read_into(self, out: np.ndarray, index: tuple[slice, ...] = ()) -> None:
-        """Copies the tensor, or a part of it, into an array of its shape, with a cast where the dtype differs."""
+        """Copies the tensor, or the rectangular part `index`, into an array of the same shape, cast to its dtype."""
         np.copyto(out, self._mapped()[index], casting="same_kind")
 
     def _mapped(self) -> np.ndarray:
-        if is_remote(self.path):  # the whole tensor: parts of it are not in one piece
+        if is_remote(self.path):  # reads the whole tensor, because a part of it need not be contiguous in the file
             with self.path.open("rb") as file:
                 file.seek(self.start)
                 return np.frombuffer(file.read(self.stop - self.start), self.dtype).reshape(self.shape)
@@ -78,11 +78,11 @@ class StoredTensor:
 
 
 def scan_file(path: Place) -> dict[str, StoredTensor]:
-    """Reads a file's table of contents and checks it against the file's size.
+    """Reads a file's list of tensors and checks it against the file's size.
 
     Raises:
-      ValueError: the file is no safetensors file; a tensor reaches beyond its end, shares bytes with another, or leaves
-        some unused (named).
+      ValueError: the file is no safetensors file; a tensor ends after the file, shares bytes with another tensor, or
+        leaves bytes unused (the message names the tensor).
     """
     size = file_size(regular(path))
     header, data_start = _read_header(path, size)
@@ -141,10 +141,11 @@ def _read_header(path: Place, size: int) -> tuple[dict, int]:
 
 
 def scan_directory(directory: Place) -> dict[str, StoredTensor]:
-    """Lists every tensor of a checkpoint directory: one `model.safetensors`, or the files its index names.
+    """Lists every tensor of a checkpoint directory: of `model.safetensors`, or of the files that its index names.
 
     Raises:
-      ValueError: no weights, an unreadable index, a file that is missing, damaged, or lacks a tensor of the index.
+      ValueError: there are no weights; the index is unreadable; a file is missing, damaged, or lacks a tensor of the
+        index; or two files could both hold a tensor.
     """
     index_path = directory / INDEX_NAME
     if not index_path.exists():
@@ -183,7 +184,7 @@ def scan_directory(directory: Place) -> dict[str, StoredTensor]:
 
 
 def has_own_head(directory: Place) -> bool:
-    """True where a checkpoint's `lm_head.weight` is another matrix than its embedding; False without weights."""
+    """True if a checkpoint's `lm_head.weight` differs from its embedding matrix; False without weights."""
     index, head = directory / INDEX_NAME, "lm_head.weight"
     if index.exists():
         names = _weight_map(index)
@@ -204,7 +205,7 @@ def has_own_head(directory: Place) -> bool:
 
 
 def _weight_map(index_path: Place) -> dict[str, str]:
-    """Reads an index, tensor to file name, that names only files of its own directory."""
+    """Reads an index, which maps tensors to file names; refuses names of files outside its own directory."""
     try:
         weight_map = load_json(regular(index_path).read_bytes())["weight_map"]
         items = list(weight_map.items())
@@ -221,7 +222,7 @@ def _weight_map(index_path: Place) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """Name, shape and dtype of a tensor that is about to be written."""
+    """Name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -233,7 +234,11 @@ class Outgoing:
 
 
 def split_into_files(tensors: Sequence[Outgoing], max_bytes: int) -> dict[str, list[Outgoing]]:
-    """Assigns tensors, in order, to files of at most `max_bytes` (a larger tensor gets a file of its own)."""
+    """Assigns tensors, in order, to files of at most `max_bytes` bytes; a larger tensor gets its own file.
+
+    Returns:
+      The tensors of each file, by file name.
+    """
     groups: list[list[Outgoing]] = [[]]
     used = 0
     for tensor in tensors:
@@ -248,12 +253,12 @@ def split_into_files(tensors: Sequence[Outgoing], max_bytes: int) -> dict[str, l
 
 
 def write_file(path: pathlib.Path, tensors: Sequence[Outgoing], arrays: Iterable[np.ndarray]) -> None:
-    """Writes a safetensors file, taking arrays one at a time, and flushes it to disk.
+    """Writes a safetensors file, one array after another, and flushes it to disk.
 
     Args:
-      path: target file.
+      path: file to write.
       tensors: descriptions of the arrays, in the order in which they are written.
-      arrays: the arrays of these names; consumed lazily, so that one is in memory at a time.
+      arrays: arrays in the same order; they are consumed lazily, so that one is in memory at a time.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -275,7 +280,7 @@ def write_file(path: pathlib.Path, tensors: Sequence[Outgoing], arrays: Iterable
 
 
 def write_index(directory: pathlib.Path, files: Mapping[str, Sequence[Outgoing]]) -> None:
-    """Writes the index over several weight files; nothing for a single file."""
+    """Writes the index of several weight files; writes nothing for a single file."""
     if len(files) == 1:
         return
     total = sum(t.nbytes for tensors in files.values() for t in tensors)

@@ -1,4 +1,4 @@
-"""Attention of rows cut along time: whole rows of some heads by all-to-all, or queries against gathered keys."""
+"""Attention on rows cut along time: whole rows of some heads after an all-to-all, or queries against gathered keys."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Attend = Callable[..., Array]
 
 
 def time_axis(mesh: Mesh | None, tokens: int) -> str:
-    """Returns the mesh axis that rows of so many tokens are cut over; '' where they stay whole."""
+    """Returns the mesh axis over which rows of `tokens` tokens are cut along time; '' if they stay whole."""
     names = rules.axes_over("time", mesh) if mesh is not None else ()
     return names[0] if names and mesh is not None and tokens % mesh.shape[names[0]] == 0 else ""
 
@@ -22,15 +22,17 @@ def time_axis(mesh: Mesh | None, tokens: int) -> str:
 def over_time(run: Attend, blockwise: Attend, axis: str, size: int, block: int) -> Attend:
     """Wraps attention over whole rows for use inside shard_map, where rows are cut over a mesh axis.
 
-    Takes run(q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *shared), see `podrl.models.attention.attention`, and returns
-    the same of parts of rows. Both ways, causal masks leave every device equally much to do.
+    The returned function has the arguments of `run`, (q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *shared), with the
+    device's part of each row; see `podrl.models.attention.attention`. It exchanges heads if the query heads divide by
+    `size`, and gathers keys otherwise. Causal masks leave every device the same amount of work in both cases, unless a
+    device's tokens do not halve (see `_gathered`).
 
     Args:
-      run: any form, for whole rows.
-      blockwise: the form that takes `block` and `order`, for queries of some blocks of a row.
-      axis: the mesh's axis that cuts rows along time.
+      run: attention over whole rows, in any form.
+      blockwise: attention that takes `block` and `order`, for queries from some blocks of a row.
+      axis: mesh axis that cuts rows along time.
       size: number of devices along the axis.
-      block: tokens of a block, at most.
+      block: largest number of tokens of a block.
     """
 
     def cut(q_BTNH: Array, *arguments: Array) -> Array:
@@ -42,10 +44,10 @@ def over_time(run: Attend, blockwise: Attend, axis: str, size: int, block: int) 
 
 
 def _exchanged(run: Attend, axis: str, size: int) -> Attend:
-    """All-to-all from time to heads and back (DeepSpeed-Ulysses, arXiv 2309.14509).
+    """Exchanges time for heads by an all-to-all, and back (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-    Each device attends over whole rows with 1/size of the query heads. Key/value heads that do not divide are repeated
-    as often as needed.
+    Each device attends over whole rows with 1/size of the query heads. If the number of key/value heads does not divide
+    by `size`, each head is repeated as often as needed.
     """
 
     def to_heads(x_BTNH: Array) -> Array:
@@ -65,10 +67,12 @@ def _exchanged(run: Attend, axis: str, size: int) -> Attend:
 
 
 def _gathered(blockwise: Attend, axis: str, size: int, block: int) -> Attend:
-    """Gathers keys and values along time; each device attends with two parts of 2 size, from both ends of the row.
+    """Gathers keys and values along time; each device attends with two parts of the row's queries.
 
-    The parts go to their device and back by permutation; device d has parts d and 2 size - 1 - d (zigzag, as in
-    arXiv 2407.21783, section 3.3.2). Where a device's tokens do not halve it keeps its own: the last has most to do.
+    The row has 2 size equal parts. Device d computes parts d and 2 size - 1 - d, one near each end of the row, so that
+    causal masks leave all devices the same amount of work (zigzag, as in arXiv 2407.21783, section 3.3.2). Permutations
+    send the parts to their devices and back. If a device's tokens do not halve, every device keeps its own tokens, and
+    the last device has the most work.
     """
 
     def owner(part: int) -> int:
@@ -79,7 +83,7 @@ def _gathered(blockwise: Attend, axis: str, size: int, block: int) -> Attend:
         moves: list[list[tuple[int, int]]] = []
         parts = [device]
         if halves:
-            # Every device has one even part and sends it to another one each; the same goes for the odd parts.
+            # Every device has one even part, and all even parts go to different devices; the same holds for odd parts.
             moves = [[(d, owner(2 * d + odd)) for d in range(size)] for odd in (0, 1)]
             parts = [jnp.where(device % 2 == odd, device, 2 * size - 1 - device) for odd in (0, 1)]
         tokens = q_BTNH.shape[1] // len(parts)
@@ -100,7 +104,7 @@ def _whole(x: Array, axis: str) -> Array:
 
 
 def _moved(x_BTNH: Array, moves: Sequence[Sequence[tuple[int, int]]], axis: str) -> Array:
-    """Sends each half of a device's tokens to the device that its move names."""
+    """Sends each half of a device's tokens to the device that its move names; without moves, returns them unchanged."""
     if not moves:
         return x_BTNH
     halves = jnp.split(x_BTNH, len(moves), axis=1)
