@@ -32,7 +32,8 @@ MISSING = {
     "xpk": "pip install xpk==1.16.0 (podrl's extra [launch]).",
     "gcloud": "https://cloud.google.com/sdk/docs/install.",
 }
-# Longest name to which xpk can append '-slice-job-99-99-abcde' in a 63-character pod name; for Pathways Google's limit,
+# Names of this length leave room for '-slice-job-99-99-abcde', which xpk appends, in the 63 characters of a pod name.
+# Pathways has Google's limit,
 # https://cloud.google.com/ai-hypercomputer/docs/workloads/pathways-on-cloud/pathways-interactive-mode
 NAME_LIMIT = 40
 # Names of xpk's pods, and the port of podrl's channel there: podrl/runtime/detect.py.

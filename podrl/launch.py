@@ -3,7 +3,7 @@
     python -m podrl.launch --config=grpo_gemma.py [--workdir=DIR] [--dry_run] [--config.group.key=value ...]
     python -m podrl.launch --help_config [prefix]
 
-A config is looked up as given, then in configs/. Exit codes: 0 done, 1 user error, 42 infrastructure (restart me),
+A config is looked up at its path, then in configs/. Exit codes: 0 done, 1 user error, 42 infrastructure (restart me),
 75 preempted after saving, or before there was anything to save (the same command resumes), 130 Ctrl-C before that.
 """
 
@@ -226,7 +226,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
     detect.check_fresh_jax(sys.modules)
     for name in cluster.unset:
         os.environ.pop(name, None)
-    if joins:  # a rollout host writes nothing, so the working directory is not checked
+    if joins:  # a rollout host writes nothing, so its --workdir is not checked
         return dataclasses.replace(cluster, topology="split")
     workdir = _early(argv, "workdir", "", prefix="--")
     mounts = pathlib.Path("/proc/mounts")

@@ -195,7 +195,7 @@ def run(
     Args:
       values: the configuration, as plain nested mappings.
       workdir: the run directory, local or gs://; a run that is there is resumed.
-      command: shell command that started the process, for the message that says how to resume.
+      command: command or Python call that started the job, for the message that says how to resume.
       pod: the job's processes, each of which calls this function; None if there is one process.
       profile: first and last step to profile, as in '120:125'; '' for none.
       code: URL of the user's code that this host has unpacked, with its SHA-256; '' where none was sent.

@@ -42,8 +42,8 @@ class Key:
 
     Attributes:
       path: dotted path below `config`; `[]` stands for an entry of a list.
-      kind: the values it takes, in words, with their range.
-      default: the value it has when the configuration does not set it, as Python writes it; '' where it must be set.
+      kind: allowed values in words, with their range.
+      default: value if the configuration does not set the key, as Python writes it; '' if the key must be set.
       presets: default of each algorithm that starts with another value.
       meaning: one or more sentences, or '' if the docstring has none.
       readers: sections of the algorithms that read the key; most keys are read by all.

@@ -92,7 +92,8 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
     moved, _ = decoder.split_trainable(decoder.abstract_params(decoded, trainer, dtype), decoded)
     policy = decoder.abstract_params(decoded, rollout, dtype)
     generating = 2 if unrolls(decoded, rollout, dtype) else 1
-    versions = job.kept_versions + bool(job.roles.eval.hosts)  # one more, which evaluation hosts pull when they begin
+    # Evaluation hosts pull one more version, at a time of their own.
+    versions = job.kept_versions + bool(job.roles.eval.hosts)
     return Copies(versions, device_bytes(moved), generating, device_bytes(policy))
 
 

@@ -80,7 +80,7 @@ class Cost:
       flops: operations of matrix products (two per multiply-add), those of attention kernels included.
       bytes: bytes that the fused operations read from and write to HBM; an estimate.
       read: part of `bytes` that is read.
-      collectives: sums over all executions, one entry per kind and per value of `crosses`.
+      collectives: collectives of the execution, one entry for each kind and each value of `crosses`.
       uncounted: names of kernels whose operations are not in `flops`.
     """
 

@@ -196,7 +196,7 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
     # Only the chosen experts compute a lane's token, and experts that no lane has chosen are not read.
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed * (1 - model.chosen_share) ** lanes
-    heads = lambda m: m.num_kv_heads if m.num_kv_heads % tensor else m.num_kv_heads // tensor  # noqa: E731  # cut or not
+    heads = lambda m: m.num_kv_heads if m.num_kv_heads % tensor else m.num_kv_heads // tensor  # noqa: E731  # sharded or not
     attends = [m for m in model.alike() if m.delta is None]
     token = sum(2 * m.num_layers * heads(m) * m.head_dim for m in attends) * item
     prompt = job.rollout.max_prompt_length / min(job.algo.num_generations, job.rollout.members_per_read)

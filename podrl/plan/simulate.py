@@ -275,7 +275,7 @@ def window_work(
 
     Args:
       parts: tokens that each sample draws in the window, by batch, the oldest first; 0 if the sample has ended before.
-      left: tokens that each sample still has to draw at the begin of the window, by batch.
+      left: tokens that each sample still has to draw when the window begins, by batch.
       whole: tokens that each sample draws in all its windows, by batch; tokens drawn in earlier windows are prefilled
         with the prompt.
       load: sizes of the engine and of the batches.
@@ -284,7 +284,8 @@ def window_work(
     """
     steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0  # late: lanes whose samples' end is not read yet
     queue = collections.deque((b, i) for b, drawn in parts.items() for i, part in enumerate(drawn) if part)
-    ends, longest = collections.Counter[int](), collections.Counter[int]()  # by dispatch: samples, steps of the longest
+    # By dispatch: the number of samples that end in it, and the steps until the last of them ends.
+    ends, longest = collections.Counter[int](), collections.Counter[int]()
     prompts, shares = set[tuple[int, int]](), collections.deque([0.25], maxlen=8)
     dispatch = running = decoded = calls = 0
     while queue or running:

@@ -169,7 +169,7 @@ def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch
 
 
 def _columns(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> tuple[Any, Any]:
-    """Shapes of K ids and K numbers in place of each token of a packed batch."""
+    """Shapes of K ids and K numbers for each token of a packed batch."""
     dims = (*batch.rows.layout.tokens_BT.shape, teacher.top_k)
     place = rules.sharding_for(("layers", "batch", "time", "act"), dims, mesh)
     ids, values = (jax.ShapeDtypeStruct(dims, dtype, sharding=place) for dtype in (jnp.int32, jnp.float32))

@@ -137,10 +137,10 @@ class CodeTests:
         """Warns, once in a job, that a test failed for a reason that may lie in the test and not in the program.
 
         Such a reason is a test that gives the program a value that is not plain data, such as a function. The test is
-        not refused, because with another program it may never come to that.
+        not refused, because another program may never be given such a value.
 
         Args:
-          verdict: the sandbox's result for one sample; 'unusable' holds the reason where the sandbox could not be used.
+          verdict: the sandbox's result for one sample; 'unusable' holds such a reason, '' if there is none.
         """
         if (why := verdict.get("unusable")) and not self._told:
             self._told = True

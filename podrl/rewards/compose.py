@@ -477,7 +477,7 @@ class Rewards:
             self._late_samples += sum(one.trouble == "late" for one in alone)
         if self._config.calls == "sample" or (function.spec or {}).get("module", "").startswith("podrl."):
             return [one.reward for one in alone]
-        try:  # a function may compare samples, so it scores all of them together again, the bad ones emptied
+        try:  # a function may compare samples, so it scores all together again, the bad ones with empty completions
             quiet = part.without(bad)
             together = self._values(function, quiet, self._patiently(function, quiet, limit * len(samples)))
         except (LateError, DiedError) as error:

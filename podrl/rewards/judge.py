@@ -134,7 +134,7 @@ def judge_by_rubric(
     config: JudgeConfig,
     deadline_s: float,
 ) -> list[float]:
-    """Asks the judge about each criterion of each completion in a request of its own, as DR-Tulu (arXiv 2511.19399).
+    """Asks the judge about each criterion of each completion by itself, as DR-Tulu does (arXiv 2511.19399).
 
     Args:
       prompts, completions, answers, config, deadline_s: the same arguments as of `judge`.
