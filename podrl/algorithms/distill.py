@@ -62,7 +62,7 @@ class Distillation:
     def rewards(
         self, advantage_BT: Float[np.ndarray, "B T"], mask_BT: Float[np.ndarray, "B T"]
     ) -> Float[np.ndarray, "B T"]:
-        """Multiplies the rewards' advantages by `reward_coef`; 0 on tokens that were not sampled."""
+        """Returns the rewards' advantages times `reward_coef`; 0 on tokens that were not sampled."""
         return self.reward_coef * np.where(mask_BT > 0, advantage_BT, 0.0)
 
     def advantages(
@@ -124,11 +124,11 @@ class Distillation:
 
 @flax.struct.dataclass
 class IdRows:
-    """Packed rows behind a teacher's own prompt, with the ids whose log-probabilities it is asked for.
+    """Packed rows that a teacher with its own prompt reads, with the ids to compute log-probabilities of.
 
     Attributes:
-      layout: the tokens as the teacher reads them.
-      id_BTK: K ids in place of each token.
+      layout: the packed tokens as the teacher reads them, after its own prompt.
+      id_BTK: K ids at each token's position.
     """
 
     layout: Layout

@@ -39,7 +39,8 @@ def observed(
     sampled_BT = np.asarray(mask_BT) > 0
     count_BT = np.cumsum(sampled_BT, axis=1)
     starts_BT = np.diff(piece_BT, axis=1, prepend=0) > 0
-    before_BT = np.maximum.accumulate(np.where(starts_BT, count_BT - sampled_BT, 0), axis=1)  # in earlier pieces
+    # Number of sampled tokens in earlier pieces of the sample.
+    before_BT = np.maximum.accumulate(np.where(starts_BT, count_BT - sampled_BT, 0), axis=1)
     begun_BT = count_BT > before_BT
     return (begun_BT & ~sampled_BT & (np.arange(sampled_BT.shape[1]) < length_B[:, None])).astype(np.float32)
 

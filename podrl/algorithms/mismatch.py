@@ -11,9 +11,10 @@ from podrl.algorithms.kl import LOG_RATIO_LIMIT
 from podrl.algorithms.segments import masked
 from podrl.types import Mask, Ratio
 
-_STALE = "_stale_"  # separates the name of a metric from the age it is taken at
+_STALE = "_stale_"  # stands between name and age in the name of a metric by age
 
-# Moments of the trainer's (x) and the sampler's (y) probabilities; `pearson` makes the correlation of their means.
+# Moments of the trainer's (x) and the sampler's (y) probabilities. `pearson` computes the correlation from their means,
+# once these are summed over all micro-batches and hosts.
 MOMENTS = ("x", "y", "xx", "yy", "xy")
 
 

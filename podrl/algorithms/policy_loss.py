@@ -229,7 +229,10 @@ class LossSettings:
 
     @property
     def correction(self) -> str:
-        """The sampler correction in use, a key of `CORRECTIONS`; 'none' for 'auto', which a run resolves beforehand."""
+        """The sampler correction in use, a key of `CORRECTIONS`.
+
+        'auto' is 'none' here. The settings of a run override this property, as they know whether samples can be stale.
+        """
         return "none" if self.sampler_correction == "auto" else self.sampler_correction
 
     @property

@@ -307,7 +307,7 @@ def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
 def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
     model_type = raw.get("model_type")
     if model_type in ("gemma3", "gemma4", "qwen3_5") and isinstance(raw.get("text_config"), Mapping):
-        # The image-and-text checkpoint: podrl computes its text decoder.
+        # A checkpoint for images and text; podrl computes its text decoder.
         inner = raw["text_config"]
         outer = {k: v for k, v in raw.items() if v is not None and (k in COMPUTED or k == "quantization_config")}
         for key, value in outer.items():

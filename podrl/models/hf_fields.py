@@ -111,7 +111,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "enable_moe_block": (False, None),
     "partial_rotary_factor": (1, 1.0, None),
     "quantization_config": (None,),
-    "attn_output_gate": (True, None),  # of Qwen 3.5
+    "attn_output_gate": (True, None),  # a field of Qwen 3.5, whose attention podrl computes with the gate
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "rope_interleaved": (False, None),

@@ -81,6 +81,10 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
 
     A merged weight keeps W's dtype and sharding. Integer weights become dense, in the dtype of the embeddings.
 
+    Args:
+      params: parameter tree with adapters.
+      config: configuration of the model, whose `lora` gives alpha and rank.
+
     Returns:
       The configuration and parameters of the dense model; leaves without an adapter are shared with `params`.
     """

@@ -268,7 +268,7 @@ def write_file(path: pathlib.Path, tensors: Sequence[Outgoing], arrays: Iterable
         header[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
+    text += b" " * (-len(text) % 8)  # pads the header, so that the data starts at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)

@@ -30,8 +30,10 @@ class Taught:
         frozen parameters, the teacher's parameters).
       score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fns`; None
         if the update does not need it.
-      likely: function that lists the policy's likeliest ids alone, for a teacher that reads other rows than the policy.
-      score_ids: function that scores such ids under the teacher, in rows of its own (IdRows).
+      likely: function that only lists the policy's likeliest ids, for a teacher that reads other rows than the policy;
+        None if the update does not need it.
+      score_ids: function that scores these ids under the teacher, in the teacher's rows (IdRows); None if the update
+        does not need it.
     """
 
     step: Mapping[str, Any]
@@ -137,12 +139,15 @@ def _joined(
 
 
 def make_top_k_fns(forward: Forward, teacher: Trunk, k: int) -> tuple[Callable, Callable, Callable]:
-    """Builds the programs that score a teacher on the policy's k likeliest ids in each token's place, jitted.
+    """Builds the jitted programs that compute a teacher's log-probabilities of the policy's k likeliest ids.
 
-    They are top_k_fn(params, teacher's params, batch) -> (id_ABTK, teacher_logprob_ABTK), nats, where policy and
-    teacher read the same rows, and its two halves where they do not: likely_fn(params, batch) -> id_ABTK, and
-    score_ids_fn(teacher's params, batch of IdRows) -> teacher_logprob_ABTK. Micro-batches beyond `batch.micro_batches`
-    are not computed; their values are 0.
+    Ids belong to a token's position: they are alternatives to the token. Micro-batches beyond `batch.micro_batches` are
+    not computed; their values are 0.
+
+    Returns:
+      Three functions. If policy and teacher read the same rows, top_k_fn(params, teacher's params, batch) ->
+      (id_ABTK, teacher_logprob_ABTK) in nats does all. If they read different rows, it is split into likely_fn(params,
+      batch) -> id_ABTK and score_ids_fn(teacher's params, batch of IdRows) -> teacher_logprob_ABTK.
 
     Args:
       forward: the policy's forward pass.

@@ -131,6 +131,12 @@ def top_ids(
     """Lists the k likeliest ids at each token's position, the likeliest first.
 
     The ids of a segment's first token are meaningless, because no token of the segment predicts it.
+
+    Args:
+      model: hidden states and output matrix of the model.
+      k: number of ids, at most the number of ids in use.
+      mesh: mesh that splits the arrays; None for one device.
+      chunk_elements: largest number of logits on one device.
     """
     ids = model.matrix().shape[0]
     assert 0 < k <= ids, (k, ids)
