@@ -1,4 +1,4 @@
-"""The actor: the trained policy, its optimizer, and the reference it is compared with."""
+"""The actor: the trained policy, its optimizer, and the reference policy that it is compared with."""
 
 import dataclasses
 import functools
@@ -42,9 +42,9 @@ class Actor:
     Attributes:
       model: configuration of the model.
       mesh: mesh that the model lives on.
-      training: settings of its training.
-      loaded: whether devices of the mesh belong to this process; elsewhere `state` and `frozen` are shapes only.
-      optimizer: turns its gradients into updates.
+      training: settings of the actor's training.
+      loaded: whether this process has devices of the mesh; if not, `state` and `frozen` are shapes only.
+      optimizer: optimizer of the trainable parameters.
       state: trainable parameters, optimizer state and step.
       frozen: parameters that are not trained (empty without LoRA).
       reference: parameters of the reference policy; None before `keep_reference`.
@@ -65,12 +65,12 @@ class Actor:
         """Puts the actor on its mesh.
 
         Args:
-          source: a Hugging Face directory, or what `podrl.models.from_pretrained` returns.
+          source: a Hugging Face directory, or the result of `podrl.models.from_pretrained`.
           mesh: mesh that the model goes to.
           training: optimizer and dtypes.
-          loaded: whether devices of the mesh belong to this process.
-          temperature: temperature of the distribution whose log-probabilities are meant: that of sampling.
-          lora: adapters to add where `source` is a directory.
+          loaded: whether this process has devices of the mesh.
+          temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+          lora: adapters to add if `source` is a directory.
           seed: seed of fresh adapters and of dropout.
         """
         self.mesh, self.loaded, self.training, self._seed = mesh, loaded, training, seed
@@ -113,7 +113,7 @@ class Actor:
         )
 
     def params(self) -> PyTree:
-        """The whole parameter tree, adapters joined in; no copy."""
+        """Returns the whole parameter tree, trainable and frozen leaves together, without a copy."""
         return decoder.join_trainable(self.state.params, self.frozen)
 
     def abstract_state(self) -> TrainState:
@@ -121,10 +121,15 @@ class Actor:
         return abstract_like(self.state, self.optimizer, self.mesh)
 
     def keep_reference(self, source: str | os.PathLike | None = None, ids: int = 0) -> None:
-        """Fixes the reference policy: a model that is given, else the base under LoRA, else a copy made now.
+        """Fixes the reference policy: the model `source`, else the base under LoRA, else a copy of the present weights.
 
-        One that is given may have another architecture. It must have embeddings of `ids` token ids, those of the
-        actor's tokenizer; the caller sees to it that they mean the same tokens.
+        Args:
+          source: a Hugging Face directory; None for no model of its own. The model may have another architecture than
+            the actor; the caller ensures that its token ids mean the same tokens as the actor's.
+          ids: number of token ids of the actor's tokenizer, for all of which `source` must have embeddings.
+
+        Raises:
+          ValueError: `source` has too few embeddings.
         """
         if source is not None:
             given = from_pretrained(os.fspath(source), mesh=self.mesh, dtype=self._param_dtype)
@@ -139,7 +144,7 @@ class Actor:
             self.reference = decoder.join_trainable(copy, self.frozen)
 
     def keep_average(self) -> None:
-        """Begins a moving average of the trainable parameters at what they are now, in float32 whatever they have."""
+        """Begins a moving average of the trainable parameters at their present values; the average is in float32."""
         copy = jax.jit(
             lambda params: jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), params),
             out_shardings=jax.tree.map(lambda x: x.sharding, self.state.params),
@@ -147,16 +152,20 @@ class Actor:
         self.average = copy(self.state.params)
 
     def move_average(self, rate: float) -> None:
-        """Moves the average towards the present parameters by `rate` of the distance."""
+        """Moves the average towards the present parameters by the share `rate` (0 to 1) of the distance."""
         self.average = _moved(self.average, self.state.params, rate)
 
     def prepare(self, loss: TokenLoss, weigh: TokenWeights | None = None, teacher: Distillation | None = None) -> None:
-        """Builds the train step that minimises `loss`, and the program that reports `token_weights`.
+        """Builds the train step that minimises `loss`, and the program of `token_weights`.
 
-        With a teacher, the reference, whose exact divergence is part of the loss, rows are TaughtRows or TopKRows.
+        Args:
+          loss: loss of a batch's tokens.
+          weigh: function for the program of `token_weights`; None builds no such program.
+          teacher: settings of an exact divergence from the reference, the teacher, as a part of the loss; rows are
+            then TaughtRows or TopKRows. None for no such part.
 
         Raises:
-          ValueError: a teacher that lacks token ids of the policy, or fewer ids than `teacher.top_k`.
+          ValueError: the teacher lacks token ids of the policy, or has fewer ids than `teacher.top_k`.
         """
         forward = Forward(config=self.model, temperature=self._temperature, mesh=self.mesh, dtype=self.training.dtype)
         how = taught(teacher, forward, self._reference_model) if teacher is not None else Taught({})
@@ -191,25 +200,25 @@ class Actor:
         return metrics
 
     def logprobs(self, batch: Batch[Layout]) -> Any:
-        """Scores every packed token: log p (A, B, T), nats."""
+        """Scores every packed token of a batch on the mesh: log p (A, B, T), nats."""
         return self._noted(self._logprobs(self.params(), batch))
 
     def token_scores(self, batch: Batch[Layout]) -> Any:
-        """Scores every packed token: (log p, entropy of its distribution), each (A, B, T), nats."""
+        """Scores every packed token of a mesh batch: (log p, entropy of its distribution), each (A, B, T) nats."""
         return self._noted(self._token_scores(self.params(), batch))
 
     def token_weights(self, batch: Batch[Any]) -> Any:
-        """Weighs every token of a batch on the mesh as its update would now: (weight, clipped), each (A, B, T)."""
+        """Computes the weight an update would now give every token of a batch: (weight, clipped), each (A, B, T)."""
         assert self._token_weights is not None, "prepare(loss, weigh) comes first"
         return self._noted(self._token_weights(self.params(), batch))
 
     def teaching(self, batch: Batch[Layout]) -> Any:
-        """Lists the policy's likeliest ids in every token's place, with their log-probabilities under the teacher."""
+        """Returns the policy's likeliest ids at every token's place, with their log-probabilities under the teacher."""
         assert self._taught.score is not None, "prepare(loss, weigh, teacher) comes first"
         return self._noted(self._taught.score(self.params(), self.reference, batch))
 
     def likely_ids(self, batch: Batch[Layout]) -> Any:
-        """Lists the policy's likeliest ids in every token's place, (A, B, T, K)."""
+        """Returns the policy's K likeliest ids at every token's place: (A, B, T, K)."""
         assert self._taught.likely is not None, "prepare(loss, weigh, teacher) comes first"
         return self._noted(self._taught.likely(self.params(), batch))
 
@@ -220,18 +229,24 @@ class Actor:
         return self._noted(self._taught.score_ids(own.get(teacher, lambda: self.reference)(), batch))
 
     def _average(self) -> PyTree:
-        """The whole parameter tree with the moving average for the trained leaves."""
+        """Returns the whole parameter tree, with the moving average in the place of the trainable leaves."""
         assert self.average is not None, "keep_average comes first"
         return decoder.join_trainable(self.average, self.frozen)
 
     def reference_logprobs(self, batch: Batch[Layout]) -> Any:
-        """Scores every packed token under the reference policy, whose tokens choose their experts themselves."""
+        """Scores every packed token under the reference policy: log p (A, B, T), nats.
+
+        The reference routes tokens to experts itself; recorded routes of the batch are not used.
+        """
         if self.reference is None:
             raise ValueError(_NO_REFERENCE)
         return self._noted(self._reference_logprobs(self.reference, unrouted(batch)))
 
     def average_logprobs(self, batch: Batch[Layout]) -> Any:
-        """Scores every packed token under the moving average, as `reference_logprobs` does under the reference."""
+        """Scores every packed token under the moving average of the policy: log p (A, B, T), nats.
+
+        The average routes tokens to experts itself; recorded routes of the batch are not used.
+        """
         return self._noted(self._logprobs(self._average(), unrouted(batch)))
 
     def sample_logprobs(
@@ -242,7 +257,17 @@ class Actor:
         longest: int,
         reference: bool = False,
     ) -> Float[np.ndarray, "B T"]:
-        """Scores right-padded sequences of at most `longest` tokens, by actor or reference, in the sample layout."""
+        """Scores right-padded sequences by the actor or the reference.
+
+        Args:
+          tokens_BT: token ids, right-padded.
+          length_B: tokens in each sequence.
+          longest: bound on `length_B`, for the shape of the packed rows.
+          reference: True for the reference policy, False for the actor.
+
+        Returns:
+          log p of each token, nats, in the layout of `tokens_BT`.
+        """
         score = self.reference_logprobs if reference else self.logprobs
         shape = pack_shape(self.training, self.mesh, sequences=len(tokens_BT), max_length=longest)
         placement = packing.place(length_B, shape)

@@ -1,4 +1,4 @@
-"""ClusterConfig: the roles of models, and the mesh of each role."""
+"""ClusterConfig: the roles of a job's models, the mesh of each role, and the settings of training and rollout."""
 
 import dataclasses
 import enum
@@ -26,7 +26,7 @@ class Role(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """Selects a rollout configuration: training or evaluation."""
+    """The purpose of samples, which selects a rollout configuration: training or evaluation."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -46,11 +46,11 @@ class ClusterConfig:
     """Settings of the cluster: the mesh of each role, training and generation.
 
     Attributes:
-      role_to_mesh: mesh of every role used; the same mesh for two roles is a colocated pair. The reference must share
-        the actor's mesh; the critic's and the teachers' is the actor's where none is given, the reward model's the
+      role_to_mesh: mesh of every role that is used; two roles with the same mesh are colocated. The reference must
+        share the actor's mesh. By default the critic and the teachers use the actor's mesh, the reward model the
         rollout's.
       training_config: steps, optimizer, batch sizes.
-      rollout_config: sampling and engine settings; may differ between training and evaluation.
+      rollout_config: sampling and engine settings; a mapping gives training and evaluation settings of their own.
       rollout_engine: 'vanilla' or 'podrl' (two names of podrl's engine), or a class with
         the methods of podrl.rollout.interface.RolloutEngine.
     """
@@ -100,7 +100,7 @@ class ClusterConfig:
             )
 
     def roles_of(self, process: int) -> tuple[bool, bool]:
-        """Returns (trains, generates): whether the process has devices of the actor's and of the rollout's mesh."""
+        """Returns (trains, generates): whether a process has devices of the actor's mesh, and of the rollout's mesh."""
         trains, generates = (
             any(device.process_index == process for device in self.role_to_mesh[role].devices.flat)
             for role in (Role.ACTOR, Role.ROLLOUT)
@@ -109,11 +109,15 @@ class ClusterConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence the rollout can make."""
+        """Returns the number of tokens of the longest sequence that the rollout can make in training."""
         return self.rollout().longest
 
     def rollout(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
-        """Returns the rollout configuration of a mode."""
+        """Returns the rollout configuration of a mode.
+
+        Raises:
+          ValueError: `rollout_config` is a mapping without this mode.
+        """
         if isinstance(self.rollout_config, RolloutConfig):
             return self.rollout_config
         if mode not in self.rollout_config:

@@ -18,13 +18,14 @@ from podrl.types import Batch, Layout, TrainState
 
 
 class Critic:
-    """A model of one number per token, with its own optimizer: the value before each, or the score after it.
+    """A model of one number per token, with its own optimizer: the value before each token, or the score after it.
 
     Attributes:
-      model: configuration of its trunk.
+      model: configuration of the model's trunk.
       mesh: mesh that the model lives on.
       state: trainable parameters, optimizer state and step.
-      frozen: the rest (under LoRA the trunk's base, shared with the actor where the critic started from it).
+      frozen: parameters that are not trained (under LoRA the trunk's base, shared with the actor if the critic started
+        from the actor).
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Critic:
             copied.
           mesh: mesh that the model goes to.
           training: optimizer, dtypes, batch sizes.
-          lora: adapters, where `source` is a directory.
+          lora: adapters to add if `source` is a directory.
           seed: seed of fresh adapters and of dropout.
-          scores: whether it is a reward model, and the one that the job trains, by the actor's optimizer.
+          scores: True for a reward model that the job trains, with the actor's optimizer settings and metric names;
+            False for a critic.
         """
         self.mesh, self.training_config, self._seed = mesh, training, seed
         dtype = jnp.dtype(training.param_dtype)
@@ -83,7 +85,7 @@ class Critic:
         )
 
     def values(self, batch: Batch[Layout]) -> Any:
-        """Computes the number of every packed token (A, B, T), on the host; `batch` is a host batch."""
+        """Computes the value or score of every packed token of a host batch: (A, B, T), on the host."""
         params = scalar.join_trainable(self.state.params, self.frozen)
         return fetch(self._values(params, put_batch(batch, self.mesh)), self.mesh)
 

@@ -1,4 +1,4 @@
-"""The decoding engines that a configuration can name, and what each is able to do."""
+"""The decoding engines that a configuration can name, and the abilities of an engine."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ ENGINES: Mapping[str, str] = dict.fromkeys(("vanilla", "podrl"), "podrl.rollout.
 
 
 def engine_class(engine: str | type) -> Any:
-    """Returns the class of an engine, which a name of ENGINES or the class itself stands for."""
+    """Returns the class of an engine; `engine` is a name in ENGINES or the class itself."""
     if not isinstance(engine, str):
         return engine
     module, _, name = ENGINES[engine].partition(":")

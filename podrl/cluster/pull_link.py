@@ -1,4 +1,4 @@
-"""The weight transfer of separate clusters, for RLCluster: trainers offer versions, rollouts receive them."""
+"""The weight transfer between separate clusters, for RLCluster: trainers offer versions, rollouts pull them."""
 
 import itertools
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ _LANES = 4
 
 
 class WeightPublisher(Protocol):
-    """Moves one tree from trainer to rollout, from either side; `Publisher` implements it."""
+    """Moves one tree from trainer to rollout; the interface of either side, and of `Publisher`."""
 
     def publish(self, params: Any, version: int, *, replacing: PyTree | None = None) -> Policy: ...
 
@@ -24,16 +24,16 @@ class PullLink:
     """This process's end of the weight transfer between clusters.
 
     Attributes:
-      trains: whether it offers (a trainer process) or pulls.
+      trains: True in a trainer process, which offers weights; False in a rollout process, which pulls them.
     """
 
     def __init__(self, pod: Pod, *, keep: int, deadline_s: float):
-        """Opens an endpoint for weights alone, on the interface of the channel.
+        """Opens an endpoint of its own for weights, on the same network interface as the pod's channel.
 
         Args:
-          pod: the job's processes, all there.
-          keep: versions a trainer holds for rollouts that are late.
-          deadline_s: the longest a rollout waits for a version.
+          pod: the job's processes, all of which have joined.
+          keep: number of versions that a trainer keeps for rollouts that are late.
+          deadline_s: the longest wait of a rollout for a version, in seconds.
         """
         hosts = pod.seat.hosts
         self.trains = pod.seat.process in hosts.trainer
@@ -48,12 +48,19 @@ class PullLink:
             pod.channel.put("weights", Message(self._channel.address))
 
     def sender(self, name: str, source: PyTree, dtype: Any, *, lasting: bool = False) -> WeightPublisher:
-        """Returns a publisher that offers a tree; one that never changes (`lasting`) is served without a copy."""
+        """Returns a publisher that offers a tree, in a trainer process.
+
+        Args:
+          name: name of the tree, equal on both sides.
+          source: tree of arrays or shapes with shardings.
+          dtype: type that floating-point leaves are cast to before they move.
+          lasting: True if the arrays never change, so that they are served without a copy.
+        """
         assert self._server is not None
         return _Sender(self._server.serve(name, source, target_dtype=dtype, keep=self._keep), lasting)
 
     def receiver(self, name: str, target: PyTree) -> WeightPublisher:
-        """Returns a publisher that pulls a tree onto the shardings of `target`."""
+        """Returns a publisher that pulls the tree `name` onto the shardings of `target`, in a rollout process."""
         assert not self.trains
         return _Receiver(PullReceiver(name, target, self._ask, timeout=self._deadline_s))
 
@@ -61,13 +68,13 @@ class PullLink:
         if process not in self._addresses:
             trainer = self._pod.seat.hosts.trainer[process]
             self._addresses[process] = self._pod.get(trainer, "weights", self._deadline_s).value
-        # Each of several connections is encrypted and sent by a thread of its own.
+        # Requests take turns on several connections, because each connection is encrypted and sent by its own thread.
         lane = 1 + next(self._requests) % _LANES
         return self._channel.request(self._addresses[process], "call", "pull", Message(request), lane=lane)
 
 
 class _Sender:
-    """The trainer's end of one tree; the policies it returns hold no weights."""
+    """The trainer's end of one tree; the policies that it returns hold no weights."""
 
     def __init__(self, tree: ServedTree, lasting: bool):
         self._tree, self._lasting = tree, lasting

@@ -1,8 +1,9 @@
-"""A rollout replica over several hosts: its head tells the others what to run, and they run it too.
+"""A rollout replica over several hosts: its head tells the other hosts what to run, and they run the same.
 
-The head schedules, scores and answers the trainers. Whatever touches the replica's mesh (weights that move, sessions,
-programs of the engine) it tells the others first, in order; each of them does the same with its own devices. Weights
-reach every host as they reach any other: each pulls, or takes part in the collective.
+The head schedules, scores and answers the trainers. Before it makes a call that touches the replica's mesh (a move of
+weights, a session, a program of the engine), it tells the call to the other hosts, in order; each of them makes the
+same call with its own devices. Weights reach every host of a replica in the usual way: each host pulls them, or takes
+part in the collective.
 """
 
 import collections
@@ -20,18 +21,23 @@ from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import Policy
 
-_AHEAD = 16  # calls asked for before they are made
-_ACK_EVERY = 8  # calls
+_AHEAD = 16  # calls that a host requests before the head tells them
+_ACK_EVERY = 8  # calls between two acknowledgements
 _LOOK_S = 0.5
-_OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that are not of a Device
-_LEAVE_S = 60.0  # for the thread that ends this process
+_OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that are not calls of a Device
+_LEAVE_S = 60.0  # time for the thread that ends this process
 
 
 class Head:
-    """The head's side. Any thread may tell; what is told first is run first."""
+    """The head's side of a replica. Any thread may tell calls; the other hosts make them in the order of telling."""
 
     def __init__(self, pod: Pod, *, stops: Callable[[], None] = lambda: None):
-        """Tells nothing yet. The loss of another host ends this process; `stops` is called if one is asked to stop."""
+        """Watches the other hosts of the replica: if one is lost, this process ends.
+
+        Args:
+          pod: the job's processes.
+          stops: function that is called, on the channel's thread, when another host of the replica is asked to stop.
+        """
         self._pod, self._lock = pod, threading.Lock()
         self._numbers = itertools.count()
         self._others = pod.seat.hosts.replica_of(pod.seat.process)[1:]
@@ -44,14 +50,14 @@ class Head:
             pod.channel.watch(pod.address(process), lambda process=process: self._lost(process))
 
     def tell(self, name: str, args: Sequence[Any]) -> None:
-        """Tells the others to make a call: its name and its arguments, of which arrays go as they are."""
+        """Tells the other hosts to make a call; arguments are arrays, numbers, texts or lists of these."""
         arrays = {str(i): arg for i, arg in enumerate(args) if isinstance(arg, np.ndarray)}
         plain = [None if isinstance(arg, np.ndarray) else _plain(arg) for arg in args]
         with self._lock:
             self._pod.channel.put(_key(next(self._numbers)), Message({"call": name, "args": plain}, arrays))
 
     def _on_read(self, message: Message) -> Message:
-        """Drops, on the channel's thread, what all others have."""
+        """Stops offering, on the channel's thread, the calls that all other hosts have read."""
         process, count = int(message.value["process"]), int(message.value["count"])
         if process in self._read:
             self._read[process] = max(self._read[process], count)
@@ -61,7 +67,7 @@ class Head:
         return Message()
 
     def _on_stops(self, message: Message) -> Message:
-        """Hears, on the channel's thread, that another was asked to stop: a replica leaves whole, or none of it."""
+        """Handles, on the channel's thread, that another host was asked to stop: a replica leaves as a whole or not."""
         self._stops()
         return Message()
 
@@ -71,18 +77,21 @@ class Head:
 
 
 def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
-    """Makes the calls that the head of this process's replica tells of, until it ends; returns the step it reached.
+    """Makes the calls that the head of this process's replica tells, until the head ends.
 
     Args:
-      cluster: this host's part of the models; None where no call touches any.
+      cluster: this host's part of the models; None if no call touches models.
       pod: the job's processes.
-      run: signals, of which the head is told (in one cluster with the trainers, the leader), the watchdog and
-        profiles; entered.
-      deadline_s: seconds within which that word must come.
+      run: the run, entered, for its watchdog, profiles and stop signals. The head is told of a stop signal (or the
+        leader, if trainers and rollouts share a cluster).
+      deadline_s: the longest wait for the answer to that, in seconds.
+
+    Returns:
+      The step that the head had reached.
 
     Raises:
-      ChannelError: the leader does not answer.
-      ValueError: a call that this process cannot make, as it is not as the head is.
+      ChannelError: the head or the leader did not answer in time.
+      ValueError: this process cannot make a call, because its state is not that of the head.
     """
     head = pod.seat.hosts.replica_of(pod.seat.process)[0]
     name, address = pod.seat.hosts.name(head), pod.address(head)
@@ -126,7 +135,7 @@ class _Follower:
         """Makes one call.
 
         Raises:
-          ValueError: there is no such call, or it does not fit what was told before.
+          ValueError: there is no such call, or it does not fit the calls before it.
         """
         if name in _OWN:
             getattr(self, f"_{name}")(*args)
@@ -165,7 +174,7 @@ class _Follower:
 
 
 def _plain(arg: Any) -> Any:
-    """A number, text or list of them, as JSON has it."""
+    """Converts an argument to values that JSON can hold: numbers, texts and lists."""
     if isinstance(arg, np.generic):
         return arg.item()
     return [_plain(each) for each in arg] if isinstance(arg, list | tuple) else arg

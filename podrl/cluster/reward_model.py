@@ -20,19 +20,21 @@ from podrl.types import PyTree, Rollouts
 
 _PROBE = "The answer is 42.\n<answer>4 + 2 = 6</answer>"
 _ROWS = 8  # rows that each data shard scores at a time
-# A text may have this many times the policy's longest sample in the reward model's own tokens; the rest is cut off.
+# Longest text in the reward model's own tokens, in multiples of the policy's longest sample; the rest is cut off.
 OWN_TOKENS = 2
 
 
 class RewardModel:
-    """A sequence classification model with one label; a sample's score is that of its last token.
+    """A sequence classification model with one label; a sample's score is the score at its last token.
 
-    A model with the policy's tokenizer, or with none in its directory, scores the very tokens that were sampled. One
-    with another tokenizer is given the sample's text: as a conversation in its own chat template where it has one and
-    the record has a question, else the prompt and the completion without special tokens, as plain text.
+    A model with the policy's tokenizer, or without a tokenizer in its directory, scores the very tokens that were
+    sampled. A model with another tokenizer reads the sample's text: as a conversation in its own chat template, if it
+    has one and the record has a question; else the prompt and the completion as plain text, without special tokens.
 
     Attributes:
-      own: tokenizer of the model where it is another than the policy's, else None.
+      mesh: mesh that the model lives on.
+      model: configuration of the model.
+      own: tokenizer of the model if it differs from the policy's, else None.
     """
 
     def __init__(self, directory: str, mesh: Mesh, tokenizer: Tokenizer, *, longest: int, dtype: str = "float32"):
@@ -41,13 +43,13 @@ class RewardModel:
         Args:
           directory: a Hugging Face directory, local or gs://, with `score.weight`.
           mesh: mesh that the model goes to.
-          tokenizer: the policy's.
-          longest: tokens of the policy's longest sample; one program of that width scores all, of OWN_TOKENS times
-            that width where texts are read in other tokens.
-          dtype: type of the weights and of computing; scores are float32.
+          tokenizer: tokenizer of the policy.
+          longest: tokens of the policy's longest sample. One program of this width scores all samples; its width is
+            OWN_TOKENS times as large if the model reads texts in tokens of its own.
+          dtype: type of the weights and of the computation; scores are float32.
 
         Raises:
-          ValueError: a model without a head, or without embeddings for the ids of its tokenizer, or on several hosts.
+          ValueError: the model has no head or lacks embeddings for ids of its tokenizer, or the mesh spans hosts.
         """
         check_one_host(mesh, key="roles.reward.mesh")
         self.mesh, self._policy = mesh, tokenizer
@@ -79,11 +81,14 @@ class RewardModel:
 
         Args:
           rollouts: the samples.
-          fields: fields of the samples' records, one value per sample. `question`, with `system_prompt` before it, is
-            the user's turn in the model's own chat template.
+          fields: fields of the samples' records by name, one value per sample. `question`, with `system_prompt` before
+            it, becomes the user's turn in the model's own chat template.
+
+        Returns:
+          One score per sample, any range.
 
         Raises:
-          ValueError: a sample longer than the model was set up for; its template refuses the conversation.
+          ValueError: a sample is longer than the model was set up for, or its chat template refuses the conversation.
         """
         if self.own is None:
             return self.score(rollouts.tokens_BT, rollouts.length_B)
@@ -102,17 +107,17 @@ class RewardModel:
         return Part(self.own.apply_chat_template(turns, add_generation_prompt=False), rendered=True)
 
     def _encoded(self, texts: Sequence[Part]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-        """Encodes texts in the model's own tokens, right-padded, cut off at the bound."""
+        """Encodes texts in the model's own tokens, right-padded and cut off at the model's width."""
         assert self.own is not None
         rows = [self.own.encode(text.text, start=not text.rendered)[: self._longest] for text in texts]
         tokens_BT, length_B = right_padded(rows, self.own.pad_id)
         return tokens_BT, np.maximum(length_B, 1)
 
     def score(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Float[np.ndarray, " B"]:
-        """Scores every right-padded sequence of the model's own tokens.
+        """Scores right-padded sequences of token ids that the model reads.
 
         Raises:
-          ValueError: a sequence longer than the model was set up for.
+          ValueError: a sequence is longer than the model was set up for.
         """
         if length_B.max(initial=0) > self._longest:
             raise ValueError(

@@ -46,26 +46,26 @@ _STEPPED = {"step": "values go into the record of the step that is written next.
 
 
 class RLCluster:
-    """Actor, reference and rollout of one job: the parts of them on this process's devices.
+    """The models of one job, as far as they lie on this process's devices: actor, reference, rollout and others.
 
     Attributes:
-      actor, model: the policy that is trained, with its reference; its configuration.
+      actor: the policy that is trained, with its reference.
+      model: configuration of the policy.
       weights: moves the actor's weights to the rollout mesh.
-      teachers: models that score samples for distillation, where this process trains.
-      critic, reward_model: the other models; None where there are none, or none of their devices is here.
-      trains, generates: whether devices of the actor's and of the rollout's mesh belong to this process. Where it does
-        not train, `state` and `frozen` are shapes only.
-      directories: directories of the models, under the keys of the configuration's `model`; '' for those that none
-        holds.
-      tokenizer: shared by all roles.
+      teachers: models that score samples for distillation; empty if this process does not train.
+      critic, reward_model: the other models; None if there is none, or if this process has none of its devices.
+      trains: whether this process has devices of the actor's mesh; if not, `state` and `actor.frozen` are shapes only.
+      generates: whether this process has devices of the rollout mesh.
+      directories: directory of each model, by its key in the configuration's `model`; '' for a model without one.
+      tokenizer: tokenizer of all roles.
       metrics: values and loggers that users add to the run's records.
-      partner: the environments of all samples, None where they have none; set by `play`.
+      partner: the environments of all samples; None if samples have none. Set by `play`.
     """
 
     critic: Critic | None = None
     partner: Partner | None = None
 
-    # What Tunix's cluster has beside.
+    # Attributes of Tunix's cluster that podrl does not have, with what to use instead.
     actor_trainer = Elsewhere("an update is update_actor(batch); weights and optimizer are `state`, the model `actor`.")
     critic_trainer = Elsewhere("an update is update_critic(batch); make_critic() returns the critic.")
     inference_worker = Elsewhere("log-probabilities are get_ref_per_token_logps and get_actor_per_token_logps.")
@@ -95,24 +95,26 @@ class RLCluster:
         """Puts the models on their meshes.
 
         Args:
-          actor: a Hugging Face directory, ORG/NAME of the hub (all models may be named so), or what
-            `podrl.models.from_pretrained` returns.
-          tokenizer: a Tokenizer or a directory; by default that of the actor's directory.
+          actor: a Hugging Face directory, ORG/NAME of the hub (all models may be named so), or the result of
+            `podrl.models.from_pretrained`.
+          tokenizer: a Tokenizer or a directory; None for the tokenizer in the actor's directory.
           cluster_config: meshes, training and rollout configuration.
           critic: a Hugging Face directory or a model; None for a copy of the actor with a value head, made when a
-            learner needs one (`make_critic`).
+            learner needs it (`make_critic`).
+          reference: a Hugging Face directory; None for the actor's initial weights (under LoRA: its base).
           reward: a Hugging Face directory of a sequence classification model with one label, whose score is one more
-            reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the rollout's.
-          reference: None for the actor's initial weights (under LoRA: its base), or a directory.
-          lora: adapters to add where `actor` is a directory; a LoraConfig, or a dict of its fields.
+            reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the rollout's. None for none.
+          perf_config: Tunix's argument, refused unless None.
+          lora: adapters to add if `actor` is a directory; a LoraConfig, or a dict of its fields.
           seed: seed of everything random in the cluster.
-          link: way of the weights between trainers and rollouts where these are separate clusters; this process then
-            has the role the link says, and the other role's mesh is not used.
-          teachers: directories of models that teach, each with the labels of the sources whose samples it scores (none:
-            all others), on Role.TEACHER's mesh, by default the actor's.
+          link: connection for the weights if trainers and rollouts are separate clusters; this process then has the
+            role that the link has, and the other role's mesh is not used. None for one cluster.
+          teachers: directories of models that teach, each with the labels of the sources whose samples it scores; no
+            labels for all sources that no other teacher scores. They live on Role.TEACHER's mesh, by default the
+            actor's.
 
         Raises:
-          ValueError: a role podrl does not have in this form, or settings that do not fit together.
+          ValueError: an argument is not supported by podrl, or settings do not fit together.
         """
         if perf_config is not None:
             raise ValueError("RLCluster(..., perf_config=...): stage times are in metrics.jsonl under time/ already.")
@@ -123,7 +125,7 @@ class RLCluster:
         self.trains, self.generates = cluster_config.roles_of(here := jax.process_index())
         if link is not None:
             self.trains, self.generates = link.trains, not link.trains
-        self._local_mesh = self.rollout_mesh  # this process's part of it
+        self._local_mesh = self.rollout_mesh  # this process's part of the rollout mesh
         if self.generates:
             self._local_mesh = local_mesh(self.rollout_mesh, here, key="roles.rollout.mesh")
         rollout = cluster_config.rollout()
@@ -162,7 +164,7 @@ class RLCluster:
 
     @property
     def cluster_config(self) -> ClusterConfig:
-        """Tunix's name for `config`."""
+        """Returns `config`, under Tunix's name."""
         return self.config
 
     def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
@@ -170,10 +172,10 @@ class RLCluster:
         return self.config.rollout(mode)
 
     def make_critic(self) -> Critic | None:
-        """Returns the critic, made now if there is none; None on a process without devices of its mesh.
+        """Returns the critic, and makes it first if there is none; None on a process that does not train.
 
-        Without a source of its own it is a copy of the actor as it is now, with a head of zeros; under LoRA it shares
-        the actor's base and trains adapters of its own.
+        Unless the constructor got a critic, it is a copy of the actor's present weights with a head of zeros; under
+        LoRA it shares the actor's base and trains adapters of its own.
         """
         if self.critic is None and self.trains:
             source = self._critic_source or Decoder(self.model, self.actor.params(), self.actor_mesh)
@@ -186,7 +188,7 @@ class RLCluster:
 
     @property
     def state(self) -> TrainState:
-        """The actor's trainable parameters, optimizer state and step."""
+        """Returns the actor's trainable parameters, optimizer state and step."""
         return self.actor.state
 
     @state.setter
@@ -198,20 +200,22 @@ class RLCluster:
         self.actor.keep_reference(self._reference_source, self.tokenizer.vocab_size)
 
     def sync_weights(self, version: int | None = None, *, in_place: bool = False) -> Policy:
-        """Moves the trainer's weights to the rollout mesh; under LoRA the adapters, once the base is there.
+        """Moves the trainer's weights to the rollout mesh; under LoRA only the adapters, after the first call.
 
         Args:
-          version: recorded with every token sampled from these weights; by default the optimizer's step.
-          in_place: if the previous call was in_place too, its buffers are reused leaf by leaf and that policy becomes
-            invalid, even if this call fails: the rollout mesh never has to hold both. The training loop does this.
+          version: number of these weights, recorded with every token sampled from them; None for the optimizer's step.
+          in_place: True to reuse the buffers of the policy that the previous call with in_place=True returned, leaf by
+            leaf. That policy becomes invalid, even if this call fails; so the rollout mesh never has to hold both. The
+            training loop does this.
 
         Returns:
           The policy on the rollout mesh, its checksums equal to the trainer's.
         """
         return self.weights.move(int(self.state.step) if version is None else version, in_place=in_place)
 
-    # Training. Log-probabilities by sample, `buffer_metrics` and `with_external_metrics_logger` are Tunix's interface,
-    # for loops of users: podrl's own loop scores packed rows, and its recorder writes the records.
+    # Training. The log-probabilities in the sample layout, `buffer_metrics` and `with_external_metrics_logger` are
+    # Tunix's interface, for training loops of users: podrl's own loop scores packed rows, and its recorder writes the
+    # records.
 
     @refused_arguments(_UPDATED)
     def update_actor(self, batch: Batch[Any]) -> dict[str, Any]:
@@ -227,30 +231,30 @@ class RLCluster:
 
     @refused_arguments(_SCORED)
     def get_actor_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
-        """Scores right-padded sequences with the actor, in the sample layout, nats; index 0 and padding are 0."""
+        """Scores right-padded sequences with the actor: log p of each token, nats; 0 at index 0 and on padding."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest)
 
     get_old_per_token_logps = get_actor_per_token_logps  # before an update the actor is the old policy
 
     @refused_arguments(_SCORED)
     def get_ref_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
-        """Scores right-padded sequences with the reference, in the sample layout, nats."""
+        """Scores right-padded sequences with the reference: log p of each token, nats; 0 at index 0 and on padding."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest, reference=True)
 
     # Generation.
 
     def play(self, partner: Partner | None) -> None:
-        """From now on every sample has an environment there, or none again."""
+        """Gives every sample from now on an environment of `partner`; None gives samples no environment."""
         self.partner = self.rollout.partner = partner
 
     @functools.cached_property
     def rollout(self) -> RolloutEngine:
-        """The decoding engine's worker, built when it is first used."""
+        """Returns the decoding engine's worker, which is built at the first use."""
         places = (self.rollout_mesh, self._local_mesh)
         return rollout_worker(self.config, self.weights.model, *places, self.tokenizer, seed=self.seed)
 
     def warm_up(self, policy: Policy | None = None) -> None:
-        """Compiles the rollout's programs before the first step; without a policy, with weights of zero."""
+        """Compiles the rollout's programs before the first step; without a policy it runs them with zero weights."""
         self.rollout.warm_up((policy or self.weights.blank()).params)
 
     @refused_arguments(
@@ -274,15 +278,18 @@ class RLCluster:
         """Samples completions of prompts.
 
         Args:
-          prompts: tokenised; or texts and conversations, see podrl.data.conversation.prompts_of.
-          policy: the policy that `sync_weights` returned; synchronised now when left out.
-          apply_chat_template: wrap each text as a user's turn; a conversation always goes through the chat template.
-          mode: name of the rollout configuration that gives the sampling settings.
+          prompts: tokenised prompts; or texts and conversations, as for podrl.data.conversation.prompts_of.
+          policy: result of `sync_weights`; None to move the weights now.
+          apply_chat_template: True to wrap each text as a user's turn; a conversation always uses the chat template.
+          mode: purpose of the samples, which selects the sampling settings of the rollout configuration.
           group_size: samples per prompt.
-          step: part of every sample's random key.
-          sampling: overrides the configuration's sampling.
-          ended: function that is called with each sample when it ends, by an engine that tells
-            (podrl.engine.config.Ability).
+          step: number that is part of every sample's random key.
+          sampling: sampling settings to use instead of the configuration's; None for the configuration's.
+          ended: function that is called with each sample when it ends, if the engine has the ability 'tells'
+            (podrl.engine.config.Ability); None to call nothing.
+
+        Returns:
+          The samples, group-major: `p * group_size + g` is sample g of prompt p.
         """
         if not isinstance(prompts, Prompts):
             limit = self.config.rollout().max_prompt_length
@@ -296,18 +303,21 @@ class RLCluster:
 
     @refused_arguments(_STEPPED)
     def buffer_metrics(self, metrics: Mapping[str, Any], mode: Mode = Mode.TRAIN) -> None:
-        """Adds values, or pairs (value, function), to the next step's record; without a function they are averaged."""
+        """Adds values by name to the next step's record; several values of one name are averaged.
+
+        A pair (value, function) is reduced by its function of the list of all values instead.
+        """
         self.metrics.add(metrics, prefix="" if mode is Mode.TRAIN else "eval/")
 
     buffer_metrics_async = buffer_metrics
 
     def with_external_metrics_logger(self, logger: MetricsLogger) -> "RLCluster":
-        """Calls `logger(step, metrics)` with every record; returns the cluster."""
+        """Makes every record be passed to `logger(step, metrics)`; returns the cluster."""
         self.metrics.loggers.append(logger)
         return self
 
     def close(self) -> None:
-        """Frees the engine's device memory; the models go with the object."""
+        """Frees the engine's device memory; the models are freed with this object."""
         self.weights.release()
         if "rollout" in self.__dict__:
             self.rollout.sleep()

@@ -1,4 +1,4 @@
-"""The models' part of a checkpoint: the actor's state, with the critic's or the policy's average if there is one."""
+"""The models' part of a checkpoint: the states of the actor and the critic, or of the actor and its moving average."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ Saved = TrainState | ActorCriticState | AveragedState
 
 
 def saved(cluster: RLCluster) -> Saved:
-    """Returns the state that a checkpoint must hold; shares the arrays."""
+    """Returns the state that a checkpoint must hold; it shares the models' arrays."""
     return _joined(cluster.state, cluster.critic and cluster.critic.state, _average(cluster))
 
 
 def abstract_saved(cluster: RLCluster) -> Saved:
-    """Returns shapes and shardings of `saved`, for restoring a checkpoint."""
+    """Returns shapes and shardings of the result of `saved`, for restoring a checkpoint."""
     actor, average = cluster.actor.abstract_state(), _average(cluster)
     if average is not None:
         average = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), actor.params)
@@ -35,7 +35,7 @@ def load_saved(cluster: RLCluster, state: Saved) -> None:
 
 
 def _average(cluster: Any) -> PyTree | None:
-    """The moving average of a policy; None where none is kept."""
+    """Returns the moving average of the policy; None if none is kept."""
     return getattr(cluster.actor, "average", None)  # a reward model's cluster has a critic in the actor's place
 
 

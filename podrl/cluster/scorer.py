@@ -14,13 +14,17 @@ from podrl.types import Batch, TrainState
 
 
 class ScorerCluster:
-    """A reward model that learns, with as much of RLCluster's interface as training on given answers uses.
+    """A reward model that learns, with the part of RLCluster's interface that training on recorded answers uses.
 
     Attributes:
       actor: the model; None on a process without devices of its mesh.
-      actor_mesh, rollout_mesh: mesh that the model lies on, and mesh whose devices have nothing to do.
-      trains, generates: whether this process has devices of the trainer's and of the rollout's mesh.
-      config, training_config, tokenizer, metrics: as in RLCluster.
+      actor_mesh: mesh that the model lies on.
+      rollout_mesh: mesh of the rollout, whose devices are idle.
+      trains, generates: whether this process has devices of the actor's mesh, and of the rollout mesh.
+      config: meshes and training configuration.
+      training_config: training configuration of `config`.
+      tokenizer: tokenizer of the model.
+      metrics: values and loggers that users add to the run's records.
     """
 
     critic = reward_model = partner = None
@@ -42,9 +46,10 @@ class ScorerCluster:
             decoder.
           tokenizer: tokenizer of the model.
           config: meshes and training configuration.
-          lora: adapters to add where `source` is a directory.
+          lora: adapters to add if `source` is a directory.
           seed: seed of fresh adapters and of dropout.
-          trains: where trainers and rollouts are separate clusters, whether this process is a trainer.
+          trains: True if this process is a trainer and False if it is a rollout, for separate clusters of trainers and
+            rollouts; None for one cluster.
         """
         self.config, self.training_config = config, config.training_config
         self.tokenizer, self.seed = tokenizer, seed
@@ -60,12 +65,12 @@ class ScorerCluster:
 
     @property
     def model(self) -> ModelConfig:
-        """The configuration of its trunk."""
+        """Returns the configuration of the model's trunk."""
         return self.actor.model
 
     @property
     def state(self) -> TrainState:
-        """The trainable parameters, optimizer state and step."""
+        """Returns the trainable parameters, optimizer state and step."""
         return self.actor.state
 
     @state.setter

@@ -1,4 +1,4 @@
-"""A frozen model that scores the samples of some sources, with a tokenizer and a mesh of its own where it has them."""
+"""A teacher: a frozen model that scores the samples of some sources, possibly with its own tokenizer and mesh."""
 
 import os
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from podrl.types import Batch, Layout, unrouted
 
 
 def tokenizer_of(source: str | os.PathLike, policy: Tokenizer) -> Tokenizer | None:
-    """The tokenizer of a teacher's directory; None where it is the policy's, or the directory has none.
+    """Returns the tokenizer of a teacher's directory; None if it is the policy's, or the directory has none.
 
     Raises:
-      ValueError: tokens of one of the two do not say which bytes of a text they stand for.
+      ValueError: one of two different tokenizers changes the text that it encodes, so that tokens cannot be compared.
     """
     if not foreign(policy.directory, source):
         return None
@@ -36,14 +36,14 @@ def tokenizer_of(source: str | os.PathLike, policy: Tokenizer) -> Tokenizer | No
 
 
 class Teacher:
-    """A model that scores samples.
+    """A frozen model that scores samples.
 
     Attributes:
-      name: its directory.
-      mesh: where it lies.
-      sources: labels of the sources whose samples it scores; none for all that no other teacher scores.
-      tokenizer: its own; None where it reads the policy's tokens.
-      model: its configuration.
+      name: directory of the model.
+      mesh: mesh that the model lives on.
+      sources: labels of the sources whose samples it scores; () for all sources that no other teacher scores.
+      tokenizer: tokenizer of the model; None if it reads the policy's tokens.
+      model: configuration of the model.
     """
 
     def __init__(
@@ -61,15 +61,16 @@ class Teacher:
 
         Args:
           source: a Hugging Face directory.
-          mesh: where it goes.
-          training: its dtypes.
-          policy: the policy's tokenizer.
-          sources: see the attribute.
-          temperature: of the distribution whose log-probabilities are meant: that of sampling.
+          mesh: mesh that the model goes to.
+          training: training settings, whose dtypes the model uses.
+          policy: tokenizer of the policy.
+          sources: labels of the sources whose samples it scores; () for all sources that no other teacher scores.
+          temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
           longest: tokens of the longest sequence of the policy.
 
         Raises:
-          ValueError: a model without embeddings of the ids that it reads, or tokens that cannot be compared.
+          ValueError: the model lacks embeddings of ids that it reads or positions of the longest sequence, or its
+            tokens cannot be compared with the policy's.
         """
         self.name, self.mesh, self.sources = os.fspath(source), mesh, tuple(sources)
         self.tokenizer = tokenizer_of(source, policy)
@@ -80,7 +81,7 @@ class Teacher:
         self._score = make_logprob_fn(given.config, mesh, temperature=temperature, dtype=training.dtype)
 
     def logprobs(self, batch: Batch[Layout]) -> Any:
-        """Scores every token of a packed host batch of its own ids: log p (A, B, T), nats, on its mesh."""
+        """Scores every token of a packed host batch of the teacher's own ids: log p (A, B, T), nats, on its mesh."""
         found = self._score(self._params, unrouted(put_batch(batch, self.mesh)))
         self._backlog.add(found)
         return found

@@ -1,4 +1,4 @@
-"""WeightSync: moves the actor's weights to the rollout mesh; the base once, in place where asked."""
+"""WeightSync: moves the actor's weights to the rollout mesh, in place if requested, and the frozen base only once."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from podrl.types import Policy, PyTree
 class WeightSync:
     """Moves the actor's weights to the rollout mesh.
 
-    Under LoRA the frozen base crosses once, at the first move, and the adapters at every one, or (with
-    `rollout.merge_adapters`) the model with them folded in.
+    Under LoRA the frozen base crosses once, at the first move, and the adapters at every move. With
+    `rollout.merge_adapters` the whole model, with the adapters folded in, crosses at every move instead.
 
     Attributes:
-      model: the model that the rollout decodes: the actor's, without adapters where they are merged.
+      model: configuration of the model that the rollout decodes: the actor's, without adapters if they are merged.
       dtype: type of the weights on the rollout mesh.
       publisher: moves the leaves that change.
-      merge: (trainable, frozen) -> the model with its adapters folded in; None where they are not.
+      merge: function (trainable, frozen) -> the model with its adapters folded in; None if they are not merged.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class WeightSync:
         Args:
           actor: the actor whose weights move.
           mesh: mesh of the rollout, over all its processes.
-          local: this process's part of the mesh; `mesh` itself where that is all.
-          config: the dtype of the weights there (by default that of training), and whether adapters are merged.
-          generates: whether devices of `mesh` belong to this process.
-          link: connection of trainers and rollouts where these are separate clusters.
+          local: mesh of this process's part of `mesh`; `mesh` itself if the process has all of it.
+          config: rollout settings, which say the dtype of the weights (by default that of training) and whether
+            adapters are merged.
+          generates: whether this process has devices of `mesh`.
+          link: connection between trainers and rollouts if they are separate clusters; None for one cluster.
         """
         self._actor, self._mesh, self._local, self._generates, self._link = actor, mesh, local, generates, link
         self.dtype = jnp.dtype(config.data_type or actor.training.dtype)
@@ -59,12 +60,12 @@ class WeightSync:
             sent, base = decoder.abstract_params(self.model, actor.mesh, self.dtype), {}
             self.merge = lora.merging(actor.model, sent)
         target = decoder.abstract_params(self.model, mesh, self.dtype)
-        merges = self.merge is not None  # into the whole model, leaves that never train included
+        merges = self.merge is not None  # a merged model moves whole, leaves that are never trained included
         self._moved_places, frozen = (target, {}) if merges else decoder.split_trainable(target, self.model)
         self.publisher: Any = self._publisher_of("trainable", sent, self._moved_places)
         self._base_publisher = self._publisher_of("base", base, frozen, lasting=True) if base else None
         self._base: PyTree | None = None if base else {}
-        self._in_place: PyTree | None = None  # the leaves that moved, of the last policy made in place
+        self._in_place: PyTree | None = None  # the moved leaves of the last policy that was made in place
 
     def _publisher_of(self, name: str, source: PyTree, target: PyTree, *, lasting: bool = False) -> WeightPublisher:
         """Returns a publisher from a tree of arrays or shapes to the places of `target`, for this process."""
@@ -75,7 +76,16 @@ class WeightSync:
         return self._link.receiver(name, target)
 
     def move(self, version: int, *, in_place: bool = False) -> Policy:
-        """Moves the actor's weights to the rollout mesh as `version`; arguments as in RLCluster.sync_weights."""
+        """Moves the actor's weights to the rollout mesh.
+
+        Args:
+          version: number of these weights.
+          in_place: True to reuse the buffers of the policy that the previous call with in_place=True returned; that
+            policy becomes invalid, even if this call fails.
+
+        Returns:
+          The policy on this process's part of the rollout mesh; without weights on a process without that mesh.
+        """
         actor = self._actor
         if self._base_publisher is not None and self._base is None:
             self._base = self._base_publisher.publish(actor.frozen if actor.loaded else None, 0).params
@@ -93,20 +103,20 @@ class WeightSync:
         return Policy(self._view(decoder.join_trainable(moved.params, self._base)), version)
 
     def await_version(self, version: int) -> None:
-        """Waits until there is something to move, where trainers and rollouts are separate clusters; on any thread.
+        """Waits until the trainers offer a version, if trainers and rollouts are separate clusters; on any thread.
 
         Raises:
-          TransferTimeoutError: not in time.
+          TransferTimeoutError: the version was not offered in time.
         """
         if self._link is not None and not self._link.trains:
             self.publisher.await_version(version)
 
     def hold(self, version: int) -> None:
-        """Keeps a version that this trainer process has offered, until another is held; under `topology=split`."""
+        """Makes this trainer process keep a version until `hold` gets another one; only with topology split."""
         self.publisher.hold(version)
 
     def blank(self) -> Policy:
-        """Makes zero weights in the policy's place, for compiling before it is there."""
+        """Returns a policy with zero weights, for compiling before the first weights have arrived."""
         return Policy(_zeros(decoder.abstract_params(self.model, self._local, self.dtype)), 0)
 
     def release(self) -> None:
@@ -128,7 +138,7 @@ class WeightSync:
 
 
 def _zeros(abstract: PyTree) -> PyTree:
-    """A zero tree for the first in-place move, so that the donating program is compiled once."""
+    """Returns a tree of zeros for the first in-place move, so that the donating program is compiled only once."""
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=places

@@ -1,4 +1,4 @@
-"""The decoding engine's worker of a cluster: its share of the lanes, and the ids at which its samples end."""
+"""Makes the decoding engine's worker of a process: chooses its share of the lanes, and the ids that end samples."""
 
 import dataclasses
 
@@ -16,14 +16,22 @@ from podrl.rollout.interface import RolloutEngine
 def rollout_worker(
     cluster: ClusterConfig, model: ModelConfig, mesh: Mesh, local_mesh: Mesh, tokenizer: Tokenizer, *, seed: int
 ) -> RolloutEngine:
-    """A worker on this process's part of the rollout mesh; nothing is allocated yet.
+    """Returns a worker on this process's part of the rollout mesh, which has allocated nothing yet.
+
+    Args:
+      cluster: configuration of the cluster.
+      model: configuration of the model that the rollout decodes.
+      mesh: mesh of the rollout, over all its processes.
+      local_mesh: mesh of this process's part of `mesh`.
+      tokenizer: tokenizer of the policy.
+      seed: seed of sampling.
 
     Raises:
-      ValueError: sizes that do not fit together, rows cut along time, or a stop string that no text contains.
+      ValueError: sizes do not fit together, the mesh cuts rows along time, or no text contains a stop string.
     """
     check_decodes(mesh, key="role_to_mesh[Role.ROLLOUT]")
     config = cluster.rollout()
-    if local_mesh is not mesh:  # as many lanes per device, whatever the hosts
+    if local_mesh is not mesh:  # the number of lanes per device does not depend on the number of hosts
         share = mesh.shape["data"] // local_mesh.shape["data"]
         config = dataclasses.replace(config, lanes=max(config.lanes // share, 1))
     texts, ids = Dialogue(tokenizer).stops(config.stop_strings)
