@@ -1,8 +1,8 @@
 """Checksums of sharded arrays, computed on their devices: the same for every layout, different for any flipped bit.
 
-The sum of an array is over its elements, bits x weight(position) modulo 2^32, where a position's weight is the product
-of one odd hash per dimension: any single flipped bit changes it, and so, but for chance, do exchanged values. A device
-sums its own shard; only sums cross devices.
+The checksum of an array is the sum over its elements of bits x weight(position), modulo 2^32. The weight of a position
+is the product of one odd hash per dimension. So any single flipped bit changes the sum, and exchanged values change it
+except by chance. A device sums its own shard; only sums cross devices.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxtyping import Array, ArrayLike, UInt32
 from podrl.types import PyTree
 
 Leaf = Array | jax.ShapeDtypeStruct
-Place = Mesh | Sharding  # the sharding of an array that is on no mesh
+Place = Mesh | Sharding  # mesh of an array, or the sharding of an array that is on no mesh
 K = TypeVar("K", bound=Hashable)
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -29,14 +29,17 @@ _SMALL = 1 << 17  # elements
 
 
 def leaf_name(path: Sequence[object]) -> str:
-    """Names a leaf by its place in the tree, the same for dataclasses, sequences and the mappings of a checkpoint."""
+    """Returns the name of a leaf from its path in the tree, such as 'params/layers/0'.
+
+    Dataclasses, sequences and the mappings read from a checkpoint give the same name.
+    """
     return "/".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 
 def tree_sums(tree: PyTree) -> dict[str, int]:
-    """Sums every array of a tree, by `leaf_name`; waits for the devices.
+    """Computes the checksum of every array of a tree, by `leaf_name`; waits for the devices.
 
-    The processes that hold a part of an array, and no others, call this together and get the same.
+    All processes that hold a part of an array, and no others, call this together and get the same result.
     """
     named = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     leaves = {name: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for name, leaf in named.items()}
@@ -48,7 +51,7 @@ def tree_sums(tree: PyTree) -> dict[str, int]:
 
 
 def compile_sums(tree: PyTree) -> None:
-    """Compiles the programs of `tree_sums` for a tree like this one (jax.ShapeDtypeStruct with shardings)."""
+    """Compiles the programs of `tree_sums` for a tree of arrays, or of jax.ShapeDtypeStructs with shardings."""
     leaves = dict(enumerate(jax.tree.leaves(tree)))
     for place, chosen in _by_place(leaves).items():
         for i in chosen:
@@ -57,7 +60,7 @@ def compile_sums(tree: PyTree) -> None:
 
 
 def _by_place(leaves: Mapping[K, Leaf]) -> dict[Place, list[K]]:
-    """Groups the keys of leaves by the mesh that holds them (or by their sharding, if it has none)."""
+    """Groups the keys of leaves by the leaf's mesh, or by its sharding if it is on no mesh."""
     places: dict[Place, list[K]] = {}
     for key, leaf in leaves.items():
         held = leaf.sharding
@@ -74,9 +77,10 @@ def _summed(place: Place, leaf: Leaf) -> Callable[[Array], Array]:
 
 @functools.lru_cache(maxsize=512)
 def _compiled(place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Array], Array]:
-    """Compiles a program from a leaf on `place` to the sum of every device's shard, which stays there.
+    """Compiles a program that returns the sum of each device's shard of a leaf, on that device.
 
-    A program per leaf, not per tree: a deep model, with the moments of its optimizer, has few different leaves.
+    There is one program per kind of leaf, not per tree, because a deep model, with the moments of its optimizer, has
+    few different kinds of leaves.
     """
     if spec is None or not isinstance(place, Mesh):
         abstract = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -87,7 +91,7 @@ def _compiled(place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np
         axes = [_axes(spec[d]) if d < len(spec) else () for d in range(shard.ndim)]
         starts = [_block(names, mesh) * size for names, size in zip(axes, shard.shape, strict=True)]
         used = {name for names in axes for name in names}
-        first = jnp.bool_(True)  # of several copies, the one that a checkpoint is written from
+        first = jnp.bool_(True)  # True on one of several replicas: the one that a checkpoint is written from
         for name in mesh.axis_names:
             first = first if name in used else first & (jax.lax.axis_index(name) == 0)
         return jnp.where(first, shard_sum(shard, starts), jnp.uint32(0))[None]
@@ -98,9 +102,9 @@ def _compiled(place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np
 
 @functools.lru_cache(maxsize=32)
 def _gathered(place: Place, count: int) -> Callable[[Sequence[Array]], Array]:
-    """Compiles a program from `count` leaves' sums to an array of them, whole on every device.
+    """Compiles a program that adds up the shards' sums of `count` leaves; the array of totals is whole on every device.
 
-    It is the only one in which devices wait for each other: many such programs under way block a pod of CPU devices.
+    Only in this program do devices wait for each other: many such programs in flight would block a pod of CPU devices.
     """
     if not isinstance(place, Mesh):
         abstract = [jax.ShapeDtypeStruct((1,), jnp.uint32, sharding=place)] * count
@@ -116,18 +120,18 @@ def _axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _block(names: tuple[str, ...], mesh: Mesh) -> ArrayLike:
-    """Index of this device's block of a dimension that is split along these axes."""
+    """Returns the index of this device's block of a dimension that is split along the mesh axes `names`."""
     block: ArrayLike = 0
     for name in names:
         block = block * mesh.shape[name] + jax.lax.axis_index(name)
     return block
 
 
-@jax.jit  # traced once for all leaves that are alike, whatever programs they are in
+@jax.jit  # traced once for all equal kinds of leaves, in whatever program they are
 def shard_sum(shard: Array, starts: Sequence[ArrayLike]) -> UInt32[Array, ""]:
-    """Sums a shard whose first element is at position `starts` of the whole array.
+    """Computes the sum of a shard whose first element is at position `starts` of the whole array.
 
-    The shard is seen as rows by columns: columns are its last dimension, rows all others.
+    The shard is treated as a matrix of r rows and c columns: c is its last dimension, r all others.
     """
     words = _words(shard)
     if not shard.ndim:
@@ -141,7 +145,8 @@ def shard_sum(shard: Array, starts: Sequence[ArrayLike]) -> UInt32[Array, ""]:
 def _sum_rows(words_rc: UInt32[Array, "r c"]) -> UInt32[Array, " c"]:
     """Sums over all rows.
 
-    On an accelerator the loop of the CPU's form takes a thousand times as long: a GPU starts a kernel for each turn.
+    Only a CPU uses `_sum_runs`: on an accelerator its loop takes a thousand times as long, because a GPU starts a
+    kernel for each iteration.
     """
 
     def reduce(words_rc: Array) -> Array:
@@ -151,10 +156,10 @@ def _sum_rows(words_rc: UInt32[Array, "r c"]) -> UInt32[Array, " c"]:
 
 
 def _sum_runs(words_rc: UInt32[Array, "r c"]) -> UInt32[Array, " c"]:
-    """Sums over all rows, as additions of runs of rows: XLA's CPU compiler vectorises those, not reduces.
+    """Sums over all rows by adding runs of rows: XLA's CPU compiler vectorises additions, but not a reduce.
 
-    The loop keeps it from merging the first additions with the reduce of what little is left. Compiling it takes longer
-    than a small shard's sum ever does.
+    The loop keeps the compiler from merging the first additions with the reduce of the few rows that are left. A small
+    shard is reduced directly, because compiling the loop would take longer than its sum ever does.
     """
     rows, columns = words_rc.shape
     run = rows // _RUNS
@@ -179,8 +184,8 @@ def _weights(d: int, size: int, start: ArrayLike) -> UInt32[Array, " i"]:
 
 
 def _words(x: Array) -> UInt32[Array, "..."]:
-    """Returns the bit pattern of every element; a 64-bit element becomes the sum of its halves, one weighted."""
-    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # narrower than a byte: the value itself
+    """Returns the bit pattern of every element; a 64-bit element becomes the weighted sum of its two halves."""
+    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # an element narrower than a byte: its value
         return x.astype(jnp.uint32)
     if x.dtype.itemsize == 8:
         halves = jax.lax.bitcast_convert_type(x, jnp.uint32)

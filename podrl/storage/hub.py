@@ -1,7 +1,8 @@
 """Models and data sets of the Hugging Face hub: their names, pinned revisions, and copies on this host.
 
-A name is 'ORG/NAME' or 'ORG/NAME@REVISION', of a data set 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'. Files come into the
-hub's own cache (HF_HOME), once for all processes of a host; what is there is used when the hub cannot be reached.
+The name of a model is 'ORG/NAME' or 'ORG/NAME@REVISION', that of a data set 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'.
+Files are downloaded to the hub's own cache (HF_HOME), once for all processes of a host; cached files are used when the
+hub cannot be reached.
 """
 
 import functools
@@ -19,7 +20,7 @@ _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[\w.-]+))?")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIXES = (".parquet", ".jsonl", ".csv")
-# The keys of a configuration that may name repositories, beside the paths of data.sources.
+# The keys of a configuration that may name repositories; the paths of data.sources may, too.
 _KEYS = ("model.path", "model.reference", "model.critic", "reward.model", "tokenizer", "data.path", "data.eval_path")
 
 
@@ -30,7 +31,7 @@ class Name(NamedTuple):
       repo: 'ORG/NAME'.
       revision: branch, tag or commit.
       kind: 'model' or 'dataset'.
-      rest: (configuration or '', split) of a data set.
+      rest: (configuration or '', split) of a data set; () for a model.
     """
 
     repo: str
@@ -40,10 +41,10 @@ class Name(NamedTuple):
 
 
 def named(path: str) -> Name | None:
-    """Returns what a path names in the hub; None for a path of this machine or a bucket.
+    """Parses a path that names a repository of the hub; None for a path of this machine or a bucket.
 
     Raises:
-      ValueError: a data set that is not named as it must be.
+      ValueError: the path begins with 'hf:' but is not a name of a data set.
     """
     if path.startswith(DATA):
         place, *rest = path.removeprefix(DATA).split(":")
@@ -54,18 +55,18 @@ def named(path: str) -> Name | None:
             )
         return Name(found["repo"], found["revision"] or "main", "dataset", (rest[0] if rest[1:] else "", rest[-1]))
     found = _NAME.fullmatch(path)
-    # A first part that is a directory here makes it a path that was misspelt.
+    # If the part before "/" is a local directory, the path is a misspelt local path and not a name of the hub.
     if found is None or pathlib.Path(path).exists() or pathlib.Path(path.partition("/")[0]).exists():
         return None
     return Name(found["repo"], found["revision"] or "main", "model")
 
 
 def local(path: str) -> str:
-    """Returns the directory of a model on this host, downloaded from the hub if it is named there; other paths stay.
+    """Returns the local directory of a model, after a download if `path` names a model of the hub; else `path`.
 
     Raises:
-      ValueError: there is no such model, or no permission.
-      StorageError: the hub cannot be reached, and the model is not here; the same command goes on with the download.
+      ValueError: the hub has no such model, or this account may not read it.
+      StorageError: the hub cannot be reached and the cache lacks the model; the same command continues the download.
       ImportError: huggingface_hub is not installed.
     """
     name = named(path)
@@ -73,7 +74,13 @@ def local(path: str) -> str:
 
 
 def data_files(path: str) -> list[str]:
-    """Returns the files of a split of a data set on this host, in the order of their names; errors as in `local`."""
+    """Returns the local files of a data set's split, downloaded first, in the order of their names.
+
+    Raises:
+      ValueError: the hub has no such data set or split, or this account may not read it.
+      StorageError: the hub cannot be reached and the cache lacks the files; the same command continues the download.
+      ImportError: huggingface_hub is not installed.
+    """
     name = named(path)
     assert name is not None, path
     config, split = name.rest
@@ -91,24 +98,27 @@ def data_files(path: str) -> list[str]:
 
 
 def names(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the names of the hub in a configuration, by their dotted keys."""
+    """Returns the values of a configuration that name repositories of the hub, by dotted key."""
     keys = [*_KEYS, *(f"data.sources.{k}" for k in range(len(values.get("data", {}).get("sources") or ())))]
     found = {key: _at(values, key) for key in keys}
     return {key: text for key, text in found.items() if text and named(text) is not None}
 
 
 def pinned(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts commits in the place of branches and tags in every name of a configuration.
+    """Replaces branches and tags by commits in every name of the hub in a configuration.
 
     Args:
       values: the configuration.
-      recorded: content of the run's config.json, whose commits are kept where the names are the same; {} for a new run.
+      recorded: content of the run's config.json, whose commits are kept for equal names; {} for a new run.
+
+    Returns:
+      A copy of the configuration.
     """
     return renamed(values, {key: _pin(text, _at(recorded, key)) for key, text in names(values).items()})
 
 
 def renamed(values: Mapping[str, Any], told: Mapping[str, str]) -> dict[str, Any]:
-    """Puts other names at dotted keys of a configuration."""
+    """Returns a copy of a configuration with other texts at dotted keys; `told` has the texts by key."""
     made: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     sources: list[Any] = list(made.get("data", {}).get("sources") or ())
     for key, text in told.items():
@@ -122,7 +132,7 @@ def renamed(values: Mapping[str, Any], told: Mapping[str, str]) -> dict[str, Any
 
 
 def _at(values: Mapping[str, Any], key: str) -> str:
-    """The text at a dotted key; '' where there is none."""
+    """Returns the text at a dotted key of a configuration; '' if there is no text."""
     group, _, name = key.rpartition(".")
     if group == "data.sources":
         sources = values.get("data", {}).get("sources") or ()
@@ -133,10 +143,14 @@ def _at(values: Mapping[str, Any], key: str) -> str:
 
 
 def push(folder: str | os.PathLike, repo: str) -> str:
-    """Uploads a directory as a model of the hub, which is made where there is none; returns its address.
+    """Uploads a directory as a model of the hub, and creates the repository if needed; returns the commit's address.
+
+    Args:
+      folder: directory to upload.
+      repo: name of the repository, ORG/NAME.
 
     Raises:
-      ValueError: no such name, or no permission.
+      ValueError: `repo` is not such a name, or this account may not write it.
       StorageError: the hub cannot be reached.
     """
     if _NAME.fullmatch(repo) is None or "@" in repo:
@@ -164,7 +178,7 @@ def _pin(path: str, before: str) -> str:
 
 
 def _commit(name: Name) -> str:
-    """The commit of a branch or tag; that of the copy on this host where the hub cannot be reached."""
+    """Returns the commit of a branch or tag; from the cache on this host if the hub cannot be reached."""
     try:
         return str(_api(name.repo).repo_info(name.repo, repo_type=name.kind, revision=name.revision).sha)
     except Exception as error:
@@ -189,7 +203,7 @@ def _snapshot(name: Name, patterns: tuple[str, ...]) -> str:
 
 @functools.cache
 def _listed(name: Name) -> list[str]:
-    """The files of a repository; those of the copy on this host where the hub cannot be reached."""
+    """Lists the files of a repository; the cached files on this host if the hub cannot be reached."""
     try:
         return list(_api(name.repo).list_repo_files(name.repo, repo_type=name.kind, revision=name.revision))
     except Exception as error:
@@ -201,7 +215,7 @@ def _listed(name: Name) -> list[str]:
 
 
 def _declared(name: Name, listed: list[str], config: str, split: str) -> list[str]:
-    """Files that the data set's card names for a split; [] where it names none."""
+    """Lists the files that a data set's card names for a split; [] if it names none."""
     import fnmatch
 
     import yaml
@@ -224,7 +238,10 @@ def _declared(name: Name, listed: list[str], config: str, split: str) -> list[st
 
 
 def _conventional(listed: list[str], config: str, split: str) -> list[str]:
-    """Files in a folder named as the configuration (or data/, or the top) whose names begin with the split."""
+    """Lists the files whose names begin with the split, in the configuration's folder.
+
+    Without a configuration the folders are data/ and the top of the repository.
+    """
     folders = {config} if config else {"", "data"}
     usable = [file for file in listed if file.endswith(_SUFFIXES) and os.path.dirname(file) in folders]
     starts = re.compile(rf"{re.escape(split)}(?![A-Za-z0-9])")
@@ -252,7 +269,7 @@ def _refused(error: BaseException) -> bool:
 
 
 def _explained(error: BaseException, name: Name) -> Exception:
-    """Explains an error of the hub in one sentence."""
+    """Returns an exception that explains an error of the hub in one sentence."""
     from huggingface_hub import errors
 
     token = "" if os.environ.get("HF_TOKEN") else "; there is no token here"

@@ -1,4 +1,4 @@
-"""Copies a local directory to a bucket continuously, in a thread that cannot stop the run."""
+"""Copies a local directory to a bucket continuously, in a thread whose failures do not stop the run."""
 
 import logging
 import os
@@ -14,29 +14,29 @@ from podrl.storage.storage import Place, StorageError, denied, first_line, is_de
 
 _log = logging.getLogger("podrl.mirror")
 _EVERY_S = 30.0
-_SOON_S = 1.0  # a bucket takes an object about once a second
+_SOON_S = 1.0  # a bucket accepts about one write per second to an object
 _RETRY_S = 5.0
 
 
 class Mirror:
-    """Mirrors `local` to a bucket within `_EVERY_S` seconds, in about one after `hurry`, or at once on `push`.
+    """Copies the files of `local` to a bucket every 30 s, about a second after `hurry`, and at once on `push`.
 
-    What is removed here after it was copied is removed there.
+    A file that is removed from `local` after it was copied is removed from the bucket.
 
     Attributes:
       remote: the directory in the bucket.
-      local: a directory of this process's own, gone after `close` unless something in it could not be copied.
+      local: a new directory of this process; `close` removes it unless a file in it could not be copied.
     """
 
     def __init__(self, remote: Place, *, folders: Sequence[str] = ()):
-        """Makes the local directory and fetches the files directly in the remote one, and those in folders of it.
+        """Makes the local directory and fetches the files of the remote directory, without those in its folders.
 
         Args:
           remote: the directory in the bucket.
-          folders: names of the folders whose files are wanted, too.
+          folders: names of folders in `remote` whose files are fetched, too.
 
         Raises:
-          StorageError: they cannot be read.
+          StorageError: the files cannot be read.
         """
         self.remote = remote
         self.local = pathlib.Path(tempfile.mkdtemp(prefix="podrl-run-"))
@@ -53,11 +53,11 @@ class Mirror:
             raise StorageError(f"{remote} cannot be read: {first_line(error)}") from error
 
     def start(self) -> None:
-        """Copies existing files in this thread, then starts the thread that copies changes.
+        """Copies existing files on the caller's thread, then starts the thread that copies changes.
 
         Raises:
-          ValueError: it is not allowed.
-          StorageError: the first copy failed otherwise.
+          ValueError: the credentials do not allow writing to the bucket.
+          StorageError: the first copy failed for another reason.
         """
         try:
             self._copy()
@@ -69,13 +69,13 @@ class Mirror:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Has changes copied about a second from now, for files that change much more often."""
+        """Makes changes be copied about a second from now; meant for files that change more often than that."""
         with self._changed:
             self._hurried = True
             self._changed.notify_all()
 
     def push(self, wait_s: float) -> bool:
-        """Copies all changes made so far; False if that did not succeed within `wait_s` seconds."""
+        """Copies all changes made so far; returns False if the copy did not succeed within `wait_s` seconds."""
         if self._thread is None:
             return True
         with self._changed:
@@ -85,7 +85,7 @@ class Mirror:
             return self._changed.wait_for(lambda: self._done >= mine, wait_s)
 
     def close(self, wait_s: float) -> bool:
-        """Copies for the last time; False if that failed: the files are then still in `local`."""
+        """Copies for the last time and ends the thread; returns False if the copy failed, and then keeps `local`."""
         good = self.push(wait_s)
         with self._changed:
             self._closing = True
@@ -129,7 +129,7 @@ class Mirror:
                     if self._copied.get(path) == seen:
                         continue
                     content = path.read_bytes()
-                except FileNotFoundError:  # renamed meanwhile
+                except FileNotFoundError:  # the file was renamed meanwhile
                     continue
                 target = self.remote / str(path.relative_to(self.local))
                 if not is_remote(target):
