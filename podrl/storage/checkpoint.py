@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax: asynchronous, atomic, every bit checked; falls back to older ones when one is damaged."""
+"""Checkpoints through Orbax: asynchronous, atomic, with every bit checked; an older one stands in for a damaged one."""
 
 import contextlib
 import dataclasses
@@ -28,20 +28,21 @@ from podrl.types import PyTree
 log = logging.getLogger("podrl.checkpoint")
 _DAMAGED = "damaged_checkpoint_"
 _EMPTY = "empty."
-_UNFINISHED = ".orbax-checkpoint-tmp"  # what directories of saves that are under way end with
-_WRITERS_STOP_S, _LOOK_AGAIN_S = 10.0, 0.2  # for threads that write on when their save has failed
+_UNFINISHED = ".orbax-checkpoint-tmp"  # ending of the names of directories whose save is not finished
+_WRITERS_STOP_S, _LOOK_AGAIN_S = 10.0, 0.2  # time for threads that go on writing after their save has failed
 
 
 @section("checkpoint")
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Settings of checkpoints: the interval of saving, and which are kept.
+    """Settings of checkpoints: when to save, and which checkpoints to keep.
 
     Attributes:
-      every: steps between checkpoints; the last step is always saved. 0: only the last step and on preemption.
-      keep: newest checkpoints kept on disk.
-      keep_every: checkpoints of steps that are multiples of this number stay, too; 0 for none.
-      keep_hours: the oldest stays, too, and the first at least so many hours after the last that did; 0 for none.
+      every: number of steps between checkpoints; the last step is always saved. 0 saves only the last step and on
+        preemption.
+      keep: number of newest checkpoints to keep.
+      keep_every: checkpoints of steps that are multiples of this number are kept, too; 0 for none.
+      keep_hours: least time in hours between further checkpoints that are kept, beginning with the oldest; 0 for none.
     """
 
     every: Natural = 50
@@ -52,14 +53,14 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A checkpoint read back.
+    """A checkpoint that was read back.
 
     Attributes:
-      step: the step it was taken after.
-      state: device arrays in the shardings asked for.
+      step: the step after which it was taken.
+      state: device arrays in the requested shardings.
       host: values that were saved as JSON.
-      arrays: values that were saved as host arrays.
-      content: the value that `read` of `restore_latest` made of `host` and `arrays`.
+      arrays: host arrays by name.
+      content: result of the argument `read` of `restore_latest`; None from `restore`.
     """
 
     step: int
@@ -72,12 +73,17 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one directory.
 
-    Saving returns as soon as the device arrays are copied; writing goes on in the background and the directory gets its
-    final name last, so a killed process leaves either a complete checkpoint or none. A save that fails (a full disk) is
-    logged and counted in `failures`; training goes on and older checkpoints stay.
+    Saving returns as soon as the device arrays are copied. Writing goes on in the background, and the directory gets
+    its final name last, so a killed process leaves either a complete checkpoint or none. A save that fails (a full
+    disk) is logged and counted in `failures`; training goes on and older checkpoints stay.
 
-    Every checkpoint holds sums of the bits of its leaves, made on the devices before anything is copied; what is read
-    back is summed on the devices again, so that neither a disk nor a copy on the way can change a bit unseen.
+    Every checkpoint holds checksums of the bits of its leaves, computed on the devices before anything is copied. The
+    leaves that are read back are summed on the devices again, so that neither a disk nor a copy can change a bit
+    unnoticed.
+
+    Attributes:
+      directory: the directory of the checkpoints.
+      failures: number of saves that have failed.
     """
 
     def __init__(
@@ -90,18 +96,18 @@ class Checkpoints:
         processes: Sequence[int] = (),
         config: Mapping[str, Any] | None = None,
     ):
-        """Opens the directory, or makes it.
+        """Opens the directory; makes it if it does not exist.
 
         Args:
           directory: a directory on a file system that every process sees, or gs://.
-          keep, keep_every, keep_hours: as in CheckpointConfig.
+          keep, keep_every, keep_hours: attributes of CheckpointConfig.
           processes: the processes of this jax.distributed cluster that save together (the trainers), all of which make
-            this object and call its methods in the same order; () for all.
-          config: the configuration of the run, JSON-able; saved with every checkpoint.
+            this object and call its methods in the same order; () for all processes.
+          config: configuration of the run, JSON-able, which is saved with every checkpoint; None to save none.
         """
         self._processes, self._config = tuple(processes), None if config is None else dict(config)
         self.directory = absolute(directory)
-        if not is_remote(self.directory):  # in a bucket there is nothing to make, and gcsfs would make the bucket
+        if not is_remote(self.directory):  # a bucket needs no directories, and gcsfs would make the bucket itself
             self.directory.mkdir(parents=True, exist_ok=True)
         self._keeps: Any = {"max_to_keep": keep, "keep_period": keep_every or None}
         self._keeps["keep_time_interval"] = datetime.timedelta(hours=keep_hours) if keep_hours else None
@@ -115,7 +121,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             create=False,
             multiprocessing_options=self._multiprocessing(),
-            # Made in the background, directories that cannot be made (no inode left) leave threads waiting for them for
+            # If directories are made in the background and cannot be made (no inode left), threads wait for them for
             # five minutes, and the process's exit waits for the threads. In the foreground they cost 7 ms on a disk.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
@@ -129,33 +135,34 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Lists steps with a complete checkpoint, oldest first."""
+        """Lists the steps that have a complete checkpoint, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: PyTree, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
         """Starts writing a checkpoint taken after `step` steps; waits for the previous one first.
 
         Args:
-          step: unique number of the checkpoint.
-          state: tree of jax arrays; may be donated as soon as this returns.
+          step: number of steps done, which names the checkpoint.
+          state: tree of jax arrays; they may be donated as soon as this call returns.
           host: JSON-able values.
-          arrays: host arrays.
+          arrays: host arrays by name.
 
         Returns:
-          False when this save could not start or the previous one turned out to have failed.
+          False if this save could not start or the previous save has failed.
         """
         healthy = self.wait()
         jax.block_until_ready(state)
         sums = tree_sums(state)
-        # Looked at first: when the disk fills under Orbax its threads print a screen of tracebacks each.
+        # Check the space first: if the disk fills while Orbax writes, each of its threads prints a screen of traceback.
         size = _size([*jax.tree.leaves(state), *arrays.values()])
-        if not self._processes and not is_remote(self.directory):  # hosts that see different numbers must not part
+        # With several processes there is no check: they may see different free space, and must all save or all not.
+        if not self._processes and not is_remote(self.directory):
             free = self._make_room(step, size)
             if size > free:
                 self._failed(OSError(f"it needs about {_mb(size)} and {_mb(free)} are free"))
                 return False
         record = Record(dict(host), self._config, sums, {name: array_digest(x) for name, x in arrays.items()}, step)
-        if len(self._processes) == 1:  # Orbax takes device arrays of one process among several for a mistake
+        if len(self._processes) == 1:  # Orbax refuses device arrays of one process in a cluster of several
             state = jax.tree.map(np.asarray, state)
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
@@ -170,7 +177,7 @@ class Checkpoints:
         return healthy
 
     def wait(self) -> bool:
-        """Waits until the last save is on disk; False (and a log line) if it failed."""
+        """Waits until the last save is on disk; returns False, and logs the error, if it failed."""
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -189,11 +196,14 @@ class Checkpoints:
             max(complete_steps(self.directory), default="(none)"),
         )
         self._clear_remains()
-        self._manager = self._open()  # a failed save leaves the manager with half a step in its books
+        self._manager = self._open()  # after a failed save the old manager still counts the unfinished step
 
     def _clear_remains(self) -> None:
-        """Removes what a failed save wrote, until its threads have stopped writing: Orbax itself would try once."""
-        if jax.process_index() != min(self._processes, default=0):  # as in Orbax, which waits for that one
+        """Removes the files of a failed save, again and again until its threads have stopped writing.
+
+        Orbax itself would try only once.
+        """
+        if jax.process_index() != min(self._processes, default=0):  # as in Orbax, one process removes
             return
         until = time.monotonic() + _WRITERS_STOP_S
         while time.monotonic() < until and (left := sorted(self.directory.glob(f"*{_UNFINISHED}"))):
@@ -203,9 +213,9 @@ class Checkpoints:
             time.sleep(_LOOK_AGAIN_S)
 
     def _make_room(self, step: int, size: int) -> int:
-        """Frees space for a checkpoint, if needed and possible: removes damaged ones, then the oldest.
+        """Frees space for a checkpoint of `size` bytes, if needed and possible; returns the free bytes.
 
-        The newest complete checkpoint is never given up.
+        Damaged checkpoints are removed first, then the oldest; the newest complete checkpoint is never removed.
         """
         free = shutil.disk_usage(self.directory).free
         spare: list[Place] = sorted(self.directory.parent.glob(f"{_DAMAGED}*"))
@@ -231,17 +241,17 @@ class Checkpoints:
         abstract_state: PyTree,
         read: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
     ) -> Restored | None:
-        """Restores the newest undamaged checkpoint; damaged ones are named and set aside.
+        """Restores the newest undamaged checkpoint; newer, damaged checkpoints are logged and moved aside.
 
-        Also makes ready for saving: the program that sums the state is compiled.
+        It also prepares saving, by compiling the program that sums the state.
 
         Args:
-          abstract_state: tree of jax.ShapeDtypeStruct with shardings, structured as the saved state.
-          read: (host, arrays) -> what the caller needs of them (`Restored.content`); a checkpoint for which it raises
-            counts as damaged.
+          abstract_state: tree of jax.ShapeDtypeStruct with shardings, with the structure of the saved state.
+          read: function (host, arrays) -> what the caller needs of them (`Restored.content`); if it raises, the
+            checkpoint counts as damaged.
 
         Returns:
-          None when there is no checkpoint.
+          The checkpoint; None if there is none.
 
         Raises:
           ValueError: there are checkpoints and none can be read; or there is none and the disk cannot hold one.
@@ -271,7 +281,7 @@ class Checkpoints:
         """Restores the checkpoint of one step.
 
         Raises:
-          ValueError: there is none (the steps that exist are listed), or it is not as it was written.
+          ValueError: the step has no checkpoint (the error lists the steps that have one), or it is damaged.
         """
         if step not in self.steps():
             raise ValueError(f"{self.directory} has no checkpoint of step {step}: it has {self.steps() or 'none'}.")
@@ -281,7 +291,7 @@ class Checkpoints:
         return restored
 
     def _try(self, step: int, abstract_state: PyTree, read: Callable[..., Any]) -> tuple[Restored | None, str]:
-        """Tries to restore a step: (checkpoint, '') or (None, the problem); every process returns the same."""
+        """Tries to restore a step; returns (checkpoint, '') or (None, problem), the same outcome on every process."""
         found, record, problem = None, None, ""
         try:
             record, found = self._read(step, abstract_state)
@@ -292,7 +302,7 @@ class Checkpoints:
         if problem or record is None or found is None:
             return None, problem
         try:
-            record.check_state(found.state)  # sums of all processes together: reached by all or none
+            record.check_state(found.state)  # a collective: all processes must reach it, or none
         except ValueError as error:
             return None, str(error)
         if record.state is None:
@@ -302,7 +312,7 @@ class Checkpoints:
         return found, ""
 
     def _read(self, step: int, abstract_state: PyTree) -> tuple[Record, Restored]:
-        """Reads a checkpoint and checks its host side. No process waits for another here."""
+        """Reads a checkpoint and checks its host arrays, without waiting for another process."""
         folder = epath.Path(self.directory) / str(step)
         record = Record.read(folder)
         among = self._multiprocessing()
@@ -317,7 +327,11 @@ class Checkpoints:
         return record, Restored(step, state, record.content, arrays)
 
     def _agreed(self, problem: str) -> str:
-        """Agrees with the other saving processes on a problem: this one's, or that another has one; '' if none has."""
+        """Agrees with the other saving processes on whether one of them has a problem; a collective.
+
+        Returns:
+          `problem` if this process has one, a sentence about the others if only another has one, '' if none has.
+        """
         among = self._processes or tuple(range(jax.process_count()))
         if len(among) < 2:
             return problem
@@ -328,7 +342,7 @@ class Checkpoints:
         return problem or ("another process could not read its part" if anyone else "")
 
     def _check_room(self, size: int) -> None:
-        """Refuses a disk that cannot hold a single checkpoint."""
+        """Refuses a disk with less free space than one checkpoint of `size` bytes needs."""
         if is_remote(self.directory):
             return
         free = shutil.disk_usage(self.directory).free
@@ -339,9 +353,9 @@ class Checkpoints:
             )
 
     def _set_aside(self, step: int) -> None:
-        """Moves a damaged checkpoint out of the way (kept for inspection), so that its step can be saved again."""
+        """Moves a damaged checkpoint to a directory beside the checkpoints, so that its step can be saved again."""
         target, problem = self.directory.parent / f"{_DAMAGED}{step}", ""
-        if jax.process_index() == min(self._processes, default=0):  # the others wait for it
+        if jax.process_index() == min(self._processes, default=0):  # the other processes wait in `_agreed`
             try:
                 remove_tree(target)
                 (self.directory / str(step)).rename(target)
@@ -358,7 +372,7 @@ class Checkpoints:
 
 
 def _size(leaves: Sequence[Any]) -> int:
-    """Counts the bytes of arrays, or of shapes with dtypes."""
+    """Returns the total bytes of arrays, or of shapes with dtypes."""
     return sum(int(np.prod(leaf.shape, dtype=np.int64)) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
@@ -381,19 +395,22 @@ def _mb(size: int) -> str:
 
 
 def _said(error: Exception) -> str:
-    """Describes an error, with its type where the text alone does not: a KeyError's text is only a key."""
+    """Describes an error; with its type unless it is a ValueError, because a KeyError's text is only a key."""
     return first_line(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[int, PyTree]:
-    """Reads (step, saved state as nested mappings of host arrays), on any machine, whatever mesh it was saved from.
+    """Reads a checkpoint's state as host arrays, on any machine, whatever mesh it was saved from.
 
     Args:
       directory: directory of the checkpoints.
-      step: None for the newest.
+      step: step of the checkpoint; None for the newest.
+
+    Returns:
+      (step, saved state as nested mappings of host arrays).
 
     Raises:
-      ValueError: no such checkpoint (those that exist are listed), or one that is not as it was written.
+      ValueError: there is no such checkpoint (the error lists the steps that have one), or it is damaged.
     """
     root = absolute(directory)
     steps = complete_steps(root)

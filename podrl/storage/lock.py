@@ -1,9 +1,10 @@
-"""Locks a run directory: by a file lock that ends with its process, or by a lease where other machines write too.
+"""Locks a run directory: by a file lock that ends with its process, or by a lease if other machines may write there.
 
 On a disk the kernel holds the lock (flock), so that a killed run's successor starts at once. In a bucket, and on a
 network file system whose locks may mean nothing to other machines, the owner renews a lease every `BEAT_S` seconds.
-Whoever finds the lease of an owner that is alive on this machine gives up; of one that is dead on this machine it takes
-over at once; of one elsewhere it waits for `EXPIRY_S` seconds whether the lease is renewed.
+A process that finds a lease looks at its owner. If the owner is alive on this machine, the process gives up. If the
+owner is dead on this machine, the process takes over at once. If the owner ran on another machine, the process waits
+for `EXPIRY_S` seconds, and takes over unless the lease is renewed.
 """
 
 import contextlib
@@ -24,9 +25,10 @@ from podrl.storage.storage import Place, StorageError, first_line, is_remote, on
 BEAT_S = 10.0
 EXPIRY_S = 60.0
 NAME = "lock"
-_ANSWER_S = 10  # of one request to the bucket
-_GRACE_S = 2.0  # a process that was killed just now still looks alive; one that took the lock has not given its name
-_DYING_S = 10.0  # a killed process holds its lock until the kernel has given back its memory
+_ANSWER_S = 10  # deadline of one request to the bucket
+# A process that was killed just now still looks alive, and one that just took the lock has not written its name yet.
+_GRACE_S = 2.0
+_DYING_S = 10.0  # a killed process holds its lock until the kernel has freed its memory
 _log = logging.getLogger("podrl.lock")
 
 
@@ -36,11 +38,11 @@ class Owner:
 
     Attributes:
       token: text that no other owner has.
-      shown: the owner's process, host and start, for the user.
+      shown: description of the owner's process, host and start, for the user.
       pid: number of the owner's process.
-      machine: boot and process namespace in which `pid` means something; '' where the system does not tell.
-      born: start of the process in the kernel's ticks, because numbers of processes are used again.
-      beat: grows with every renewal.
+      machine: boot and process namespace in which `pid` is valid; '' if the system does not say.
+      born: start of the process in the kernel's ticks, because process numbers are used again.
+      beat: number of renewals of the lease.
     """
 
     token: str
@@ -58,18 +60,18 @@ class Owner:
 
     @classmethod
     def parse(cls, text: bytes) -> "Owner | None":
-        """Parses `text`; None for anything else, such as the rest of an interrupted write."""
+        """Parses the result of `text`; returns None for other content, such as that of an interrupted write."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             return None
 
     def text(self) -> str:
-        """Writes the record, as long after every renewal: a reader never finds a shorter one's remains behind it."""
+        """Returns the record as text of a fixed length, so that a renewal never leaves the end of an older record."""
         return json.dumps(dataclasses.asdict(self)).ljust(510) + "\n"
 
     def alive(self) -> bool | None:
-        """Tells whether the owner still runs; None where it ran on another machine, or nobody knows on which."""
+        """Returns whether the owner still runs; None if it ran on another machine, or its machine is not known."""
         return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
 
 
@@ -80,11 +82,11 @@ class Lock:
         """Takes the lock.
 
         Args:
-          workdir: the run directory; a local one exists.
-          shown: the directory as the user names it.
+          workdir: the run directory; a local directory must exist.
+          shown: the directory as the user names it, for messages.
 
         Raises:
-          ValueError: another process has it; says which.
+          ValueError: another process has the lock; the error names it.
           StorageError: the bucket does not answer.
           OSError: the directory cannot be written to.
         """
@@ -101,7 +103,11 @@ class Lock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises ValueError if another process has taken the directory over because this one showed no life."""
+        """Checks that this process still owns the directory.
+
+        Raises:
+          ValueError: another process has taken the directory over, because this one did not renew its lease.
+        """
         if self._lost is not None:
             raise ValueError(
                 f"--workdir={self._shown} was taken over by {self._lost.shown} after this process had given no sign of "
@@ -110,14 +116,14 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Releases the directory; nothing of the lock stays in it."""
+        """Releases the directory, and removes the lock's file or object from it."""
         self._done.set()
         self._thread.join(timeout=_ANSWER_S)
         try:
             found = self._record.read()
             if found is not None and found.token == self._owner.token:
                 self._record.remove()
-        except Exception as error:  # noqa: BLE001 - it ends with this process, or expires
+        except Exception as error:  # noqa: BLE001 - the lock ends with this process, or the lease expires
             _log.warning("The lock of %s could not be removed: %s", self._shown, first_line(error))
         self._record.close()
 
@@ -126,7 +132,8 @@ class Lock:
         while True:
             free, other = self._record.lock(), self._record.read()
             alive, waited = other and other.alive(), time.monotonic() - started
-            if self._record.leased and other is not None and alive is None:  # its kernel lock may outlive its machine
+            # The owner ran on another machine: only its lease counts, because its kernel lock may outlive its machine.
+            if self._record.leased and other is not None and alive is None:
                 if first is None:
                     asked = "%s was last written to by %s: waiting for up to %.0f s whether it still is."
                     _log.warning(asked, self._shown, other.shown, EXPIRY_S)
@@ -159,7 +166,7 @@ class Lock:
                 renewed = dataclasses.replace(self._owner, beat=self._owner.beat + 1)
                 if self._record.write(renewed):
                     self._owner = renewed
-            except Exception as error:  # noqa: BLE001 - storage that is away for a while ends no run
+            except Exception as error:  # noqa: BLE001 - storage that is unreachable for a while must not end a run
                 _log.warning("The lease of %s could not be renewed: %s", self._shown, first_line(error))
 
 
@@ -167,7 +174,7 @@ class _File:
     """The owner's record in a file.
 
     Attributes:
-      leased: whether the kernel's lock may mean nothing to other writers, or may be that of a machine which is gone.
+      leased: True if the kernel's lock is not enough, because other machines may ignore it or have left it behind.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -175,7 +182,7 @@ class _File:
         self.leased = on_network(str(path), _proc("self/mounts"))
 
     def lock(self) -> bool:
-        """Asks the kernel for the file that is at the path now; False while another process has it."""
+        """Tries to lock the file that is now at the path; returns False while another process has it."""
         self.close()
         self._opened = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -190,12 +197,13 @@ class _File:
 
     def read(self) -> Owner | None:
         try:
-            return Owner.parse(self._path.read_bytes())  # opened anew, so that a network file system asks its server
+            # The file is opened anew, so that a network file system asks its server.
+            return Owner.parse(self._path.read_bytes())
         except FileNotFoundError:
             return None
 
     def write(self, owner: Owner) -> bool:
-        """Writes the record; False if somebody else wrote first, which a file does not tell."""
+        """Writes the record; returns True, because a file cannot tell whether another process wrote first."""
         content = owner.text().encode()
         os.pwrite(self._opened, content, 0)
         os.ftruncate(self._opened, len(content))
@@ -213,7 +221,7 @@ class _File:
 
 
 class _Object:
-    """The owner's record in an object of a bucket, replaced only in the version read last."""
+    """The owner's record in an object of a bucket, replaced only if the object has the version that was read last."""
 
     leased = True
 
@@ -272,13 +280,13 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> str:
-    """Returns when a process started; '' when it is gone, a zombie included."""
+    """Returns the start of a process in the kernel's ticks; '' if it does not run, or is a zombie."""
     fields = _proc(f"{pid}/stat").rpartition(")")[2].split()
     return "" if not fields or fields[0] in "ZX" else fields[19]
 
 
 def _proc(name: str) -> str:
-    """Reads a file of /proc; '' where it is not there."""
+    """Reads a file of /proc; '' if it cannot be read."""
     try:
         return pathlib.Path("/proc", name).read_text()
     except OSError:

@@ -19,11 +19,11 @@ class Record:
     """The JSON object of a checkpoint.
 
     Attributes:
-      content: the host values it was saved with.
-      config: the configuration of the run.
-      state: sums of the saved leaves by `bits.leaf_name`; None in a checkpoint of before there were any.
-      arrays: digests of the host arrays by name; None as above.
-      step: the step after which the checkpoint was taken; None in a checkpoint that does not say so.
+      content: host values of the checkpoint.
+      config: configuration of the run; None in a checkpoint without one.
+      state: checksums of the saved leaves by `bits.leaf_name`; None in a checkpoint of an older podrl, which had none.
+      arrays: checksums of the host arrays by name; None in a checkpoint of an older podrl, which had none.
+      step: the step after which the checkpoint was taken; None in a checkpoint of an older podrl, which did not say.
     """
 
     content: dict[str, Any]
@@ -33,7 +33,7 @@ class Record:
     step: int | None = None
 
     def sealed(self) -> dict[str, Any]:
-        """Encodes the record as JSON, with its own checksum."""
+        """Returns the record as JSON values, with a checksum of itself."""
         return seal(dataclasses.asdict(self))
 
     @classmethod
@@ -41,14 +41,14 @@ class Record:
         """Reads the record of the checkpoint in a directory.
 
         Raises:
-          ValueError: it is not what was written, or was written in another directory, whose name is the step.
+          ValueError: the record is damaged, or is that of another step than the directory's name says.
         """
         path = epath.Path(checkpoint) / "host" / "metadata"
         try:
             values = json.loads(path.read_bytes())
             if not isinstance(values, dict):
                 raise ValueError(f"it holds {type(values).__name__}")
-            names = [field.name for field in dataclasses.fields(cls) if field.name != "step"]  # which came later
+            names = [field.name for field in dataclasses.fields(cls) if field.name != "step"]  # `step` came later
             if not is_sealed(values) and not set(names) & set(values):
                 return cls(values, None, None, None)
             values = unseal(values)
@@ -61,14 +61,16 @@ class Record:
         return cls(**values)
 
     def check_state(self, state: PyTree, prefix: str = "") -> None:
-        """Compares leaves, on their devices, with their sums at the save.
+        """Compares the checksums of leaves, computed on their devices, with the checksums at the save.
+
+        All processes that hold a part of a leaf call this together.
 
         Args:
           state: the saved state, or the part of it below `prefix`.
-          prefix: the name of that part, 'params/' for instance.
+          prefix: name of that part, such as 'params/'; '' for the whole state.
 
         Raises:
-          ValueError: a leaf has other bits than were saved; or the leaves are not those that were.
+          ValueError: a leaf has other bits than when it was saved, is missing, or was not saved.
         """
         if self.state is None:
             return
@@ -77,7 +79,11 @@ class Record:
         _compare("leaves of the state", found, saved)
 
     def check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Compares host arrays with their sums at the save."""
+        """Compares the checksums of host arrays with the checksums at the save.
+
+        Raises:
+          ValueError: an array has other bits than when it was saved, is missing, or was not saved.
+        """
         if self.arrays is not None:
             _compare("host arrays", {name: array_digest(array) for name, array in arrays.items()}, self.arrays)
 

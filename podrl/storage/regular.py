@@ -1,4 +1,4 @@
-"""The guard of all readers of a user's files: they read to the end, so what may have no end is refused."""
+"""Refuses files of a user that may have no end, such as pipes, because podrl's readers read a file to its end."""
 
 import collections
 import json
@@ -15,12 +15,12 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def regular(file: File) -> File:
-    """Returns a file of the user as it is, for a reader that reads to its end: `regular(file).read_text()`.
+    """Returns `file` unchanged, for a reader that reads to its end: `regular(file).read_text()`.
 
-    A directory, and what does not exist, are left to the reader; so is a file in a bucket.
+    A directory, a path that does not exist and a file in a bucket are left to the reader.
 
     Raises:
-      ValueError: a pipe, a device or a socket, or a link to one.
+      ValueError: `file` is a pipe, a device or a socket, or a link to one.
     """
     if "://" in os.fspath(file):
         return file
@@ -38,7 +38,8 @@ def load_json(text: str | bytes) -> Any:
     """Parses the JSON of a user's file.
 
     Raises:
-      ValueError: no JSON (a json.JSONDecodeError where the place is known), a key twice, or nested too deeply.
+      ValueError: the text is not JSON (a json.JSONDecodeError if the place is known), has a key twice in an object, or
+        is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_once)
@@ -50,7 +51,8 @@ def load_object(file: pathlib.Path | epath.Path) -> dict[str, Any]:
     """Reads the JSON object that a user's file holds.
 
     Raises:
-      ValueError: no text in UTF-8, no JSON, or something else than an object; names the file, and the line.
+      ValueError: the file is not text in UTF-8, not JSON, or not an object; the error names the file, and the line if
+        it is known.
     """
     try:
         content = load_json(regular(file).read_bytes())

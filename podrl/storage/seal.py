@@ -1,4 +1,4 @@
-"""Checksums of host data: JSON objects that carry their own, and arrays."""
+"""Checksums of host data: JSON objects that carry a checksum of themselves, and arrays."""
 
 import hashlib
 import json
@@ -11,21 +11,21 @@ _KEY = "sha256"
 
 
 def seal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds a checksum to JSON values, under 'sha256'."""
+    """Returns a copy of JSON values with their checksum under the key 'sha256'."""
     plain = json.loads(json.dumps(dict(values)))
     return {**plain, _KEY: _digest(plain)}
 
 
 def is_sealed(values: Mapping[str, Any]) -> bool:
-    """True if values carry a checksum, right or wrong."""
+    """Returns whether values carry a checksum, right or wrong."""
     return _KEY in values
 
 
 def unseal(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks and removes the checksum of `seal`.
+    """Checks the checksum of `seal`, and returns the values without it.
 
     Raises:
-      ValueError: the values are not those that were sealed.
+      ValueError: the values do not have the checksum that they carry.
     """
     content = {key: value for key, value in values.items() if key != _KEY}
     if values.get(_KEY) != (found := _digest(content)):
@@ -34,7 +34,7 @@ def unseal(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def array_digest(array: np.ndarray) -> str:
-    """Computes a checksum over bits, shape and dtype of a host array."""
+    """Returns a checksum of the bits, shape and dtype of a host array."""
     hashed = hashlib.sha256(f"{array.dtype.str} {array.shape}".encode())
     hashed.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data if array.size else b"")
     return hashed.hexdigest()

@@ -1,4 +1,4 @@
-"""Files of JSON lines with checksums: damage is found line by line, and only a line that was never whole is cut."""
+"""Files of JSON lines with a checksum per line: a damaged line is reported, an incomplete last line is cut off."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from podrl.storage.seal import is_sealed, seal, unseal
 from podrl.storage.storage import first_line
 
 _log = logging.getLogger("podrl.storage")
-Shape = Mapping[str, type]  # the keys of a record, and the types of their values
+Shape = Mapping[str, type]  # keys of a record, with the types of their values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +20,10 @@ class SealedLines:
     """The content of a file of lines.
 
     Attributes:
-      records: (number of the line from 1, its object) of every line that is as it was written, in their order.
-      damaged: (number of the line, what is wrong) of every other one but a torn last line.
-      unsealed: numbers of the lines without a checksum among `records`, which an earlier version of podrl wrote.
-      torn: bytes of a last line whose writing was cut short; nobody was told that it had been written.
+      records: (number of the line, from 1; its object) of every undamaged line, in their order.
+      damaged: (number of the line, description of the damage) of every damaged line, without a torn last line.
+      unsealed: numbers of the lines in `records` that have no checksum, because an older podrl wrote them.
+      torn: bytes of an incomplete last line, whose write was interrupted before it was reported as done; 0 for none.
     """
 
     records: list[tuple[int, dict[str, Any]]]
@@ -38,12 +38,12 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(content: bytes, unsealed: Collection[Shape]) -> SealedLines:
-    """Reads lines.
+    """Parses the lines of a file and checks their checksums.
 
     Args:
       content: bytes of the file.
-      unsealed: the shapes that records without a checksum may have, as earlier versions wrote them: exactly these
-        keys, so that a damaged name of the checksum does not make a line an old one, and values of these types.
+      unsealed: shapes that a record without a checksum may have, because an older podrl wrote it. A record must have
+        exactly the keys of a shape, so that a line whose checksum's key is damaged does not pass as an old line.
     """
     *lines, last = content.split(b"\n")
     found = SealedLines([], [], [], 0)
@@ -68,7 +68,10 @@ def decode(content: bytes, unsealed: Collection[Shape]) -> SealedLines:
 
 
 def read(path: pathlib.Path, unsealed: Collection[Shape]) -> SealedLines:
-    """Reads a file, as `decode`, and warns of lines without a checksum; a file that is not there is empty."""
+    """Reads a file with `decode`, and warns of a torn line and of lines without a checksum.
+
+    A file that does not exist counts as empty.
+    """
     found = decode(path.read_bytes() if path.exists() else b"", unsealed)
     if found.torn:
         _log.warning("The last line of %s was never whole: its %d bytes are dropped.", path, found.torn)
@@ -82,7 +85,7 @@ def read(path: pathlib.Path, unsealed: Collection[Shape]) -> SealedLines:
 
 
 def open_to_append(path: pathlib.Path, unsealed: Collection[Shape]) -> BinaryIO:
-    """Opens a file for further lines, after cutting off a torn last one and ending one without its newline."""
+    """Opens a file to append lines, after it has cut off a torn last line, or ended a last line without a newline."""
     file = path.open("ab+")
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 1, 0))
@@ -101,7 +104,10 @@ def _has(record: Mapping[str, Any], shape: Shape) -> bool:
 
 
 def _whole(line: bytes) -> bool:
-    """True if a line begins with a whole JSON value: what was cut short does not, what lost its newline does."""
+    """Returns whether a line begins with a whole JSON value.
+
+    A line whose write was interrupted does not; a line that only lacks its newline does.
+    """
     try:
         json.JSONDecoder().raw_decode(line.decode(errors="replace"))
     except ValueError:

@@ -13,9 +13,9 @@ from etils import epath
 Place = pathlib.Path | epath.Path
 
 _ROLES = "roles/storage.objectUser and roles/storage.legacyBucketReader"
-# Written last by Orbax where a directory cannot be renamed in one piece, as in a bucket.
+# Orbax writes this file last where a directory cannot be renamed atomically, as in a bucket.
 _COMMITTED = "commit_success.txt"
-# Within which a bucket must answer: the libraries themselves try for minutes to find credentials and to connect.
+# Deadline for a bucket's answer: the libraries themselves try for minutes to find credentials and to connect.
 ANSWER_S = 10.0
 _DISK = {
     errno.ENOSPC: "is full",
@@ -23,7 +23,7 @@ _DISK = {
     errno.EFBIG: "takes no file that large",
     errno.EROFS: "is read-only",
 }
-# File systems that several hosts can see at one path; every other kind is taken for host-local.
+# File systems that several hosts can see at one path; every other kind counts as host-local.
 _SHARED_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "9p", "cifs", "smb3", "afs", "glusterfs", "daos"}
     | {"fuse.gcsfuse", "gcsfuse", "fuse.gcs", "fuse.s3fs", "fuse.juicefs", "fuse.glusterfs", "fuse.sshfs", "fuse.daos"}
@@ -31,20 +31,20 @@ _SHARED_FILE_SYSTEMS = frozenset(
 
 
 class StorageError(Exception):
-    """Storage failed though the request is right: the same command may work again (exit code 42)."""
+    """Storage failed although the request is right: the same command may succeed later (exit code 42)."""
 
 
 def is_remote(path: str | os.PathLike) -> bool:
-    """True for a URL, such as gs://bucket/run."""
+    """Returns whether a path is a URL, such as gs://bucket/run."""
     return "://" in os.fspath(path)
 
 
 def locate(path: str | os.PathLike) -> Place:
-    """Returns the path as an object that reads and writes there.
+    """Returns a path object that reads and writes at a local path or a URL.
 
     Raises:
-      ValueError: a URL of another kind than gs://BUCKET/....
-      ImportError: the libraries for gs:// are not installed; names the extra.
+      ValueError: `path` is a URL but not gs://BUCKET/....
+      ImportError: the libraries for gs:// are not installed; the error names podrl's extra.
     """
     if not is_remote(path):
         return pathlib.Path(path).expanduser()
@@ -54,13 +54,13 @@ def locate(path: str | os.PathLike) -> Place:
         raise ImportError(f"{url} is in a bucket, which needs gcsfs: pip install 'podrl[gcs]'.")
     import fsspec.config
 
-    # Listings are kept otherwise, and other processes (and tensorstore in this one) write to the same directories.
+    # Without this gcsfs caches listings, while other processes (and tensorstore in this one) write to the directories.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(url)
 
 
 def absolute(path: str | os.PathLike) -> Place:
-    """Returns `locate`, with a local path made absolute, as Orbax needs it. Raises as `locate`."""
+    """Returns the result of `locate`, with a local path made absolute, as Orbax needs it; raises the same errors."""
     place = locate(path)
     return place if is_remote(place) else place.absolute()
 
@@ -69,21 +69,22 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
     """Checks that a path's bucket exists and may be used; local paths pass.
 
     Args:
-      path: the path that the user gave.
-      key: the flag or configuration key it came from, for the message.
-      writes: whether checkpoints go there, for which Orbax asks more than reading needs.
+      path: path of the user.
+      key: flag or configuration key that the path came from, for the message.
+      writes: True if checkpoints are written there, for which Orbax needs more permissions than reading does.
 
     Raises:
-      ValueError: no credentials, no such bucket, or no permission; names the bucket and what to do.
-      StorageError: the service did not answer, within `ANSWER_S` seconds if at all.
-      ImportError: as in `locate`.
+      ValueError: there are no credentials, there is no such bucket, or the permission is missing; the error names the
+        bucket and what to do.
+      StorageError: the service failed, or did not answer within `ANSWER_S` seconds.
+      ImportError: the libraries for gs:// are not installed.
     """
     if not is_remote(path):
         return
     url = os.fspath(locate(path))
-    import google.cloud.storage  # noqa: F401 - which takes its time, and none of the answer's
+    import google.cloud.storage  # noqa: F401 - imported here, so that the slow import does not count as waiting
 
-    # A thread that still waits then is left behind.
+    # After a timeout the thread is left behind, still waiting.
     answer: concurrent.futures.Future[None] = concurrent.futures.Future()
     threading.Thread(target=_answer, args=(answer, url, key, writes), name="podrl-bucket", daemon=True).start()
     try:
@@ -96,7 +97,7 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
 
 
 def _answer(answer: "concurrent.futures.Future[None]", url: str, key: str, writes: bool) -> None:
-    """Puts the outcome of `_ask` into a future."""
+    """Puts the result or the error of `_ask` into a future."""
     try:
         answer.set_result(_ask(url, key, writes=writes))
     except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
@@ -104,7 +105,7 @@ def _answer(answer: "concurrent.futures.Future[None]", url: str, key: str, write
 
 
 def _ask(url: str, key: str, *, writes: bool) -> None:
-    """Asks a bucket as `check` does, without a deadline."""
+    """Does the work of `check`, without a deadline."""
     bucket = _bucket(url)
     import google.cloud.storage as gcs
     from google.api_core.exceptions import ClientError, NotFound
@@ -113,10 +114,10 @@ def _ask(url: str, key: str, *, writes: bool) -> None:
     try:
         try:
             client = gcs.Client()
-        except (DefaultCredentialsError, OSError):  # OSError: credentials, but no project they belong to
+        except (DefaultCredentialsError, OSError):  # OSError: there are credentials, but they name no project
             if writes:
                 raise
-            client = gcs.Client.create_anonymous_client()  # enough for public data
+            client = gcs.Client.create_anonymous_client()  # this is enough for public data
         if writes:
             client.get_bucket(bucket)
         else:
@@ -145,7 +146,7 @@ def _ask(url: str, key: str, *, writes: bool) -> None:
 
 
 def denied(url: str, key: str) -> str:
-    """Writes the error for valid credentials without the needed permission."""
+    """Returns the error message for valid credentials without the needed permission."""
     return (
         f"{key}={url}: these credentials may not use bucket {_bucket(url)}. Grant their account {_ROLES} on it "
         f"(gcloud storage buckets add-iam-policy-binding gs://{_bucket(url)} --role=... --member=...)."
@@ -153,12 +154,12 @@ def denied(url: str, key: str) -> str:
 
 
 def is_denied(error: BaseException) -> bool:
-    """True for errors of gcsfs about insufficient permission."""
+    """Returns whether an error of gcsfs is about insufficient permission."""
     return getattr(error, "code", None) in (401, 403) or str(error).startswith("Forbidden")
 
 
 def complete_steps(directory: Place) -> list[int]:
-    """Lists steps with a complete checkpoint in a directory, oldest first; [] if there is no directory."""
+    """Lists the steps with a complete checkpoint in a directory, oldest first; [] if there is no directory."""
     if not directory.is_dir():
         return []
     named = sorted((int(path.name), path) for path in directory.iterdir() if path.name.isdigit())
@@ -184,7 +185,7 @@ def write_whole(file: pathlib.Path, content: str | bytes) -> None:
 
 
 def sync_directory(directory: pathlib.Path) -> None:
-    """Waits until the disk knows the names of a local directory's files, as a new one needs to outlive a power cut."""
+    """Waits until the names of a local directory's files are on disk, so that a new file survives a power cut."""
     held = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(held)
@@ -204,7 +205,7 @@ def disk_trouble(error: BaseException) -> str:
 
 
 def tree_size(directory: Place) -> int:
-    """Counts the bytes that a local directory's files take on disk; vanishing files count 0."""
+    """Returns the bytes that a local directory's files take on disk; files that vanish meanwhile count 0."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -219,7 +220,7 @@ def file_size(file: Place) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """Shortens a library's error to one log line."""
+    """Returns the first line of an error's text, at most 300 characters; the error's type if it has no text."""
     text = str(error).strip() or type(error).__name__
     return text.partition("\n")[0][:300]
 
@@ -233,11 +234,11 @@ def _bucket(url: str) -> str:
 
 
 def on_network(path: str, mounts: str) -> bool:
-    """True if a local path lies on a file system that other machines may write to.
+    """Returns whether a local path lies on a file system that other machines may write to.
 
     Args:
-      path: the local path.
-      mounts: the text of /proc/mounts.
+      path: the local path, absolute.
+      mounts: text of /proc/mounts.
     """
     return _file_system(path, mounts) in _SHARED_FILE_SYSTEMS
 
