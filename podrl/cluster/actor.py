@@ -161,8 +161,8 @@ class Actor:
         Args:
           loss: loss of a batch's tokens.
           weigh: function for the program of `token_weights`; None builds no such program.
-          teacher: settings of an exact divergence from the reference, the teacher, as a part of the loss; rows are
-            then TaughtRows or TopKRows. None for no such part.
+          teacher: settings of an exact divergence from a teacher as a part of the loss; rows are then TaughtRows or
+            TopKRows. None for no such part.
 
         Raises:
           ValueError: the teacher lacks token ids of the policy, or has fewer ids than `teacher.top_k`.
@@ -223,7 +223,7 @@ class Actor:
         return self._noted(self._taught.likely(self.params(), batch))
 
     def teacher_id_logprobs(self, teacher: Teacher, batch: Batch[IdRows]) -> Any:
-        """Scores ids in every token's place under a teacher, behind the prompts of the teacher: (A, B, T, K), nats."""
+        """Scores the K ids at every token's place under a teacher, which reads its own prompts: (A, B, T, K), nats."""
         assert self._taught.score_ids is not None, "prepare(loss, weigh, teacher) comes first"
         own = {"current": self.params, "ema": self._average}
         return self._noted(self._taught.score_ids(own.get(teacher, lambda: self.reference)(), batch))
