@@ -37,7 +37,13 @@ SAMPLE_CORRECTIONS = ("sequence_tis", "sequence_mask", "geometric_mask")
 def log_weight(
     old_logprob_BT: Float[Array, "B T"], sampler_logprob_BT: Float[Array, "B T"], mask_BT: Mask
 ) -> Float[Array, "B T"]:
-    """Log of the importance weight w, in nats, without gradient; 0 on masked tokens whatever they hold."""
+    """Log of the importance weight w, in nats, without gradient; 0 on masked tokens whatever they hold.
+
+    Args:
+      old_logprob_BT: trainer's log-probabilities under the weights that sampled, nats.
+      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
+      mask_BT: 1 on loss tokens.
+    """
     return jax.lax.stop_gradient(masked(old_logprob_BT, mask_BT) - masked(sampler_logprob_BT, mask_BT))
 
 

@@ -1,4 +1,4 @@
-"""Reward shaping by completion length."""
+"""Reward shaping: a penalty on completions that come close to the length limit."""
 
 from typing import Any
 

@@ -173,6 +173,11 @@ def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree
 def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> PyTree:
     """Draws random parameters; jit with the out_shardings of `abstract_params` to create them on their devices.
 
+    Args:
+      config: the model.
+      key: random key.
+      dtype: storage type of the parameters.
+
     Raises:
       ValueError: the model stores projections as integers, which are quantised from a trained model
         (podrl/models/quantize.py).
@@ -234,7 +239,10 @@ def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
 def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
     """Computes x / rms(x) over the last axis times the norm's scale, in float32; returns x's dtype.
 
-    The scale is the weight, or 1 + weight with `norm_plus_one`; a weight of None is no scale.
+    Args:
+      x: values to normalise over their last axis.
+      weight: weight w of the norm, whose scale is w, or 1 + w with `norm_plus_one`; None for no scale.
+      config: the model.
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
@@ -248,6 +256,11 @@ def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
     """Applies rotary position embedding in the half-split form; angles in float32 (arXiv 2104.09864).
 
     Only the first 2 x len(freq_H) dimensions of a head are rotated; the others stay as they are.
+
+    Args:
+      x_BTNH: queries or keys.
+      position_BT: position of each token inside its own sequence.
+      freq_H: rotary frequencies, radians per position.
     """
     turned = 2 * freq_H.shape[-1]
     if turned < x_BTNH.shape[-1]:

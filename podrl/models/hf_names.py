@@ -121,7 +121,13 @@ class Entry:
 
 
 def part_of(stacked: Sequence[int], index: Sequence[Any], ndim: int) -> tuple[Any, ...]:
-    """Returns an array index that takes `index` in the stacked dimensions and everything in the others."""
+    """Returns an array index that takes `index` in the stacked dimensions and everything in the others.
+
+    Args:
+      stacked: numbers of the stacked dimensions.
+      index: index in each of these dimensions.
+      ndim: number of dimensions of the array.
+    """
     where = dict(zip(stacked, index, strict=True))
     return tuple(where.get(dim, slice(None)) for dim in range(ndim))
 

@@ -87,7 +87,16 @@ def prefix_attention(
 
 
 class _Static(NamedTuple):
-    """Static arguments of the kernels: tokens of a row (T) and of a block (size), query heads of a group, and so on."""
+    """Static arguments of the kernels.
+
+    Attributes:
+      T: tokens of a row.
+      size: tokens of a block.
+      group: query heads that share a key/value head.
+      softcap: c in c * tanh(score / c); 0 is off.
+      name: name under which remat policies may keep the output and its logsumexp.
+      interpret: whether the kernels run interpreted on CPU.
+    """
 
     T: int
     size: int

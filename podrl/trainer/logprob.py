@@ -223,7 +223,14 @@ class Chunk(NamedTuple):
 
 
 def chunk_of(matrix_VD: Array, index: Array, dtype: jnp.dtype, head: Head) -> Chunk:
-    """Slices chunk `index` of this device's part of the vocabulary."""
+    """Slices one chunk of this device's part of the output matrix, and gathers its model dimension.
+
+    Args:
+      matrix_VD: part of the output matrix on this device.
+      index: index of the chunk on this device, from 0; traced.
+      dtype: type of the sliced rows.
+      head: static arguments of the call.
+    """
     V = matrix_VD.shape[0]
     start = jnp.minimum(index * head.chunk, V - head.chunk)
     weight_CD = jax.lax.dynamic_slice_in_dim(matrix_VD, start, head.chunk).astype(dtype)

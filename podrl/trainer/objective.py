@@ -54,7 +54,13 @@ class Trunk:
     remat: str = "none"
 
     def hidden(self, params: PyTree, layout: Layout, dropout_key: PRNGKeyArray | None = None) -> Float[Array, "B T D"]:
-        """Computes final normalised hidden states; with a key, adapters have dropout at the rate of `config`."""
+        """Computes final normalised hidden states of packed rows.
+
+        Args:
+          params: whole parameter tree, adapters joined in.
+          layout: packed tokens, their segments and positions.
+          dropout_key: random key of the adapters' dropout, at the rate of `config`; None for no dropout.
+        """
         return decoder.hidden(params, **self._arguments(layout, dropout_key))
 
     def _arguments(self, layout: Layout, dropout_key: PRNGKeyArray | None) -> Any:
@@ -123,7 +129,13 @@ class Forward(Trunk):
     def scored(
         self, params: PyTree, hidden_BTD: Float[Array, "B T D"], layout: Layout
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """Computes (log-probability, entropy) of every token, nats, from hidden states."""
+        """Computes (log-probability, entropy) of every token, nats, from hidden states.
+
+        Args:
+          params: whole parameter tree.
+          hidden_BTD: final normalised hidden states of the rows.
+          layout: packed tokens, their segments and positions.
+        """
         return logprob.token_logprobs(
             params,
             hidden_BTD,

@@ -38,7 +38,13 @@ def abstract_state(
 
 
 def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Returns the abstract state of abstract trainable parameters; optimizer leaves are sharded as their parameter."""
+    """Returns the abstract state of abstract trainable parameters; optimizer leaves are sharded as their parameter.
+
+    Args:
+      trainable: shapes, dtypes and shardings of the trainable parameters.
+      optimizer: optimizer of these parameters.
+      mesh: mesh of the trainer, on which all other leaves are replicated.
+    """
     whole = rules.replicated(mesh)
 
     def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -73,6 +79,12 @@ def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: 
     """Makes (state at step 0, frozen parameters) from whole parameters on `mesh`, without copying a parameter.
 
     The state shares its arrays with `params`. The first training step donates its state and so deletes them.
+
+    Args:
+      params: whole parameter tree on `mesh`.
+      config: the model; under LoRA the state holds the adapters only.
+      optimizer: optimizer of the trainable parameters.
+      mesh: mesh of the trainer.
     """
     trainable, frozen = decoder.split_trainable(params, config)
     return init_train_state(trainable, optimizer, mesh), frozen

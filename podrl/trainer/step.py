@@ -169,6 +169,12 @@ def make_token_score_fn(
     """Builds token_score_fn(params, batch) -> (logprob_ABT, entropy_ABT), jitted, both in nats; see `make_logprob_fn`.
 
     This is a separate program: the program of `make_logprob_fn`, which training uses, stays without entropies.
+
+    Args:
+      config: the model.
+      mesh: devices that it runs on.
+      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+      dtype: compute dtype.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
 
