@@ -43,6 +43,7 @@ CASES = {
     "lora": Case("grpo_gemma.py:lora"),
     "async": Case("grpo_gemma.py:async", programs=("train step", "old")),
     "ppo": Case("ppo_gemma.py", programs=("train step", "old", "reference", "critic", "values")),
+    "mixture": Case("grpo_tools.py:mixture", programs=_UPDATE),
     "tools": Case("grpo_tools.py", programs=("train step", "prefill", "generate", "move")),
     "sft": Case("sft_tiny.py"),
     "experts": Case("sft_tiny.py:moe"),
@@ -75,6 +76,9 @@ SAME = {
     "sft_tools.py": "sft",
     "grpo_agents.py": "tools",
     "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # on a GPU
+    # A larger size without adapters, which podrl.plan compiles for its own slices.
+    "grpo_real.py:qwen3_8b_v5p16": "qwen3_06b",
+    "grpo_real.py:qwen3_8b_v6e32": "qwen3_06b",
 }
 
 

@@ -6,12 +6,16 @@ from podrl.types import Layout
 
 
 def packed_rows(kind, placement, *, tokens_BT, mask_BT, kl_scale=1.0, **values_BT):
-    """Makes a host batch of a loss's rows; finds its other per-token inputs by name, missing ones are ones."""
+    """Makes a host batch of a loss's rows; finds its other per-token inputs by name.
+
+    Inputs that are not passed are ones; those that a row need not have are left out.
+    """
     layout = placement.layout(tokens_BT)
     if kind is Layout:
         return placement.batch(layout)
     mask_ABT, length_ABT = placement.loss_tokens(mask_BT)
     made = {"layout": layout, "mask_BT": mask_ABT, "length_BT": length_ABT, "kl_scale": kl_scale}
-    names = {field.name for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    names = {name for name, field in fields.items() if name in values_BT or field.default is not None}
     given = {name: placement.scatter(values_BT.get(name, mask_BT), where_BT=mask_BT) for name in names - made.keys()}
     return placement.batch(kind(**given, **{name: made[name] for name in names & made.keys()}))

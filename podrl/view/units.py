@@ -8,7 +8,8 @@ _UNITS = (
     (r".*/(tokens_per_s(_per_device)?)", "tokens per second"),
     (r"time/.*|episode/seconds_p\d+|tools/.*/seconds_p95|perf/compile", "seconds"),
     (
-        r"completion/length_m(ean|ax)|tokens/.*|perf/prefill_tokens|episode/given_tokens|tools/.*/output_tokens",
+        r"completion/length_m(ean|ax)|(loss/|source/.*/)?tokens(/.*)?|perf/prefill_tokens|episode/given_tokens"
+        r"|tools/.*/output_tokens",
         "tokens",
     ),
     (r"perf/memory_peak", "GiB"),
@@ -26,11 +27,11 @@ _UNITS = (
         r"critic/explained_variance|perf/(goodput|mfu|lost_.*|waits_.*)|reward/(groups_without_signal|zero/.*)",
         "share of 1",
     ),
-    (r"rollout/(kept_mass|mixed_samples|share_stale_.*)|sampler/(ess|kept)|moe/.*", "share of 1"),
-    (r"eval/(.*/)?(greedy|sampled)_reward(/.*)?|reward/.*|group/.*/reward(/.*)?", "reward"),
+    (r"rollout/(kept_mass|mixed_samples|share_stale_.*)|sampler/(ess|kept)|moe/.*|opd/compared", "share of 1"),
+    (r"eval/(.*/)?(greedy|sampled)_reward(/.*)?|reward/.*|(group|source)/.*/reward(/.*)?", "reward"),
     (r"eval/(.*/)?(greedy|sampled)_(answer|partial|format|pass|majority)", "share of 1"),
     (r"critic/(advantage_abs|return|value)", "reward"),
-    (r"(data|dynamic_sampling|front|loss|pod|queue|episode|rollout)/.*|(.*/)?(prompts|records)", "count"),
+    (r"(data|dynamic_sampling|front|loss|pod|queue|episode|rollout)/.*|(.*/)?(prompts|records|samples)", "count"),
     (r"perf/(decode_steps|dispatches|prefill_calls)|tools/.*/(calls|failures)", "count"),
 )
 
