@@ -27,6 +27,12 @@ STARVED = 0.25  # share of a step's time
 UNPAID = 0.95  # share of samples with reward 0
 REPEATED = 8  # consecutive repetitions of a piece of text
 SETTLED = 10  # steps before a constant value is believed
+WAITS = 0.5  # share of a step's time
+LONGEST = 3.0  # times the mean length of a batch
+TAUGHT = 0.01  # least nats per token between policy and teacher
+COMPARED = 0.5  # least share of tokens with a teacher
+APART = 2.0  # times the divergence in the first steps
+UNLIKELY = 1.5  # times the negative log-probability in the first steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +125,7 @@ def _mask(now: Record, past: Past) -> str:
     meaning="the engine serves other weights than those trained, or computes them in another way",
     key=(
         "rollout.data_type=trainer.dtype, float32 for both; SECTION.sampler_correction='tis', or 'kpop', "
-        "which leaves out the tokens that are far off; fewer stale batches"
+        "which leaves out the tokens that are far off (algorithm=prime_rl does, too); SECTION.max_staleness lower"
     ),
 )
 def _reproduced(now: Record, past: Past) -> str:
@@ -204,7 +210,9 @@ def _function_constant(now: Record, past: Past) -> str:
     ),
     key=(
         "1. data.system_prompt to ask for the form, or algorithm=sft first; 2. the function's arguments, "
-        "data.answer_field; 3. easier data (data.path), more SECTION.num_generations"
+        "data.answer_field; 3. easier data (data.path), more SECTION.num_generations, "
+        "SECTION.advantage_estimator='maxrl' with SECTION.dynamic_sampling=True; with tools whose answers can be "
+        "predicted, SECTION.observation_coef=0.1; with a model that can do the task, algorithm=opd"
     ),
 )
 def _unpaid(now: Record, past: Past) -> str:
@@ -238,6 +246,27 @@ def _reward_saturated(now: Record, past: Past) -> str:
         f"reward/std is {average(past.recent(now, 'reward/std')):.3g} over {WINDOW} steps and was "
         f"{past.at_first('reward/std'):.3g} at first, at a reward/mean of {number(now, 'reward/mean'):.4g}"
     )
+
+
+@check(
+    "a reward at the cost of another",
+    meaning="the sum of the rewards rises and one of them falls: the others may be exploited, as learned ones can be",
+    key=(
+        "reward.weights, a function of your own that sees what is exploited (reward.fns), another reward.model; a KL "
+        "to the starting policy: SECTION.beta higher, or algorithm=rloo, which has it in the reward"
+    ),
+)
+def _reward_exploited(now: Record, past: Past) -> str:
+    start, spread, rewards = past.at_first("reward/mean"), past.at_first("reward/std"), past.recent(now, "reward/mean")
+    if past.steps + 1 < 2 * WINDOW or start is None or not spread or not rewards:
+        return ""
+    rise = average(rewards) - start
+    for name in (name.replace("/zero/", "/") for name in now if name.startswith("reward/zero/")):
+        before, values = past.at_first(name), past.recent(now, name)
+        if before is not None and values and rise >= spread / 2 and before - average(values) > spread / 4:
+            fall = before - average(values)
+            return f"reward/mean rose by {rise:.3g} since the first steps, and {name} fell by {fall:.3g}"
+    return ""
 
 
 @check(
@@ -386,13 +415,73 @@ def _router(now: Record, past: Past) -> str:
 @check(
     "KL drift",
     meaning="the policy has left the reference: it may exploit the reward and forget the rest",
-    key="SECTION.beta (or kl_in_reward) higher, SECTION.kl_target, trainer.learning_rate lower",
+    key=(
+        "SECTION.beta (or kl_in_reward, as algorithm=rloo has it) higher, SECTION.kl_target, "
+        "trainer.learning_rate lower"
+    ),
 )
 def _kl(now: Record, past: Past) -> str:
     for name in ("actor/kl", "reward/kl"):
         values = past.recent(now, name)
         if values and average(values) > KL_LIMIT:
             return f"{name} is {average(values):.3g} nats per token over {WINDOW} steps, more than {KL_LIMIT:g}"
+    return ""
+
+
+@check(
+    "a teacher that teaches nothing",
+    meaning="the teacher says what the policy says anyway, or few tokens have a teacher at all",
+    key=(
+        "model.reference or model.teachers (another model than the policy's, whose sources are those of the data), "
+        "data.hint, or 'hint' in data.sources, where the policy teaches itself (SECTION.teacher)"
+    ),
+)
+def _taught(now: Record, past: Past) -> str:
+    start, shares = past.at_first("opd/reverse_kl"), past.recent(now, "opd/compared")
+    if shares and average(shares) < COMPARED:
+        return f"opd/compared is {average(shares):.2f} over {WINDOW} steps: the other tokens have no teacher"
+    if past.steps != WINDOW or start is None or abs(start) >= TAUGHT:
+        return ""
+    return f"opd/reverse_kl is {start:.3g} nats per token in the first {WINDOW} steps, less than {TAUGHT:g}"
+
+
+@check(
+    "a teacher that disagrees more and more",
+    meaning="the policy moves away from its teacher: updates are too large, or a policy that teaches itself drifts",
+    key=(
+        "trainer.learning_rate lower, SECTION.reward_coef lower; SECTION.teacher='initial', or SECTION.teacher_rate "
+        "lower, where the policy teaches itself"
+    ),
+)
+def _apart(now: Record, past: Past) -> str:
+    values, start = past.recent(now, "opd/reverse_kl"), past.at_first("opd/reverse_kl")
+    if not values or start is None or average(values) <= APART * max(start, 10 * TAUGHT):
+        return ""
+    return f"opd/reverse_kl is {average(values):.3g} nats over {WINDOW} steps, and was {start:.3g} in the first ones"
+
+
+@check(
+    "observations that are not learned",
+    meaning="what the environment answers cannot be predicted, and its gradient disturbs that of the policy",
+    key="SECTION.observation_coef lower, or 0",
+)
+def _observed(now: Record, past: Past) -> str:
+    values, start = past.recent(now, "echo/nll"), past.at_first("echo/nll")
+    if past.steps + 1 < 2 * SETTLED or not values or not start or average(values) < 0.95 * start:
+        return ""
+    return f"echo/nll is {average(values):.3g} nats over {WINDOW} steps, and was {start:.3g} in the first ones"
+
+
+@check(
+    "chosen answers become unlikely",
+    meaning="the policy leaves the better answer of a pair as well as the worse one",
+    key="dpo.beta higher, trainer.learning_rate lower, or algorithm=orpo, where the policy writes no such answers yet",
+)
+def _chosen(now: Record, past: Past) -> str:
+    for name in ("dpo/chosen_logprob", "orpo/chosen_logprob"):
+        values, start = past.recent(now, name), past.at_first(name)
+        if values and start and start < 0 and average(values) < UNLIKELY * start:
+            return f"{name} is {average(values):.4g} nats over {WINDOW} steps, and was {start:.4g} in the first ones"
     return ""
 
 
@@ -452,7 +541,10 @@ def _tools(now: Record, past: Past) -> str:
     "evaluation off the training distribution",
     kind="evaluation",
     meaning="what is learned in training does not carry over: learned by heart, an exploited reward, or other data",
-    key="data.eval_path (is it the same task?), more data, the reward; SECTION.beta higher",
+    key=(
+        "data.eval_path (is it the same task?), more data, the reward; SECTION.beta higher, or a KL in the reward "
+        "(algorithm=rloo)"
+    ),
 )
 def _evaluation(now: Record, past: Past) -> str:
     names = [name for name in ("eval/sampled_reward", "eval/greedy_reward") if number(now, name) is not None]
@@ -471,6 +563,48 @@ def _evaluation(now: Record, past: Past) -> str:
     return (
         f"reward/mean rose by {rise:.3g} since the first steps, and {names[0]} by {after - before:.3g} ± {margin:.2g}"
     )
+
+
+@check(
+    "evaluation gets worse",
+    kind="evaluation",
+    meaning="the policy forgets, or learns what does not help: steps are too large, or a teacher is no better than it",
+    key=(
+        "trainer.learning_rate lower, fewer steps (trainer.max_steps); data.hint, where the policy teaches itself by a "
+        "hint that it misreads; of given answers (algorithm=sft) one pass, then an algorithm with rewards"
+    ),
+)
+def _worse(now: Record, past: Past) -> str:
+    if not past.evaluations:
+        return ""
+    for name in ("eval/sampled_reward", "eval/greedy_reward"):
+        before, after = (number(record, name) for record in (past.evaluations[0], now))
+        errors = [number(record, name.replace("eval/", "eval/error/")) for record in (past.evaluations[0], now)]
+        if before is None or after is None or None in errors:
+            continue
+        margin = 3.0 * math.hypot(*(error for error in errors if error is not None))
+        return f"{name} was {before:.3g} and is {after:.3g} ± {margin:.2g}" if after + margin < before else ""
+    return ""
+
+
+@check(
+    "the trainer waits for samples",
+    meaning="the update stands still until the longest samples of its batch have ended",
+    key=(
+        "SECTION.max_staleness=2 on devices of their own (--topology=split), with algorithm=prime_rl; more devices for "
+        "the rollout (roles.rollout.mesh)"
+    ),
+)
+def _waits(now: Record, past: Past) -> str:
+    names = ("perf/waits_samples", "completion/length_max", "completion/length_mean")
+    waits, longest, mean = (past.recent(now, name, SETTLED) for name in names)
+    if past.steps + 1 < SETTLED + 2 or not waits or average(waits) <= WAITS:
+        return ""
+    uneven = average(longest) / average(mean) if longest and mean and average(mean) > 0 else 0.0
+    if not past.setting("algo.max_staleness", 0) and uneven < LONGEST:
+        return ""  # without staleness the update always waits; only a tail makes it worth overlapping
+    said = f"perf/waits_samples is {average(waits):.2f} over {SETTLED} steps"
+    return f"{said}, the longest sample {uneven:.2g} times the mean" if uneven else said
 
 
 @check(

@@ -3,6 +3,7 @@
 import io
 import json
 import pathlib
+import re
 
 import pytest
 import recorded
@@ -69,6 +70,43 @@ def unpaid(run):
         sample |= {"number": 0.0, "truth": "42"} if sample["step"] == 1 else {"number": 1.5}
 
 
+def exploited(run):
+    put(run, "reward/number", 5.0, 1, 9)
+    put(run, "reward/number", 1.0, 10)
+    put(run, "reward/zero/number", 0.5, 1)
+    put(run, "reward/mean", 1.0, 1, 9)
+    put(run, "reward/mean", 9.0, 10)
+    put(run, "reward/std", 4.0, 1)
+
+
+def departs(run):
+    put(run, "opd/reverse_kl", 0.3, 1, 9)
+    put(run, "opd/reverse_kl", 0.9, 10)
+
+
+def falls(group):
+    def change(run):
+        put(run, f"{group}/chosen_logprob", -40.0, 1, 9)
+        put(run, f"{group}/chosen_logprob", -80.0, 10)
+
+    return change
+
+
+def forgets(run):
+    first, *others = evaluations(run)
+    for record in others:
+        record["eval/sampled_reward"] = first["eval/sampled_reward"] - 4 * 1.42 * first["eval/error/sampled_reward"]
+        record["eval/error/sampled_reward"] = first["eval/error/sampled_reward"]
+
+
+def uneven(run):
+    """The longest sample of a batch has four times the mean length, and the update waits for it."""
+    put(run, "perf/waits_samples", 0.6, 1)
+    put(run, "completion/length_mean", 8.0, 1)
+    put(run, "completion/length_max", 16.0, 1, 9)
+    put(run, "completion/length_max", 32.0, 10)
+
+
 # Finding, run it is planted in, what is changed, the step at which it must be found, words of what is said.
 PLANTED = [
     (
@@ -103,6 +141,7 @@ PLANTED = [
         "reward function number gave 0 to 97% of the samples of 5 steps, such as (step 1) prompt",
     ),
     ("reward saturated", "grpo", lambda r: put(r, "reward/std", 0.1, 12), 16, "0.1 over 5"),
+    ("a reward at the cost of another", "gspo", exploited, 11, "reward/number fell by 1.6"),
     ("groups without signal", "rloo", lambda r: put(r, "reward/groups_without_signal", 0.9, 7), 11, "0.9"),
     ("nothing trained", "rloo", nothing_trained, 5, "64 equal_rewards, 3 no_tokens"),
     ("answers get longer", "cispo", lambda r: put(r, "completion/length_mean", 48.0, 9), 12, "times"),
@@ -114,10 +153,19 @@ PLANTED = [
     ("entropy collapse", "grpo", lambda r: put(r, "actor/entropy", 0.004, 10), 14, "0.004"),
     ("KL drift", "grpo", lambda r: put(r, "actor/kl", 2.5, 10), 11, "1.03"),
     ("KL drift", "rloo", lambda r: put(r, "reward/kl", 2.5, 10), 11, "reward/kl"),
+    ("a teacher that teaches nothing", "grpo", lambda r: put(r, "opd/reverse_kl", 0.002, 1), 6, "0.002 nats"),
+    ("a teacher that teaches nothing", "grpo", lambda r: put(r, "opd/compared", 0.25, 7), 11, "0.25 over 5"),
+    ("a teacher that disagrees more and more", "grpo", departs, 12, "opd/reverse_kl is 0.66"),
+    ("observations that are not learned", "tools", lambda r: put(r, "echo/nll", 7.0, 1), 20, "echo/nll is 7"),
+    ("chosen answers become unlikely", "grpo", falls("dpo"), 12, "dpo/chosen_logprob is -64"),
+    ("chosen answers become unlikely", "grpo", falls("orpo"), 12, "orpo/chosen_logprob is -64"),
     ("adapters without effect", "lora", no_signal_for_adapters, 7, "actor/grad_norm is 0"),
     ("adapters not served", "lora", same_evaluation, 12, "after step 0"),
     ("tools that fail", "tools", lambda r: put(r, "tools/calculator/failures", lambda v: v + 40, 15), 17, "calculator"),
     ("evaluation off the training distribution", "grpo", learned_by_heart, 12, "eval/sampled_reward by 0"),
+    ("evaluation gets worse", "grpo", forgets, 12, "eval/sampled_reward was"),
+    ("the trainer waits for samples", "stale", lambda r: put(r, "perf/waits_samples", 0.7, 6), 15, "0.70 over 10"),
+    ("the trainer waits for samples", "grpo", uneven, 14, "3 times the mean"),
     ("a stage is the bottleneck", "grpo", lambda r: put(r, "time/reward", lambda v: v + 3.0, 12), 12, "time/reward"),
     ("a stage is the bottleneck", "grpo", lambda r: put(r, "time/data", lambda v: v + 3.0, 12), 12, "time/data"),
     ("a stage is the bottleneck", "grpo", lambda r: put(r, "time/checkpoint", 3.0, 14), 14, "time/checkpoint"),
@@ -154,6 +202,17 @@ def test_the_page_has_every_row_of_the_table():
     rows = [line.split(" | ") for line in page.split("\n") if line.startswith("| ") and line.count(" | ") == 3]
     listed = [(name, meaning, key.removesuffix(" |")) for _, name, meaning, key in rows[1:]]
     assert listed == [(row.name, row.meaning, row.key) for row in CHECKS]
+
+
+def test_findings_name_the_settings_of_the_table_of_algorithms():
+    """The page of algorithms opens with a table of tasks; each of its settings is the advice of a finding."""
+    table = (ROOT / "docs" / "algorithms.md").read_text().split("\n\n")[1]
+    keys = " ".join(row.key for row in CHECKS)
+    settings = {re.sub("^grpo[.]", "SECTION.", key) for key in re.findall(r"--config\.((?:[a-z]+[.])[a-z_]+)", table)}
+    presets = re.findall(r"algorithm=[a-z_]+", table)
+    presets += [f"algorithm={name}" for name in re.findall(r"--config=([a-z]+)_tiny", table)]
+    missing = {said for said in [*settings, *presets, "--topology=split"] if said not in keys}
+    assert len(settings) > 8 and len(presets) > 6 and not missing, missing
 
 
 def test_a_penalty_is_not_told_to_pay_nothing_and_the_sample_has_its_reference(tmp_path):
