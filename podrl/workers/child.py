@@ -1,6 +1,6 @@
-"""The worker's end of podrl.workers.process: its pipes, its limits, and an end that comes with the parent's.
+"""The worker's side of podrl.workers.process: takes its pipes, applies its limits, and ends when its parent ends.
 
-It imports the standard library alone, never jax.
+It imports no jax and, apart from podrl, only the standard library.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ LIFE = "PODRL_LIFE_FD"
 
 
 def refuse_inside() -> None:
-    """Raises when called in a worker: a script that starts training as soon as it is imported.
+    """Refuses to train in a worker, which imported a user's script that starts training as soon as it is imported.
 
     Raises:
       ValueError: this process is a worker.
@@ -34,7 +34,7 @@ def refuse_inside() -> None:
 
 
 def begin() -> tuple[BinaryIO, BinaryIO]:
-    """Takes the pipes, applies the limits that the command line names (a Limits as JSON), and returns the pipes."""
+    """Applies the limits on the command line (a Limits as JSON); returns (pipe of requests, pipe of replies)."""
     requests, replies = _take_pipes()
     Limits(**json.loads(sys.argv[1])).apply()
     del sys.argv[1:]
@@ -48,15 +48,15 @@ def serve(
     """Loads functions of users and calls them, one request after the other, until the parent closes the pipe.
 
     Args:
-      describe: function of (a function, its spec) that returns what the parent must know of the function.
-      call: function of (a function, what the parent sent for it, from JSON) that returns the answer.
+      describe: function of (a user's function, its spec) that returns the description of it for the parent.
+      call: function of (a user's function, the arguments from the parent as parsed JSON) that returns the answer.
     """
     requests, replies = begin()
     functions: dict[str, Callable[..., Any]] = {}
     while len(lengths := requests.read(LENGTHS.size)) == LENGTHS.size:
         head, body = LENGTHS.unpack(lengths)
         start, content = requests.read(head), requests.read(body)
-        if len(content) < body or len(start) < head:  # the parent left in the middle
+        if len(content) < body or len(start) < head:  # the parent ended in the middle of a request
             return
         match header := json.loads(start):
             case {"call": key}:
@@ -67,7 +67,7 @@ def serve(
                     found, settings = load_function(spec), spec.get("settings")
                     functions[key] = found if settings is None else found(**settings)
                     reply = describe(functions[key], spec)
-                except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
+                except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises an error
                     reply = {"raised": explain_load(error, spec.get("file", ""))}
             case _:
                 raise AssertionError(header)
@@ -76,8 +76,8 @@ def serve(
 
 
 async def frames(requests: BinaryIO) -> AsyncIterator[dict[str, Any]]:
-    """The headers of requests on the running event loop, until the parent closes the pipe."""
-    import asyncio  # most workers have no event loop
+    """Yields the headers of requests, on the running event loop, until the parent closes the pipe."""
+    import asyncio  # imported here, because most workers have no event loop
 
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
@@ -93,7 +93,10 @@ async def frames(requests: BinaryIO) -> AsyncIterator[dict[str, Any]]:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The request and reply pipes; what code of users prints goes to standard error, what it reads is empty."""
+    """Returns the pipes of requests and of replies, and ties this process's life to its parent's.
+
+    Output of the user's code then goes to standard error, and its standard input is empty.
+    """
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 LENGTHS = struct.Struct(">II")
-MOST_BYTES = 1 << 30  # of a frame
+MOST_BYTES = 1 << 30  # bound on the bytes of a frame
 
 
 class FrameError(ValueError):
-    """A frame is too long, or is none; says which."""
+    """A frame is too long, or the bytes are no frame; the message says which."""
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """A message as it goes through the pipe.
+    """Encodes a header and a body as one frame.
 
     Raises:
-      FrameError: it is longer than MOST_BYTES.
+      FrameError: header and body together are longer than MOST_BYTES.
     """
     head = json.dumps(header).encode()
     _check_size(len(head) + len(body))
@@ -25,10 +25,10 @@ def pack(header: Mapping[str, Any], body: bytes = b"") -> bytes:
 
 
 def take(data: bytearray) -> dict[str, Any] | None:
-    """Takes a message off the front of `data` and returns its header; None while bytes of it are missing.
+    """Removes the first frame from `data` and returns its header; None, and no change, while the frame is incomplete.
 
     Raises:
-      FrameError: `data` does not begin with a message.
+      FrameError: `data` does not begin with a frame.
     """
     if len(data) < LENGTHS.size:
         return None

@@ -1,7 +1,8 @@
-"""Ends what code of users detached from its worker: processes that carry the worker's mark in their environment.
+"""Ends processes that users' code detached from its worker, by the worker's mark in their environment.
 
-A process may leave its group and its session, and outlive its parent; it keeps its environment, unless it empties it.
-It imports the standard library alone, and is a program, too: the one that ends what a killed job left.
+A process may leave its group and its session, and outlive its parent, but it keeps its environment unless it empties
+it. This module imports only the standard library. It is also a program, which ends the processes that a killed job left
+behind.
 """
 
 import contextlib
@@ -15,18 +16,18 @@ _WAIT_S = 1.0
 
 
 def end_marked(mark: str) -> None:
-    """Kills processes whose mark begins with `mark`, and what they started; returns when none is left, or after 1 s."""
+    """Kills processes whose mark begins with `mark`, and their children; returns when none is left, or after 1 s."""
     end = time.monotonic() + _WAIT_S
     while _kill(f"{MARK}={mark}".encode()) and time.monotonic() < end:
         time.sleep(0.002)
 
 
 def _kill(wanted: bytes) -> int:
-    """Kills the processes that are there now; returns how many there were."""
+    """Kills the marked processes that exist now, and their descendants; returns the number of marked ones."""
     children: dict[int, list[int]] = {}
     marked = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with contextlib.suppress(OSError, IndexError):  # ended meanwhile, or of another user
+        with contextlib.suppress(OSError, IndexError):  # the process ended meanwhile, or is another user's
             if name.isdigit() and int(name) != os.getpid():
                 children.setdefault(_parent(int(name)), []).append(int(name))
                 if _carries(int(name), wanted):
@@ -37,7 +38,7 @@ def _kill(wanted: bytes) -> int:
     for number in doomed:
         with contextlib.suppress(OSError, IndexError):
             process = os.pidfd_open(number)
-            try:  # its number may have become another process's before it was opened
+            try:  # check again: the number may have become another process's before it was opened
                 if _carries(number, wanted) or _parent(number) in doomed:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
@@ -46,7 +47,7 @@ def _kill(wanted: bytes) -> int:
 
 
 def _carries(number: int, wanted: bytes) -> bool:
-    with open(f"/proc/{number}/environ", "rb") as file:  # of a process that has ended it is empty
+    with open(f"/proc/{number}/environ", "rb") as file:  # the file of a process that has ended is empty
         return any(variable.startswith(wanted) for variable in file.read().split(b"\0"))
 
 
@@ -56,7 +57,10 @@ def _parent(number: int) -> int:
 
 
 def main() -> None:
-    """Waits in the background until nobody holds the other end of standard input; the argument is the job's mark."""
+    """Waits in the background until no process holds the other end of standard input, then kills marked processes.
+
+    The program's argument is the job's mark.
+    """
     if os.fork():
         os._exit(0)
     os.setsid()

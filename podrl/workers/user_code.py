@@ -1,4 +1,4 @@
-"""Limits processes that run user code: no secrets of the job in their environment, bounded resources."""
+"""Limits of processes that run users' code: no secrets of the job in their environment, and bounded resources."""
 
 import contextlib
 import ctypes
@@ -11,23 +11,23 @@ from collections.abc import Mapping, MutableMapping
 
 from podrl.config import Count, section
 
-# Named as variables are that hold something to keep: PODRL_SECRET, HF_TOKEN, WANDB_API_KEY, AWS_ACCESS_KEY_ID.
+# Names of variables that hold secrets, such as PODRL_SECRET, HF_TOKEN, WANDB_API_KEY, AWS_ACCESS_KEY_ID.
 _SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?|(API)?KEYS?|AUTH)(_|$)", re.IGNORECASE)
 _OF_THE_JOB = re.compile(r"PODRL_SECRET(_FILE)?")
-_hiding, _hidden = threading.Lock(), set[str]()  # of hide_secrets: names that are done
+_hiding, _hidden = threading.Lock(), set[str]()  # used by hide_secrets: its lock, and the names that it has hidden
 
 
 @section("reward.limits")
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of each process with user code, and the variables it sees besides the harmless ones.
+    """The limits of each process with users' code, and the secret variables that it may see.
 
     Attributes:
-      memory_mb: memory of one process, in MiB (RLIMIT_DATA: what it allocates, not files it maps).
-      processes: processes and threads that may come to those this user has when the process starts (RLIMIT_NPROC,
-        which the kernel does not hold against root).
-      file_mb: size of one file it writes, in MiB (RLIMIT_FSIZE).
-      environment: names of environment variables that it sees though their names sound secret, such as
+      memory_mb: bound on the memory that one process allocates, in MiB (RLIMIT_DATA, which leaves mapped files out).
+      processes: number of processes and threads that this user may have in addition to those that run when the process
+        starts (RLIMIT_NPROC, which the kernel does not apply to root).
+      file_mb: bound on the size of a file that the process writes, in MiB (RLIMIT_FSIZE).
+      environment: names of environment variables that the process may see although their names sound secret, such as
         'OPENAI_API_KEY'; all others whose name has a part like TOKEN, KEY, SECRET or PASSWORD are withheld.
     """
 
@@ -44,7 +44,7 @@ class Limits:
                 )
 
     def apply(self) -> None:
-        """Sets the limits on this process and its children; none can be raised again."""
+        """Sets the limits of this process and its children; they cannot be raised again."""
         import resource
 
         wanted = {
@@ -60,30 +60,30 @@ class Limits:
             resource.setrlimit(kind, (value, value))
 
     def seen(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Returns the part of an environment that user code may see."""
+        """Returns the variables of an environment that users' code may see."""
         withheld = self.withheld(environment)
         return {name: value for name, value in environment.items() if name not in withheld}
 
     def withheld(self, environment: Mapping[str, str]) -> list[str]:
-        """Lists the variables that are withheld."""
+        """Lists the names of an environment's variables that are withheld from users' code."""
         return sorted(name for name in environment if is_secret(name) and name not in self.environment)
 
 
 def is_secret(name: str) -> bool:
-    """True if an environment variable's name says that only the job itself should see it."""
+    """Returns whether the name of an environment variable sounds secret, so that only the job itself should see it."""
     return _SECRET.search(name) is not None
 
 
 def is_of_the_job(name: str) -> bool:
-    """True for a variable that no code of users may ever see: the secret of the job's own network."""
+    """Returns whether a variable holds the secret of the job's own network, which users' code may never see."""
     return _OF_THE_JOB.fullmatch(name) is not None
 
 
 def forget(environment: MutableMapping[str, str], name: str) -> None:
-    """Removes a variable from an environment; for this process's own, also where the kernel shows it to others.
+    """Removes a variable from an environment; from os.environ so that /proc/PID/environ does not show its value either.
 
-    /proc/PID/environ shows the environment a process was started with for as long as it lives, and the functions of
-    users run under the same user.
+    The kernel shows the environment that a process was started with for as long as the process lives, and users'
+    functions run under the same user, who may read it.
     """
     if environment is os.environ:
         _overwrite(name)
@@ -91,21 +91,22 @@ def forget(environment: MutableMapping[str, str], name: str) -> None:
 
 
 def hide_secrets() -> None:
-    """Takes secrets out of what the kernel shows of this process's environment; os.environ and children keep them.
+    """Hides secret variables of this process in /proc/PID/environ; os.environ and child processes keep them.
 
-    Each name is done once: the kernel shows the environment a process was started with, and no value set later.
+    Each name is hidden only once, because the kernel shows the values that a process was started with, and none that
+    was set later.
     """
     with _hiding:
         for name in [name for name in os.environ if is_secret(name) and name not in _hidden]:
             value = os.environ[name]
             _overwrite(name)
-            os.environ[name] = value  # in memory of its own; other threads find it in os.environ throughout
+            os.environ[name] = value  # this puts it into new memory; os.environ had it throughout for other threads
             _hidden.add(name)
 
 
 def _overwrite(name: str) -> None:
-    """Writes asterisks over a variable's value in the memory that the kernel shows."""
-    with contextlib.suppress(AttributeError, OSError):  # a system without /proc has nothing to hide there
+    """Overwrites a variable's value with asterisks in the memory that the kernel shows."""
+    with contextlib.suppress(AttributeError, OSError):  # a system without /proc shows nothing that must be hidden
         getenv = ctypes.CDLL(None).getenv
         getenv.restype, getenv.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
         if (at := getenv(name.encode())) is not None:
@@ -113,12 +114,12 @@ def _overwrite(name: str) -> None:
 
 
 def _tasks_of_user() -> int | None:
-    """Counts this user's processes and threads; None where the system does not say."""
+    """Counts this user's processes and threads; None if the system does not say."""
     if not pathlib.Path("/proc/self/status").exists():
         return None
     count, me = 0, os.getuid()
     for process in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):  # ended meanwhile
+        with contextlib.suppress(OSError, ValueError):  # the process ended meanwhile
             if process.stat().st_uid == me:
                 count += len(os.listdir(process / "task"))
     return count

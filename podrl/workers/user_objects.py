@@ -1,4 +1,4 @@
-"""Python objects of users by name: where each is, how a worker loads it, and what is said of its errors."""
+"""Names and loads Python objects of users: functions, classes and their files, with the texts of their errors."""
 
 import difflib
 import importlib
@@ -20,10 +20,14 @@ class LoadError(ValueError):
 
 
 def spec_at(place: str, name: str) -> dict[str, str]:
-    """The spec of 'file.py:name' or 'package.module:name', cut at the colon.
+    """Returns the spec of an object, by which `load` finds it.
+
+    Args:
+      place: a path 'file.py' or a module 'package.module'.
+      name: name of the object, dotted inside the module.
 
     Raises:
-      ValueError: a file that does not exist.
+      ValueError: the file does not exist.
     """
     if not place.endswith(".py"):
         return {"module": place, "name": name}
@@ -34,7 +38,7 @@ def spec_at(place: str, name: str) -> dict[str, str]:
 
 
 def spec_of(fn: Any) -> dict[str, str] | None:
-    """The module and name under which a worker imports an object; None where it has neither or no file."""
+    """Returns the spec by which a worker loads an object; None if the object cannot be found by name in a file."""
     name, module = getattr(fn, "__qualname__", ""), sys.modules.get(getattr(fn, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if not name or module is None or not file or not pathlib.Path(file).is_file():
@@ -46,7 +50,7 @@ def spec_of(fn: Any) -> dict[str, str] | None:
         found = found.__func__
     if found is not fn:
         return None
-    # A script or a file run by `load` has no name to import it by, unless `python -m` gave the script one.
+    # A script, or a file that `load` ran, cannot be imported by name, unless `python -m` gave the script a name.
     spec = getattr(module, "__spec__", None)
     if module.__name__ != "__main__" and not module.__name__.startswith(_PREFIX):
         return {"module": module.__name__, "name": name}
@@ -56,7 +60,7 @@ def spec_of(fn: Any) -> dict[str, str] | None:
 
 
 def name_of(fn: Any) -> str | None:
-    """'file.py:name' or 'package.module:name' of an object that a worker can import; None for any other; texts stay."""
+    """Returns 'file.py:name' or 'package.module:name' of an object; None if a worker cannot load it; texts stay."""
     if isinstance(fn, str):
         return fn
     spec = spec_of(fn)
@@ -64,10 +68,10 @@ def name_of(fn: Any) -> str | None:
 
 
 def load(spec: Mapping[str, Any]) -> Any:
-    """The object a spec names: by 'file' or 'module', and 'name' (dotted inside the module).
+    """Loads the object that a spec names, by 'file' or 'module' and by 'name' (dotted inside the module).
 
     Raises:
-      LoadError: the module has no such object; says which it has.
+      LoadError: the module has no such object; the error lists the functions that it has.
     """
     module = _run_file(spec["file"]) if "file" in spec else importlib.import_module(spec["module"])
     found: Any = module
@@ -84,10 +88,10 @@ def load(spec: Mapping[str, Any]) -> Any:
 
 
 def load_function(spec: Mapping[str, Any]) -> Any:
-    """`load` of something that can be called.
+    """Loads a function, or another object that can be called, with `load`.
 
     Raises:
-      LoadError: as `load`, or it cannot be called.
+      LoadError: the module has no such object, or the object cannot be called.
     """
     found = load(spec)
     if not callable(found):
@@ -96,12 +100,15 @@ def load_function(spec: Mapping[str, Any]) -> Any:
 
 
 def extend_path(path: list[str]) -> None:
-    """Lets this process import what its parent can."""
+    """Adds the entries of the parent's import path, so that this process can import the same modules."""
     sys.path.extend(one for one in path if one not in sys.path)
 
 
 def explain(error: BaseException) -> str:
-    """The traceback below our own line, at most its last 12 lines, each cut; a LoadError's message alone."""
+    """Returns an error's traceback without podrl's own frame: its last 12 lines, each cut to 2,000 characters.
+
+    A LoadError gives its message alone.
+    """
     if isinstance(error, LoadError):
         return str(error)
     inner = error.__traceback__.tb_next if error.__traceback__ else None
@@ -110,16 +117,16 @@ def explain(error: BaseException) -> str:
 
 
 def explain_load(error: BaseException, file: str = "") -> str:
-    """Describes an error of loading in one line, with the line of the user's file where it came up."""
+    """Describes an error of loading in one line, with the line of the user's file in which it was raised."""
     if isinstance(error, LoadError):
         return str(error)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    place = f" ({file}, line {lines[-1]})" if lines else ""  # a SyntaxError says its own
+    place = f" ({file}, line {lines[-1]})" if lines else ""  # a SyntaxError's own text has the line
     return one_line(error, place)
 
 
 def one_line(error: BaseException, place: str = "") -> str:
-    """An error's type and message, cut, in one line."""
+    """Returns an error's type and message in one line, cut to 2,000 characters, with `place` behind them."""
     return " ".join(f"{type(error).__name__}: {_cut(str(error))}{place}".split())
 
 
@@ -128,7 +135,7 @@ def _cut(text: str) -> str:
 
 
 def short(value: Any) -> str:
-    """The repr of a value, cut, whatever its `__repr__` does."""
+    """Returns the repr of a value, cut to 200 characters; never raises, whatever the value's `__repr__` does."""
     try:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything, and the report must not fail
@@ -140,7 +147,7 @@ _PREFIX = "podrl_user_"
 
 
 def _run_file(path: str) -> Any:
-    """Runs a file as a module of its own name, never as `__main__`; once per worker."""
+    """Runs a file once per process as a module with a name of its own, never as `__main__`; returns the module."""
     name = f"{_PREFIX}{pathlib.Path(path).stem}_{abs(hash(path)):x}"
     if name in sys.modules:
         return sys.modules[name]
