@@ -11,9 +11,9 @@ UNDER_WAY = 4
 class Backlog:
     """Lets at most `limit` programs run at a time: a caller that is further ahead waits for the oldest.
 
-    A few keep an accelerator busy. On the CPU platform more can hang for good: all devices of a process share a pool
-    with one thread each, and from the 33rd unfinished program of a device on, starting one holds a thread until an
-    older one ends. A collective whose devices wait for those threads never does.
+    A few programs in flight keep an accelerator busy. On the CPU platform many can hang for good: all devices of a
+    process share a pool with one thread per device, and from the 33rd unfinished program of a device on, starting a
+    program holds a thread until an older program ends. A collective whose devices wait for those threads never ends.
     """
 
     def __init__(self, limit: int = UNDER_WAY):

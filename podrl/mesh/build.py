@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 AXES = ("data", "fsdp", "seq", "tensor")
-SEQ = "seq"  # cuts rows along time; a mesh has this axis only where it is larger than 1
+SEQ = "seq"  # cuts rows along time; a mesh has this axis only if it is larger than 1
 REST = -1
-_ALIASES = {"dp": "data", "tp": "tensor", "model": "tensor", "sp": SEQ, "cp": SEQ}  # names others give to these axes
+_ALIASES = {"dp": "data", "tp": "tensor", "model": "tensor", "sp": SEQ, "cp": SEQ}  # other systems' names of the axes
 Sizes = tuple[int, int, int, int]
 
 
@@ -19,13 +19,16 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
     """Parses a mesh string into the sizes of the axes ("data", "fsdp", "seq", "tensor").
 
     Args:
-      spec: 'fsdp=4', 'fsdp=4,seq=4' or 'auto'; axes left out have size 1; -1 stands for all devices left over.
-        Names that others give to these axes are understood: dp, tp, model, sp, cp.
-      key: the configuration key the string came from, for errors.
-      auto: the spec that 'auto' stands for in this role.
+      spec: a mesh string, such as 'fsdp=4', 'fsdp=4,seq=4' or 'auto'; axes left out have size 1; -1 stands for all
+        devices left over. Other systems' names of the axes are understood: dp, tp, model, sp, cp.
+      key: the configuration key that the string came from, for errors.
+      auto: the mesh string that 'auto' stands for in this role.
+
+    Returns:
+      The sizes, at most one of them -1.
 
     Raises:
-      ValueError: an unknown or repeated axis, a size that is neither positive nor -1, more than one -1.
+      ValueError: an axis is unknown or repeated, a size is neither positive nor -1, or more than one size is -1.
     """
     text = auto if spec.strip() == "auto" else spec
     sizes: dict[str, int] = {}
@@ -51,9 +54,10 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
 
 
 def sort_devices(devices: Sequence[Any]) -> list[Any]:
-    """Sorts devices in the order all processes agree on: by slice, process, task, then id (which has gaps on CPU).
+    """Sorts devices in the same order on all processes: by slice, process, task, then id (ids have gaps on CPU).
 
-    Under Pathways one process has all devices; slices and tasks keep those together that share fast links.
+    Under Pathways one process has all devices; there the order by slices and tasks keeps devices with fast links
+    together.
     """
 
     def place(device: Any) -> tuple[int, ...]:
@@ -67,14 +71,14 @@ def make_mesh(spec: str, devices: Sequence[Any] | None = None, *, key: str = "me
     """Builds the mesh that a string describes, over all of `devices`.
 
     Args:
-      spec: spec of the whole mesh; see `parse_mesh`. 'auto' is 'data=-1'.
+      spec: mesh string of the whole mesh; see `parse_mesh`.
       devices: every device of the role, in any order; None for all devices of the job.
-      key: the configuration key the string came from, for errors.
-      auto: the spec that 'auto' stands for in this role.
+      key: the configuration key that the string came from, for errors.
+      auto: the mesh string that 'auto' stands for in this role.
 
     Returns:
-      A mesh with axes ("data", "fsdp", "tensor"), devices sorted by (process, id), tensor fastest; with "seq" before
-      "tensor" where that is larger than 1.
+      A mesh with axes ("data", "fsdp", "tensor"), or ("data", "fsdp", "seq", "tensor") if seq is larger than 1; devices
+      are in the order of `sort_devices`, the last axis fastest.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
@@ -87,10 +91,10 @@ def make_mesh(spec: str, devices: Sequence[Any] | None = None, *, key: str = "me
 
 
 def check_decodes(mesh: Mesh | str, *, key: str) -> None:
-    """Checks that a mesh, or the string of one, does not cut rows along time: the decoding engine cannot.
+    """Checks that a mesh, or a mesh string, does not cut rows along time, which the decoding engine cannot do.
 
     Raises:
-      ValueError: its axis "seq" is not of size 1.
+      ValueError: the size of axis "seq" is not 1.
     """
     seq = parse_mesh(mesh, key=key)[AXES.index(SEQ)] if isinstance(mesh, str) else mesh.shape.get(SEQ, 1)
     if seq != 1:
@@ -105,9 +109,9 @@ def make_decoding_mesh(spec: str, devices: Sequence[Any], *, key: str) -> Mesh:
     """Builds the mesh of a model that only generates; 'auto' puts all devices on the data axis.
 
     Args:
-      spec: description of the mesh, see `parse_mesh`.
+      spec: mesh string; see `parse_mesh`.
       devices: every device of the mesh, in any order.
-      key: name of the argument that holds the description, for errors.
+      key: name of the argument that the string came from, for errors.
 
     Raises:
       ValueError: axis "seq" is larger than 1, or the sizes do not multiply to the number of devices.
@@ -117,7 +121,7 @@ def make_decoding_mesh(spec: str, devices: Sequence[Any], *, key: str) -> Mesh:
 
 
 def with_own_axes(mesh: Mesh) -> Mesh | None:
-    """Names a mesh's axes as podrl does; None where one of its own names stands for none of them."""
+    """Renames and reorders a mesh's axes to podrl's; None if a name is unknown or two names mean the same axis."""
     if mesh.axis_names in (AXES, _WITHOUT_SEQ):
         return mesh
     names = [_ALIASES.get(str(name), str(name)) for name in mesh.axis_names]
@@ -129,9 +133,18 @@ def with_own_axes(mesh: Mesh) -> Mesh | None:
 
 
 def split_devices(devices: Sequence[Any], trainer_spec: str, rollout_spec: str) -> tuple[list[Any], list[Any]]:
-    """Splits one process's devices into trainer and rollout devices, each sorted; a single device serves both.
+    """Splits one process's devices into those of the trainer and those of the rollout; a single device serves both.
 
-    Disjoint, the trainer's first; where both mesh strings (see `parse_mesh`) leave a size open, each gets half.
+    Several devices are split into disjoint parts, the trainer's first. If both mesh strings leave a size open, each
+    role gets about half.
+
+    Args:
+      devices: all devices of the process, in any order.
+      trainer_spec: mesh string of the trainer; see `parse_mesh`.
+      rollout_spec: mesh string of the rollout.
+
+    Returns:
+      (trainer devices, rollout devices), each in the order of `sort_devices`.
 
     Raises:
       ValueError: the two meshes need more or fewer devices than there are.
@@ -155,17 +168,20 @@ def split_devices(devices: Sequence[Any], trainer_spec: str, rollout_spec: str) 
 def set_aside(
     devices: Sequence[Any], spec: str, *, shared: str, key: str = "mesh", hosts: int = 0
 ) -> tuple[list[Any], list[Any]]:
-    """Sets the last devices of every host aside for their own mesh: (devices left, devices set aside), sorted.
+    """Sets the last devices of every host aside for a mesh of their own.
 
     Args:
-      devices: devices of all hosts, or of the only host that is seen.
-      spec: the mesh, all its sizes numbers; see `parse_mesh`.
-      shared: the word to say in place of `spec` for no devices of its own, for errors.
-      key: the configuration key the string came from, for errors.
-      hosts: hosts with equally many devices, where only one of them is seen; 0 for those of `devices`.
+      devices: devices of all hosts, or of the only host that is visible.
+      spec: mesh string without open sizes; see `parse_mesh`.
+      shared: value of `key` for a mesh without devices of its own, for errors.
+      key: the configuration key that the string came from, for errors.
+      hosts: number of hosts, with equally many devices, if only one of them is visible; 0 for the hosts of `devices`.
+
+    Returns:
+      (devices left, devices set aside), each in the order of `sort_devices`.
 
     Raises:
-      ValueError: an open size, or a mesh that is no equal part of every host with something left.
+      ValueError: a size is open, or the mesh does not take equally many devices of every host and leave at least one.
     """
     sizes = parse_mesh(spec, key=key)
     if REST in sizes:
@@ -192,18 +208,18 @@ def set_aside(
 
 
 def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "mesh") -> Mesh:
-    """Cuts one host's part of a mesh over `hosts` hosts of equally many devices, where only this host's are visible.
+    """Builds one host's part of a mesh over several hosts, of whose devices only this host's are visible.
 
-    Hosts that hold a copy of the weights together count as one, with the devices of all of them.
+    Hosts that hold a copy of the weights together count as one host, with the devices of all of them.
 
     Args:
-      spec: spec of the whole mesh; see `parse_mesh`. 'auto' is 'data=-1'.
-      devices: this host's devices.
-      hosts: hosts of the role.
-      key: the configuration key the string came from, for errors.
+      spec: mesh string of the whole mesh; see `parse_mesh`. 'auto' is 'data=-1'.
+      devices: devices of this host.
+      hosts: number of hosts of the role, which have equally many devices.
+      key: the configuration key that the string came from, for errors.
 
     Raises:
-      ValueError: sizes that do not multiply to the devices, or one copy of the weights over several hosts.
+      ValueError: the sizes do not multiply to the number of devices, or one copy of the weights needs several hosts.
     """
     sizes, total = parse_mesh(spec, key=key, auto="data=-1"), hosts * len(devices)
     if not _fits(sizes, total):
@@ -220,17 +236,17 @@ def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "
 
 
 def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
-    """Cuts the part of a mesh that one process works with: whole rows of its "data" axis, on its devices.
+    """Returns the part of a mesh that one process works with: the rows of its "data" axis that have its devices.
 
-    Where such a row lies on several processes it is these processes' part together: a replica.
+    A row over several processes, a replica, is the part of all these processes together.
 
     Args:
-      mesh: spec of a role's mesh; see `make_mesh`.
+      mesh: mesh of a role, over all its processes.
       process: index of the process in its jax.distributed cluster.
-      key: the configuration key the mesh came from, for errors.
+      key: the configuration key that the mesh came from, for errors.
 
     Raises:
-      ValueError: some process of a row has devices in other rows too.
+      ValueError: a process that shares a row with others has devices in other rows, too, or the process has none.
     """
     process_DX = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices).reshape(len(mesh.devices), -1)
     rows_D = (process_DX == process).any(axis=1)
@@ -247,16 +263,16 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
 
 
 def spreads_copies(mesh: Mesh) -> bool:
-    """True where a copy of the weights, which is a row of "data", has devices of several processes."""
+    """Returns whether a copy of the weights, which is a row of axis "data", lies on several processes."""
     rows = mesh.devices.reshape(len(mesh.devices), -1)
     return any(len({getattr(d, "process_index", 0) for d in row}) > 1 for row in rows)
 
 
 def check_one_host(mesh: Mesh, *, key: str) -> None:
-    """Refuses a model that one host works with alone, and whose weights lie on several.
+    """Refuses a mesh over several hosts, for a model that each host must be able to use alone.
 
     Raises:
-      ValueError: they do.
+      ValueError: the mesh has devices of several hosts.
     """
     if len(hosts := {d.process_index for d in mesh.devices.flat}) > 1:
         raise ValueError(
@@ -274,13 +290,13 @@ _WITHOUT_SEQ = tuple(axis for axis in AXES if axis != SEQ)
 
 
 def _named(devices: np.ndarray) -> Mesh:
-    """Builds the mesh of a grid over AXES, without "seq" where that has size 1: such a mesh is what it always was."""
+    """Builds the mesh of a grid over AXES; leaves out axis "seq" if its size is 1."""
     seq = AXES.index(SEQ)
     return Mesh(devices, AXES) if devices.shape[seq] > 1 else Mesh(devices.squeeze(seq), _WITHOUT_SEQ)
 
 
 def _split_point(trainer: tuple[int, ...], rollout: tuple[int, ...], total: int) -> int:
-    """Computes the number of the trainer's devices; the caller refuses a remainder that does not fit."""
+    """Computes the number of the trainer's devices; the caller must check that the rest fits the rollout."""
     fixed_trainer, fixed_rollout = (math.prod(n for n in s if n != REST) for s in (trainer, rollout))
     if REST not in trainer:
         return fixed_trainer
@@ -303,7 +319,11 @@ def _need(sizes: tuple[int, ...]) -> str:
 
 
 def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Any], key: str) -> tuple[int, ...]:
-    """Replaces -1 by the size that is left."""
+    """Replaces the size -1 by the one that uses all devices.
+
+    Raises:
+      ValueError: the sizes do not fit the number of devices.
+    """
     if not devices or not _fits(sizes, len(devices)):
         raise ValueError(
             f"{key} {spec} needs {_need(sizes)} devices, {_hosts(devices)} {len(devices)}: "
@@ -314,7 +334,7 @@ def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Any], key: str) -
 
 
 def _faking(sizes: tuple[int, ...], devices: Sequence[Any]) -> str:
-    """A hint at faked devices for a machine without accelerators; '' where that is not what is missing."""
+    """Returns a hint at fake devices, for a machine without accelerators and with too few devices; '' otherwise."""
     needed = math.prod(n for n in sizes if n != REST)
     if needed <= len(devices) or any(getattr(device, "platform", "") != "cpu" for device in devices):
         return ""

@@ -1,8 +1,8 @@
-"""The figures of one chip of each TPU generation; the most operations per second of a device by its kind.
+"""The figures of each TPU generation, and the peak operations per second of a device by its kind.
 
-Figures of TPUs are those of the vendor's pages, per chip:
+Figures of TPUs are from the vendor's pages, per chip:
     https://cloud.google.com/tpu/docs/v4  .../v5e  .../v5p  .../v6e  .../tpu7x
-HBM is what the compiler allots of it, measured by asking for more.
+HBM is the part that the compiler lets a program use, measured by compiling programs that need more.
 """
 
 import dataclasses
@@ -13,21 +13,21 @@ GIB, MIB = 1 << 30, 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The figures of one JAX device of a generation (tpu7x has two to a chip).
+    """The figures of one JAX device of a generation (a tpu7x chip has two devices).
 
     Attributes:
-      name: name of the chip as in the topology, e.g. 'v5e'.
+      name: name of the chip in names of topologies, such as 'v5e'.
       flops: bfloat16 operations per second of the matrix units.
-      hbm: bytes a program may use.
+      hbm: bytes of HBM that a program may use.
       hbm_rate: bytes per second between HBM and the chip.
-      ici_rate: bytes per second one device sends over all its links inside a slice.
-      dcn_rate: bytes per second it sends between slices.
-      dimensions: dimensions of a topology, 2 or 3.
-      largest: devices of the largest slice there is.
+      ici_rate: bytes per second that one device sends over all its links inside a slice.
+      dcn_rate: bytes per second that one device sends between slices.
+      dimensions: number of dimensions of a topology, 2 or 3.
+      largest: number of devices of the largest slice.
       options: options that the topology needs besides its name.
       compiler: options of the compiler.
-      cores: TensorCores of a device, which share HBM and no near memory.
-      near: bytes of near memory of a core, as Pallas has them; only told where there are several.
+      cores: number of TensorCores of a device; they share HBM but not near memory.
+      near: bytes of near memory of one core, as Pallas reports them; only set if a device has several cores.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Chip:
     near: int = 0
 
 
-# With the collectives of small programs on the SparseCores, libtpu 0.0.42 ends the process on a failed check.
+# If small programs run their collectives on the SparseCores, libtpu 0.0.42 ends the process on a failed check.
 _TENSORCORE_COLLECTIVES = tuple(
     (f"xla_tpu_enable_sparse_core_collective_offload_{kind}", "false")
     for kind in ("all_gather", "all_reduce", "reduce_scatter")
@@ -65,7 +65,7 @@ CHIPS = {
     )
 }
 
-# Generation by the beginning of what jax calls a device; the longer one wins.
+# Generation by the beginning of jax's `device_kind`; the longest match wins.
 _KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -75,16 +75,16 @@ _KINDS = {
     "TPU7x": "tpu7x",
     "TPU v7": "tpu7x",
 }
-# Dense bfloat16 operations per second, of the vendor's data sheets.
+# Dense bfloat16 operations per second, from the vendor's data sheets.
 _GPUS = {"NVIDIA A100": 312e12, "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12}
 
 
 def chip_of(kind: str) -> Chip | None:
-    """Returns the generation of a device by jax's `device_kind`; None where it is no TPU that is known."""
+    """Returns the figures of a device by jax's `device_kind`; None if it is not a known TPU."""
     return next((CHIPS[_KINDS[name]] for name in sorted(_KINDS, key=len, reverse=True) if kind.startswith(name)), None)
 
 
 def peak_flops(kind: str) -> float:
-    """Most bfloat16 operations per second of a device, by jax's `device_kind`; 0 where it is not known, as of a CPU."""
+    """Returns the peak bfloat16 operations per second of a device by jax's `device_kind`; 0 if not known, as on CPU."""
     known = {name: CHIPS[chip].flops for name, chip in _KINDS.items()} | _GPUS
     return next((known[name] for name in sorted(known, key=len, reverse=True) if kind.startswith(name)), 0.0)

@@ -1,4 +1,4 @@
-"""Maps logical axes of models and batches to mesh axes: the only place that does."""
+"""Maps logical axes of models and batches to mesh axes; no other module does."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from podrl.types import PyTree
 
 MeshAxes = tuple[str, ...]
 
-# Parameters: the model dimension is cut over fsdp and seq; heads, feed-forward, vocabulary over tensor. Activations:
-# rows over data and fsdp, time over seq; their model dimension ("act") stays whole, so that XLA gathers weights and not
-# activations.
+# Parameters: the model dimension ("embed") is cut over fsdp and seq; heads, feed-forward and vocabulary over tensor.
+# Activations: rows are cut over data and fsdp, time over seq. Their model dimension ("act") stays whole, so that XLA
+# gathers weights and not activations.
 DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "act": (),
     "batch": ("data", "fsdp"),
@@ -34,12 +34,12 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Number of parts that the rows of a batch are split into."""
+    """Returns the number of parts that the rows of a batch are split into."""
     return math.prod(mesh.shape[axis] for axis in DEFAULT_RULES["batch"])
 
 
 def time_shards(mesh: Mesh) -> int:
-    """Number of parts that every row is cut into along time."""
+    """Returns the number of parts that every row is cut into along time."""
     return math.prod(mesh.shape[axis] for axis in axes_over("time", mesh))
 
 
@@ -67,17 +67,17 @@ def spec_for(
 ) -> Spec:
     """Returns the PartitionSpec of an array: each logical axis becomes mesh axes.
 
-    A dimension whose size does not divide by its mesh axes stays whole; so does one whose mesh axes earlier dimensions
-    took. Mesh axes of size 1 and trailing whole dimensions are left out, the form in which XLA reports shardings.
+    A dimension stays whole if its size does not divide by its mesh axes, or if earlier dimensions use these mesh axes.
+    Mesh axes of size 1 and trailing whole dimensions are left out, which is the form in which XLA reports shardings.
 
     Args:
-      axes: one logical axis per dimension.
-      shape: the array's shape.
-      mesh: any mesh with the axes ("data", "fsdp", "tensor"), and "seq" or not.
-      rules: logical axis -> mesh axes.
+      axes: logical axes, one per dimension.
+      shape: shape of the array.
+      mesh: mesh with the axes ("data", "fsdp", "tensor"), and possibly "seq".
+      rules: mesh axes of each logical axis.
 
     Raises:
-      ValueError: a logical axis without a rule, or as many axes as not dimensions.
+      ValueError: a logical axis has no rule, or the number of axes is not the number of dimensions.
     """
     if len(axes) != len(shape):
         raise ValueError(f"Logical axes {tuple(axes)} do not fit shape {tuple(shape)}: give one axis per dimension.")
@@ -103,7 +103,7 @@ def spec_for(
 def sharding_for(
     axes: Sequence[str], shape: Sequence[int], mesh: Mesh, rules: Mapping[str, MeshAxes] = DEFAULT_RULES
 ) -> NamedSharding:
-    """Applies `spec_for` on a mesh of devices."""
+    """Returns the sharding of an array on a mesh of devices; arguments and errors are those of `spec_for`."""
     return NamedSharding(mesh, spec_for(axes, shape, mesh, rules))
 
 
@@ -120,7 +120,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: Any, axes: Sequence[str], mesh: Mesh | None, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> Any:
-    """Pins an activation to its sharding inside jit; returns it unchanged without a mesh, or on one device."""
+    """Constrains an activation to its sharding inside jit; returns it unchanged without a mesh, or on one device."""
     if mesh is None or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, sharding_for(axes, x.shape, mesh, rules))

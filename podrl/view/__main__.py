@@ -35,7 +35,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until it is interrupted; returns the exit code."""
+    """Runs the command: serves the page until it is interrupted, or writes what the arguments name.
+
+    Returns:
+      The exit code: 0, or 1 after an error that was printed.
+    """
     args = _parser().parse_args(argv[1:])
     try:
         runs = [RunFiles(place) for place in args.runs]

@@ -1,4 +1,4 @@
-"""The page: its files, its HTML, and numbers as JSON has them."""
+"""The page of podrl.view: its files, its HTML, and the conversion of its data to valid JSON."""
 
 import pathlib
 from collections.abc import Mapping
@@ -11,7 +11,12 @@ STYLES = ("uplot.css", "view.css")
 
 
 def page(styles: str, scripts: str) -> str:
-    """The page's HTML, which is the same for all views; what it shows is added by its scripts, as text."""
+    """Returns the page's HTML, equal for all views; its scripts add the contents, as text.
+
+    Args:
+      styles: HTML elements of the styles.
+      scripts: HTML elements of the scripts.
+    """
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>podrl</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
@@ -21,7 +26,7 @@ def page(styles: str, scripts: str) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Replaces numbers that JSON does not have by null."""
+    """Returns a copy of a value in which NaN and infinities, which JSON does not have, are None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Reads the growing JSON lines of a run directory: new lines only, and what is damaged is counted, not raised."""
+"""Reads the growing files of JSON lines in a run directory: only new lines; damaged lines are counted, not raised."""
 
 import json
 import threading
@@ -11,21 +11,28 @@ _AT_ONCE = 1000  # lines
 
 
 class Lines:
-    """Follows a file of JSON objects, one per line; a line that is being written is left for the next time.
+    """Follows a file of JSON objects, one per line; an unfinished last line is left for the next update.
 
     Attributes:
-      bad: lines that are no JSON object.
+      bad: number of lines that are not a JSON object with an integer step.
     """
 
     def __init__(self, path: Place, take: Callable[[Mapping[str, Any]], None], forget: Callable[[], None]):
-        """Reads nothing yet; `take` is given each object once, `forget` called where the file has begun anew."""
+        """Reads nothing yet.
+
+        Args:
+          path: the file.
+          take: function that is called with each object once.
+          forget: function that is called before the file is read again from its start, because it has become shorter,
+            or because it is in a bucket and has changed.
+        """
         self._path, self._take, self._forget = path, take, forget
         self._read, self._start = 0, b""
         self.bad = 0
         self._lock = threading.Lock()
 
     def update(self) -> None:
-        """Reads what is new."""
+        """Reads the lines that are new since the last update."""
         with self._lock:
             size = self._size()
             if size == self._read:
@@ -66,7 +73,7 @@ class Lines:
 
 
 def _parsed(lines: list[bytes]) -> list[Any]:
-    """Parses lines, all at once where none is damaged, which is faster; None stands for a damaged one."""
+    """Parses lines; a damaged line gives None. All lines are parsed at once if none is damaged, which is faster."""
     try:
         found = json.loads(b"[" + b",".join(lines) + b"]")
         if len(found) == len(lines):
@@ -84,14 +91,19 @@ def _one(line: bytes) -> Any:
 
 
 class Series:
-    """Columns of numbers by name, each with the steps it was written at."""
+    """Columns of numbers by name, each with the steps of its values.
+
+    Attributes:
+      columns: (steps, values) by name; a value is None where the record had null.
+      last_step: the largest step of a record.
+    """
 
     def __init__(self):
         self.columns: dict[str, tuple[list[int], list[float | None]]] = {}
         self.last_step = 0
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Adds a record of metrics.jsonl; what is no number is left out."""
+        """Adds a record of metrics.jsonl; values that are neither numbers nor null are left out."""
         step = record["step"]
         self.last_step = max(self.last_step, step)
         for name, value in record.items():
@@ -103,11 +115,14 @@ class Series:
                 column[1].append(value)
 
     def forget(self) -> None:
-        """Drops everything."""
+        """Drops all columns."""
         self.columns, self.last_step = {}, 0
 
     def thinned(self, name: str, most: int) -> tuple[list[int], list[float | None]]:
-        """Returns at most about `most` points of a column: of every stretch the lowest and the highest value."""
+        """Returns (steps, values) of a column, thinned to about `most` points.
+
+        A long column keeps the lowest and the highest value of every stretch of steps.
+        """
         steps, values = self.columns.get(name, ([], []))
         if len(steps) <= most:
             return list(steps), list(values)

@@ -1,4 +1,4 @@
-"""Lists a run's samples of lowest reward as text, with what every reward function gave and why each sample ended."""
+"""Lists a run's samples of lowest reward as text, with the reward of every function and the reason why each ended."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,7 +10,9 @@ _PROMPT, _COMPLETION = 120, 400  # characters shown: the end of the prompt, the 
 
 
 def listing(run: RunFiles, count: int) -> str:
-    """Describes the samples of the steps that are traced, then the `count` of lowest reward, the newest first.
+    """Returns a summary of the run's recorded samples, then the `count` samples of lowest reward, one after the other.
+
+    Of samples with equal rewards the newest come first.
 
     Raises:
       ValueError: the run recorded no samples.
@@ -33,7 +35,7 @@ def listing(run: RunFiles, count: int) -> str:
 
 
 def _told(row: Mapping[str, Any]) -> str:
-    """Describes one sample; `repr` keeps what it wrote from steering the terminal."""
+    """Describes one sample; its texts are shown by `repr`, so that control characters cannot reach the terminal."""
     parts = [f"\nstep {row['step']}", f"reward {row['reward']:.3g}"]
     if rewards := row.get("rewards"):
         parts[-1] += f" ({', '.join(f'{name} {_figure(value)}' for name, value in rewards.items())})"

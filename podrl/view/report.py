@@ -1,4 +1,4 @@
-"""report.html: curves, the before/after table and the last groups of runs in one file that needs no server."""
+"""Writes report.html: curves, the before/after table and the last groups of runs, in one file that needs no server."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ _log = logging.getLogger("podrl.view")
 
 
 def report(runs: Sequence[RunFiles]) -> str:
-    """Builds the page; texts of samples are data in it, never markup."""
+    """Returns the page as HTML; texts of samples are data in it, never markup."""
     found = [_data(run) for run in runs]
     data = json.dumps(finite(found), separators=(",", ":")).replace("<", "\\u003c")
     texts = [(STATIC / name).read_text() for name in SCRIPTS]
@@ -36,7 +36,7 @@ def report(runs: Sequence[RunFiles]) -> str:
 
 
 def write_report(workdir: pathlib.Path, name: str) -> None:
-    """Writes report.html of a run that has ended into its directory; a run is not failed by its report."""
+    """Writes report.html into the directory of a run that has ended; a failure is logged and does not fail the run."""
     try:
         write_whole(workdir / NAME, report([RunFiles(str(workdir), name)]))
     except (ValueError, OSError, KeyError, TypeError) as error:
@@ -44,14 +44,14 @@ def write_report(workdir: pathlib.Path, name: str) -> None:
 
 
 def write_ending(run: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes summary.json and report.html of a run that has made its last step, and prints before and after.
+    """Writes summary.json and report.html of a run that has made its last step, and prints the before/after table.
 
     Args:
-      run: the run, whose process leads.
+      run: the run; this process must lead it.
       facts: facts that only the process knows (seed, devices).
 
     Returns:
-      What is in summary.json.
+      The content of summary.json.
     """
     assert run.workdir is not None
     written = summary.write_summary(run.workdir, facts)
@@ -83,7 +83,7 @@ def _data(run: RunFiles) -> dict[str, Any]:
 
 
 def _telling(rewards: Sequence[float | None]) -> list[int]:
-    """Chooses the groups shown: of lowest, middle and highest reward."""
+    """Chooses the groups to show: those of lowest, middle and highest mean reward."""
     order = [g for _, g in sorted((r, g) for g, r in enumerate(rewards) if r is not None)]
     return list(dict.fromkeys(order[i * (len(order) - 1) // 2] for i in range(_GROUPS))) if order else []
 

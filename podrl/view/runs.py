@@ -1,4 +1,4 @@
-"""A run directory as the page reads it: named files only, also while they grow, also where some are damaged."""
+"""Reads a run directory for the page: only files of known names, even while they grow and if some are damaged."""
 
 import dataclasses
 import functools
@@ -24,32 +24,32 @@ from podrl.view.lines import Lines, Series
 from podrl.view.units import unit
 
 STOPS = ("end", "length", "stop string", "failed", "environment", "deadline", "calls")
-_LIVE_S = 90.0  # a run whose metrics are older and that has no summary is taken to have stopped
+_LIVE_S = 90.0  # a run without a summary counts as stopped if its metrics are older than this
 _TICK = 1e-7  # seconds
-# What a plan predicts, by the stage that is measured: its name here, and its key in the plan.
+# By measured stage: (name of the planned quantity on the page, its key in the plan).
 _PLANNED = {
     "step": ("step", "step_s"),
     "rollout": ("rollout", "rollout_s"),
     "update": ("score and update", "trainer_s"),
     "publish": ("publish", "move_s"),
 }
-_SHOWN = 4000  # spans of an answer
+_SHOWN = 4000  # the most spans in an answer
 
 
 class RunFiles:
-    """One run directory.
+    """The files of one run directory.
 
     Attributes:
-      place: the run's directory as the user named it.
-      name: last part of the place.
+      place: the run directory as the user named it.
+      name: name of the run on the page.
       series: the run's metrics.
     """
 
     def __init__(self, place: str, name: str = ""):
-        """Reads nothing yet; `name` is shown, by default the last part of the path.
+        """Reads nothing yet; `name` is the run's name on the page, by default the last part of the path.
 
         Raises:
-          ValueError: there is no run.
+          ValueError: `place` is not a run directory.
         """
         self.place, self._path = place, locate(place)
         self.name = name or self._path.name or place
@@ -64,11 +64,11 @@ class RunFiles:
         self._sample_lines = Lines(self._path / "samples.jsonl", self._samples.append, self._samples.clear)
 
     def update(self) -> None:
-        """Reads what is new in metrics.jsonl."""
+        """Reads the new lines of metrics.jsonl."""
         self._metrics.update()
 
     def spans(self) -> list[dict[str, Any]]:
-        """All spans, in the order they were written."""
+        """Returns all spans, in the order in which they were written."""
         self._span_lines.update()
         return self._spans
 
@@ -78,7 +78,7 @@ class RunFiles:
             self._spans.append(dict(record))
 
     def describe(self) -> dict[str, Any]:
-        """Facts that every view shows: where the run is, whether it goes on, the newest numbers, what is damaged."""
+        """Returns the facts that every view shows: the run's step and state, its newest numbers, its damaged files."""
         self.update()
         columns, summary = self.series.columns, self.json("summary.json")
         most = last_step(self.config())
@@ -105,7 +105,7 @@ class RunFiles:
         """Returns the doctor's findings in the present records; the doctor looks again after each step of the run.
 
         Returns:
-          found: the findings' fields; problem: why the doctor cannot look, '' where it can.
+          {'found': fields of each finding, 'problem': reason why the doctor cannot read the run, '' if it can}.
         """
         self.update()
         with self._examining:
@@ -119,7 +119,7 @@ class RunFiles:
             return self._found[1]
 
     def problems(self) -> list[str]:
-        """Sentences on files that could not be read in full."""
+        """Returns a sentence about each file that could not be read in full."""
         files = (
             ("metrics.jsonl", self._metrics),
             ("spans.jsonl", self._span_lines),
@@ -145,7 +145,7 @@ class RunFiles:
         return max(most - self.series.last_step, 0) * float(np.median(seconds))
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the run; {} where it is not there or damaged."""
+        """Returns the object in a JSON file of the run; {} if the file is missing or damaged."""
         try:
             found = json.loads((self._path / name).read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -153,7 +153,7 @@ class RunFiles:
         return found if isinstance(found, dict) else {}
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration; {} where it is not there or damaged."""
+        """Returns the run's configuration; {} if config.json is missing or damaged."""
         found = self.json("config.json")
         try:
             return dict(unseal(found)) if found else {}
@@ -161,7 +161,7 @@ class RunFiles:
             return {}
 
     def settings(self) -> dict[str, Any]:
-        """Returns the contents of /run: configuration, its defaults, counted sizes, summary and plan."""
+        """Returns the contents of the view /run: configuration, defaults, the page about the run, summary and plan."""
         return {
             "config": self.config(),
             "defaults": self.json(DEFAULTS),
@@ -172,11 +172,11 @@ class RunFiles:
         }
 
     def plan(self) -> list[dict[str, Any]]:
-        """Rows of the plan that `log.plan` named beside what was measured: name, unit, planned, measured, how, ratio.
+        """Returns rows comparing the plan of `log.plan` with measurements: name, unit, planned, measured, how, ratio.
 
-        How it was planned: predicted (seconds, from every program's roofline), counted (memory, by the compiler) or
-        assumed (tokens of a completion). Measured are medians of the last 20 steps, and the most memory that a device
-        held. None stands for not known.
+        Entry `how` says how a quantity was planned: 'predicted' (seconds, from every program's roofline), 'counted'
+        (memory, by the compiler) or 'assumed' (tokens of a completion). Measured values are medians of the last 20
+        steps, and the largest memory of a device; None if not known. `ratio` is measured / planned.
         """
         self.update()
         plan, rows = self.json(gauges.PLAN), []
@@ -197,30 +197,30 @@ class RunFiles:
         ]
 
     def planned_for(self) -> str:
-        """The topologies that the plan is for; '' where there is none."""
+        """Returns the topologies that the plan is for; '' if there is no plan."""
         plan = self.json(gauges.PLAN)
         sides = [plan.get(side) for side in ("trainer", "rollout")]
         return " and ".join(dict.fromkeys(side for side in sides if isinstance(side, str)))
 
     def _median(self, metric: str) -> float | None:
-        """The median of a metric's newest 20 values."""
+        """Returns the median of a metric's newest 20 values; None if it has no values."""
         values = [value for value in self.series.columns.get(metric, ([], []))[1][-20:] if value is not None]
         return float(np.median(values)) if values else None
 
     # The trace.
 
     def traced(self) -> list[int]:
-        """The steps that have a trace."""
+        """Lists the steps that have a trace, ascending."""
         try:
             return trace.traced_steps(self._path)
         except OSError:
             return []
 
     def step(self, step: int) -> trace.TracedStep:
-        """The trace of a step.
+        """Returns the trace of a step.
 
         Raises:
-          ValueError: there is none, or it is damaged.
+          ValueError: the step has no trace, or the trace is damaged.
         """
         return _read(self._path, step, self._changed(step))
 
@@ -234,10 +234,14 @@ class RunFiles:
             return 0.0
 
     def group(self, step: int, group: int | None = None) -> dict[str, Any]:
-        """The samples of one prompt, with every number of every token; None or -1 for that whose rewards differ most.
+        """Returns the samples of one prompt, with all numbers of all tokens.
+
+        Args:
+          step: step of the trace.
+          group: number of the prompt in the step; None or -1 for the prompt whose rewards differ most.
 
         Raises:
-          ValueError: there is no trace of the step, or no such group in it.
+          ValueError: the step has no trace, or no such group.
         """
         traced = self.step(step)
         group_B, reward_B = traced.samples["group"], traced.samples["reward"]
@@ -266,16 +270,21 @@ class RunFiles:
         return [epsilon if section.get(key) is None else section[key] for key in ("epsilon_low", "epsilon_high")]
 
     def samples(self, wanted: Mapping[str, str]) -> dict[str, Any]:
-        """Samples that a search finds (see `found`), a page at a time; `offset` says from which on."""
+        """Returns 100 of the samples that `found` returns, from number `offset` of `wanted` on, and the total count."""
         found, offset = self.found(wanted), _number_of(wanted, "offset", int) or 0
         return {"count": len(found), "offset": offset, "rows": found[offset : offset + 100]}
 
     def found(self, wanted: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Samples that a search finds, of the last 50 steps that are traced.
+        """Returns the samples that a search finds in the last 50 traced steps, newest step first.
+
+        If no step is traced, the lines of samples.jsonl are searched.
 
         Args:
-          wanted: q (text), step, stop, low and high (reward), failed (a tool call), sort (a column; '-' before it for
-            largest first).
+          wanted: conditions by name: q (text), step, stop, low and high (bounds of the reward), failed (a call of a
+            tool failed), sort (column to sort by; with '-' before it the largest value comes first).
+
+        Raises:
+          ValueError: low or high is not a number.
         """
         steps = self.traced()
         if wanted.get("step"):
@@ -308,13 +317,15 @@ class RunFiles:
     # The timeline.
 
     def timeline(self, first: int | None, last: int | None, seconds: int | None = None) -> dict[str, Any]:
-        """Spans of steps, by default of a typical one, with the critical path of each step.
+        """Returns the spans of some steps, with the critical path of each step.
+
+        If all arguments are None, the step is a typical one.
 
         Args:
-          first: the first step; None for the one before `last`.
-          last: the last step; None for the newest.
-          seconds: length of the time shown, up to the end of the last step; `first` is then the step
-            in which that time begins.
+          first: the first step; None for the step before `last`.
+          last: the last step; None for the newest step.
+          seconds: length of the time to show, which ends with the last step; `first` is then the step in which this
+            time begins. None for whole steps.
         """
         every = self.spans()
         steps = sorted({span["step"] for span in every})
@@ -347,7 +358,10 @@ class RunFiles:
 
 
 def typical_step(spans: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the step, of the last 20, that took the median time; the newest of several, the first only if alone."""
+    """Returns the step that took the median time of the last 20 steps, the newest if there are several.
+
+    The first step is returned only if there is no other, because its length is not known.
+    """
     ends: dict[int, float] = {}
     for span in spans:
         ends[span["step"]] = max(ends.get(span["step"], 0.0), span["start"] + span["s"])
@@ -357,14 +371,15 @@ def typical_step(spans: Sequence[Mapping[str, Any]]) -> int:
 
 
 def is_wait(span: Mapping[str, Any]) -> bool:
-    """True for a span in which a process waits for another, or its loop for its own generation."""
+    """Returns whether in a span a process waits for another process, or its loop waits for its own generation."""
     return span["name"].startswith("waiting") or (span["lane"] == "loop" and span["name"] == "rollout")
 
 
 def critical_path(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Goes back from the end of a step: what was being done that the rest waited for, as (name, host, start, s).
+    """Returns the spans of a step's critical path, oldest first: the work that all other work waited for.
 
-    Calls of tools are no part of it: other samples go on beside them.
+    The path is followed backwards from the end of the step. Each part has a name, host, lane, start and length s in
+    seconds. Calls of tools are not part of it, because other samples go on beside them.
     """
     working = [s for s in spans if not is_wait(s) and s["lane"] != spans_file.TOOLS]
     busy = [(s["start"], s["start"] + s["s"], s) for s in working if s["s"] > 0]
@@ -387,7 +402,7 @@ def critical_path(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Place, step: int, changed: float) -> trace.TracedStep:
-    del changed  # another file than the one that was read
+    del changed  # part of the cache's key: a file that has changed is read again
     return trace.read_step(path, step)
 
 
@@ -437,13 +452,13 @@ def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
 
 
 def _written(answer: Any) -> str:
-    """A reference answer as text; '' where there is none."""
+    """Returns a reference answer as text; '' if there is none."""
     return "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 
 def _by_function(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the reward of each function, by name, from a record of samples.jsonl."""
-    if isinstance(given := record.get("rewards"), Mapping):  # of an evaluation
+    if isinstance(given := record.get("rewards"), Mapping):  # a record of an evaluation
         named = {str(name).removeprefix("reward/"): value for name, value in given.items() if name != "reward"}
     else:
         named = {name: value for name, value in record.items() if name not in ("step", "reward", "truth")}
@@ -475,7 +490,10 @@ def _stop(traced: trace.TracedStep, b: int) -> str:
 
 
 def _mismatch(traced: trace.TracedStep, b: int) -> float | None:
-    """Mean distance of the trainer's log-probabilities from the sampler's; None where the trainer's are not known."""
+    """Returns the mean distance of the trainer's from the sampler's log-probabilities of a sample, in nats.
+
+    Returns None if the trainer's are not known.
+    """
     first = int(traced.first[b])
     there = slice(first, first + int(traced.samples["length"][b]))
     distance = np.abs(traced.tokens["trainer_logprob"][there] - traced.tokens["logprob"][there])
@@ -484,14 +502,14 @@ def _mismatch(traced: trace.TracedStep, b: int) -> float | None:
 
 
 def _at(content: Any, *path: str) -> float | None:
-    """A number in an object of a JSON file; None where there is none."""
+    """Returns the number at a path of keys in nested JSON objects; None if there is no finite number."""
     for key in path:
         content = content.get(key) if isinstance(content, dict) else None
     return float(content) if type(content) in (int, float) and np.isfinite(content) else None
 
 
 def _scored(traced: trace.TracedStep) -> int:
-    """Counts the groups, from the first on, that the trainer scored for the trace."""
+    """Returns the number of groups, counted from the first, that the trainer scored for the trace."""
     known = np.flatnonzero(np.isfinite(traced.tokens["trainer_logprob"]))
     last = int(np.searchsorted(traced.first, known[-1], side="right") - 1) if known.size else -1
     return int(traced.samples["group"][last]) + 1 if known.size else 0

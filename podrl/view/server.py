@@ -1,4 +1,4 @@
-"""The page's server: the files of podrl/view/static and what podrl.view.runs reads, over GET and nothing else."""
+"""The page's server: answers only GET requests, with files of podrl/view/static and data of podrl.view.runs."""
 
 import csv
 import hmac
@@ -27,13 +27,13 @@ _HEADERS = {
 
 
 class Pages:
-    """The routes over some run directories, which are named by their number; no path comes from a request."""
+    """The routes over some run directories; a request names a run by its number, and never gives a path."""
 
     def __init__(self, runs: Sequence[RunFiles]):
         self._runs = runs
 
     def routes(self) -> list[Route]:
-        """All there are; each answers GET only."""
+        """Returns all routes; each answers GET only."""
         answers: dict[str, Callable[[Request], Any]] = {
             "runs": self._describe,
             "metrics": self._metrics,
@@ -44,7 +44,7 @@ class Pages:
             "findings": self._findings,
         }
         routes = [Route("/", _first, methods=["GET"]), Route("/data/metrics.csv", self._csv, methods=["GET"])]
-        routes += [Route("/favicon.ico", _no_icon, methods=["GET"])]  # browsers ask, and complain of a 404
+        routes += [Route("/favicon.ico", _no_icon, methods=["GET"])]  # browsers ask for it, and complain about a 404
         routes += [Route(f"/{view}", _page, methods=["GET"]) for view in VIEWS]
         routes += [Route(f"/static/{name}", _file(name), methods=["GET"]) for name in (*SCRIPTS, *STYLES)]
         return routes + [Route(f"/data/{name}", _answer(answer), methods=["GET"]) for name, answer in answers.items()]
@@ -93,10 +93,10 @@ class Pages:
 
 
 class Guard:
-    """ASGI middleware: the headers of every answer, and the token where the address must hold one."""
+    """ASGI middleware: adds headers to every answer, and refuses requests without the token if there is one."""
 
     def __init__(self, app: Any, token: str):
-        """`token` is '' where none is asked for."""
+        """Wraps the application `app`; `token` is required in the address or a cookie, '' requires none."""
         self._app, self._token = app, token
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -125,9 +125,10 @@ def application(runs: Sequence[RunFiles], *, token: str = "", hosts: Sequence[st
     """Builds the ASGI application.
 
     Args:
-      runs: the run directories, and all that is served.
-      token: asked for in the address or its cookie; '' for none.
-      hosts: names by which the server is asked for; any other is refused, so that no other site's page can ask.
+      runs: the run directories to serve.
+      token: text that a request must have in its address or cookie; '' requires none.
+      hosts: host names that a request may use; others are refused, so that pages of other sites cannot send requests.
+        () for the local ones.
     """
     app: Any = Starlette(routes=Pages(runs).routes())
     app = TrustedHostMiddleware(app, allowed_hosts=list(hosts or ("127.0.0.1", "localhost", "testserver")))
@@ -154,7 +155,10 @@ def _file(name: str) -> Callable[[Request], Response]:
 
 
 def _answer(make: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """Answers in a thread; what the user asked wrongly, and damaged files, are told in a sentence."""
+    """Returns an endpoint that answers with JSON; a ValueError becomes an answer with status 400 and one sentence.
+
+    The endpoint is not a coroutine, so it runs in a thread of Starlette's pool.
+    """
 
     def answer(request: Request) -> Response:
         try:

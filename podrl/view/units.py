@@ -1,8 +1,8 @@
-"""The units of metrics, as docs/metrics.md has them, for the axes of the page."""
+"""The units of metrics, as docs/metrics.md states them, for the axes of the page."""
 
 import re
 
-# The first that matches a whole name has its unit; a name that none matches has no unit.
+# (pattern, unit): the first pattern that matches the whole name gives the unit.
 _UNITS = (
     (r"(.*/)?error/.*", ""),
     (r".*/(tokens_per_s(_per_device)?)", "tokens per second"),
@@ -37,5 +37,5 @@ _UNITS = (
 
 
 def unit(name: str) -> str:
-    """Returns the unit of a metric; '1' for a number without one, '' where it is not known."""
+    """Returns the unit of a metric; '1' for a number without a unit, '' if the unit is not known."""
     return next((of for form, of in _UNITS if re.fullmatch(form, name)), "")

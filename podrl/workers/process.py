@@ -1,4 +1,4 @@
-"""Worker processes, which can be killed with all they started: one process, and pools that hold functions of users."""
+"""Worker processes, which can be killed together with their children: single ones, and pools for functions of users."""
 
 import asyncio
 import concurrent.futures
@@ -22,10 +22,10 @@ from podrl.workers.frames import pack, take
 from podrl.workers.user_code import Limits, hide_secrets
 from podrl.workers.user_objects import LoadError
 
-# Importing what code of users needs may take long (a math library, say); a call's deadline starts after it.
+# Imports of users' code may take long (a math library, say); a call's deadline starts after them.
 LOAD_S = 120.0
 _LEAVE_S = 1.0
-_PATIENCE_S = 0.05  # of a call before another process is started for it
+_PATIENCE_S = 0.05  # time that a call waits for an idle process before another process is started for it
 _numbers = itertools.count()
 T = TypeVar("T")
 
@@ -40,9 +40,13 @@ class DiedError(Exception):
 
 @functools.cache
 def _job_mark() -> str:
-    """The mark of this process's workers; starts the process that ends what carries it when this one is gone."""
+    """Returns the mark of this process's workers; the first call starts the program that kills marked processes later.
+
+    That program, podrl.workers.leftovers, waits until this process has ended.
+    """
     mark, (read, _kept) = secrets.token_hex(8), os.pipe()
-    # In isolation and without site-packages it starts in milliseconds; it never holds the job's own output open.
+    # In isolated mode and without site-packages it starts in milliseconds. Its output goes nowhere, so that it does not
+    # keep the job's output open.
     command = [sys.executable, "-I", "-S", leftovers.__file__, f"{mark}."]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {}}
     subprocess.run(command, stdin=read, check=True, start_new_session=True, **quiet)
@@ -51,19 +55,19 @@ def _job_mark() -> str:
 
 
 class Process:
-    """One process of a module that calls podrl.workers.child, on the event loop that starts it."""
+    """One worker process, which runs a module that calls podrl.workers.child; used on the event loop that starts it."""
 
     def __init__(
         self, module: str, limits: Limits, on_frame: Callable[[dict[str, Any]], None], on_end: Callable[[], None]
     ) -> None:
-        """Starts `python -m MODULE` with what `limits` let it see and take.
+        """Starts `python -m MODULE` under limits.
 
         Args:
           module: name of the module.
-          limits: resources that it may take, and variables that it may see.
+          limits: resources that the process may use, and variables that it may see.
           on_frame: function that is called with each frame's header.
-          on_end: function that is called once when its pipe ends or brings something else than frames, unless `close`
-            or `leave` was called before.
+          on_end: function that is called once, when the process's pipe ends or brings bytes that are no frames, unless
+            `close` or `leave` was called before.
 
         Raises:
           OSError: the system starts no more processes.
@@ -72,7 +76,7 @@ class Process:
         read_life, self._life = os.pipe()
         self._mark = f"{_job_mark()}.{next(_numbers)}."
         own = {leftovers.MARK: self._mark, child.INSIDE: "1", child.LIFE: str(read_life), "JAX_PLATFORMS": "cpu"}
-        # A session of its own: Ctrl-C in the terminal does not reach it, and its group can be ended as one.
+        # In a session of its own, Ctrl-C in the terminal does not reach the process, and its group is killed as one.
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
@@ -98,7 +102,7 @@ class Process:
         self._loop.add_reader(self._read_fd, self._readable)
 
     def send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
-        """Sends a frame, together with all others that are sent before the loop's next round.
+        """Queues a frame; all frames queued before the loop's next iteration are written together.
 
         Raises:
           ValueError: the frame is too long.
@@ -110,7 +114,7 @@ class Process:
             self._waiting += frame
 
     def leave(self) -> "Process":
-        """Asks the process to end; whoever gets it calls `close`, or `reap`."""
+        """Asks the process to end, and returns it; the caller must pass it to `reap` or call `close`."""
         self._write()
         self._stop()
         assert self._process.stdin is not None
@@ -118,23 +122,23 @@ class Process:
         return self
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Kills the process and what it started, after `wait_s` seconds if it lives as long, and frees the pipes."""
+        """Waits at most `wait_s` seconds until the process ends, kills it and its children, and closes the pipes."""
         if self._closed:
             return
         self._closed = True
         self._stop()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._wait_unreaped(wait_s)
-        # Not reaped yet, so the group's number is still its own: this ends what it may have started, too.
+        # The process is not reaped yet, so its number still names its group: this kills its children, too.
         os.killpg(self._process.pid, signal.SIGKILL)
-        leftovers.end_marked(self._mark)  # what left the group
+        leftovers.end_marked(self._mark)  # kills children that have left the group
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
         os.close(self._life)
 
     def death(self) -> DiedError:
-        """Describes how a process ended for which `on_end` was called."""
+        """Describes, after a call of `on_end`, how the process ended."""
         if self._wrong:
             return DiedError(f"it wrote something else than its answer: {self._wrong}.")
         ended = self._wait_unreaped(_LEAVE_S)
@@ -154,7 +158,7 @@ class Process:
             self._loop.add_writer(self._write_fd, self._write)
             return
         except BrokenPipeError:
-            self._waiting.clear()  # its end is read from the other pipe
+            self._waiting.clear()  # the process has ended, which the other pipe will show
         self._loop.remove_writer(self._write_fd)
 
     def _readable(self) -> None:
@@ -186,7 +190,10 @@ class Process:
             self._loop.remove_writer(self._write_fd)
 
     def _wait_unreaped(self, wait_s: float) -> os.waitid_result | None:
-        """The exit status, or None if the process runs after `wait_s`; its id stays reserved until `close`."""
+        """Returns the exit status, or None if the process still runs after `wait_s` seconds.
+
+        The process is not reaped, so its number stays reserved until `close`.
+        """
         end = time.monotonic() + wait_s
         while (ended := os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
             if time.monotonic() >= end:
@@ -196,14 +203,14 @@ class Process:
 
 
 class Loop:
-    """An event loop on a thread of its own, for the processes of callers on other threads."""
+    """An event loop on a thread of its own, for worker processes that are used from other threads."""
 
     def __init__(self, name: str, failed: Callable[[Mapping[str, Any]], None] | None = None) -> None:
         """Starts the thread.
 
         Args:
           name: name of the thread.
-          failed: function that is called with asyncio's context of an exception that a callback raised; None logs it.
+          failed: function that is called with asyncio's context when a callback has raised an exception; None logs it.
         """
         self._loop = asyncio.new_event_loop()
         if failed is not None:
@@ -213,12 +220,12 @@ class Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for work on the loop.
+        """Runs a coroutine on the loop, waits for it, and returns its result.
 
         Raises:
-          DiedError: the loop was ended, before or meanwhile.
+          DiedError: `end` was called before or meanwhile.
         """
-        with self._ending:  # so that `end` finds all work that was accepted
+        with self._ending:  # under the lock, so that `end` finds all work that was accepted
             if self._ended:
                 work.close()
                 raise DiedError("it was asked to end.")
@@ -228,15 +235,20 @@ class Loop:
         except concurrent.futures.CancelledError:
             raise DiedError("it was asked to end.") from None
         finally:
-            future.cancel()  # where the wait was interrupted
+            future.cancel()  # has an effect only if the wait was interrupted
 
     def soon(self, call: Callable[..., Any], *args: Any) -> None:
-        """Makes a call on the loop, and does not wait for it."""
+        """Makes the loop call a function, without waiting for it."""
         self._loop.call_soon_threadsafe(call, *args)
 
     def end(self, leave: Callable[[], Coroutine[Any, Any, Iterable[Process]]]) -> None:
-        """Ends the loop, and the processes that `leave` has asked to end on it."""
-        if threading.current_thread() is self._thread:  # an owner became garbage here: the loop cannot wait for itself
+        """Ends the loop and its processes.
+
+        Args:
+          leave: coroutine function that asks all processes of the loop to end, and returns them; runs on the loop.
+        """
+        # A finalizer may run this on the loop's own thread, which cannot wait for itself.
+        if threading.current_thread() is self._thread:
             threading.Thread(target=self.end, args=(leave,)).start()
             return
         with self._ending:
@@ -244,7 +256,7 @@ class Loop:
         processes = asyncio.run_coroutine_threadsafe(leave(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.run_until_complete(asyncio.sleep(0))  # what threads have asked for becomes tasks
+        self._loop.run_until_complete(asyncio.sleep(0))  # turns calls that other threads have queued into tasks
         while tasks := asyncio.all_tasks(self._loop):
             for task in tasks:
                 task.cancel()
@@ -254,24 +266,30 @@ class Loop:
 
 
 def reap(processes: Iterable[Process]) -> None:
-    """Sees to it that processes that were asked to leave do; all of them together have a second for it."""
+    """Waits for processes that were asked to leave, at most 1 s for all together, and kills those that are left."""
     end = time.monotonic() + _LEAVE_S
     for process in processes:
         process.close(max(0.0, end - time.monotonic()))
 
 
 class Pool:
-    """Processes that hold functions of users (`child.serve`), on one event loop; a call has a process to itself.
+    """Processes that hold users' functions (`child.serve`), on one event loop; each call has a process to itself.
 
-    They are started as calls need them. One that is late or dies, or whose caller is cancelled, is killed; the next
-    call starts another one in its place.
+    Processes are started as calls need them. A process that dies or is late, or whose caller is cancelled, is killed;
+    the next call starts another process in its place.
 
     Attributes:
-      most: processes there may be.
+      most: the largest number of processes.
     """
 
     def __init__(self, module: str, limits: Limits, most: int = 1) -> None:
-        """Starts nothing yet; the processes run `module`, under `limits`."""
+        """Starts no process yet.
+
+        Args:
+          module: name of the module that each process runs.
+          limits: limits of each process.
+          most: the largest number of processes.
+        """
         self._module, self._limits, self.most, self._closed = module, limits, most, False
         self._all: set[_Holder] = set()
         self._idle: asyncio.Queue[_Holder] = asyncio.Queue()
@@ -280,14 +298,14 @@ class Pool:
         """Starts all processes at once and loads functions into each.
 
         Args:
-          specs: id of a function to what podrl.workers.user_objects.load takes.
-          what: stands before the id in errors.
+          specs: spec of each function, as podrl.workers.user_objects.load takes it, by the function's id.
+          what: text before a function's id in errors.
 
         Returns:
-          What the module says of each function.
+          The module's description of each function, by id.
 
         Raises:
-          ValueError: one cannot be loaded; says why.
+          ValueError: a function cannot be loaded; the error says why.
         """
 
         async def filled(holder: _Holder) -> dict[str, dict[str, Any]]:
@@ -315,13 +333,22 @@ class Pool:
         return await self._with(lambda holder: holder.load(key, spec))
 
     async def call(self, key: str, spec: Mapping[str, Any], given: bytes, deadline_s: float) -> dict[str, Any]:
-        """The module's answer for a function and what it is given, as JSON; the time to load it does not count.
+        """Calls a function in a process of the pool.
+
+        Args:
+          key: id of the function.
+          spec: spec of the function, from which it is loaded if the process does not have it yet.
+          given: arguments of the function, as JSON.
+          deadline_s: the longest wait for the answer, in seconds; the time to load the function does not count.
+
+        Returns:
+          The module's answer.
 
         Raises:
           LateError: no answer within `deadline_s`.
-          DiedError: the process ended, or wrote something else than an answer.
+          DiedError: the process ended, or wrote something other than an answer.
           LoadError: the function cannot be loaded (again).
-          ValueError: what it is given is too long.
+          ValueError: the arguments are too long.
           OSError: the system starts no more processes.
         """
 
@@ -332,7 +359,7 @@ class Pool:
         return await self._with(made)
 
     async def close(self) -> list[Process]:
-        """Asks all processes to end, and refuses further calls; whoever gets the processes reaps them."""
+        """Asks all processes to end, and refuses further calls; the caller must `reap` the processes it returns."""
         self._closed = True
         return [holder.leave() for holder in self._all]
 
@@ -346,9 +373,9 @@ class Pool:
                 holder = fresh
             return await use(holder)
         finally:
-            if holder.dead:  # or late, or its caller was cancelled in the middle
+            if holder.dead:  # also after a late answer, or a caller that was cancelled in the middle
                 holder.process.close()
-            self._idle.put_nowait(holder)  # the dead one, too: it keeps the place for the next call
+            self._idle.put_nowait(holder)  # a dead holder, too: it keeps its place in the pool for the next call
 
     async def _take(self) -> "_Holder":
         if not self._idle.empty():
@@ -369,7 +396,7 @@ class Pool:
 
 
 class _Holder:
-    """One process of a pool, and what it holds; it is dead from the first request on that gets no answer."""
+    """One process of a pool, and its functions; it counts as dead after the first request that gets no answer."""
 
     def __init__(self, module: str, limits: Limits) -> None:
         self.process = Process(module, limits, self._answered, self._ended)
@@ -382,7 +409,7 @@ class _Holder:
         return self._death is not None
 
     async def load(self, key: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """Loads a function into this process, if it is not there, and returns the module's description of it."""
+        """Loads a function into this process, unless it is there already; returns the module's description of it."""
         if key not in self._about:
             try:
                 reply = await self.exchange({"load": key, "spec": spec, "path": sys.path}, b"", LOAD_S)
@@ -403,7 +430,7 @@ class _Holder:
         except TimeoutError:
             raise LateError("it did not answer in time.") from None
         finally:
-            if self._reply.cancelled():  # its answer may still come, and must not be taken for another's
+            if self._reply.cancelled():  # the answer may still come, and must not be taken for that of a later request
                 self._fail(DiedError("its last request was given up."))
 
     def leave(self) -> Process:
@@ -427,10 +454,10 @@ class _Holder:
 
 
 class Functions:
-    """A Pool for callers on threads; a fixed number of processes, each of which holds every function.
+    """A Pool for callers on threads; it has a fixed number of processes, each of which holds every function.
 
     Attributes:
-      about: the module's description of each function.
+      about: the module's description of each function, by id.
     """
 
     def __init__(
@@ -439,14 +466,14 @@ class Functions:
         """Starts the processes and loads the functions.
 
         Args:
-          module: name of the module that each process runs, see `Process`.
+          module: name of the module that each process runs; see `Process`.
           limits: limits of memory, processes, files and environment variables of each process.
-          specs: id of a function to what podrl.workers.user_objects.load takes.
+          specs: spec of each function, as podrl.workers.user_objects.load takes it, by the function's id.
           size: number of processes.
-          what: stands before the id of a function in the errors of loading.
+          what: text before a function's id in errors of loading.
 
         Raises:
-          ValueError: a function cannot be loaded; says why.
+          ValueError: a function cannot be loaded; the error says why.
         """
         self._specs, self._what, self._pool = specs, what, Pool(module, limits, size)
         self._loop = Loop("podrl-functions")
@@ -464,7 +491,13 @@ class Functions:
         self.close()
 
     def call(self, key: str, given: Any, deadline_s: float) -> dict[str, Any]:
-        """As `Pool.call`, of JSON or what is encoded as such already."""
+        """Calls a function, waits for its answer, and returns it; errors are those of `Pool.call`.
+
+        Args:
+          key: id of the function.
+          given: arguments of the function: a value that JSON can hold, or such a value encoded as bytes already.
+          deadline_s: the longest wait for the answer, in seconds.
+        """
         body = given if isinstance(given, bytes) else json.dumps(given).encode()
         try:
             return self._loop.run(self._pool.call(key, self._specs[key], body, deadline_s))
