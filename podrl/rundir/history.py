@@ -30,7 +30,8 @@ class Past:
       last: records of the last 20 steps before this one, oldest first.
       evaluations: records of the first evaluation and the last two.
       samples: the last 16 recorded training samples.
-      repeating: whether each of the last 8 recorded training samples repeats itself; filled by the check of repetition.
+      repeating: True or False for each of the last 8 recorded training samples, True if it repeats itself; filled by
+        the check of repetition.
       steps: number of steps seen before this one.
     """
 

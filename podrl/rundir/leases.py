@@ -281,9 +281,8 @@ class Given(Leases):
         self._ending = ending
         self._members: dict[int, int] = {}  # by host in the job: the step that it has reached
         self._entered: dict[int, int] = {}  # by host: the step at which it joined
-        self._starts: dict[
-            int, Callable[[], dict[str, Any]]
-        ] = {}  # by step: makes the answer to a host that joins then
+        # By step: makes the answer to a host that joins at that step.
+        self._starts: dict[int, Callable[[], dict[str, Any]]] = {}
         self._change = 0
         self._dropped = 0  # number of the last change that is no longer offered
         self._told: dict[int, int] = {}  # by step: number of the change that announced its batch

@@ -267,7 +267,7 @@ class Channel:
                 for request in [r for r in self._answers.values() if not r.place[1]]:
                     self._send(request)
             self._receive()
-        self._do_jobs()  # what was offered or asked before closing still leaves
+        self._do_jobs()  # messages that were queued before `close` still leave
         for link in self._peers.values():
             link.close()
         self._server.close(linger=1000)
@@ -365,7 +365,7 @@ class Channel:
         self._do_jobs()
         self.traffic.count(received)
         if len(received) < 4:
-            return  # not a request of ours
+            return  # not a request of this protocol
         identity, numbers, head = (part.bytes for part in received[:3])
         number, sender, wanted = (numbers[i * _NUMBER : (i + 1) * _NUMBER] for i in range(3))
         if sender in self._refused or wanted not in (b"", self._mine):
@@ -453,7 +453,7 @@ class _Link:
         self._stood = self.refused = False
         self._broken_since: float | None = None
         self._lost: Callable[[], None] | None = None
-        self._until = math.inf  # when a connection that has never stood counts as broken
+        self._until = math.inf  # time after which a connection that never stood counts as broken
         client.connect(f"tcp://{place[0]}")
 
     @property
@@ -471,7 +471,7 @@ class _Link:
     def receive(self) -> None:
         received = self.client.recv_multipart(copy=False)
         self._channel.traffic.count(received)
-        if len(received) >= 3:  # else not an answer of ours
+        if len(received) >= 3:  # fewer parts are not an answer of this protocol
             numbers, status, *pieces = received
             self._channel._answered(self._place[0], numbers.bytes, status.bytes, pieces)
 
