@@ -1,4 +1,4 @@
-"""The models' part of a checkpoint: the states of the actor and the critic, or of the actor and its moving average."""
+"""The models' part of a checkpoint: the actor's state, alone, with the critic's, or with the policy's moving average."""
 
 from typing import Any
 
