@@ -204,9 +204,9 @@ class RLCluster:
 
         Args:
           version: number of these weights, recorded with every token sampled from them; None for the optimizer's step.
-          in_place: True to reuse the buffers of the policy that the previous call with in_place=True returned, leaf by
-            leaf. That policy becomes invalid, even if this call fails; so the rollout mesh never has to hold both. The
-            training loop does this.
+          in_place: True to reuse the buffers of the previous call's policy, leaf by leaf, if that call was in place,
+            too. The previous policy becomes invalid, even if this call fails; so the rollout mesh never has to hold
+            both. The training loop does this.
 
         Returns:
           The policy on the rollout mesh, its checksums equal to the trainer's.

@@ -80,8 +80,8 @@ class WeightSync:
 
         Args:
           version: number of these weights.
-          in_place: True to reuse the buffers of the policy that the previous call with in_place=True returned; that
-            policy becomes invalid, even if this call fails.
+          in_place: True to reuse the buffers of the previous call's policy, if that call was in place, too; the
+            previous policy becomes invalid, even if this call fails.
 
         Returns:
           The policy on this process's part of the rollout mesh; without weights on a process without that mesh.

@@ -115,7 +115,8 @@ class Gauges:
           at: time of the step's end, in seconds since 1970; None for now.
 
         Returns:
-          perf/* by name: shares from 0 to 1, tokens per second and device, and GiB (perf/memory_peak).
+          perf/* by name: tokens per second and device, GiB (perf/memory_peak), ratios of measured to planned seconds
+          (perf/plan_*), and shares of 1.
         """
         self.see(values)
         step = max(values["time/step"], 1e-9)

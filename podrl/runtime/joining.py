@@ -166,7 +166,7 @@ def _secret(environment: Mapping[str, str]) -> str:
 
 
 def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -> dict[str, Any] | None:
-    """Returns arguments of `jax.distributed.initialize` for this process, or None where it must not be called.
+    """Returns arguments of `jax.distributed.initialize` for this process, or None if it must not be called.
 
     Args:
       cluster: place of this process in its jax cluster.

@@ -29,7 +29,7 @@ _SMALL = 1 << 17  # elements
 
 
 def leaf_name(path: Sequence[object]) -> str:
-    """Returns the name of a leaf from its path in the tree, such as 'params/layers/0'.
+    """Returns the name of a leaf: the keys of its path in the tree, joined by '/'.
 
     Dataclasses, sequences and the mappings read from a checkpoint give the same name.
     """
