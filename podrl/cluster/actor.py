@@ -191,7 +191,11 @@ class Actor:
         return put_batch(batch, self.mesh)
 
     def update(self, batch: Batch[Any]) -> dict[str, Any]:
-        """Makes one optimizer update from a batch on the mesh; metrics stay on the device."""
+        """Makes one optimizer update from a batch on the mesh; returns metrics by name, which stay on the device.
+
+        Raises:
+          ValueError: `prepare` was not called before.
+        """
         if self._step is None:
             raise ValueError("The actor needs a loss: call RLCluster.actor.prepare(loss) first; learners do.")
         fixed = (self.frozen, self.reference) if self._taught.whole else self.frozen
@@ -237,6 +241,9 @@ class Actor:
         """Scores every packed token under the reference policy: log p (A, B, T), nats.
 
         The reference routes tokens to experts itself; recorded routes of the batch are not used.
+
+        Raises:
+          ValueError: `keep_reference` was not called before.
         """
         if self.reference is None:
             raise ValueError(_NO_REFERENCE)

@@ -90,7 +90,11 @@ class Critic:
         return fetch(self._values(params, put_batch(batch, self.mesh)), self.mesh)
 
     def update(self, batch: Batch[Any]) -> dict[str, Any]:
-        """Makes one optimizer update from a host batch; metrics stay on the device."""
+        """Makes one optimizer update from a host batch; returns metrics by name, which stay on the device.
+
+        Raises:
+          ValueError: `prepare` was not called before.
+        """
         if self._step is None:
             raise ValueError("The critic needs a loss: call prepare(loss) first; PPOLearner does.")
         self.state, metrics = self._step(self.state, self.frozen, put_batch(batch, self.mesh))

@@ -168,7 +168,11 @@ class RLCluster:
         return self.config
 
     def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
-        """Returns the rollout configuration of a mode."""
+        """Returns the rollout configuration of a mode.
+
+        Raises:
+          ValueError: the configuration has settings by mode, but none for this mode.
+        """
         return self.config.rollout(mode)
 
     def make_critic(self) -> Critic | None:
@@ -219,12 +223,20 @@ class RLCluster:
 
     @refused_arguments(_UPDATED)
     def update_actor(self, batch: Batch[Any]) -> dict[str, Any]:
-        """Makes one optimizer update from a batch on the actor's mesh; metrics stay on the device."""
+        """Makes one optimizer update from a batch on the actor's mesh; returns metrics, which stay on the device.
+
+        Raises:
+          ValueError: no learner has prepared the actor with a loss.
+        """
         return self.actor.update(batch)
 
     @refused_arguments(_UPDATED)
     def update_critic(self, batch: Batch[CriticRows]) -> dict[str, Any]:
-        """Makes one optimizer update of the critic from a packed host batch; metrics stay on the device."""
+        """Makes one optimizer update of the critic from a packed host batch; returns metrics, which stay on the device.
+
+        Raises:
+          ValueError: there is no critic, or no learner has prepared it with a loss.
+        """
         if self.critic is None:
             raise ValueError("There is no critic: call make_critic() first; PPOLearner does.")
         return self.critic.update(batch)

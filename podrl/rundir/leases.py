@@ -122,7 +122,7 @@ class Leases:
         return self._tasks.get(name)
 
     def mine(self, name: str) -> list[Lease]:
-        """Returns this process's leases of a task."""
+        """Returns this process's leases of a task; [] if it knows no such task."""
         task = self._tasks.get(name)
         return [lease for lease in task.leases if lease.host == self._pod.seat.process] if task else []
 
@@ -132,7 +132,7 @@ class Leases:
         return task is not None and lease in task.leases
 
     def held(self, name: str) -> list[Lease]:
-        """Waits until all leases of a task have hosts; returns them in order.
+        """Waits until all leases of a task have hosts; returns the leases in order.
 
         Raises:
           LateError: some lease had no host within the deadline.
@@ -189,7 +189,7 @@ class Told(Leases):
 
     @property
     def change(self) -> int:
-        """Returns the number of the last change heard of."""
+        """Returns the number of the last change of the leader's table that this process knows."""
         return self._change
 
     def enter(self) -> Mapping[str, Any]:

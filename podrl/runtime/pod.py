@@ -92,7 +92,7 @@ class Pod:
         self.waiting: list[Callable[[], str]] = []
         self._first_failure: int | None = None
 
-    # Coming together.
+    # Joining.
 
     def join(self, deadline_s: float, too_few: Callable[[int, float], str]) -> "Pod":
         """Waits until every process of the job has joined.
@@ -134,7 +134,11 @@ class Pod:
         return self
 
     def _ask_leader(self, kind: str, key: str, message: Message, deadline_s: float) -> Message:
-        """Asks the leader; raises ChannelError as soon as an established connection to it breaks."""
+        """Sends the leader a request and waits for the answer.
+
+        Raises:
+          ChannelError: no answer within the deadline, or an established connection to the leader has broken.
+        """
         request = self.channel.request(self._leader, kind, key, message)
         broken = lambda: request.fail("the connection broke and did not come back")  # noqa: E731
         self.channel.watch(self._leader, broken, within_s=deadline_s)
@@ -351,7 +355,7 @@ class Pod:
             except ChannelError:
                 return
 
-    # Going apart.
+    # Leaving and failing.
 
     def leave(self, code: int = EXIT_DONE) -> None:
         """Ends this process's part in the job cleanly, once the leader says that the job is over.

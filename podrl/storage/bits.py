@@ -24,8 +24,8 @@ K = TypeVar("K", bound=Hashable)
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _RUNS = 8
-_BLOCK = 1 << 12  # elements
-_SMALL = 1 << 17  # elements
+_BLOCK = 1 << 12  # elements that one iteration of the loop adds
+_SMALL = 1 << 17  # elements up to which a shard is reduced without the loop
 
 
 def leaf_name(path: Sequence[object]) -> str:

@@ -78,7 +78,7 @@ class _Read(NamedTuple):
         return values.astype(self.target_dtype)
 
     def _box(self, shard: Array, corner_Wi: Sequence[tuple[int, ...]], w: Array) -> Array:
-        if len(set(corner_Wi)) == 1:  # the same on all devices
+        if len(set(corner_Wi)) == 1:  # the corner is the same on all devices, so the slice can be static
             return jax.lax.slice(shard, corner_Wi[0], [at + n for at, n in zip(corner_Wi[0], self.box, strict=True)])
         return jax.lax.dynamic_slice(shard, list(jnp.asarray(corner_Wi, jnp.int32)[w]), self.box)
 

@@ -50,7 +50,7 @@ class LocalTransport:
     def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> list[Array]:
         """Queues cutting, sending and joining; returns arrays that are ready when the bucket has arrived."""
         boxes = self._cutter.cut(move.sources, chosen, part)
-        counts = {i: len(self._reads[i]) // len(self._targets) for i in chosen}  # slots of a target shard
+        counts = {i: len(self._reads[i]) // len(self._targets) for i in chosen}  # number of slots of a target shard
         pieces = [boxes[i][slot][device] for i in chosen for slot, device in self._reads[i]]
         devices = [device for i in chosen for device in self._targets for _ in range(counts[i])]
         moved = iter(jax.device_put(pieces, devices))
