@@ -27,7 +27,7 @@ def batch(step: int) -> str:
 
 
 def is_batch(task: str) -> bool:
-    """True if the task makes a batch."""
+    """Returns whether the task makes a batch."""
     return task.startswith("batch/")
 
 
@@ -37,7 +37,7 @@ def evaluation(step: int) -> str:
 
 
 def is_over(name: str, taken: int) -> bool:
-    """True if the task called `name`, a batch or an evaluation, belongs to a step before step `taken`."""
+    """Returns whether the task called `name`, a batch or an evaluation, belongs to a step before step `taken`."""
     return step_of(name) < taken
 
 
@@ -229,7 +229,7 @@ class Told(Leases):
         return bool(self._pod.call(LEADER, "host leaves", me, self._deadline_s).value["goes"])
 
     def take(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over those of the leader's packed tasks that are newer than the ones in this table."""
+        """Takes over the leader's packed tasks, unless this table has the same or a newer state of them."""
         news = []
         with self._changed:
             for name, value in tasks.items():

@@ -94,7 +94,7 @@ class Remote:
         self._put(lambda sink: sink.write_samples(step, samples))
 
     def close(self, end: End) -> None:
-        """Waits at most 30 s until the thread has passed on what is in the queue."""
+        """Waits at most 30 s until the thread has passed on the queued records."""
         self._end = end
         self._put(None)
         self._thread.join(_CLOSE_S)

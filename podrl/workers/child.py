@@ -21,7 +21,7 @@ LIFE = "PODRL_LIFE_FD"
 
 
 def refuse_inside() -> None:
-    """Refuses to train in a worker, which imported a user's script that starts training as soon as it is imported.
+    """Refuses to train in a worker process, where a user's script was only imported for one of its functions.
 
     Raises:
       ValueError: this process is a worker.
