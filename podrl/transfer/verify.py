@@ -47,7 +47,7 @@ class Expected:
         summed_as: Sequence[np.dtype],
         side: str,
     ):
-        """Compiles nothing yet.
+        """Describes the leaves of one side; the program of the checksums compiles at its first call.
 
         Args:
           treedef: structure of the tree.
