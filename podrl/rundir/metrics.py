@@ -166,7 +166,7 @@ class Lines:
     Attributes:
       path: the file.
       size: bytes of all lines so far, those that wait included.
-      differs: how the lines that were found differ from the mark, such as 'is gone'; '' if they do not.
+      differs: difference between the lines that were found and the mark, such as 'is gone'; '' if there is none.
     """
 
     def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None = None):
