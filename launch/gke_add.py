@@ -130,7 +130,7 @@ def read(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--join={args.join} cannot be read: {done.stderr.strip()}")
     runs = json.loads(done.stdout)
     if ended := runs.get("status", {}).get("terminalState"):
-        raise ValueError(f"--join={args.join} has ended ({ended}): nobody is there to be joined.")
+        raise ValueError(f"--join={args.join} has ended ({ended}), so it cannot be joined.")
     return runs
 
 

@@ -129,8 +129,8 @@ def _check(args: argparse.Namespace, slices: machines.Slices) -> None:
         raise ValueError(f"--join={args.join} is for hosts with a process each: leave --pathways out.")
     if args.join and slices.count > 1:
         raise ValueError(
-            f"--machine={args.machine} would make one cluster of {slices.count} slices, all of which go when one does: "
-            "with --join give each slice a workload of its own."
+            f"--machine={args.machine} would make one cluster of {slices.count} slices, which all end when one of them "
+            "ends: with --join give each slice a workload of its own."
         )
     if args.join and needs_secret(args):
         raise ValueError(

@@ -84,7 +84,7 @@ class Elsewhere:
         self._name = f"{owner.__name__}.{name}"
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
-        raise AttributeError(f"{self._name} is not there: {self._way}")
+        raise AttributeError(f"{self._name} does not exist in podrl: {self._way}")
 
 
 def as_settings(cls: type[T], value: object, name: str) -> T:
@@ -404,17 +404,18 @@ def described(hint: object) -> str:
     return _names(_options(hint))
 
 
-def _names(options: typing.Iterable[object]) -> str:
-    """Describes a hint in words: 'a number in [0, 1] or None', "'a', 'b' or 'c'"."""
+def _names(options: typing.Iterable[object], many: bool = False) -> str:
+    """Describes a hint in words: 'a number in [0, 1] or None', "'a', 'b' or 'c'"; in the plural if `many`."""
+    a, s = ("", "s") if many else ("a ", "")
     said: list[str] = []
     for option in options:
         if (limits := _range_of(option)) is not None:
-            said.append(f"a {'whole ' if typing.get_args(option)[0] is int else ''}number in {limits}")
+            said.append(f"{a}{'whole ' if typing.get_args(option)[0] is int else ''}number{s} in {limits}")
         elif typing.get_origin(option) is typing.Literal:
             said += [repr(value) for value in typing.get_args(option)]
         elif typing.get_origin(option) is tuple:
-            said.append(f"a list of which each is {_names(_options(typing.get_args(option)[0]))}")
+            said.append(f"{a}list{s} of {_names(_options(typing.get_args(option)[0]), many=True)}")
         else:
-            words = {str: "text", bool: "True or False", type(None): "None"}
+            words = {str: f"text{s}", bool: "True or False", type(None): "None"}
             said.append(words.get(option) or getattr(option, "__name__", str(option)))
     return f"{', '.join(said[:-1])} or {said[-1]}" if len(said) > 1 else said[0]

@@ -45,7 +45,9 @@ def watch(run: str, wait: Callable[[], Any]) -> Iterator[Finding]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="podrl.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="a run directory, or gs://")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="look again so often, until the run has ended")
+    parser.add_argument(
+        "--watch", type=float, metavar="SECONDS", help="seconds between two looks, until the run has ended"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per finding")
     return parser
 

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="podrl.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory, or the directory of a run")
     parser.add_argument(
-        "--compare", default="", help="a second one, which completes the same records with the same seed"
+        "--compare", default="", help="a second model, which completes the same records with the same seed"
     )
     parser.add_argument("--sets", required=True, help="NAME=FILE, several separated by commas")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="directory; made if it is not there")
@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--right", type=float, default=1.0, help="the first function's reward from which a sample is right"
     )
-    parser.add_argument("--by", default="dataset", help="the records' field whose values have a row of the table each")
+    parser.add_argument(
+        "--by", default="dataset", help="field of the records; the table has a row for each of its values"
+    )
     parser.add_argument("--n", type=int, default=1, help="completions per record")
     parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
     return parser
@@ -238,7 +240,7 @@ def _scored(
             # This prompt asks for the tags in which the accuracies look for the answer.
             given.append(f"--system_prompt={SYSTEM_PROMPT}")
         if generate.main([*given, f"--devices={args.devices}"]):
-            raise ValueError(f"--sets: {one} was not completed, as said above.")
+            raise ValueError(f"--sets: {one} was not completed; see the error above.")
         # Bytes, as str.splitlines would also cut at characters such as U+2028 within a text.
         lines = map(json.loads, out.read_bytes().splitlines())
         told = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]

@@ -245,7 +245,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's layout")
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=hf_save.DTYPES, help="of the written weights; default: bfloat16"
+        "--dtype", default="bfloat16", choices=hf_save.DTYPES, help="dtype of the written weights; default: bfloat16"
     )
     parser.add_argument("--push", default="", metavar="ORG/NAME", help="upload it to the hub, with a model card")
     return parser.parse_args(argv)

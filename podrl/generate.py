@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", required=True, help="Hugging Face directory, ORG/NAME of the hub, or the embedded tiny or tiny_tools"
     )
-    parser.add_argument("--prompts", required=True, help="JSON lines; also .csv and what data.path may name")
+    parser.add_argument("--prompts", required=True, help="JSON lines; also .csv, or anything that data.path accepts")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; replaced when complete")
     parser.add_argument("--n", type=int, default=1, help="completions per prompt")
     parser.add_argument("--preset", choices=("greedy", "standard", "liberal"), default=None)
@@ -62,9 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--env", default="", help="environment of every completion: file.py:Name or module:Name")
     parser.add_argument("--program", default="", help="agent program of every completion, such as 'python agent.py'")
     parser.add_argument("--tool", action="append", default=[], help="a tool it may call; may be given several times")
-    parser.add_argument("--parser", choices=get_args(env.Parser), default="call_tool", help="how a tool is called")
     parser.add_argument(
-        "--max_response", type=int, default=None, help="new tokens, and those that --env gives; default: --max_new"
+        "--parser", choices=get_args(env.Parser), default="call_tool", help="format of a tool call (env.parser)"
+    )
+    parser.add_argument(
+        "--max_response",
+        type=int,
+        default=None,
+        help="most tokens of a completion, including observations of --env; default: --max_new",
     )
     parser.add_argument("--seed", type=int, default=0)
     add_device_options(parser)

@@ -68,7 +68,7 @@ _WORKDIR = flags.DEFINE_string(
 for _name, _meaning in (
     (
         "coordinator",
-        "HOST[:PORT] of process 0, where no platform that podrl knows says it; the port is 8482 if left out.",
+        "HOST[:PORT] of process 0, if podrl cannot read it from the platform; the port is 8482 if left out.",
     ),
     ("process_id", "Number of this process among --num_processes, from 0 on; goes with --coordinator."),
     ("num_processes", "Number of processes of the job, one per host; goes with --coordinator."),
@@ -81,7 +81,9 @@ _CODE = flags.DEFINE_string(
     "host, and relative paths of the configuration lie in it.",
 )
 _HELP_CONFIG = "help_config"
-flags.DEFINE_string(_HELP_CONFIG, None, "Print the configuration keys that begin so, with range and meaning; else all.")
+flags.DEFINE_string(
+    _HELP_CONFIG, None, "Print configuration keys with range and meaning: all, or those that begin with this text."
+)
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print configuration, roles and batch arithmetic; start nothing.")
 _TOPOLOGY = flags.DEFINE_enum(
     "topology",

@@ -111,7 +111,7 @@ def replay(
     if recorded is None:
         there = [record["step"] for record in read_metrics(run) if kind_of(record) == "step"]
         known = f"metrics.jsonl has steps {there[0]} to {there[-1]}" if there else "metrics.jsonl has none"
-        raise ValueError(f"--step={step} is no step that {run} recorded: {known}.")
+        raise ValueError(f"--step={step} was not recorded in {run}: {known}.")
     saved = [saved for saved in complete_steps(run / "checkpoints") if saved < step]
     start = max(saved, default=0) if begin is None else begin
     if start not in (0, *saved):
@@ -246,7 +246,7 @@ def _changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="podrl.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=pathlib.Path, help="a run directory")
-    parser.add_argument("--step", type=int, required=True, help="of metrics.jsonl")
+    parser.add_argument("--step", type=int, required=True, help="number of the step in metrics.jsonl")
     parser.add_argument("--start", type=int, metavar="STEP", help="a checkpoint of the run, or 0 for its beginning")
     parser.add_argument("--change", action="append", default=[], metavar="KEY=VALUE", help="may be given several times")
     parser.add_argument("--keep", type=pathlib.Path, help="a new directory for the replay's own files")

@@ -202,7 +202,10 @@ def check_padding(estimate: AdvantageEstimator) -> None:
 
 def _advantages(estimate: AdvantageEstimator, reward_B: Any, mask_BT: Any) -> np.ndarray:
     baseline_B: Any = np.zeros_like(reward_B)
-    return np.asarray(estimate(outcome_reward(reward_B, mask_BT), baseline_B, mask_BT, group_B=_GROUP_B))
+    advantage_BT = np.asarray(estimate(outcome_reward(reward_B, mask_BT), baseline_B, mask_BT, group_B=_GROUP_B))
+    # The comparisons of numpy.testing take NaN for equal to NaN.
+    assert np.all(np.isfinite(advantage_BT)), "an advantage is NaN or infinite"
+    return advantage_BT
 
 
 # A small batch of sequences in two layouts.
@@ -322,4 +325,4 @@ def assert_same(a: dict[str, Any], b: dict[str, Any], why: str) -> None:
 
 
 def _close(a: Any, b: Any, message: str) -> None:
-    np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=message)
+    np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, equal_nan=False, err_msg=message)

@@ -52,7 +52,7 @@ def test_builds_nested_values_and_converts_lists_and_integers():
         ({"rate": 1, "inner": {"width": True}}, r"outer\.inner\.width=True must be a whole number"),
         ({"rate": 1, "mode": "c"}, r"^outer\.mode='c' must be 'a' or 'b'\.$"),
         ({"rate": 1, "on": "yes"}, r"outer\.on='yes' must be True or False"),
-        ({"rate": 1, "names": "xy"}, r"outer\.names='xy' must be a list of which each is text"),
+        ({"rate": 1, "names": "xy"}, r"outer\.names='xy' must be a list of texts"),
         ({"rate": 1, "weights": [1.0, math.inf]}, r"outer\.weights\[1\]=inf must be a number in \[-1e9, 1e9\]"),
         ({"rate": 1, "vllm_memory": 0.2}, r"vllm_memory: podrl decodes with its own engine"),
     ],

@@ -167,7 +167,7 @@ SURFACE = {
 @pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, names in SURFACE.items() for name in names.split()])
 def test_methods_and_properties_of_tunix_are_there_or_say_the_way_of_podrl(cls, name):
     if not hasattr(cls, name):
-        with pytest.raises(AttributeError, match=rf"{name} is not there: .+\.$"):
+        with pytest.raises(AttributeError, match=rf"{name} does not exist in podrl: .+\.$"):
             getattr(cls, name)
 
 

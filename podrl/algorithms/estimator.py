@@ -70,8 +70,9 @@ class AdvantageSettings:
             )
         if self.advantage_args and not self.own_advantage:
             raise ValueError(
-                f"{self.section}.advantage_args={self.advantage_args!r} are those of a function of your own, and "
-                f"{self.section}.advantage_estimator={name!r} is none."
+                f"{self.section}.advantage_args={self.advantage_args!r} sets numbers for a function of your own, "
+                f"but {self.section}.advantage_estimator={name!r} names none: leave the numbers out, "
+                "or name 'file.py:function'."
             )
 
 

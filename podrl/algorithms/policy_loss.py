@@ -167,7 +167,8 @@ class LossSettings:
         self._check(
             self.own_loss or not self.policy_loss_args,
             "policy_loss_args",
-            f"are those of a function of your own, and {key}.policy_loss_fn={self.policy_loss_fn!r} is none",
+            f"sets numbers for a function of your own, but {key}.policy_loss_fn={self.policy_loss_fn!r} names none: "
+            "leave the numbers out, or name 'file.py:function'",
         )
         self._check_correction()
         low = "epsilon" if self.epsilon_low is None else "epsilon_low"

@@ -123,23 +123,24 @@ def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> 
         if fault := shape.turns_fault(prompt):
             return f"'prompt' must be a text or turns: {fault}"
         if any(whole):
-            return "the turns after those of 'prompt' must begin with the assistant's"
+            return "the answer must begin with the assistant's turn, because 'prompt' holds the turns before it"
     elif isinstance(prompt, str) or not isinstance(record.get(before), str):
         if not all(whole) or len(names) < 2:
-            return "turns of the assistant need a 'prompt' of turns before them"
+            return "an answer that is turns needs a 'prompt' that is turns"
         asked = [str(message.get("content")).strip() for message in answers[0][: _shared(answers)]]
         if isinstance(prompt, str) and prompt.strip() not in asked:
             return "'prompt' is none of the turns that the answers share: leave it out, or give turns there, too"
     elif any(whole):
         return f"{before!r} is asked before the answers, which must begin with the assistant's turns"
     elif data.template == "plain":
-        return "data.template=plain has no turns, as the answers do"
+        return "the answers are turns, but data.template=plain writes none"
     first = 0 if not all(whole) else _shared(answers)
     if not all(any(map(shape.is_learned, answer[first:])) for answer in answers):
         return "each answer must have a turn of the assistant to learn" + (" that the other has not" if first else "")
     if all(whole) and any(answer[first]["role"] != "assistant" for answer in answers):
         asks = " and ".join(str(dict(answer[first]))[:80] for answer in answers)
-        return f"both must ask the same, and differ in {asks} before any turn of the assistant"
+        both = " and ".join(map(repr, names))
+        return f"{both} must ask the same question; they differ in {asks} before the assistant's first turn"
     return ""
 
 

@@ -177,7 +177,10 @@ def _check_mixture(given: Sequence[SourceConfig]) -> None:
         raise ValueError(f"data.sources has several sources called {', '.join(twice)}: give each a 'name' of its own.")
     without = [source.label for source in given if source.weight is None]
     if without and len(without) < len(given):
-        raise ValueError(f"data.sources: {', '.join(without)} has no weight, and others have: give all one, or none.")
+        raise ValueError(
+            f"data.sources: no weight is set for {', '.join(without)}, but other sources have one: give every source a "
+            "weight, or none."
+        )
 
 
 _GROUP = re.compile(r"[A-Za-z0-9_-]+")

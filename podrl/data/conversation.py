@@ -161,7 +161,7 @@ class _Writing:
             names = [str(_function(tool).get("name", "")) for tool in tools]
             if lost := [name for name in names if name not in told]:
                 raise ValueError(
-                    f"The chat template of {tokenizer.directory} passes over 'tools', and no message names "
+                    f"The chat template of {tokenizer.directory} ignores 'tools', and no message names "
                     f"{', '.join(lost)}: describe them in a system message, or leave 'tools' out."
                 )
 
@@ -306,7 +306,7 @@ class _Writing:
             if header in shared[near:]
         ]
         if not found:
-            raise self.fault(i, f"opens the turn by {spoken[-80:]!r} and its prompt ends with {prompt[-80:]!r}")
+            raise self.fault(i, f"begins the turn with {spoken[-80:]!r}, but its prompt ends with {prompt[-80:]!r}")
         place, end = max(found)
         return place + (len(prompt) - end if text.startswith(prompt[end:], place) else 0)
 
@@ -365,7 +365,9 @@ class _Writing:
             return max(cuts, key=lambda place: _shared_end(whole[:place], said))
         if ends := [place for place in places if whole[:place].endswith(last)]:
             return ends[0]
-        raise self.fault(i, f"writes {said!r} of the turn alone and {whole[: len(said)]!r} as others follow")
+        raise self.fault(
+            i, f"writes the turn as {said!r} when it is last, but as {whole[: len(said)]!r} when other turns follow"
+        )
 
     @functools.cached_property
     def _ending(self) -> tuple[str | None, str]:
@@ -407,7 +409,7 @@ class _Writing:
                     words.append((i, f"does not write its call of {function.get('name')!r}", own))
             else:
                 probe.append({**message, "content": f"{message.get('content', '')}{self._word}{i}m"})
-                words.append((i, "passes it over", [f"{self._word}{i}m"]))
+                words.append((i, "leaves it out", [f"{self._word}{i}m"]))
         text = self.write(probe, add_generation_prompt=False)
         for i, why, needed in words:
             if not all(word in text for word in needed):
@@ -544,7 +546,7 @@ def prompt(
     text = template.wrap(tokenizer, asks, system=system, form=form)
     if "".join(asks.split()) not in "".join(text.split()):
         raise ValueError(
-            f"The chat template of {tokenizer.directory} drops what is asked: {asks[:80]!r} is not in the prompt "
+            f"The chat template of {tokenizer.directory} leaves out the question: {asks[:80]!r} is not in the prompt "
             f"{text[-160:]!r}. Correct the template, or set data.template=plain."
         )
     return Part(text, rendered=form == "chat")

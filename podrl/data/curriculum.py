@@ -155,10 +155,10 @@ class ChosenStream(Stream[Item], Generic[Item]):
         self._brought_back += 1
         if str(self._brought_back).rstrip("0") == "1":  # 1, 10, 100, ...
             _log.warning(
-                "%d prompts so far came back before their time: all others of the %d records are %s. Give more data, "
-                "or change data.curriculum.%s.",
+                "%d prompts so far were drawn although postponed or retired, because no other of the %d records was "
+                "left. Give more data, or change data.curriculum.%s.",
                 *(self._brought_back, self.records),
-                *(("postponed or retired", "postpone_steps") if pool == POSTPONED else ("retired", "retire_after")),
+                "postpone_steps" if pool == POSTPONED else "retire_after",
             )
 
 

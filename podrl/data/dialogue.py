@@ -128,8 +128,8 @@ class Dialogue:
         opened = next(n for n in range(len(words), -1, -1) if given.endswith(words[:n]))
         if again.count(_WORDS) != 2 or not _packed(again).startswith(given + words[opened:]):
             raise ValueError(
-                f"The chat template of {self.tokenizer.directory} writes earlier turns of the model otherwise than "
-                f"they were (it makes {once!r} of two turns): say(role={role!r}) cannot go on behind sampled tokens. "
+                f"The chat template of {self.tokenizer.directory} rewrites the model's earlier turns (it makes "
+                f"{once!r} of two turns), so say(role={role!r}) cannot follow sampled tokens. "
                 "Use role='raw' and write the turns yourself, or give the model a chat_template.jinja that leaves them."
             )
         return role

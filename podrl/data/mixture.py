@@ -189,7 +189,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
     if is_held.all():
         raise ValueError(
             f"data.eval_fraction={config.eval_fraction} holds out all {len(is_held)} records of {config.path}, so "
-            "that none of data.path is left to train on: lower it, or give data.eval_path."
+            "that no record of data.path is left to train on: lower it, or give data.eval_path."
         )
     return _File(records, dropped, notes.hashes, is_held, unanswered)
 
@@ -213,7 +213,7 @@ def _part(config: DataConfig, source: SourceConfig | None, file: _File | None, h
         if not len(kept):
             raise ValueError(
                 f"All {count} records of {config.path} repeat questions of {where}: none is left to train on. Give "
-                "held-out records that are not among those to train on."
+                "a held-out file that shares no question with the training file."
             )
         _log.warning(
             "%d of %d records of %s repeat a question of %s (case and white space aside) and are left out of training.",

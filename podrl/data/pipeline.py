@@ -80,7 +80,7 @@ class PromptStream(Batches[_Task]):
           ValueError: the source is empty, or a step has no prompts.
         """
         if prompts_per_step < 1:
-            raise ValueError(f"{prompts_per_step} prompts make no step: rollout.prompts_per_step must be at least 1.")
+            raise ValueError(f"rollout.prompts_per_step={prompts_per_step} must be at least 1.")
         limit = Limit(max_prompt_length, "rollout.max_prompt_length", long_prompts)
         both = "rollout.max_prompt_length + grpo.teacher_hint_tokens"
         hint_limit = Limit(max_prompt_length + hint_tokens, both, long_prompts)
@@ -376,8 +376,8 @@ class Renderer:
         unnamed = tokenizer.unnamed_tools if config.template == "chat" else names
         if missing := [name for name in unnamed if name not in self._system]:
             raise ValueError(
-                f"Prompts do not name the tools {', '.join(missing)}: data.template={config.template} of "
-                f"{tokenizer.directory} passes tools over. Describe them in data.system_prompt or "
+                f"The prompts of data.template={config.template} in {tokenizer.directory} leave out the tools "
+                f"{', '.join(missing)}. Describe them in data.system_prompt or "
                 "env.system_prompt_file, or choose an env.parser whose tags the model knows."
             )
 

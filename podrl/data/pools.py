@@ -59,7 +59,7 @@ class CurriculumConfig:
         if self.hard_rate >= self.easy_rate:
             raise ValueError(
                 f"data.curriculum.hard_rate={self.hard_rate:g} must be below data.curriculum.easy_rate="
-                f"{self.easy_rate:g}: no prompt is easy and hard."
+                f"{self.easy_rate:g}: a prompt cannot be both easy and hard."
             )
         if (whole := (self.easy_share or 0.0) + (self.hard_share or 0.0)) > 1.0:
             raise ValueError(

@@ -192,11 +192,13 @@ def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     if record.get("messages") is not None:
         fault = shape.turns_fault(record["messages"], tools=record.get("tools"))
         some = not fault and any(map(shape.is_learned, record["messages"]))
-        fault = fault or ("" if some else "no turn is the assistant's, or all of those have the weight 0")
+        fault = fault or (
+            "" if some else "it has no turn of the assistant, or every turn of the assistant has weight 0"
+        )
     elif record.get("completion") is not None:
         fault = answers.check(record, ("completion",), data)
     else:
-        fault = "" if _solved(record, place, data) else "there is none of these"
+        fault = "" if _solved(record, place, data) else "the record has none of these"
     if fault:
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: an example needs 'messages' (a list of "

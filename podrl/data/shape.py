@@ -81,7 +81,7 @@ def check(record: Record, place: str, question_field: str = QUESTION) -> None:
     if not name:
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: it must hold {question_field!r}, 'prompt' or 'messages'. "
-            "The field of another name that asks is data.question_field."
+            "If the question is in another field, set data.question_field."
         )
     value = record[name]
     if name == "messages" or (name == "prompt" and isinstance(value, list)):
@@ -90,7 +90,7 @@ def check(record: Record, place: str, question_field: str = QUESTION) -> None:
                 f"{place}: {name!r} must be a list of objects with the texts 'role' and 'content': {fault}."
             )
         if not conversation(record, name):
-            raise ValueError(f"{place}: {name!r} holds the assistant's turn alone: a user's must come before it.")
+            raise ValueError(f"{place}: {name!r} holds only the assistant's turn: put a user's turn before it.")
     elif not is_text(value) or (name == "prompt" and not isinstance(value, str)):
         raise ValueError(f"{place}: {name!r} is {value!r} but must be text that is not empty, or a number.")
 
@@ -121,7 +121,7 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
         content = turn.get("content")
         if isinstance(content, list) and (other := [part for part in content if not _is_text_part(part)]):
             kind = other[0].get("type") if isinstance(other[0], Mapping) else other[0]
-            return f"'content' of {where} has a part of type {str(kind)[:80]!r}, and podrl reads texts alone"
+            return f"'content' of {where} has a part of type {str(kind)[:80]!r}, and podrl reads only text"
         if not isinstance(content, str) and not (content is None and calls):
             return f"'content' of {where} is {str(content)[:80]!r} and must be text"
         if turn.get("weight", 1) not in (0, 1, None):

@@ -255,7 +255,7 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, known: Kn
         return records
     if suffix in _PACKED:
         raise ValueError(
-            f"{path} is compressed, and records are read at any place of a file: unpack it (such as by 'gunzip -k'), "
+            f"{path} is compressed, and podrl needs random access to the file: unpack it (such as by 'gunzip -k'), "
             "or write it as .parquet."
         )
     if suffix not in _KNOWN:
@@ -381,7 +381,9 @@ def _object(text: str | bytes, place: str) -> Record:
         try:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError(f"{place} holds half of a surrogate pair (\\ud800 to \\udfff), no character.") from None
+            raise ValueError(
+                f"{place} holds half of a surrogate pair (\\ud800 to \\udfff), which is no character."
+            ) from None
     return record
 
 
@@ -400,7 +402,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _refuse_twice(names: Sequence[str], what: str) -> None:
     """Raises ValueError if a name occurs twice, because one of its two values would be lost."""
     if twice := sorted(name for name, count in collections.Counter(names).items() if count > 1):
-        raise ValueError(f"several {what} are called {', '.join(map(repr, twice))}: each must have its own name")
+        raise ValueError(f"several {what} have the name {', '.join(map(repr, twice))}: each must have its own name")
 
 
 def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:

@@ -219,15 +219,16 @@ class Stream(Generic[Item]):
                 "--workdir."
             )
         if (curriculum := "curriculum" in saved) != self._chooses:
-            there, now = ("with", "is not used now") if curriculum else ("without", "is used now")
+            there, now = ("with", "does not use") if curriculum else ("without", "uses")
             raise ValueError(
-                f"The checkpoint's data position is one {there} data.curriculum, which {now}: resume with the same, or "
-                "start in a new --workdir."
+                f"The checkpoint's data position was saved {there} data.curriculum, which this run {now}: resume with "
+                "the same, or start in a new --workdir."
             )
         if saved.get("tools", "") != self._tools:
             raise ValueError(
-                "The prompts of the checkpoint name other tools, or others of their arguments and descriptions, than "
-                "env.tools and the servers of env.mcp offer now: resume with the same, or start in a new --workdir."
+                "The prompts of the checkpoint name other tools, or the same tools with other arguments or "
+                "descriptions, than env.tools and the servers of env.mcp offer now: resume with the same, or start in "
+                "a new --workdir."
             )
         self._iterator.set_state(saved["iterator"])
         self.emitted, self.skipped = saved["emitted"], saved["skipped"]

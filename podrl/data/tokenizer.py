@@ -712,11 +712,12 @@ def foreign(directory: str | epath.PathLike, model: str | epath.PathLike) -> str
     """Says which tokenizer file differs between a tokenizer's directory and a model's directory; '' if none does."""
     mine, theirs = epath.Path(locate(directory)), epath.Path(locate(model))
     for name in ("tokenizer.json", "tokenizer.model"):
+        why = "the same id may stand for different text"
         if (theirs / name).exists():
             if not (mine / name).exists():
-                return f"The tokenizer of {mine} has no {name}, and the model of {theirs} has: ids may mean other text."
+                return f"The tokenizer of {mine} has no {name}, but the model in {theirs} has one: {why}."
             if (mine / name).read_bytes() != (theirs / name).read_bytes():
-                return f"{mine / name} is not the {name} of the model in {theirs}: ids may mean other text."
+                return f"{mine / name} is not the {name} of the model in {theirs}: {why}."
     return ""
 
 

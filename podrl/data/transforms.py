@@ -68,7 +68,8 @@ class Transform:
     def __post_init__(self) -> None:
         if sum(map(bool, (self.rename, self.length, self.map))) != 1:
             raise ValueError(
-                f"data.sources: the transform {dataclasses.asdict(self)} must be one of 'rename', 'length' and 'map'."
+                f"data.sources: the transform {dataclasses.asdict(self)} must set exactly one of "
+                "'rename', 'length' and 'map'."
             )
         if not isinstance(self.rename, Mapping):
             raise ValueError(f"data.sources: rename={self.rename!r} must be a mapping of old names to new ones.")

@@ -215,8 +215,8 @@ class RolloutConfig(SamplingSettings):
         if environment and self.max_response_tokens is None:
             raise ValueError(
                 "rollout.max_response_tokens is not set, and the samples have an environment: set the most tokens of a "
-                "sample, sampled and given ones together, above rollout.max_tokens_to_generate="
-                f"{self.max_tokens_to_generate} by what tools and environment give it."
+                "sample, sampled and given ones together. It must exceed rollout.max_tokens_to_generate="
+                f"{self.max_tokens_to_generate} by the tokens that tools and environment may add."
             )
 
     def sampling(self) -> Sampling:

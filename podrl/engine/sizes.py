@@ -22,15 +22,15 @@ def check_memory(needed: int, mesh: Mesh, config: RolloutConfig, shape: EngineSh
     needed = needed * len(mesh.local_devices) // mesh.size  # share of this host's devices
     stats = [device.memory_stats() or {} for device in mesh.local_devices]
     if mesh.devices.flat[0].platform == "cpu":
-        room, what = free_memory(), "this machine has free"
+        room, what = free_memory(), "on this machine"
     else:
         rooms = [s["bytes_limit"] - s["bytes_in_use"] for s in stats if "bytes_limit" in s and "bytes_in_use" in s]
-        room, what = sum(rooms) if len(rooms) == len(stats) else None, f"its {len(stats)} devices have left"
+        room, what = sum(rooms) if len(rooms) == len(stats) else None, f"on its {len(stats)} devices"
     if room is None or needed <= room:
         return
     raise ValueError(
-        f"The key/value pool of rollout.lanes={config.lanes} would take {needed / 2**30:,.1f} GiB, and {what} "
-        f"{room / 2**30:,.1f} GiB: {shape.pages} pages of {shape.page_tokens} tokens per shard. Lower "
+        f"The key/value pool of rollout.lanes={config.lanes} needs {needed / 2**30:,.1f} GiB; free {what}: "
+        f"{room / 2**30:,.1f} GiB. It has {shape.pages} pages of {shape.page_tokens} tokens per shard. Lower "
         f"rollout.lanes, rollout.max_tokens_to_generate={config.max_tokens_to_generate} or rollout.max_prompt_length="
         f"{config.max_prompt_length}, or set rollout.pool_tokens."
     )

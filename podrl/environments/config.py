@@ -55,7 +55,9 @@ class MCPServer:
         try:
             words = shlex.split(self.target)
         except ValueError as error:
-            raise ValueError(f"env.mcp.target={self.target!r} is no command: {error}. Close its quotes.") from None
+            raise ValueError(
+                f"env.mcp.target={self.target!r} is not a valid command: {error}. Close its quotes."
+            ) from None
         if not words:
             raise ValueError("env.mcp.target is empty: give a command, http://HOST:PORT/mcp or http://HOST:PORT/sse.")
         if self.is_url and self.environment:
@@ -91,8 +93,8 @@ class MCPServer:
         """
         if missing := [name for name in self._variables() if name not in os.environ]:
             raise ValueError(
-                f"env.mcp: {self.target} is to be given {', '.join(missing)}, which this process's environment does "
-                "not have. Set it on every host that generates, or leave it out of environment and headers."
+                f"env.mcp: {self.target} needs the environment variables {', '.join(missing)}, which are not set in "
+                "this process. Set them on every host that generates, or leave them out of environment and headers."
             )
         texts = {header: string.Template(text).substitute(os.environ) for header, text in self.headers.items()}
         return {name: os.environ[name] for name in self.environment}, {k: text.strip() for k, text in texts.items()}
@@ -177,7 +179,7 @@ class EnvironmentConfig:
                 raise ValueError(f"env.max_calls_per_tool: {name!r} has {most!r}, and must have a number of calls.")
         for name, given in self.arguments.items():
             if not isinstance(given, Mapping):
-                raise ValueError(f"env.arguments: {name!r} has {given!r}, and must have values by argument's names.")
+                raise ValueError(f"env.arguments: {name!r} has {given!r}, and must map argument names to values.")
         if TOOLS in (self.environment, *self.others) and not self.tools and not self.mcp:
             raise ValueError("environment 'tools' has no tools: name some in env.tools or servers in env.mcp.")
         self._check_program()
@@ -193,8 +195,8 @@ class EnvironmentConfig:
                 )
         if self.others and not self.used:
             raise ValueError(
-                f"env.others={self.others} but env.environment is '', which records without the field `env` have: name "
-                "one, or tools."
+                f"env.others={self.others} needs env.environment, which plays the records without the field `env`: "
+                "name an environment, or tools."
             )
 
     def _check_program(self) -> None:
@@ -210,7 +212,9 @@ class EnvironmentConfig:
         try:
             words = shlex.split(self.program)
         except ValueError as error:
-            raise ValueError(f"env.program={self.program!r} is no command: {error}. Close its quotes.") from None
+            raise ValueError(
+                f"env.program={self.program!r} is not a valid command: {error}. Close its quotes."
+            ) from None
         if not words:
             raise ValueError(f"env.program={self.program!r} is empty: give a command, such as 'python agent.py'.")
 

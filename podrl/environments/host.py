@@ -255,7 +255,7 @@ class Host:
         for episode in [self._episodes[number] for number in sorted(home.episodes)]:
             episode.lives += culprit is None
             if episode.lives > _LIVES:
-                self._emit(EnvironmentFailure(f"{self._name(episode)} lost {_LIVES} workers in turn: {why}"))
+                self._emit(EnvironmentFailure(f"{self._name(episode)} lost {_LIVES} workers in a row: {why}"))
                 return
             self._drop_life(episode)
             self._enter(episode)
@@ -280,7 +280,7 @@ class Host:
 
     def _blocked(self, home: _Home) -> None:
         culprit = self._lives.get(home.at) if home.at is not None else None
-        self._replace(home, f"it held its process for {self._config.blocked_s:g} s (env.blocked_s)", culprit)
+        self._replace(home, f"it blocked its process for {self._config.blocked_s:g} s (env.blocked_s)", culprit)
 
     # An episode's life.
 
@@ -331,7 +331,7 @@ class Host:
         if time.monotonic() - home.heard < _SILENT_S:
             self._end(episode, "deadline")
         elif home.at == episode.life:
-            self._replace(home, "it held its process", episode)
+            self._replace(home, "it blocked its process", episode)
         else:  # another episode blocks the worker: do not blame this one
             episode.timer = asyncio.get_running_loop().call_later(BEAT_S, self._expired, episode)
 
@@ -443,9 +443,9 @@ class Host:
                 was, now = _difference(episode.said[at], said)
                 self._emit(
                     EnvironmentFailure(
-                        f"{self._name(episode)} is another on a replay, at turn {at}: first {was}, then {now}. What "
-                        "`run` does must follow from the task, the turns and the answers of model.outside: take "
-                        "clocks, chance and services from there."
+                        f"{self._name(episode)} did not repeat its observation on a replay, at turn {at}: first {was}, "
+                        f"then {now}. What `run` does must follow from the task, the turns and the answers of "
+                        "model.outside: take clocks, chance and services from there."
                     )
                 )
                 return
@@ -470,7 +470,7 @@ class Host:
             what = str(frame.get("what", "its tools"))
             if number in episode.answers:
                 if episode.whats[number] != what:
-                    why = f"is another on a replay: it first asked for {episode.whats[number]!r}, then for {what!r}"
+                    why = f"made another request on a replay: first {episode.whats[number]!r}, then {what!r}"
                     self._emit(EnvironmentFailure(f"{self._name(episode)} {why}."))
                     return
                 self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})

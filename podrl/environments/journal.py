@@ -78,8 +78,8 @@ class Journal:
             return None if found is None else found["answer"]
         if not self._warned:
             _log.warning(
-                "Sample %d of prompt %d asks for %.80r at step %s, which is not what it asked for when this run was "
-                "there before: it gets a new answer, and the run will differ from the earlier one.",
+                "Sample %d of prompt %d asks for %.80r at step %s, but the journal holds another request at this "
+                "place: it gets a new answer, and the run will differ from the earlier one.",
                 *(task.sample, task.index, what, name),
             )
         self._warned = True

@@ -278,8 +278,10 @@ async def _listed(session: Any) -> list[Any]:
         cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
         if not cursor:
             return tools
-        if cursor in seen or len(seen) == _PAGES:
-            raise ValueError(f"its list of tools comes back to the page {cursor[:80]!r} after {len(seen) + 1} pages")
+        if cursor in seen:
+            raise ValueError(f"its list of tools repeats the page {cursor[:80]!r} after {len(seen) + 1} pages")
+        if len(seen) == _PAGES:
+            raise ValueError(f"its list of tools goes on after {len(seen) + 1} pages, and podrl reads no more")
         seen.add(cursor)
         params = PaginatedRequestParams(cursor=cursor)
 

@@ -97,9 +97,9 @@ class Servers:
 
     def _silent(self, server: MCPServer, waited_s: float) -> ServiceError:
         return ServiceError(
-            f"The process that talks to MCP server {server.target} said nothing for {waited_s:g} s: it is "
-            "stopped, or this host is overloaded. The same command goes on when it is well; env.server_deadline_s "
-            "says how long to wait."
+            f"The process that talks to MCP server {server.target} did not answer for {waited_s:g} s: it is "
+            "stopped, or this host is overloaded. The same command continues the run once the process answers; "
+            "env.server_deadline_s says how long to wait."
         )
 
     def close(self) -> list[Process]:

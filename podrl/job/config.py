@@ -585,8 +585,7 @@ def _check_teacher(job: Job) -> None:
     if taught is None:
         if job.model.teachers:
             raise ValueError(
-                "model.teachers teach by the weight grpo.teacher_coef, and that is 0: set it above 0, or leave "
-                "model.teachers out."
+                "model.teachers has no effect without grpo.teacher_coef above 0: set it, or leave model.teachers out."
             )
         if job.data.hinted:
             raise ValueError(

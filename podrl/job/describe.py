@@ -136,10 +136,10 @@ def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[st
         return []
     held, split = copies(job, on.trainer, on.rollout), pod is not None and pod.seat.disposable
     generating = f"Weights of a rollout device while it generates: {held.of_rollout()} in all."
-    kept = f"a trainer device keeps for other hosts {held.of_trainer()} in all."
+    kept = f"trainer device keeps for other hosts {held.of_trainer()} in all."
     if dry:
-        return [generating, *([] if job.roles.colocated else [f"With topology=split {kept}"])]
-    return [f"Of the weights {kept}"] if split else [generating]
+        return [generating, *([] if job.roles.colocated else [f"With topology=split a {kept}"])]
+    return [f"A {kept}"] if split else [generating]
 
 
 def _sources(job: Job) -> Table:
@@ -169,9 +169,9 @@ def data_lines(job: Job) -> list[str]:
     given = f"Reward functions are given prompts, completions, and of every record: {', '.join(fields)}."
     if why := unmeasured(job, data) if job.eval.problems else "eval.problems=0":
         given += f"\nNo accuracies: {why}."
-    given += "".join(f"\nBefore a question stands {text!r} (data.system_prompt)." for text in before)
+    given += "".join(f"\nQuestions are preceded by {text!r} (data.system_prompt)." for text in before)
     if not before:
-        given += "\nNothing stands before a question (data.system_prompt)."
+        given += "\nNothing precedes a question (data.system_prompt)."
     count = f"Data: {sum(len(part.train) for part in opened.parts):,} records to train on, "
     given += "".join(f"\n{line}" for line in _set_lines(job))
     if not job.eval.problems:

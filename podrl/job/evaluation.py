@@ -56,7 +56,10 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
         try:
             unanswered = split(data).unanswered
             if job.kind.given and unanswered and not data.eval_path:
-                raise ValueError(f"{unanswered[0][0]}: without it nothing can be held out. Give it, or data.eval_path.")
+                raise ValueError(
+                    f"{unanswered[0][0]}: records without an answer cannot be held out. Add the answers, "
+                    "or set data.eval_path."
+                )
             found = held_out_prompts(data, tokenizer, count=count, max_prompt_length=limit)
         except ValueError as error:
             error.add_note(f"the evaluation reads it, which eval.problems={count} asks for and 0 leaves out")

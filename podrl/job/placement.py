@@ -106,8 +106,8 @@ class RolesConfig:
                 )
         if self.colocated and self.reward.mesh != ROLLOUT:
             raise ValueError(
-                f"roles.reward.mesh={self.reward.mesh!r} must be 'rollout' with roles.colocated=True: no devices are "
-                "left that would be the reward model's own."
+                f"roles.reward.mesh={self.reward.mesh!r} must be 'rollout' with roles.colocated=True: colocated "
+                "roles leave no devices for a mesh of the reward model."
             )
 
 

@@ -47,7 +47,9 @@ class Copies:
 
     def of_trainer(self) -> str:
         """Describes the versions on a trainer's device in words."""
-        return f"up to {self.versions} versions of {_size(self.version_bytes)}, {_size(self.on_trainer)}"
+        return (
+            f"up to {self.versions} versions of the weights, each {_size(self.version_bytes)}, {_size(self.on_trainer)}"
+        )
 
     def of_rollout(self) -> str:
         """Describes the copies on a rollout's device in words."""

@@ -291,7 +291,10 @@ class SampleLearner:
         for text in unmoved_by_samples(training, self.config, *of_run, steps=schedule.max_steps):
             run.console.print(f"Warning: {text}")
         if listed and (before := words_for(self._reward_config.fns)):
-            run.console.print(f"Before a question stands {before!r}, as a reward function reads its tags.")
+            run.console.print(
+                f"Each question is preceded by {before!r}, because a reward function reads the tags that this text "
+                "asks for."
+            )
         with run, contextlib.ExitStack() as stack:
             others = {REWARD_NAME: self._environment.reward_weight} if self._environment.used else {}
             stack.enter_context(playing(self.cluster, self._environment, self._reward_config.limits, run, self._pod))

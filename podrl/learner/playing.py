@@ -137,6 +137,6 @@ def check(host: Episodes, dialogue: Dialogue) -> None:
     if named and named != there:
         differ = sorted(name for name in named.keys() | there.keys() if named.get(name) != there.get(name))
         raise ValueError(
-            f"The tools {', '.join(differ)} of this process are others than those that prompts name: all processes of "
+            f"The tools {', '.join(differ)} of this process differ from the tools that prompts name: all processes of "
             "the job must be offered the same by env.tools and the servers of env.mcp."
         )

@@ -351,8 +351,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
             lines.append(f"reward per token: - {self.reward_kl.coef:g} KL to the reference ({self.reward_kl.mode})")
         if self.kl_target is not None:
             lines.append(
-                f"that coefficient of the KL is where it starts: it is steered to a KL of {self.kl_target:g} nats per "
-                "token"
+                f"the coefficient of the KL starts there and is steered to a KL of {self.kl_target:g} nats per token"
             )
         if self.dynamic_sampling:
             lines.append(
@@ -451,12 +450,12 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
         """Refuses a teacher beside another use of the reference, and settings that leave nothing to learn from."""
         if self.distillation is None and self.teacher_kl != "sampled":
             raise ValueError(
-                f"grpo.teacher_kl={self.teacher_kl!r} says how a teacher is compared with, and there is none: set "
-                "grpo.teacher_coef above 0, or grpo.teacher_kl='sampled'."
+                f"grpo.teacher_kl={self.teacher_kl!r} needs a teacher, and grpo.teacher_coef=0 means there is none: "
+                "set grpo.teacher_coef above 0, or grpo.teacher_kl='sampled'."
             )
         if self.distillation is None and self.teacher != "reference":
             raise ValueError(
-                f"grpo.teacher={self.teacher!r} says who teaches, and grpo.teacher_coef=0 gives that no weight: set "
+                f"grpo.teacher={self.teacher!r} has no effect while grpo.teacher_coef=0: set "
                 "grpo.teacher_coef above 0, or grpo.teacher='reference'."
             )
         if self.teacher != "reference" and self.teacher_kl == "full":
@@ -570,7 +569,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     def describe(self, max_tokens: int) -> list[str]:
         own = {name: ", ".join(f"{key}={value!r}" for key, value in of.items()) for name, of in self.sources.items()}
-        lines = [f"samples of {name}: {said}" for name, said in own.items()]
+        lines = [f"samples of {name} have settings of their own: {said}" for name, said in own.items()]
         if self.reward_coef != 1.0 and not self.teacher_coef:
             lines.append(f"advantages times {self.reward_coef:g}")
         return [*lines, *super().describe(max_tokens)]

@@ -75,7 +75,9 @@ def attention(
         run = functools.partial(_splash, softcap=softcap, windows=tuple(sorted(set(windows))), interpret=interpret)
     elif form == "prefix":
         if shared is None:
-            raise ValueError("form='prefix' was given shared=None: pass (prefix_BT, position_BT), or use 'splash'.")
+            raise ValueError(
+                "form='prefix' needs shared=(prefix_BT, position_BT), but shared=None: pass both, or use 'splash'."
+            )
         from podrl.models.prefix_attention import prefix_attention
 
         run = functools.partial(

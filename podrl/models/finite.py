@@ -29,7 +29,7 @@ def refuse_nonfinite(leaf: Array, names: Sequence[str], where: str) -> None:
     for shard in largest.addressable_shards:
         bad = np.flatnonzero(~np.isfinite(np.asarray(shard.data)))
         if len(bad):
-            some = f" ({len(bad)} of {len(names)} of its kind do)" if stacked else ""
+            some = f" ({len(bad)} of the {len(names)} tensors of this parameter do)" if stacked else ""
             raise ValueError(
                 f"Tensor {names[int(bad[0])]} in {where} holds NaN or infinity{some}, as {leaf.dtype.name}: no model "
                 "can be run with that. Take another checkpoint, or a dtype that holds larger numbers."

@@ -179,12 +179,12 @@ def _flag(key: str, value: object, where: str) -> None:
 
 def _text(key: str, value: object, where: str) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{where} has {key}={value!r}: it must be a text.")
+        raise ValueError(f"{where} has {key}={value!r}: it must be a string.")
 
 
 def _texts(key: str, value: object, where: str) -> None:
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-        raise ValueError(f"{where} has {key}={value!r}: it must be a list of texts.")
+        raise ValueError(f"{where} has {key}={value!r}: it must be a list of strings.")
 
 
 def _rope(key: str, value: object, where: str) -> None:

@@ -73,8 +73,9 @@ def prefix_attention(
     size = _block(T, N // K * H, block)
     if T % LANES or H % 64 or size << _BITS < T or B >> (31 - 2 * _BITS):
         raise ValueError(
-            f"{B} rows of {T} tokens with heads of {H}: the kernel takes up to {(1 << 31 - 2 * _BITS) - 1} rows of a "
-            f"multiple of {LANES}, up to {size << _BITS} tokens, with heads of a multiple of 64. Use form='blockwise'."
+            f"{B} rows of {T} tokens with heads of {H}: the kernel takes at most {(1 << 31 - 2 * _BITS) - 1} rows; "
+            f"their length must be a multiple of {LANES} and at most {size << _BITS} tokens, and the size of a head a "
+            "multiple of 64. Use form='blockwise'."
         )
     static = _Static(T, size, N // K, softcap, name, interpret)
     told_BXT = _told(segment_BT, prefix_BT, position_BT, -T % size)

@@ -113,7 +113,7 @@ def from_pretrained(
     directory = on_this_host(directory)
     storage.check(directory, "directory")
     if lora is not None and lora.rank and adapters is not None:
-        raise ValueError(f"Both fresh adapters (rank {lora.rank}) and those of {adapters} were asked for: give one.")
+        raise ValueError(f"lora (rank {lora.rank}) and adapters={adapters} are both set: set only one.")
     mesh = hf_load.single_device_mesh() if mesh is None else mesh
     config, params = hf_load.load(directory, mesh, dtype, lora, seed=seed)
     if adapters is not None:

@@ -114,7 +114,7 @@ def scan_file(path: Place) -> dict[str, StoredTensor]:
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.start != used:
             gap = tensor.start - used
-            why = "shares bytes with another" if gap < 0 else f"leaves {gap} bytes before it that are nobody's"
+            why = "shares bytes with another" if gap < 0 else f"has {gap} bytes before it that belong to no tensor"
             raise ValueError(f"Tensor {tensor.name} of {path} {why}: the file is damaged. Copy it again.")
         used = tensor.stop
     if used != size:
@@ -168,8 +168,8 @@ def scan_directory(directory: Place) -> dict[str, StoredTensor]:
         )
     if SINGLE_NAME not in files and (directory / SINGLE_NAME).exists():
         raise ValueError(
-            f"{directory} has {SINGLE_NAME}, and {INDEX_NAME} that names other files ({', '.join(files[:2])}): which "
-            "weights count is not said. Remove one of them."
+            f"{directory} has {SINGLE_NAME}, and {INDEX_NAME} that names other files ({', '.join(files[:2])}): it is "
+            "unclear which weights to use. Remove one of them."
         )
     held = {file: scan_file(directory / file) for file in files}
     absent = [name for name, file in weight_map.items() if name not in held[file]]
@@ -178,7 +178,9 @@ def scan_directory(directory: Place) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for tensors in held.values():
         if twice := stored.keys() & tensors.keys():
-            raise ValueError(f"{directory} has tensor {min(twice)} in two of its files: which one counts is not said.")
+            raise ValueError(
+                f"{directory} has tensor {min(twice)} in two of its files: it is unclear which one to use."
+            )
         stored |= tensors
     return stored
 

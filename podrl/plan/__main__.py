@@ -41,7 +41,9 @@ _COMPLETION = flags.DEFINE_integer("completion", None, "Planned tokens of a comp
 _PRICE = flags.DEFINE_float("price", 0.0, "Dollars per chip and hour; the plan then says what the job costs.")
 _LENGTHS = flags.DEFINE_string("lengths", "", "A run with a trace, or a file of a completion's tokens per line.")
 _OWN = ("trainer", "rollout", "search", "quick", "json", "completion", "price", "lengths", "factor")
-_FACTOR = flags.DEFINE_float("factor", 2.5, "A step takes so many times its roofline: for the hours of the job.")
+_FACTOR = flags.DEFINE_float(
+    "factor", 2.5, "Assumed ratio of a step's time to its roofline, for the hours and cost of the job."
+)
 
 
 def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
@@ -139,7 +141,9 @@ def _lengths(job: "Job") -> "np.ndarray | None":
     from podrl.plan.simulate import read_lengths
 
     if _LENGTHS.value and job.roles.colocated:
-        raise ValueError("--lengths asks who waits for whom; with roles.colocated=True the sides take turns: drop one.")
+        raise ValueError(
+            "--lengths simulates two sides that work at once; with roles.colocated=True they take turns: leave one out."
+        )
     return read_lengths(_LENGTHS.value) if _LENGTHS.value else None
 
 

@@ -304,10 +304,10 @@ class Rewards:
                 )
         known = sorted({str(fields.get(field)) for _, fields in (*records, *others)})
         for function in (f for f in self._functions if f.dataset and f.dataset not in known):
-            text = f"reward.fns: {function.name} is for the data set {function.dataset!r}, and records are of"
+            text = f"reward.fns: {function.name} scores the data set {function.dataset!r}, but the records belong to"
             if whole:
                 raise ValueError(f"{text} {', '.join(known)} (by their field {field!r}): correct the name.")
-            _log.warning("%s %s, as far as the first ones of every source show.", text, ", ".join(known))
+            _log.warning("%s %s, judging by the first records of every source.", text, ", ".join(known))
 
     def try_own(self, prompt: str, place: str, fields: Mapping[str, Any]) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
@@ -578,8 +578,8 @@ class Rewards:
             which = f"It did not return within {alone:.1f} s for {part.show(index)} alone."
         else:
             which = (
-                f"One by one, {index} of the {len(part.completions)} samples were scored in as long: it is slow, not "
-                f"stuck, and was last given {part.show(min(index, len(part.completions) - 1))}."
+                f"Called sample by sample, it scored {index} of {len(part.completions)} samples in the same time: it "
+                f"is slow, not stuck. Its last sample was {part.show(min(index, len(part.completions) - 1))}."
             )
         return RewardError(
             f"Reward function {function.name} did not return within {limit} s for {len(part.completions)} samples. "

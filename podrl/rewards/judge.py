@@ -192,29 +192,30 @@ def _scores(config: JudgeConfig, template: str, shown: Sequence[dict[str, Any]],
 
 
 def _score_of(config: JudgeConfig, question: str, end: float) -> float:
-    problem, asked, misunderstood = "there was no time to ask", 0, 0
+    problem, asked, misunderstood = "there was no time for one", 0, 0
     while (left := end - time.monotonic()) > 0:
         asked += 1
         try:
             reply = _post(config, question, min(config.timeout_s, left))
             return _score(reply, config.max_score)
         except urllib.error.HTTPError as error:
-            problem = f"HTTP {error.code} ({error.msg}): {error.read().decode(errors='replace')[:_SHOWN]!r}"
+            body = error.read().decode(errors="replace")[:_SHOWN]
+            problem = f"the last one failed: HTTP {error.code} ({error.msg}): {body!r}"
             final = not is_away(error)
         except (
             OSError,
             ValueError,
             http.client.HTTPException,
         ) as error:  # no reply, or not understood
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"the last one failed: {type(error).__name__}: {error}"
             misunderstood += not is_away(error)
             final = misunderstood > config.retries
         if final:
             raise JudgeError(
-                f"the judge at {config.url} (reward.judge.url) gave no score after {asked} requests, last {problem}"
+                f"the judge at {config.url} (reward.judge.url) gave no score in {asked} requests; {problem}"
             )
         time.sleep(max(min(0.25 * 2.0**asked * random.uniform(0.5, 1.0), _LONGEST_PAUSE_S, end - time.monotonic()), 0))
-    raise ServiceError(f"the judge at {config.url} (reward.judge.url), asked {asked} times, last {problem}")
+    raise ServiceError(f"the judge at {config.url} (reward.judge.url) gave no score in {asked} requests; {problem}")
 
 
 def _filled(template: str, shown: Mapping[str, Any]) -> str:

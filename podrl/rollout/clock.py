@@ -250,9 +250,9 @@ class WallClock:
             group = places.get((record["index"], record["asked"]))
             if group is None or (over and not group.ended) or (group.ended and group.record() != record):
                 raise ValueError(
-                    f"Prompt {record['index']} of step {step} does not become what {self._place}/batches.jsonl says "
-                    "of it: code, data, model and answers of tools must be those of the run that wrote it. Restore "
-                    "them, or delete the file to go on without repeating."
+                    f"The samples of prompt {record['index']} in step {step} differ from their entry in {self._place}/"
+                    "batches.jsonl. To repeat a run, use its code, data, model and tool answers. Restore them, or "
+                    "delete the file to go on without repeating."
                 )
             chosen.append(group)
         return chosen if all(group.ended for group in chosen) else []

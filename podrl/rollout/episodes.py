@@ -345,8 +345,8 @@ class Pump:
             return False
         if isinstance(message, Done):
             raise BatchError(
-                f"{self._name(b)} ended before it had heard all that it heard when this run was there before: an "
-                "environment must do the same again, with Task.seed for what is random and Model.outside for the world."
+                f"{self._name(b)} ended earlier than in the run that is repeated. An environment must repeat its "
+                "messages: take random numbers from Task.seed, and outside answers through Model.outside."
             )
         if episode.repeated < len(episode.told):
             self._host.turn(self._first + b, episode.told[episode.repeated])
@@ -447,7 +447,10 @@ class Pump:
         ids = tuple(dict.fromkeys((*episode.stops, *asked.stop_ids)))
         try:
             if (most := session.spare_stop_ids(request.sampling)) < len(ids):
-                why = f"{len(ids)} stop ids, those of stop strings among them, are more than {most}: give fewer."
+                why = (
+                    f"The request has {len(ids)} stop ids, including stop strings that are special tokens, and at most "
+                    f"{most} are possible: give fewer."
+                )
                 raise Refused(400, "unsupported_parameter", why, "stop_token_ids")
             given = episode.branches.ask(session, asked, texts, ids, urgent=self._points.urgent)
         except Refused as error:
@@ -478,8 +481,9 @@ class Pump:
             self._failed += 1
             if self._failed > (share := self._partner.failed_share) * self.request.samples:
                 raise BatchError(
-                    f"The programs of {self._failed} of {self.request.samples} samples failed, and env.failed_share="
-                    f"{share:g} of them may. The last one was {self._name(b)}: {done.why}"
+                    f"The programs of {self._failed} of {self.request.samples} samples failed; env.failed_share="
+                    f"{share:g} allows at most {int(share * self.request.samples)}. The last one was {self._name(b)}: "
+                    f"{done.why}"
                 )
         if episode.branches is not None:
             for number in done.dropped:
@@ -619,8 +623,8 @@ class Pump:
             return
         if episode.track is None or not said:
             raise BatchError(
-                f"{self._name(b)} gave the reward {reward:g} before the model had said anything: say(reward=...) is of "
-                "the turn before, Result(reward) of the whole sample."
+                f"{self._name(b)} gave the reward {reward:g} before the model's first turn. say(reward=...) rewards "
+                "the turn before it; use Result(reward) for the whole sample."
             )
         said[-1]["reward"] += reward
         place = max(i for i, version in enumerate(episode.track.versions) if version >= 0)

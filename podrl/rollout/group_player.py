@@ -77,7 +77,10 @@ class OwnGroup(Group):
     def check(self) -> None:
         """Raises ValueError if a batch holds the group, and its samples differ from the journal's entry of it."""
         if self.taken and self.record() != self.recorded:
-            raise ValueError(f"prompt {self.index}, taken over, does not become what it was: {self.recorded}")
+            raise ValueError(
+                f"The samples of prompt {self.index}, which this host took over, differ from the journal's entry: "
+                f"{self.recorded}"
+            )
 
 
 @dataclasses.dataclass(eq=False)

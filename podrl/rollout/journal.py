@@ -107,8 +107,8 @@ class WallJournal:
         between = " and ".join(f"step {step}" for step in (*before[-1:], *after[:1])) or "no other step"
         return (
             f"Line {number} of {self._path} is damaged ({why}), and with it a decision of the clock is lost: prompts "
-            f"might be trained twice or never. The lines beside it are of {between}. Restore the file from a copy; or, "
-            "where the run has a checkpoint after these steps, remove the line."
+            f"might be trained twice or never. The lines before and after it belong to {between}. Restore the file "
+            "from a copy; or, where the run has a checkpoint after these steps, remove the line."
         )
 
     def _note(self, line: Mapping[str, Any]) -> None:

@@ -309,8 +309,9 @@ class RolloutWorker:
             raise ValueError("This worker is generating already: finish that call, or close its session, first.")
         if self.several_hosts and self.tell is None:
             raise ValueError(
-                f"The rollout mesh {describe_mesh(self.mesh)} has devices of other processes, which nobody tells what "
-                "to run: make each process's rollout mesh of its own devices, or start the job by podrl.launch."
+                f"The rollout mesh {describe_mesh(self.mesh)} has devices of other processes, and this process cannot "
+                "send them its calls. Give each process a rollout mesh of its own devices, or start the job with "
+                "podrl.launch."
             )
         self._session = Session(
             self.device(policy, self.tell),

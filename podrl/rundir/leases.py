@@ -172,7 +172,7 @@ class Leases:
         return list(self._tasks)
 
     def _waits(self) -> str:
-        return f"a rollout host that makes {self._lacking}: none is in the job" if self._lacking else ""
+        return f"a rollout host for {self._lacking}: none is in the job" if self._lacking else ""
 
 
 class Told(Leases):

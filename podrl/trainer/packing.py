@@ -232,7 +232,7 @@ class Placement:
         if (bad := np.flatnonzero(mask_X & ~self._own)).size:
             raise ValueError(
                 f"Token {offset_X[bad[0]]} of sequence {self._named(bad[0])} counts in the loss and is shared with "
-                "other sequences: only tokens without a loss can be."
+                "other sequences: only tokens that do not count in the loss can be shared."
             )
         count_B = np.maximum(np.bincount(sample_X, mask_X, minlength=self.pieces.samples), 1)
         return self._packed(mask_X), self._packed(np.where(self._own, count_B[sample_X], 1.0), fill=1.0)
@@ -266,8 +266,8 @@ class Placement:
         values = np.asarray(values_BT)
         if len(values) != self.pieces.samples:
             raise ValueError(
-                f"{len(values)} rows of per-token values for {self.pieces.samples} placed samples: pass those of the "
-                "samples that were placed."
+                f"{len(values)} rows of per-token values for {self.pieces.samples} placed samples: pass one row for "
+                "each placed sample."
             )
         return values
 

@@ -356,7 +356,7 @@ def test_words_that_end_with_a_special_token_end_no_turn(made):
 def test_tools_that_a_template_passes_over_are_refused_unless_a_message_names_them(made, name):
     tokenizer = made[name, False]
     chat = [user("2+2?"), said("4")]
-    with pytest.raises(ValueError, match=rf"{name}False passes over 'tools', and no message names calc: describe"):
+    with pytest.raises(ValueError, match=rf"{name}False ignores 'tools', and no message names calc: describe"):
         parts(tokenizer, chat, tools=TOOLS)
     assert shown(tokenizer, [user("2+2? Call calc."), said("4")], tools=TOOLS) == shown(tokenizer, chat, tools=[])
 
@@ -382,7 +382,7 @@ def test_a_turn_of_weight_0_is_not_learned(made, tmp_path, marked):
         with pytest.raises(ValueError, match=rf"line 1 has messages: .*{field}' of turn 1 .* and must be 0 or 1"):
             data = rows(tmp_path, {"messages": [user("1?"), said("1", **{field: value})]})
             SFTStream(data, SFTConfig(batch_size=1), tokenizer)
-    with pytest.raises(ValueError, match="all of those have the weight 0"):
+    with pytest.raises(ValueError, match="every turn of the assistant has weight 0"):
         SFTStream(rows(tmp_path, {"messages": chat[:2]}), SFTConfig(batch_size=1), tokenizer)
     record = {"prompt": [user("1?")], "completion": [said("1", weight=0)], "label": True}
     with pytest.raises(ValueError, match="each answer must have a turn of the assistant to learn"):
@@ -406,9 +406,9 @@ SILENT = "{% for m in messages %}{% if m.role in ROLES and not m.tool_calls %}[{
     ("roles", "messages", "message"),
     [
         ("('user', 'assistant')", FORMS["a call"], r"messages\[1\] \(assistant\).*does not write its call of 'calc'"),
-        ("('user', 'assistant')", [user("?"), tool("4"), said("4")], r"messages\[1\] \(tool\).*passes it over"),
-        ("('user', 'assistant')", [SYSTEM, user("?"), said("4")], r"messages\[0\] \(system\).*passes it over"),
-        ("('user',)", [user("?"), said("4")], r"messages\[1\] \(assistant\).*passes it over"),
+        ("('user', 'assistant')", [user("?"), tool("4"), said("4")], r"messages\[1\] \(tool\).*leaves it out"),
+        ("('user', 'assistant')", [SYSTEM, user("?"), said("4")], r"messages\[0\] \(system\).*leaves it out"),
+        ("('user',)", [user("?"), said("4")], r"messages\[1\] \(assistant\).*leaves it out"),
     ],
 )
 def test_a_message_that_is_passed_over_is_refused_by_its_number(tmp_path, roles, messages, message):
@@ -431,7 +431,7 @@ def test_of_earlier_turns_that_a_template_rewrites_what_it_writes_is_learned_or_
     if "replace" in earlier:
         assert shown(tokenizer, chat) == "ONE more<|im_end|>two<|im_end|>"
         return
-    with pytest.raises(ValueError, match=r"messages\[1\] \(assistant\).*passes it over"):
+    with pytest.raises(ValueError, match=r"messages\[1\] \(assistant\).*leaves it out"):
         parts(tokenizer, chat)
 
 
@@ -532,7 +532,10 @@ def as_pieces(tokenizer):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "a?", "chosen": [said("x")], "rejected": [said("y")]}, "need a 'prompt' of turns"),
+        (
+            {"prompt": "a?", "chosen": [said("x")], "rejected": [said("y")]},
+            "an answer that is turns needs a 'prompt' that is turns",
+        ),
         (
             {"prompt": "z?", "chosen": [user("a?"), said("x")], "rejected": [user("a?"), said("y")]},
             "'prompt' is none of",
@@ -544,11 +547,11 @@ def as_pieces(tokenizer):
         ),
         (
             {"chosen": [user("a?"), said("x")], "rejected": [user("b?"), said("y")]},
-            r"both must ask the same, and differ in .*'a\?'.* and .*'b\?'",
+            r"'chosen' and 'rejected' must ask the same question; they differ in .*'a\?'.* and .*'b\?'",
         ),
         (
             {"chosen": [SYSTEM, user("a?"), said("x")], "rejected": [user("a?"), said("y")]},
-            "both must ask the same, and differ in .*system.* and .*user",
+            "must ask the same question; they differ in .*system.* and .*user",
         ),
         (
             {"prompt": [user("a?")], "chosen": [said(3)], "rejected": [said("y")]},
@@ -621,7 +624,7 @@ def test_prompts_name_the_tools_of_their_records(made):
     own = Tokenizer(tokenizer.directory, tools=[{"type": "function", "function": {"name": "other"}}])
     batch = next(PromptStream.from_list(records[:1] * 4, own, **given))
     assert "other" in batch.text[0] and "calc" not in batch.text[0]
-    with pytest.raises(ValueError, match=r"record 0: The chat template of .*phi4False passes over 'tools'"):
+    with pytest.raises(ValueError, match=r"record 0: The chat template of .*phi4False ignores 'tools'"):
         next(PromptStream.from_list(records[:1] * 4, made["phi4", False], **given))
 
 

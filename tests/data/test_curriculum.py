@@ -194,12 +194,12 @@ def test_where_all_are_postponed_or_retired_those_postponed_come_back_first_and_
     for step in range(3):
         ids = next(made).fields["id"]
         made.curriculum.add(step, results(ids, [float(i < 12) for i in ids]))
-    assert "before their time" not in caplog.text
+    assert "although postponed or retired" not in caplog.text
     back = [next(made).fields["id"]]
     made.curriculum.add(3, results(back[0], [1.0] * 10))
     back.append(next(made).fields["id"])
     assert all(i >= 12 for i in back[0]) and sum(i >= 12 for i in back[1]) >= 8
-    assert "came back before their time" in caplog.text and "data.curriculum.postpone_steps" in caplog.text
+    assert "were drawn although postponed or retired" in caplog.text and "data.curriculum.postpone_steps" in caplog.text
     made.curriculum.add(4, results(range(30), [1.0] * 30))
     assert len(set(next(made).fields["id"])) == 10, "a run whose prompts are all retired goes on"
 
@@ -230,7 +230,7 @@ def test_a_position_with_a_curriculum_and_one_without_are_not_taken_for_each_oth
     data = DataConfig(path=str(files / "a.jsonl"), system_prompt="", eval_fraction=0.0)
     plain = PromptStream.from_config(data, tokenizer, prompts_per_step=6, max_prompt_length=64)
     chosen = stream(tokenizer, files, retire_after=1)
-    with pytest.raises(ValueError, match=r"one without data\.curriculum, which is used now"):
+    with pytest.raises(ValueError, match=r"saved without data\.curriculum, which this run uses"):
         chosen.restore(plain.state())
-    with pytest.raises(ValueError, match=r"one with data\.curriculum, which is not used now"):
+    with pytest.raises(ValueError, match=r"saved with data\.curriculum, which this run does not use"):
         plain.restore(chosen.state())

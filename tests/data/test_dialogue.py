@@ -84,7 +84,7 @@ def test_a_tools_role_is_used_where_the_template_has_it(tmp_path):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"chat template of .*model writes earlier turns of the model otherwise"):
+    with pytest.raises(ValueError, match=r"chat template of .*model rewrites the model's earlier turns"):
         with_template(tmp_path, FORGETFUL).check_template()
 
 

@@ -210,8 +210,11 @@ def test_rewards_of_a_source_score_its_records_alone():
     [
         (({"path": "a.jsonl", "count": 1, "fraction": 0.5},), "count=1 and fraction=0.5: give one"),
         (({"path": "a.jsonl"}, {"path": "x/a.jsonl"}), "several sources called a: give each a 'name'"),
-        (({"path": "a.jsonl", "weight": 1.0}, {"path": "b.jsonl"}), "b has no weight, and others have"),
-        (({"path": "a.jsonl", "transforms": ({},)},), "must be one of 'rename', 'length' and 'map'"),
+        (
+            ({"path": "a.jsonl", "weight": 1.0}, {"path": "b.jsonl"}),
+            "no weight is set for b, but other sources have one",
+        ),
+        (({"path": "a.jsonl", "transforms": ({},)},), "must set exactly one of 'rename', 'length' and 'map'"),
         (({"path": "problems", "split": "train"},), "embedded task, which has no transforms"),
         (({"path": ""},), "path is ''"),
         (({"path": "a.jsonl", "wieght": 1.0},), "Did you mean 'weight'"),

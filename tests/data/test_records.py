@@ -67,7 +67,7 @@ def test_a_missing_answer_is_said_where_a_reward_needs_it(file):
 
 def test_a_conversation_of_the_assistant_alone_asks_nothing():
     said = {"messages": [{"role": "assistant", "content": "8"}]}
-    with pytest.raises(ValueError, match="x: 'messages' holds the assistant's turn alone"):
+    with pytest.raises(ValueError, match="x: 'messages' holds only the assistant's turn: put a user's turn before it"):
         shape.check(said, "x")
 
 

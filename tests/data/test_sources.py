@@ -238,7 +238,7 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table([["q"], ["1"], ["2"]], names=["question", "answer", "answer"])
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"several columns are called 'answer'"):
+    with pytest.raises(ValueError, match=r"several columns have the name 'answer'"):
         sources.read(str(tmp_path / "a.parquet"))
 
 

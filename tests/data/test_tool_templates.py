@@ -212,11 +212,11 @@ def test_a_prompt_holds_the_schemas_of_the_tools(family, made):
 def test_a_template_without_tools_needs_a_system_prompt_that_names_them(made):
     gemma = Tokenizer(made["gemma"], tools=TOOLS)
     assert gemma.unnamed_tools == ("look_up", "calculator")
-    with pytest.raises(ValueError, match=r"do not name the tools calculator: data.template=chat .*passes tools over"):
+    with pytest.raises(ValueError, match=r"prompts of data.template=chat in .* leave out the tools calculator\."):
         Renderer(DataConfig(system_prompt="Ask look_up."), gemma)
     prompt = Renderer(DataConfig(system_prompt="Ask look_up or the calculator."), gemma).prompt({"question": "?"})
     assert prompt.text.count("look_up") == 1
-    with pytest.raises(ValueError, match=r"look_up, calculator: data\.template=plain"):
+    with pytest.raises(ValueError, match=r"data\.template=plain in .* leave out the tools look_up, calculator\."):
         Renderer(DataConfig(template="plain", system_prompt="Think."), Tokenizer(made["qwen3"], tools=TOOLS))
 
 
@@ -247,7 +247,7 @@ def _raw(tokenizer, tokens):
 def test_thoughts_stay_around_tools_and_not_around_questions(made):
     qwen = Dialogue(Tokenizer(made["qwen3"], tools=TOOLS))
     qwen.check_template("tool")
-    with pytest.raises(ValueError, match=r"writes earlier turns of the model otherwise.*role='user'"):
+    with pytest.raises(ValueError, match=r"rewrites the model's earlier turns.*role='user'"):
         qwen.check_template("user")
 
 

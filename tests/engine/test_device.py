@@ -67,5 +67,7 @@ def test_a_host_that_makes_the_told_calls_has_the_same_state(tiny, tight):
 
 def test_a_mesh_of_several_processes_needs_somebody_told(tiny, tight, monkeypatch):
     monkeypatch.setattr(tight, "several_hosts", True)
-    with pytest.raises(ValueError, match=r"devices of other processes, which nobody tells what to run.*podrl.launch"):
+    with pytest.raises(
+        ValueError, match=r"devices of other processes, and this process cannot send them its calls.*podrl.launch"
+    ):
         tight.session(Policy(tiny.params, 1))

@@ -77,7 +77,7 @@ def test_another_request_is_not_answered_and_warned_of_once(pods, files, caplog)
     with caplog.at_level(logging.WARNING, "podrl.environments"):
         assert [find(journal, number, "sea") for number in range(2)] == [None, None]
     (warning,) = caplog.messages
-    assert "asks for 'sea' at step 7, which is not what it asked for" in warning
+    assert "asks for 'sea' at step 7, but the journal holds another request" in warning
     add(journal, 0, "sea", {"text": "green"})
     assert find(journal, 0, "sea") == find(at(pods[1]), 0, "sea") == {"text": "green"}
 

@@ -337,7 +337,7 @@ def test_a_process_of_the_sessions_that_is_stopped_is_not_waited_for_for_ever(mo
         opening = asyncio.create_task(sessions.open(server))
         await asyncio.sleep(0)
         os.kill(sessions._link._process.pid, signal.SIGSTOP)
-        with pytest.raises(ServiceError, match=r"mcp_server.py stdio said nothing for 0.3 s.*env.server_deadline_s"):
+        with pytest.raises(ServiceError, match=r"mcp_server.py stdio did not answer for 0.3 s.*env.server_deadline_s"):
             await opening
         asked = asyncio.create_task(sessions.call(server, "add", {}))
         while not gone:
@@ -348,14 +348,14 @@ def test_a_process_of_the_sessions_that_is_stopped_is_not_waited_for_for_ever(mo
 
     asyncio.run(ask())
     (error,) = gone
-    assert isinstance(error, ServiceError) and "said nothing for 0.4 s" in str(error)
+    assert isinstance(error, ServiceError) and "did not answer for 0.4 s" in str(error)
 
 
 def test_a_variable_that_is_not_set_is_named():
-    with pytest.raises(ValueError, match="to be given NO_SUCH_KEY, which"):
+    with pytest.raises(ValueError, match="needs the environment variables NO_SUCH_KEY, which"):
         Episodes(config(MCPServer("python x", environment=("NO_SUCH_KEY",))), Limits(), journal=None)
 
 
 def test_pages_without_an_end_are_said():
-    with pytest.raises(ValueError, match="comes back to the page '1' after"):
+    with pytest.raises(ValueError, match="repeats the page '1' after"):
         Episodes(config(f"python {PLAIN} 1000000"), Limits(), journal=None)

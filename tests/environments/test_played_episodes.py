@@ -339,7 +339,7 @@ def test_no_episode_answers_for_others_that_block():
     ],
 )
 def test_a_worker_that_always_dies_ends_the_job(name, why):
-    died = rf"(?s){name} of sample 2 of prompt 5 .*after turn 1.* lost 3 workers in turn: {why}"
+    died = rf"(?s){name} of sample 2 of prompt 5 .*after turn 1.* lost 3 workers in a row: {why}"
     with Episodes(config(name), Limits(), journal=None) as episodes, pytest.raises(EnvironmentFailure, match=died):
         play(episodes, lambda _: Turn("a"), Task("p", index=5, sample=2))
 
@@ -385,7 +385,8 @@ def test_an_observation_that_differs_on_a_replay_is_refused(tmp_path):
     with (
         Episodes(config("Differs"), Limits(), journal=None) as episodes,
         pytest.raises(
-            EnvironmentFailure, match=r"(?s)another on a replay, at turn 0: first observation='0\.\d+', then"
+            EnvironmentFailure,
+            match=r"(?s)did not repeat its observation on a replay, at turn 0: first observation='0\.\d+', then",
         ),
     ):
         play(episodes, [Turn("a"), Turn("bb")], Task("p", {"mark": str(tmp_path / "died")}))
@@ -496,7 +497,7 @@ def test_a_cancelled_episode_is_silent(tools):
         (lambda: config("Guess", others=(f"{ACTS}:Nobody",)), "env.others: .*Nobody.*has no function"),
         (lambda: config("Guess", others=("game",)), "env.others: 'game' must be 'none'"),
         (lambda: config("Guess", others=("tools",)), "has no tools"),
-        (lambda: EnvironmentConfig(others=("none",)), "env.environment is ''"),
+        (lambda: EnvironmentConfig(others=("none",)), r"env.others=\('none',\) needs env.environment"),
         (lambda: config(tools=["calculator"], others=("none",), parser="hermes"), "every prompt names the tools"),
         (lambda: EnvironmentConfig(environment="nothing"), "must be '' \\(none\\), 'tools'"),
         (lambda: EnvironmentConfig(environment="tools", tools=("google_search",)), "no server in env.mcp has"),

@@ -345,7 +345,7 @@ def test_a_program_that_gives_up_for_lack_of_room_has_not_failed(play):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"program": "python 'agent"}, "is no command"),
+        ({"program": "python 'agent"}, "is not a valid command"),
         ({"program": " "}, "is empty"),
         ({"environment": "program"}, "names no program"),
         ({"program": "python agent.py", "tools": ("calculator",)}, "brings its own tools"),

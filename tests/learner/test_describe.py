@@ -199,7 +199,7 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     found, text = planned("grpo")
     assert "Data: 1,000,000 records to train on, 256 to evaluate on (held out from training)." in text
     assert "prompts, completions, and of every record: " in text and "question, answer" in text
-    assert "Before a question" not in text and "too few" not in text
+    assert "preceded by" not in text and "too few" not in text
     assert found.has_accuracies
     own = tmp_path / "own.jsonl"
     own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}", "topic": "x"}}\n' for i in range(3)))
@@ -214,11 +214,11 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}"}}\n' for i in range(40)))
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1})[1]
     assert "too few to tell before from after. Raise data.eval_fraction=0.1, or give data.eval_path." in text
-    assert "Nothing stands before a question (data.system_prompt)." in text
+    assert "Nothing precedes a question (data.system_prompt)." in text
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1, "system_prompt": "Be kind."})[1]
-    assert "Before a question stands 'Be kind.' (data.system_prompt)." in text
+    assert "Questions are preceded by 'Be kind.' (data.system_prompt)." in text
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.5, "system_prompt": "[b]Spell[/b] it."})[1]
-    assert "too few" not in text and "Before a question stands '[b]Spell[/b] it.' (data.system_prompt)." in text
+    assert "too few" not in text and "Questions are preceded by '[b]Spell[/b] it.' (data.system_prompt)." in text
     own.write_text('{"prompt": "q"}\n')
     text = planned("grpo", data={"path": str(own)})[1]
     assert f"No accuracies: {own} line 1 lacks 'answer' (it has prompt)." in text

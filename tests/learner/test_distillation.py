@@ -178,7 +178,7 @@ def test_a_teacher_is_asked_for_and_is_no_reference_beside():
     cases = {
         "takes model.reference for the teacher, to which grpo.beta=0.04 would": {"teacher_coef": 1.0, "beta": 0.04},
         "grpo.reward_coef=0, grpo.teacher_coef=0 and .* leave nothing to learn from": {"reward_coef": 0.0},
-        "grpo.teacher_kl='full' says how a teacher is compared with, and there is none": {"teacher_kl": "full"},
+        "grpo.teacher_kl='full' needs a teacher, and grpo.teacher_coef=0 means there is none": {"teacher_kl": "full"},
         "gives no sample an advantage": {"num_generations": 1, "teacher_coef": 1.0, "beta": 0.0},
     }
     for said, changes in cases.items():

@@ -479,7 +479,7 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
         leader._deadline_s, held = 30.0, []
         waiting = threading.Thread(target=lambda: held.extend(leader.held(name)))
         waiting.start()
-        while "a rollout host that makes evaluation/0: none is in the job" not in pods[0].waits():
+        while "a rollout host for evaluation/0: none is in the job" not in pods[0].waits():
             assert waiting.is_alive()
         late = joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)
         assert late.late and late.process == 3 and late.hosts.name(3) == "rollout 2"

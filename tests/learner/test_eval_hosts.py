@@ -139,9 +139,9 @@ def test_without_a_host_the_wait_ends_with_a_word():
         collects: Any = leader._evaluations._work
         with pytest.raises(LateError, match=r"trainer 0 waited 0 s for an evaluation host: none of roles\.eval\.hosts"):
             leader.evaluated(wait=True)
-        assert "an evaluation host that makes evaluation/2: none is in the job" in pods[0].waits()
+        assert "an evaluation host for evaluation/2: none is in the job" in pods[0].waits()
         leader.close()
-        with pytest.raises(LateError, match="waited for evaluation/2, which was not made"):
+        with pytest.raises(LateError, match="waited for evaluation/2, but not all of its shares were made"):
             collects.result(DEADLINE_S)
 
 

@@ -103,7 +103,7 @@ def test_tools_are_checked_at_the_start(tmp_path):
         assert offered(config, Limits()) == offered(EnvironmentConfig(), Limits()) == []
         check(host, Dialogue(_tokenizer(tmp_path / "same", tools=host.tools)))
         other = [{"type": "function", "function": host.tools[0]["function"] | {"description": "Other."}}]
-        with pytest.raises(ValueError, match="The tools calculator of this process are others than those that prompts"):
+        with pytest.raises(ValueError, match="The tools calculator of this process differ from the tools that prompts"):
             check(host, Dialogue(_tokenizer(tmp_path / "other", tools=other)))
 
 

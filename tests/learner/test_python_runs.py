@@ -38,7 +38,7 @@ def test_a_run_from_python_writes_what_the_command_writes(tmp_path, capfd):
     asked = [f"Tom has {n} apples." for n in range(4)]
     assert learner.train(asked, asked[:2], prompts_per_step=2, checkpoint={"every": 1, "keep": 1}) == 2
     said = capfd.readouterr().out
-    assert "Before a question" not in said and "2 held-out records" in said and "Evaluation after step 2" not in said
+    assert "preceded by" not in said and "2 held-out records" in said and "Evaluation after step 2" not in said
     written = json.loads((root / "summary.json").read_text())
     assert written["steps"] == 2 and written["wall_s"] > 0 and "greedy_reward/digits" in written["after"]
     assert "own/longest" in (root / "report.html").read_text()

@@ -126,7 +126,7 @@ def test_functions_for_data_sets_that_there_are_not(tmp_path, capsys, caplog):
     mixed = given | {"sources": ({"path": given.pop("path")}, {"path": str(tmp_path / "e.jsonl")})}
     own = f"{tmp_path}/mine.py:scored"
     for fns, message in (
-        (("number", f"{own}@nope"), r"scored@nope is for the data set 'nope', and records are of d, e"),
+        (("number", f"{own}@nope"), r"scored@nope scores the data set 'nope', but the records belong to d, e"),
         ((f"{own}@d",), r"e\.jsonl line 1 has dataset='e', and no function of reward\.fns scores it"),
         (("number", "code@e"), r"e\.jsonl line 1 has no field 'tests' .*, which code@e of reward\.fns takes"),
     ):
@@ -138,7 +138,7 @@ def test_functions_for_data_sets_that_there_are_not(tmp_path, capsys, caplog):
     rows = [RECORD | {"dataset": "x"}] * (ready._LOOK + 1)
     made = values(data=records(tmp_path, *rows), reward={"fns": ("number", "number@y")}, eval={"problems": 0})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
-    assert "number@y is for the data set 'y', and records are of x, as far as the first" in caplog.text
+    assert "number@y scores the data set 'y', but the records belong to x, judging by the first" in caplog.text
 
 
 def test_one_record_without_tests_is_named(tmp_path, capsys):
@@ -221,8 +221,8 @@ def test_an_evaluation_that_cannot_be_is_found_at_the_start(tmp_path, algorithm,
         assert job.dry_run(made, "runs/x") == EXIT_DONE
         assert "lacks 'answer' (it has prompt, chosen, rejected), and where pairs have no answer, none" in caplog.text
         return
-    refused(made, r"d\.jsonl line 1 lacks 'answer' .* without it nothing can be held out", capsys)
-    with pytest.raises(ValueError, match="without it nothing can be held out"):
+    refused(made, r"d\.jsonl line 1 lacks 'answer' .* records without an answer cannot be held out", capsys)
+    with pytest.raises(ValueError, match="records without an answer cannot be held out"):
         job.run(made, str(tmp_path / "run"), command="podrl")
     assert not (tmp_path / "run").exists()
     (tmp_path / "held.jsonl").write_text(json.dumps({"messages": [ASKED, UNCALLED, ASKED]}) + "\n")
@@ -274,10 +274,10 @@ DROPPING = (
 def test_a_template_that_drops_the_question(tmp_path, model, capsys):
     (model / "chat_template.jinja").write_text(DROPPING)
     made = values(data=records(tmp_path), model={"path": str(model)})
-    refused(made, r"The chat template of .*model drops what is asked: '2\+2\?' is not in the prompt", capsys)
+    refused(made, r"The chat template of .*model leaves out the question: '2\+2\?' is not in the prompt", capsys)
     tokenizer = Tokenizer(model)
     for record in (RECORD, {"messages": [{"role": "user", "content": "2+2?"}]}):
-        with pytest.raises(ValueError, match=r"drops what is asked|passes it over"):
+        with pytest.raises(ValueError, match=r"leaves out the question|leaves it out"):
             conversation.prompt(record, tokenizer, system="", form="chat")
 
 

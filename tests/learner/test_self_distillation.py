@@ -149,7 +149,7 @@ def test_a_teacher_without_a_hint_is_refused_and_a_hint_without_a_teacher(bench)
         parsed("grpo", {}, data={"hint": "{answer}"})
     with pytest.raises(ValueError, match=r"grpo.teacher_kl='full' .* grpo.teacher='ema' reads another"):
         parsed("opd", {"teacher": "ema", "teacher_kl": "full"}, data={"hint": "{answer}"})
-    with pytest.raises(ValueError, match=r"grpo.teacher='ema' says who teaches, and grpo.teacher_coef=0"):
+    with pytest.raises(ValueError, match=r"grpo.teacher='ema' has no effect while grpo.teacher_coef=0"):
         parsed("grpo", {"teacher": "ema"})
     algorithm = make_grpo(bench.cluster, job("current").algo, samples=B, say=print)
     with pytest.raises(ValueError, match=r"no prompt of step 0 has one: give data.hint"):

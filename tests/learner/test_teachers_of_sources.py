@@ -177,7 +177,7 @@ def test_prompts_are_written_for_a_teacher_by_its_own_template(folders):
         ),
         ("gives some samples several teachers", {"teachers": ({"path": "a"}, {"path": "b"})}),
         ("does not go with model.reference='tiny'", {"model": {"reference": "tiny"}}),
-        ("teach by the weight grpo.teacher_coef, and that is 0", {"algorithm": "grpo"}),
+        ("model.teachers has no effect without grpo.teacher_coef above 0", {"algorithm": "grpo"}),
     ],
 )
 def test_teachers_that_contradict_each_other_are_refused(said, changes):

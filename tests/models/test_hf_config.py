@@ -330,7 +330,7 @@ def test_the_published_fields_of_qwen25_are_read():
         ({"rope_scaling": "linear"}, "rope_scaling='linear': it must be an object"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2': it must be a number"),
         ({"model_type": "qwen2", "layer_types": "full_attention"}, "layer_types='full_attention': it must be a list"),
-        ({"hidden_act": ["silu"]}, "hidden_act=.*: it must be a text"),
+        ({"hidden_act": ["silu"]}, "hidden_act=.*: it must be a string"),
         ({"sliding_window": 12}, "sliding_window=12, which a llama model does not use"),
         ({"num_key_value_heads": 3}, "4 query heads do not split over 3"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "=50.0, which a gemma3 model does not use"),

@@ -273,5 +273,5 @@ def test_weights_too_large_for_the_dtype_are_refused_by_name(checkpoint):
     tensors[name][0, 0] = 1e5
     safetensors.numpy.save_file(tensors, checkpoint / "model.safetensors")
     load(checkpoint, dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match=rf"{name} in .* \(1 of \d of its kind do\), as float16"):
+    with pytest.raises(ValueError, match=rf"{name} in .* \(1 of the \d tensors of this parameter do\), as float16"):
         load(checkpoint, dtype=jnp.float16)

@@ -191,9 +191,11 @@ def test_what_the_kernel_does_not_take_is_refused():
     segment_BT, shared = layout(400)
     q, k, v = qkv(400, 2, 1, 64, jnp.float32)
     options: dict[str, Any] = dict(window=jnp.int32(5), softcap=0.0, form="prefix")
-    with pytest.raises(ValueError, match=r"2 rows of 400 tokens with heads of 64: .* a multiple of 128, .*'blockwise'"):
+    with pytest.raises(
+        ValueError, match=r"2 rows of 400 tokens with heads of 64: .* a multiple of 128 and .*'blockwise'"
+    ):
         attention(q, k, v, segment_BT, shared=shared, **options)
-    with pytest.raises(ValueError, match=r"form='prefix' was given shared=None"):
+    with pytest.raises(ValueError, match=r"form='prefix' needs shared=\(prefix_BT, position_BT\)"):
         attention(q, k, v, segment_BT, **options)
 
 

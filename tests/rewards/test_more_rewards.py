@@ -150,9 +150,12 @@ def test_the_judge_scores_and_retries(monkeypatch):
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
-        ("silent x", r"after 2 requests, last ValueError: the reply 'I would rather not say.' has no line 'SCORE: n'"),
+        (
+            "silent x",
+            r"in 2 requests; the last one failed: ValueError: the reply 'I would rather not say.' has no line",
+        ),
         ("many x", r"the score 11 is not between 0 and 10"),
-        ("forbidden x", r"after 1 requests, last HTTP 401 .*: 'no key'"),
+        ("forbidden x", r"in 1 requests; the last one failed: HTTP 401 .*: 'no key'"),
     ],
 )
 def test_a_judge_that_gives_no_score_is_an_error_and_never_0(completion, message, monkeypatch):

@@ -110,7 +110,9 @@ def test_a_group_that_becomes_another_is_refused(tmp_path):
         (Group(4, 0, 0), True),
         (Group(5, 0, 0, ended=True), False),
     ):
-        with pytest.raises(ValueError, match=r"Prompt 4 of step 0 does not become what run/batches\.jsonl says"):
+        with pytest.raises(
+            ValueError, match=r"samples of prompt 4 in step 0 differ from their entry in run/batches\.jsonl"
+        ):
             clock.batch(0, [other], 1, over=over)
     assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # it may still end
 

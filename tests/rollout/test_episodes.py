@@ -272,6 +272,6 @@ def test_a_reward_before_any_turn_is_refused(tight, play):
     def hasty(task):
         yield say(reward=1.0)
 
-    with pytest.raises(BatchError, match=r"sample 0 of prompt 0 gave the reward 1 before the model had said anything"):
+    with pytest.raises(BatchError, match=r"sample 0 of prompt 0 gave the reward 1 before the model's first turn"):
         play(hasty)
     assert tight.partner is None

@@ -131,7 +131,7 @@ def test_special_tokens_in_messages_stay_text(histories, template):
 
 def test_what_a_template_cannot_write_is_refused(histories):
     made = histories(PLAIN.replace(TOOLS, "{{ bos_token }}"))
-    with pytest.raises(Refused, match="passes over 'tools', and no message names add"):
+    with pytest.raises(Refused, match="ignores 'tools', and no message names add"):
         made.encode([ASK], [ADD])
     made = histories("{{ bos_token }}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(Refused, match="cannot be rendered"):

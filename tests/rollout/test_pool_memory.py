@@ -13,7 +13,9 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
     config, mesh = RolloutConfig(lanes=10**6), make_mesh("data=2", jax.devices()[:2])
     shape = sizes.engine_shape(config, 2)
     sizes.check_memory(3 << 30, mesh, config, shape)
-    with pytest.raises(ValueError, match=r"rollout\.lanes=1000000 would take 4\.0 GiB.* free 3\.0 GiB.*pool_tokens"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.lanes=1000000 needs 4\.0 GiB; free on this machine: 3\.0 GiB.*pool_tokens"
+    ):
         sizes.check_memory(4 << 30, mesh, config, shape)
     monkeypatch.setattr(sizes, "free_memory", lambda: None)  # a system that does not say
     sizes.check_memory(4 << 30, mesh, config, shape)

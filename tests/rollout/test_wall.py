@@ -272,7 +272,7 @@ def test_a_journal_of_other_samples_is_refused(tight, policies, batches, tmp_pat
     lines = [unseal(json.loads(line)) for line in (tmp_path / NAME).read_text().splitlines()]
     lines[1]["groups"][0]["runs"][0][-1][1] += 1
     (tmp_path / NAME).write_bytes(b"".join(map(sealed_lines.encode, lines)))
-    with pytest.raises(ValueError, match=r"of step 0 does not become what .*batches\.jsonl says"):
+    with pytest.raises(ValueError, match=r"in step 0 differ from their entry in .*batches\.jsonl"):
         made(tight, policies, batches, sampling, tmp_path, S=1, clock=1)
 
 

@@ -122,6 +122,13 @@ def test_bad_advantages_are_told_what_does_not_hold(estimator, said):
         testing.check_advantage(estimator)
 
 
+@pytest.mark.parametrize("check", [testing.check_order, testing.check_padding])
+def test_an_advantage_that_is_not_a_number_is_told(check):
+    """Two NaNs are not the same advantage."""
+    with pytest.raises(AssertionError, match="an advantage is NaN or infinite"):
+        check(lambda reward_BT, baseline_B, mask_BT, **_: np.where(mask_BT > 0, np.nan, 0.0))
+
+
 def no_default(logprob_BT, old_logprob_BT, advantage_BT, *, scale):
     return logprob_BT
 
@@ -144,12 +151,12 @@ def fails(logprob_BT, old_logprob_BT, advantage_BT):
         ({"policy_loss_fn": fails}, r"fails fails on arrays .*NameError: name 'unknown_name'.*line \d+"),
         ({"policy_loss_fn": tanh_clip, "policy_loss_args": {"skale": 1}}, r"args has no key 'skale'.*'scale'"),
         ({"policy_loss_fn": tanh_clip, "policy_loss_args": {"scale": "x"}}, r"args\.scale='x' must be a number"),
-        ({"policy_loss_args": {"scale": 1}}, r"policy_loss_args=.* are those of a function of your own"),
+        ({"policy_loss_args": {"scale": 1}}, r"policy_loss_args=.* sets numbers for a function of your own"),
         ({"policy_loss_fn": tanh_clip, "epsilon_c": 3.0}, r"epsilon_c=3\.0 works with"),
         ({"policy_loss_fn": tanh_clip, "loss_algo": "gspo-token"}, r"names a loss and so does"),
         ({"advantage_estimator": f"{HERE}:centered"}, r"has no function 'centered'\. Did you mean 'centred'"),
         ({"advantage_estimator": lambda r: r.mean()}, r"returns shape \(\) for rewards of shape \(2, 2\)"),
-        ({"advantage_args": {"power": 2}}, r"advantage_args=.* are those of a function of your own"),
+        ({"advantage_args": {"power": 2}}, r"advantage_args=.* sets numbers for a function of your own"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_with_the_reason(settings, message):

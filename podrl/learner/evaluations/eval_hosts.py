@@ -70,7 +70,7 @@ class EvaluationShares:
             whole = lambda: len(self._made) == len(self._hosts)  # noqa: E731
             self._changed.wait_for(lambda: whole() or self._over >= 0, deadline_s)
             if not whole():
-                raise LateError(f"{self._pod.name} waited for {name}, which was not made.")
+                raise LateError(f"{self._pod.name} waited for {name}, but not all of its shares were made.")
             return [self._made[share] for share in range(len(self._hosts))]
 
     def forget(self, names: Iterable[str]) -> None:
@@ -109,10 +109,11 @@ class EvaluationShares:
         if not self._waited or not (left := len(self._hosts) - len(self._made)):
             return ""
         if not self._there():
-            return f"an evaluation host that makes {leases.evaluation(self._step)}: none is in the job"
+            return f"an evaluation host for {leases.evaluation(self._step)}: none is in the job"
         makers = [host for share, host in enumerate(self._hosts) if host is not None and share not in self._made]
         names = ", ".join(f"{self._pod.seat.hosts.name(host)} (host {host})" for host in dict.fromkeys(makers))
-        return f"{left} of {len(self._hosts)} shares of {leases.evaluation(self._step)}, of {names or 'nobody yet'}"
+        by = names or "no host yet"
+        return f"{left} of {len(self._hosts)} shares of {leases.evaluation(self._step)}, made by {by}"
 
     def _give(self) -> None:
         """Answers the hosts that ask for a share, as long as there are shares."""
@@ -203,7 +204,7 @@ class EvaluationHost:
             try:
                 made = self._make(int(told["step"]), (int(told["share"]), int(told["shares"])))
             except VersionGoneError as error:  # the leader took this host for lost, and others have made the share
-                _log.warning("The share is not made any more: %s", error)
+                _log.warning("Skips the share, because its weights are gone: %s", error)
                 time.sleep(_LOOK_S)
                 continue
             if isinstance(made, BatchError):

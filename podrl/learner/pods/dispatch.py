@@ -392,7 +392,7 @@ class Dispatcher:
 
     def _waits(self) -> str:
         there = bool(self._desks) or self._waited is None
-        return "" if there else f"a rollout host that makes prompts of step {self._waited}: none is in the job"
+        return "" if there else f"a rollout host for the prompts of step {self._waited}: none is in the job"
 
     def _late(self, step: int) -> str:
         who = {host: sum(g.made is None for g in self._open.groups if g.host == host) for host in sorted(self._desks)}
