@@ -278,7 +278,10 @@ def test_what_a_source_cannot_have_is_refused_by_name(own, changes, message):
 def test_the_dry_run_tells_what_differs_for_samples_of_a_source():
     told = config(sources={"chat": {"teacher_coef": 0.5, "reward_coef": 0.0}}, reward_coef=2.0)
     assert "teacher" not in told.formula(8) and "clip" in told.formula(8)
-    assert told.describe(8) == ["samples of chat: teacher_coef=0.5, reward_coef=0.0", "advantages times 2"]
+    assert told.describe(8) == [
+        "samples of chat have settings of their own: teacher_coef=0.5, reward_coef=0.0",
+        "advantages times 2",
+    ]
     plain = {"chat": {"policy_loss_fn": "gpg"}}
     assert any("has no ratio" in warning for warning in config(sources=plain).warnings(1))
 
@@ -287,7 +290,9 @@ def test_a_job_takes_the_settings_from_its_sources_and_asks_for_what_they_need()
     data = {"sources": ({"path": "problems"}, {"path": "sums", "grpo": {"advantage_scale": "none", "reward_coef": 2}})}
     job = parsed("grpo", {}, data=data)
     assert job.algo.number_of == {"sums": 1} and job.algo.parts[1].reward_coef == 2
-    assert "sums: advantage_scale='none', reward_coef=2" in "\n".join(job.algo.describe(8))
+    assert "samples of sums have settings of their own: advantage_scale='none', reward_coef=2" in "\n".join(
+        job.algo.describe(8)
+    )
     cases = {
         r"model.reference, which names it, is empty": ("grpo", {"teacher_coef": 1.0, "reward_coef": 0.0}),
         r"learns what an environment answers, and there is none": ("grpo", {"observation_coef": 0.1}),

@@ -143,7 +143,7 @@ def test_every_flipped_bit_in_the_clocks_journal_is_refused_or_harmless(tmp_path
 def test_the_clocks_journal_says_where_it_is_damaged(tmp_path):
     lines = [sealed_lines.encode({"step": step, "again": []}) for step in (1, 2, 3)]
     (tmp_path / NAME).write_bytes(lines[0] + lines[1].replace(b"2", b"4", 1) + lines[2])
-    with pytest.raises(ValueError, match=r"Line 2 of .*batches.jsonl is damaged .* are of step 1 and step 3"):
+    with pytest.raises(ValueError, match=r"Line 2 of .*batches.jsonl is damaged .* belong to step 1 and step 3"):
         WallJournal(tmp_path)
 
 
