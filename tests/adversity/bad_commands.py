@@ -144,7 +144,7 @@ PLAN = {
     "size 0": plan("--trainer=v5e:0x4", ["--trainer='v5e:0x4'"]),
     "size -1": plan("--trainer=v5e:-1x4", ["--trainer='v5e:-1x4'"]),
     "size in words": plan("--trainer=v5e:twoxfour", ["--trainer='v5e:twoxfour'"]),
-    "no such shape": plan("--trainer=v5e:3x5", ["v5e:3x5", "no TPU topology"]),
+    "no such shape": plan("--trainer=v5e:3x5", ["v5e:3x5", "no slice that GKE makes"]),
     "huge shape": plan("--trainer=v5e:1000x1000", ["--trainer='v5e:1000x1000'"]),
     "astronomic shape": plan("--trainer=v5e:" + "9" * 30 + "x4", ["--trainer"]),
     "no slices": plan("--trainer=v5e:2x4*0", ["--trainer='v5e:2x4*0'"]),
