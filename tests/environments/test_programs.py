@@ -106,12 +106,13 @@ def twins(task):
 
 
 def send(body):
-    # Sends a request and hangs up.
+    # Sends a request, and hangs up when the front has read it: the front answers what it reads later on.
     place = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
     client = http.client.HTTPConnection(place.hostname, place.port)
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     client.request("POST", place.path + "/chat/completions", json.dumps(body), headers)
-    time.sleep(0.05)
+    models = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=headers)
+    urllib.request.urlopen(models, timeout=120).close()
     client.close()
 
 
