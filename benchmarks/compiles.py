@@ -20,9 +20,9 @@ class Case:
 
     Attributes:
       config: the configuration, as after --config.
-      hosts: of four chips, of trainer and rollout each: 1 or 2.
+      hosts: number of hosts with four chips for the trainer, and the same number for the rollout: 1 or 2.
       changes: values of keys.
-      programs: what the names of its programs begin with; () for all. Those left out are another case's.
+      programs: beginnings of the names of the programs to compile; () for all. Other cases compile the rest.
     """
 
     config: str

@@ -157,7 +157,7 @@ def _play(pod: Pod, args: argparse.Namespace, recorder: "_Marks") -> None:
 
 
 def experience(args: argparse.Namespace, rank: int) -> Experience:
-    """A rollout host's share of a batch, with samples of random lengths."""
+    """Makes a rollout host's share of a batch, with samples of random lengths."""
     rng = np.random.default_rng(rank)
     P, B, T = args.prompts, args.prompts * args.samples, 2 * args.tokens
     length_B = rng.integers(args.tokens // 2, 3 * args.tokens // 2, B).astype(np.int32)

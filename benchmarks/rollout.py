@@ -78,8 +78,8 @@ class Bench:
 
     Attributes:
       model: ModelConfig of the model that generates.
-      prompts: of the batch.
-      warm_up_seconds: that compiling took.
+      prompts: prompts of the batch.
+      warm_up_seconds: seconds that compiling took.
       cpu_seconds: CPU time of the last generation.
       kv_token_bytes: bytes of a token's keys and values in all layers.
     """
@@ -108,7 +108,7 @@ class Bench:
         self.kv_token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
 
         def init(key: Any) -> Any:
-            """Small embeddings make every token about as likely as any other, whatever the context."""
+            """Draws parameters with embeddings so small that all tokens are about equally likely in any context."""
             params = decoder.init_params(model, key, dtype)
             return {**params, "embed": params["embed"] * args.embed_scale}
 

@@ -60,8 +60,8 @@ class _Update:
     """A compiled update with its batch on the device.
 
     Attributes:
-      samples: of every update, as `_samples` makes them.
-      placements, batches: how they are packed, and the packed rows on the mesh.
+      samples: samples of every update, as `_samples` makes them.
+      placements, batches: places of the samples in packed rows, and the packed rows on the mesh.
       score: (whole parameters, batch) -> log-probabilities.
     """
 

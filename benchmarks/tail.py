@@ -21,7 +21,7 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
 
     Args:
       bench: a benchmarks.rollout.Bench whose samples end by their lengths alone.
-      args: its options.
+      args: options of the bench.
 
     Returns:
       decode_steps (per training step) and decode_steps_whole (with a staleness of 1), their quotient fewer_steps, the
@@ -113,16 +113,16 @@ def in_windows(
     steps: int,
     staleness: int,
 ) -> Iterator[list[tuple[int, Any, int | None]]]:
-    """Yields what each window is to play, the oldest batch first: (step, player, tokens that each sample may draw).
+    """Yields the batches that each window plays, oldest first: (step, player, tokens that each sample may draw).
 
-    None is for all tokens: of batches that train next, which end in this window.
+    The number of tokens is None for the batches that train next: their samples end in this window.
 
-    Args:
-      config: the engine's.
-      begin: makes the player of the batch that a step trains on.
-      longest: the most tokens of a sample of that batch.
-      windows, steps: to play, and training steps that there are.
-      staleness: versions that a sample may have.
+        Args:
+          config: settings of the engine.
+          begin: function that makes the player of the batch that a step trains on.
+          longest: function from a step to the most tokens of a sample of its batch.
+          windows, steps: number of windows to play, and number of training steps.
+          staleness: largest number of versions that may draw one sample.
     """
     from podrl.rollout.clock import TokenClock
 
@@ -138,7 +138,7 @@ def in_windows(
 
 
 def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray], staleness: int) -> dict[str, Any]:
-    """Means over the last windows of what the engine counted."""
+    """Averages the engine's counters over the last windows."""
     from podrl.engine.config import Sampling
     from podrl.rollout.players import Unanswered
     from podrl.types import Policy
@@ -181,7 +181,7 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
 
 
 def _simulated(bench: Any, lengths: Sequence[np.ndarray], staleness: int) -> float:
-    """Decode steps of a training step where a free lane takes the next sample at once, the batch that is due first."""
+    """Simulates decode steps a training step if a free lane at once takes a sample of the batch that is due first."""
     from podrl.rollout.clock import TokenClock
 
     clock, lanes = TokenClock(bench.worker.config, staleness=staleness), bench.worker.config.lanes

@@ -41,9 +41,9 @@ async def _waited(seconds: float) -> float:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Generates the same batch with calls, and the same tokens without: plain samples, and a prefill of what was given.
+    """Times one batch with tool calls, and without: its tokens as plain samples, and a prefill of the tools' output.
 
-    Plain samples read back their own tokens only, so that `of_plain` is also what reading the given ones costs. For
+    Plain samples read back their own tokens only, so `of_plain` includes the cost of reading the tools' tokens. For
     `of_context` plain samples begin with half of what the others are given, so that they read as much on average, and
     the other half is prefilled: the rest is what calls cost.
 
@@ -168,7 +168,7 @@ class _Job:
     """A batch that can be generated again and again; `stats` are those of the last time."""
 
     def __init__(self, bench: rollout.Bench, partner: Any = None, fields: Mapping[str, Any] | None = None):
-        """The bench's batch, played with environments that find `fields` in their tasks where a partner is given."""
+        """Prepares the bench's batch; with a partner, environments play it and find `fields` in their tasks."""
         self._bench, self._partner = bench, partner
         count = len(bench.prompts.length_P)
         self._prompts = dataclasses.replace(
@@ -190,7 +190,7 @@ def _thread_seconds() -> float:
 
 
 def _prefill_only(args: Any, given: int) -> Any:
-    """Options of a batch in which each sample is a prompt of its own, as long as what its tools give it."""
+    """Returns options of a batch with one sample a prompt, whose prompts are as long as a sample's tool output."""
     changes = {"prompts": args.prompts * args.group, "group": 1, "prompt_len": (given + 1, given + 1), "max_new": 1}
     return type(args)(**(vars(args) | changes))
 
@@ -202,7 +202,7 @@ def _asked(args: Any, calls: int, given: int) -> dict[str, Any]:
 
 
 def _playing(args: Any) -> Any:
-    """Processes in which `Calls` runs, until the end of the context."""
+    """Starts processes in which `Calls` runs, until the end of the context."""
     from podrl.environments.config import EnvironmentConfig
     from podrl.environments.workers import Episodes
     from podrl.workers.user_code import Limits

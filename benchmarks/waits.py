@@ -71,8 +71,8 @@ class _Seen:
     """Reads what a run measured in its steps after the first ones.
 
     Attributes:
-      staleness, load: of the run.
-      steps: that count.
+      staleness, load: staleness and load of the run.
+      steps: steps that are read.
     """
 
     def __init__(self, path: str):
@@ -120,17 +120,17 @@ class _Seen:
         self.load = Load(rollout, lanes, shards, samples, group_size, round(float(prompt_B.mean())))
 
     def mean(self, name: str) -> float:
-        """The mean of a number of metrics.jsonl."""
+        """Returns the mean over steps of a number in metrics.jsonl."""
         return statistics.fmean(self._metrics[step].get(name, 0.0) for step in self.steps)
 
     def per(self, name: str, count: str = "") -> float:
-        """The median over steps of a number, per another: where other programs had the machine, a step tells little."""
+        """Returns the median over steps of one number by another, because other programs may slow single steps."""
         return statistics.median(
             self._metrics[step].get(name, 0.0) / self._metrics[step].get(count, 1.0) for step in self.steps
         )
 
     def speeds(self) -> Speeds:
-        """Seconds of a decode step, of a prefill call, and of what is done once in a step."""
+        """Measures the seconds of a decode step, of a prefill call, and of the work done once in a step."""
         steps = [self._metrics[step] for step in self.steps]
         return Speeds(
             decode_s=self.per("time/decode", "perf/decode_steps"),

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """The configuration, as plain data."""
+    """Returns the configuration, as plain data."""
     config = ConfigDict()
     config.algorithm = "grpo"
     config.seed = 0

@@ -1,4 +1,6 @@
-"""GRPO on GSM8K: published models on machines that one can rent. docs/real-model.md walks through each variant.
+"""GRPO on GSM8K: published models on machines that one can rent. docs/real-model.md walks through three variants.
+
+No variant has been run on its machine.
 
     python -m podrl.launch --config=grpo_real.py:qwen3_06b_gpu --config.model.path=DIR --config.data.path=train.jsonl
 
@@ -47,7 +49,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
 
 def _gsm8k() -> ConfigDict:
-    """The base of all variants: one pass over the 7,473 problems of GSM8K, 16 at a time with 8 samples each."""
+    """Returns the base of all variants: one pass over the 7,473 problems of GSM8K, 16 at a time with 8 samples each."""
     config = ConfigDict()
     config.algorithm = "grpo"
     config.seed = 0

@@ -19,7 +19,7 @@ VARIANTS = ("python", "mcp", "mixture")
 
 
 def get_config(variant: str = "python") -> ConfigDict:
-    """The configuration of a variant, as plain data."""
+    """Returns the configuration of a variant, as plain data."""
     if variant not in VARIANTS:
         raise ValueError(f"grpo_tools.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
     config = ConfigDict()

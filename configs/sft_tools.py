@@ -20,7 +20,7 @@ FULL_STEPS, MIXED_STEPS = 300, 180
 
 
 def get_config() -> ConfigDict:
-    """The configuration, as plain data."""
+    """Returns the configuration, as plain data."""
     config = ConfigDict()
     config.algorithm = "sft"
     config.seed = 0

@@ -1,4 +1,4 @@
-"""For agent programs: takes tasks from podrl and returns their results. It needs only the standard library.
+"""Takes tasks from podrl and returns their results, in agent programs. It needs only the standard library.
 
     import openai
     import podrl.agent

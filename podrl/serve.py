@@ -115,8 +115,8 @@ def run(serving: Any, desk: "Desk", ended: Callable[[], bool]) -> None:
     Args:
       serving: a podrl.rollout.serving.Serving; closed when the call returns.
       desk: source of the requests.
-      ended: returns True once the server is to end. New requests are then refused with 503, and the call returns when
-        all open requests are answered, or after 10 s.
+      ended: function that returns True once the server is to end. New requests are then refused with 503, and the
+        call returns when all open requests are answered, or after 10 s.
 
     Raises:
       ServiceError: the front's process has died.

@@ -1,4 +1,4 @@
-"""Which tests run after a change: all but those that it does not touch, by their imports or their `nightly` marks."""
+"""The choice of tests to run after a change: tests that it touches through imports or `nightly` marks."""
 
 import pathlib
 import subprocess

@@ -97,7 +97,7 @@ REWARDS = ("exact_format", "approximate_format", "answer", "number")
 
 
 def _for_trl(reward: Any) -> Any:
-    """TRL gives completions as messages."""
+    """Wraps a reward function for TRL, which gives completions as messages."""
 
     def scored(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
         return reward(prompts, [completion[0]["content"] for completion in completions], answer=answer)

@@ -179,7 +179,7 @@ def leave_one_out(
 
 
 def _spread_of_others(reward_PG: Groups, mean_PG: Groups, eps: float) -> Groups:
-    """Sample standard deviation + eps of the other rewards of each sample's group; 1 where these are equal.
+    """Computes the sample standard deviation + eps of the other rewards of a sample's group; 1 if they are equal.
 
     Args:
       reward_PG: rewards of P groups of G samples, G at least 3.
@@ -237,7 +237,7 @@ def gpg(reward_B: Float[Array, " B"], *, group_B: GroupIndex, singleton: str = "
 
 
 def _unequal(reward_PG: Groups) -> Groups:
-    """1 for every sample of a group whose rewards differ, else 0."""
+    """Returns 1 for every sample of a group whose rewards differ, else 0."""
     some_P1 = reward_PG.max(axis=1, keepdims=True) != reward_PG.min(axis=1, keepdims=True)
     return namespace(reward_PG).zeros_like(reward_PG) + some_P1
 

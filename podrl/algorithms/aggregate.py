@@ -124,7 +124,7 @@ def aggregate(
 
 
 def token_mean(value_BT: Float[Array, "B T"], mask_BT: Mask) -> Ratio:
-    """The mean over loss tokens, before the division: metrics use this mean whatever mode aggregates the loss."""
+    """Computes the mean over loss tokens as a numerator and a denominator, for metrics, whatever the loss's mode is."""
     return Ratio(masked(value_BT, mask_BT).sum(), masked(jnp.ones_like(value_BT), mask_BT).sum())
 
 

@@ -286,8 +286,8 @@ class PolicyLoss:
         length_BT=, segment_BT=) -> loss_BT. None otherwise.
       oldest: largest age of a token, in updates. From 2 on, rows have ages, and there are metrics for each age.
       stale_bound: largest age of a token that counts in the policy loss, in updates; None for no bound.
-      others: losses that replace the surrogate of some tokens: of `others[n - 1]` where `loss_BT` of the rows is n.
-        Correction, KL, entropy and aggregation follow `settings` for all tokens.
+      others: losses of tokens that do not use the surrogate: a token has the loss `others[n - 1]` if `loss_BT` of the
+        rows is n > 0. Correction, KL, entropy and aggregation follow `settings` for all tokens.
     """
 
     settings: LossSettings

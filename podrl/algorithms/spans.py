@@ -27,7 +27,7 @@ def over_spans(value_BT: Float[np.ndarray, "B T"], span_BT: Int[np.ndarray, "B T
     """Sums values over each token's span and writes the sum to every token of the span; 0 for tokens without a span.
 
     Args:
-      value_BT: one value per token.
+      value_BT: values, one per token.
       span_BT: number of each token's span within its row, below T; -1 for no span.
     """
     B, T = value_BT.shape

@@ -88,7 +88,7 @@ def of_record(
     Args:
       record: record that has passed `check`.
       names: names of the fields that hold the answers.
-      render: writes a question as a prompt.
+      render: function that writes a question as a prompt.
       tokenizer: tokenizer of the model that learns.
       limit: most tokens of an example.
 
@@ -108,7 +108,7 @@ def of_record(
 
 
 def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> str:
-    """Says why a record gives no examples of the answers in its fields `names`; '' where nothing is wrong with it."""
+    """Returns the reason why a record gives no examples of the answers in its fields `names`; '' if it gives them."""
     before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
         missing = [name for name in (before, *names) if not isinstance(record.get(name), str)]

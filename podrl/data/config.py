@@ -157,7 +157,7 @@ class DataConfig:
         return tuple(dict.fromkeys(source.group for source in self.sources if source.group))
 
     def singles(self) -> "Sequence[DataConfig]":
-        """The settings of each source as a job's only source; these settings themselves where there is no mixture."""
+        """Returns a job's settings for each source alone; without a mixture, a list with these settings themselves."""
         return [self._single(source) for source in self.sources] or [self]
 
     def _single(self, source: SourceConfig) -> "DataConfig":

@@ -102,7 +102,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
 
         Args:
           part: number of the source.
-          taken: says whether a record, by its number, must be skipped.
+          taken: function that returns True for the number of a record that must be skipped.
           closed: number of the source's records that `taken` skips. If these and the records known to be too long are
             all of the source, the result is None without a walk.
 

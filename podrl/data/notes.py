@@ -1,4 +1,4 @@
-"""Notes about every record, taken while its file is read: the hash of its question, and whether it has an answer."""
+"""Stores, of every record in a file, the hash of its question and whether it has an answer, while the file is read."""
 
 import array
 import hashlib
@@ -26,7 +26,7 @@ class Notes:
         return (self._question, self._answer)
 
     def check(self, record: Record, place: str) -> None:
-        """Notes a record that must ask.
+        """Adds the notes of a record after checking that it asks a question.
 
         Raises:
           ValueError: the record asks nothing, or its answer is not allowed; names `place`.
@@ -35,7 +35,7 @@ class Notes:
         self.note(record, place)
 
     def note(self, record: Record, place: str) -> None:
-        """Notes a record that is known to ask.
+        """Adds the notes of a record that is known to ask a question.
 
         Raises:
           ValueError: the record's answer is not allowed; names `place`.
@@ -43,7 +43,7 @@ class Notes:
         self._note(record, answered=shape.answers(record, place, self._answer))
 
     def note_given(self, record: Record, place: str) -> None:
-        """Notes a record with a completion of its own: the answer field, which nobody trains on, may hold anything."""
+        """Adds the notes of a record with its own completion; nobody trains on its answer field, of any content."""
         try:
             answered = shape.answers(record, place, self._answer)
         except ValueError:

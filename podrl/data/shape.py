@@ -96,7 +96,7 @@ def check(record: Record, place: str, question_field: str = QUESTION) -> None:
 
 
 def turns_fault(turns: Any, *, tools: Any = None) -> str:
-    """Says what is wrong with the turns of a conversation; '' if nothing is wrong.
+    """Returns the first fault in the turns of a conversation; '' if there is none.
 
     Args:
       turns: turns as `normal_turns` returns them: a list of objects with the texts 'role' and 'content'. A turn of the

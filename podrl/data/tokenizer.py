@@ -709,7 +709,7 @@ def _bytes_of(piece: str) -> bytes:
 
 
 def foreign(directory: str | epath.PathLike, model: str | epath.PathLike) -> str:
-    """Says which tokenizer file differs between a tokenizer's directory and a model's directory; '' if none does."""
+    """Compares the files of a tokenizer with those of a model; returns the difference as a sentence, '' if none."""
     mine, theirs = epath.Path(locate(directory)), epath.Path(locate(model))
     for name in ("tokenizer.json", "tokenizer.model"):
         why = "the same id may stand for different text"

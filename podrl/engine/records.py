@@ -57,13 +57,13 @@ class Sample:
       prompt: handle of the sample's prompt.
       length: number of tokens of the prompt.
       max_new: most tokens that the sample may sample.
-      expected: the caller's guess of how many tokens it will sample; None without a guess.
-      left: tokens that it may still sample, counted down by whole dispatches while it runs.
-      position: position of the token that it feeds next.
+      expected: the caller's guess of how many tokens the sample will draw; None without a guess.
+      left: number of tokens that the sample may still draw, counted down by whole dispatches while it runs.
+      position: position of the token that the sample feeds next.
       store: cache of the sample's own tokens.
-      urgent: whether it gets a lane before samples that are not urgent.
-      shard: number of its shard; -1 as long as it has none.
-      lane: number of its lane on the shard; -1 while it has none.
+      urgent: whether the sample gets a lane before samples that are not urgent.
+      shard: number of the sample's shard; -1 as long as it has none.
+      lane: number of the sample's lane on the shard; -1 while it has none.
       status: state of the sample.
       grown: upper bound of the tokens sampled so far.
       unfed: number of tokens before `position` without keys and values; they are prefilled when it is seated.

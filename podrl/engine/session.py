@@ -47,27 +47,27 @@ class Track:
       sampling: settings of the sample, with `max_new` set.
       stop_ids: every id that ends or pauses the sample.
       key: random key, uint32 (2,).
-      pauses: whether it pauses where other samples end; its caller then extends or ends it.
+      pauses: whether the sample pauses where other samples end; its caller then extends or ends it.
       finder: search for stop strings in the completion; None without stop strings.
-      expected: estimate of how many tokens it will sample; None without an estimate.
+      expected: estimate of how many tokens the sample will sample; None without an estimate.
       tokens: ids of sampled and given tokens.
       versions: version of the weights that sampled each token; -1 for a given token.
       drawn: a list over the tokens for each name of `podrl.types.DRAWN`; a given token has the column's fill.
       sampled: number of tokens sampled so far.
-      limit: value of `sampled` at which it ends or pauses.
-      hold: value of `sampled` at which it leaves the session, to go on in another session; None for never.
-      held: whether it is outside of a session: it has left its session, or has not entered one yet.
+      limit: value of `sampled` at which the sample ends or pauses.
+      hold: value of `sampled` at which the sample leaves the session, to go on in another session; None for never.
+      held: whether the sample is outside of a session: it has left its session, or has not entered one yet.
       recorded: whether `hold` repeats an interruption by the wall clock. Pages are then laid out as they were when
         nobody knew of the interruption beforehand.
-      stop: reason why it ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
-      paused: reason why it paused, as for `stop`; None while it runs.
+      stop: reason why the sample ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
+      paused: reason why the sample paused, as for `stop`; None while it runs.
       first: index of the first token after the tokens that were appended last (`Session.extend`).
       text: the completion without end tokens, cut after a stop string; while paused, the part from token `first` on.
       epoch: number of pauses so far. A dispatch launched before a pause may have decoded beyond it; the epoch at the
         launch shows that these results are void.
       breaks: numbers of sampled tokens at which the sample went on in another session under the same weights. Prefill
         computed its keys and values anew there, with other last bits than decoding, so a repeat has to break there too.
-      recording: whether to record the experts that its tokens take.
+      recording: whether to record the experts that the sample's tokens take.
       routes: experts of the tokens of prompt and completion, as in `Rollouts.route_BTX`, when it last left a session.
         Every session computes all tokens anew, so each token has the experts of its newest computation. None before
         it has left a session, and if experts are not recorded.
@@ -99,12 +99,12 @@ class Track:
     routes: UInt8[np.ndarray, "T X"] | None = None
 
     def leave_at(self, hold: int | None, *, recorded: bool) -> None:
-        """Sets after how many sampled tokens it leaves the session that it is about to enter (see the attributes)."""
+        """Sets the value of `hold` for the session that the sample is about to enter."""
         self.hold, self.recorded = hold, recorded
 
     @property
     def until(self) -> int:
-        """Value of `sampled` at which it ends, pauses or leaves the session."""
+        """Value of `sampled` at which the sample ends, pauses or leaves the session."""
         return self.limit if self.hold is None else min(self.limit, self.hold)
 
 
@@ -197,8 +197,8 @@ class Session:
           keys_G2: a random key per sample, uint32.
           sampling: settings with `max_new` set; an opening's stop strings replace the stop strings in it.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
-          openings: one opening per sample, whose tokens must fit the cache; the samples then pause instead of ending.
-            Empty for samples that end by themselves.
+          openings: list with one Opening per sample, whose tokens must fit the cache; the samples then pause instead
+            of ending. Empty for samples that end by themselves.
 
         Returns:
           The samples' records.

@@ -28,12 +28,12 @@ class Meter:
         self._later_s = 0.0  # seconds of all other work
 
     def begin(self) -> None:
-        """Notes that prefill calls are about to be launched."""
+        """Prepares to time prefill calls that are about to be launched."""
         if not self._flying and not self._new:
             self._since = self._clock()
 
     def prefilled(self, calls: int) -> None:
-        """Notes that a number of prefill calls were launched."""
+        """Counts prefill calls that were launched."""
         self.calls += calls
         self._new += calls
 
@@ -43,7 +43,7 @@ class Meter:
         return not self._flying and self._new > 0
 
     def launch(self) -> None:
-        """Notes that a dispatch is about to be launched; the caller has waited for prefill calls if `alone` said so."""
+        """Starts to time the next dispatch; if `alone` was True, the caller has waited for the prefill calls."""
         if not self._flying:
             now = self._clock()
             if self._new:
@@ -52,7 +52,7 @@ class Meter:
         self._flying, self._new = self._flying + 1, 0
 
     def read(self) -> None:
-        """Notes that the oldest dispatch in flight was read."""
+        """Records that the results of the oldest dispatch in flight were read."""
         now = self._clock()
         self._flying, self._later_s, self._since = self._flying - 1, self._later_s + now - self._since, now
 

@@ -45,15 +45,15 @@ class Handler(Protocol):
         ...
 
     def dropped(self, number: int) -> None:
-        """Gives up a request whose clients have all hung up before they got an answer."""
+        """Cancels a request whose clients have all hung up before they got an answer."""
         ...
 
     def delivered(self, number: int) -> None:
-        """Takes the news that a client has got its whole answer."""
+        """Called when a client has got its whole answer."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """Takes the news that the front's process has died; all keys and open requests are lost."""
+        """Called when the front's process has died; all keys and open requests are lost."""
         ...
 
 

@@ -196,7 +196,7 @@ class Endpoint:
 
         Args:
           settings: fields of a podrl.environments.front.FrontSettings.
-          tell: sends a frame to the owner.
+          tell: function that sends a frame to the owner.
         """
         self._models: list[str] = list(settings["models"])
         self._parser: str = settings["parser"]
@@ -342,7 +342,7 @@ class Endpoint:
         return turn
 
     def _left(self, episode: _Episode, turn: _Turn) -> None:
-        """Gives up a request after its last client has hung up, unless a retry joins it within the grace."""
+        """Cancels a request after its last client has hung up, unless a retry joins it within the grace."""
 
         def look() -> None:
             if not turn.readers and not turn.delivered and turn.number in self._turns:

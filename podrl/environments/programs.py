@@ -247,7 +247,7 @@ class Program:
         session.settle(number)
 
     def delivered(self, number: int) -> None:
-        """Takes the news that an answer has arrived."""
+        """Called when the program has got the answer to a request."""
         if (session := self._of.pop(number, None)) is not None:
             session.settle(number)
 

@@ -116,7 +116,7 @@ class Servers:
         self._link.send({"open": key, "server": dataclasses.asdict(server), **given})
 
     def _file_of(self, key: str) -> str:
-        """Path of the file for a command's standard error; '' for no file."""
+        """Returns the path of the file for a command's standard error; '' for no file."""
         server = self._open[key][0]
         if self._said is None or server.is_url:
             return ""

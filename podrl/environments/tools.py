@@ -17,7 +17,7 @@ EXCEEDED = "Max tool calls exceeded."
 
 
 class ToolEnvironment:
-    """Lets the model call tools while it answers, or while it plays another environment.
+    """Runs the model's tool calls while it answers, or while it plays another environment.
 
     Attributes:
       config: tools, parser and limits of the environment. Pass the environment to a learner, or name the object as

@@ -140,7 +140,7 @@ class Told:
         return self._turns
 
     def drop(self, request: int) -> None:
-        """Notes that no client received the answer to a request, so that the answer is removed from the sample."""
+        """Marks the answer to a request as received by no client, so that the host removes it from the sample."""
         self._dropped.append(request)
 
     def dropped(self) -> list[int]:

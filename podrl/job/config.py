@@ -106,7 +106,7 @@ class ModelSource:
         return path
 
     def tokenizer(self, directory: str) -> Place:
-        """The directory of the job's tokenizer: `directory` (the key tokenizer), or the model's own if that is ''."""
+        """Returns the tokenizer's directory: `directory` (the key tokenizer), or the model's own if that is ''."""
         if directory:
             return EMBEDDED.get(directory) or locate(hub.local(directory))
         return TINY if self.path == SCRATCH else self.directory
@@ -224,7 +224,7 @@ def _prompts(job: "Job", tokenizer: Tokenizer) -> PromptStream:
 
 
 def _other_tokenizers(job: "Job", tokenizer: Tokenizer) -> dict[str, Tokenizer]:
-    """The tokenizer of each source's teacher, by name of the source; '' stands for all sources that are not named.
+    """Returns the tokenizer of each source's teacher, by the source's name; '' stands for all sources not named here.
 
     Empty if all teachers have the policy's tokenizer.
     """
@@ -243,7 +243,7 @@ def _pairs(job: "Job", tokenizer: Tokenizer) -> PairStream:
 
 
 def pair_settings(job: "Job") -> dict[str, Any]:
-    """The arguments of a stream of pairs: pairs of a batch, longest sequence in tokens, and the key of that length."""
+    """Returns a pair stream's arguments: pairs of a batch, longest sequence in tokens, and the key of that length."""
     return {"pairs": job.algo.batch_size, "max_length": job.algo.max_length, "key": f"{job.section}.max_length"}
 
 

@@ -73,6 +73,6 @@ def load_config(path: str) -> ConfigDict:
 
 
 def default_workdir(path: str) -> str:
-    """The run directory of a configuration 'file.py' or 'file.py:variant' if the user names no directory."""
+    """Returns the run directory of a configuration 'file.py' or 'file.py:variant' if the user names no directory."""
     file, _, variant = path.partition(":")
     return f"runs/{pathlib.Path(file).stem}{'_' if variant else ''}{variant}"

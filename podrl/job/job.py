@@ -256,7 +256,7 @@ def _pinned(values: Mapping[str, Any], workdir: str, pod: Pod | None) -> Mapping
 
 
 def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools:
-    """The tools that prompts name; in a pod the leader looks them up, so that all processes have the same."""
+    """Returns the tools that prompts name; in a pod the leader looks them up, so that all processes have the same."""
     config = environment_config(build(EnvironmentConfig, values["env"], "config.env"))
     if not asks_template(config):
         return ()

@@ -45,7 +45,7 @@ class Key:
       kind: allowed values in words, with their range.
       default: value if the configuration does not set the key, as Python writes it; '' if the key must be set.
       presets: default of each algorithm that starts with another value.
-      meaning: one or more sentences, or '' if the docstring has none.
+      meaning: explanation of the key in whole sentences; '' if the docstring has none.
       readers: sections of the algorithms that read the key; most keys are read by all.
     """
 

@@ -132,12 +132,12 @@ def check_all(job: Job) -> None:
 
 
 def _own(choices: Collection[str]) -> str:
-    """The first environment among `choices` that is code of the user."""
+    """Returns the first environment among `choices` that is code of the user."""
     return next(name for name in choices if ":" in name)
 
 
 def _shown(part: Part, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
-    """Places and fields of the first records of a source, as reward functions get them."""
+    """Returns places and fields of the first records of a source, as reward functions get them."""
     source: Any = part.train
     place = (lambda i: f"{part.config.path} record {i}") if part.config.path in EMBEDDED_TASKS else source.place
     rendered = itertools.islice(sources.made(source, PartRenderer(part, tokenizer)), _LOOK)

@@ -1,4 +1,4 @@
-"""On-policy distillation: GRPO's updates, drawn to a teacher, with or without rewards.
+"""On-policy distillation: GRPO's updates with a term that draws the policy to a teacher, with or without rewards.
 
 The teacher is the cluster's reference, of any architecture, or the policy itself behind a prompt with a hint. Either
 the teacher gives every sampled token an advantage, or the exact divergence from its distribution is added to the loss.

@@ -163,7 +163,7 @@ def learn_answers(
       cluster: the models.
       stream: batches of answers; None on a rollout host.
       run: files, checkpoints and signals.
-      evaluator: scores the policy on held-out prompts; None disables it.
+      evaluator: scores the policy on held-out prompts; None disables evaluation.
       pod: the job's processes, each of which calls this function; None if there is one process.
       held_out: batches of answers on which the algorithm evaluates the model itself, in place of `evaluator`.
     """

@@ -148,7 +148,7 @@ def evaluate_alone(cluster: RLCluster, evaluator: Any, run: Run, pod: Pod) -> in
 
 
 def share_spans(pod: Pod, run: Run) -> None:
-    """Has each process of a pod send its spans to the leader, which writes them; no process waits for an answer."""
+    """Sends every process's spans to the leader of a pod, which writes them; no process waits for an answer."""
     run.spans.host = pod.name
 
     def received(message: Message) -> Message:

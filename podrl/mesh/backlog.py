@@ -9,7 +9,7 @@ UNDER_WAY = 4
 
 
 class Backlog:
-    """Lets at most `limit` programs run at a time: a caller that is further ahead waits for the oldest.
+    """Limits the programs in flight to `limit`: a caller that is further ahead waits for the oldest.
 
     A few programs in flight keep an accelerator busy. On the CPU platform many can hang for good: all devices of a
     process share a pool with one thread per device, and from the 33rd unfinished program of a device on, starting a

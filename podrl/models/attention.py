@@ -189,7 +189,7 @@ def _blockwise(
     Args:
       shared: prefix_BT and position_BT, or nothing.
       block: tokens of a block.
-      order: one array with the block numbers of the queries, if these are some blocks of the row only; the length of
+      order: array with the block numbers of the queries, if these are some blocks of the row only; the length of
         the row is then a multiple of `block`. () if the queries are the whole row.
     """
     B, T, N, H = q_BTNH.shape

@@ -446,7 +446,7 @@ _HOST = "pinned_host"
 
 
 def _offload(prim: Any, *args: Any, **params: Any) -> Any:
-    """Remat policy that keeps the same values as "dots", but in host memory."""
+    """Returns the remat policy that keeps the same values as "dots", but in host memory."""
     if prim.name == "name":
         kept = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[moe.ROUTES_NAME],

@@ -106,7 +106,7 @@ def write_entries(
 
 @contextlib.contextmanager
 def finished_directory(directory: str | pathlib.Path, *, writes: bool = True) -> Iterator[pathlib.Path | None]:
-    """Context manager for a directory that appears only when it is complete.
+    """Writes a directory that appears only when it is complete; a context manager.
 
     Yields:
       A scratch directory, which is renamed to `directory` when the block ends, and removed if the block raises; None in

@@ -410,7 +410,7 @@ class _Call:
         self.of_queries = self._spec((1, static.group, 1), "query")
 
     def heads(self, side: str, heads: int) -> pl.BlockSpec:
-        """Block specification of an array with `heads` heads, for the tokens on one side ('query' or 'key')."""
+        """Returns the block specification of an array with `heads` heads, for tokens on one side ('query' or 'key')."""
         return self._spec((1, heads, self._H), side)
 
     def _spec(self, sizes: tuple[int, ...], side: str) -> pl.BlockSpec:

@@ -14,7 +14,7 @@ from podrl.plan.chips import GPUS
 from podrl.plan.hlo import Collective, cost_of
 from podrl.plan.programs import Program
 
-# Compiles in a sixth of the time, to learn only whether a program fits: schedules and tiles are not searched.
+# Compiles in less time, to learn only whether a program fits: schedules and tiles are not searched.
 QUICK: Mapping[str, Any] = (
     {"exec_time_optimization_effort": -1.0}
     if hasattr(jax.config, "jax_exec_time_optimization_effort")  # jax 0.10; later versions have levels
@@ -92,8 +92,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False, known: Known |
     Args:
       program: the program.
       chip: figures of the chip that the program runs on.
-      quick: whether to compile with least effort: the peak is within a tenth of the true one, the counts are those of
-        another schedule.
+      quick: whether to compile with least effort: peak and counts are those of another schedule.
       known: measurements of the same job and topologies so far. A program whose name and text are among them is not
         compiled again; new measurements are added.
     """

@@ -6,21 +6,21 @@ _OPENED, _CLOSED = "<answer>", "</answer>"
 
 
 def closed_answer(completion: str) -> str | None:
-    """The text between the last pair of answer tags; None without a pair."""
+    """Returns the text between the last pair of answer tags; None without a pair."""
     end = completion.rfind(_CLOSED)
     start = completion.rfind(_OPENED, 0, max(end, 0))
     return None if start < 0 else completion[start + len(_OPENED) : completion.find(_CLOSED, start)]
 
 
 def last_answer(completion: str) -> str | None:
-    """The text in the last pair of answer tags, else the text after the last opening tag; None without such a tag."""
+    """Returns the text in the last pair of answer tags, else that after the last opening tag; None without a tag."""
     closed = closed_answer(completion)
     _, opened, rest = completion.rpartition(_OPENED)
     return closed if closed is not None or not opened else rest
 
 
 def number_of(completion: str) -> numbers.Number | None:
-    """The number that a completion answers with; None if there is no answer tag, or no single number after the tag."""
+    """Returns the number that a completion answers with; None without an answer tag or one single number after it."""
     answer = last_answer(completion)
     return None if answer is None else numbers.read(answer)
 
@@ -37,7 +37,7 @@ def is_right(answer: str | None, truth: str) -> bool:
 
 
 def vote(answer: str) -> str:
-    """The form in which a majority vote counts an answer: '8', '8.0' and '8.' are one vote; so are '12%' and '12'."""
+    """Normalises an answer for a majority vote: '8', '8.0' and '8.' are one vote; so are '12%' and '12'."""
     number = numbers.read(answer)
     return _words(answer) if number is None else str(number)
 

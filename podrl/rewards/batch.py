@@ -54,7 +54,7 @@ class Part:
         self._total = len(completions) if total is None else total
 
     def of(self, rows: Sequence[int]) -> "Part":
-        """The samples at `rows` of this part, in the order of `rows`."""
+        """Returns the samples at `rows` of this part, in the order of `rows`."""
         return Part(
             [self.prompts[b] for b in rows],
             [self.completions[b] for b in rows],
@@ -64,12 +64,12 @@ class Part:
         )
 
     def without(self, rows: Collection[int]) -> "Part":
-        """The same samples, with an empty completion for each of `rows`."""
+        """Returns the same samples, with an empty completion for each of `rows`."""
         completions = ["" if b in rows else text for b, text in enumerate(self.completions)]
         return Part(self.prompts, completions, self.fields, places=self._places, total=self._total)
 
     def one(self, index: int) -> "Part":
-        """The sample at `index` alone."""
+        """Returns the sample at `index` alone."""
         return self.of([index])
 
     @functools.cached_property
@@ -194,7 +194,7 @@ class OpenBatch:
         self._changed = threading.Condition(threading.RLock())
 
     def add(self, sample: int, completion: str, fields: Mapping[str, Any]) -> None:
-        """Takes the completion of a sample that has ended.
+        """Adds the completion of a sample that has ended.
 
         Args:
           sample: index of the sample in the batch.
@@ -204,11 +204,11 @@ class OpenBatch:
         self._end(sample, (completion, fields))
 
     def leave_out(self, sample: int) -> None:
-        """Takes note that a sample has ended without a completion; only the other samples of its prompt are scored."""
+        """Marks a sample as ended without a completion; only the other samples of its prompt are scored."""
         self._end(sample, None)
 
     def missing(self) -> list[int]:
-        """Indices of the samples that have not ended."""
+        """Lists the indices of the samples that have not ended."""
         return [b for b in range(len(self._prompts)) if b not in self._ended]
 
     def result(self) -> Float[np.ndarray, "F B"]:

@@ -75,7 +75,7 @@ class CodeConfig:
     packages: tuple[str, ...] = ()
 
     def longest_s(self, samples: int) -> float:
-        """Seconds within which a call for this number of samples ends, whatever the programs do."""
+        """Computes the seconds within which a call for this number of samples ends, whatever the programs do."""
         return -(-samples // self.at_once) * (self.wall_s + _LEAVE_S) + _START_S
 
 
@@ -190,7 +190,7 @@ def _rank(language: str, body: str) -> int:
 
 
 def _inline(found: re.Match[str]) -> tuple[str, str]:
-    """The language and the program of a block that ends on its first line; the language is '' where it is not named."""
+    """Returns the language ('' if not named) and the program of a block that ends on its first line."""
     text = (found[2] or found[4]).strip()
     language, _, rest = text.partition(" ")
     named = (
@@ -200,7 +200,7 @@ def _inline(found: re.Match[str]) -> tuple[str, str]:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """The fenced blocks of Markdown that are not empty, as pairs of language and text.
+    """Finds the fenced blocks of Markdown that are not empty, as pairs of language and text.
 
     As in CommonMark, a fence closes a block of the same or a shorter fence, and is not indented by more than 3 further
     spaces, and a block in a block quote has lines that begin with '>'. A fence with a language opens a block even where
@@ -239,7 +239,7 @@ def _unquoted(line: str, most: int) -> tuple[str, int]:
 
 
 def _opened(line: str, indent: int) -> "_Block | None":
-    """The block that a line opens; None if it opens none. Code behind the fence or the language is the first line."""
+    """Returns the block that a line opens, or None; code behind the fence or the language is the block's first line."""
     line = _ONE_LINE.sub("", line.removesuffix("\r"))
     # Only the last backticks of a line can open a block. A search from its start would take time quadratic in length.
     fence = _OPENS.search(line, len(line[: line.rfind("`") + 1].rstrip("`")))
@@ -253,7 +253,7 @@ def _opened(line: str, indent: int) -> "_Block | None":
 
 
 def _quotes_in_list(before: str) -> int:
-    """Number of block quotes that a list item begins with before a fence, such as 1 for '- > '."""
+    """Counts the block quotes that a list item begins with before a fence, such as 1 for '- > '."""
     return before.count(">") if _LIST_ITEM.fullmatch(before) else 0
 
 

@@ -312,15 +312,15 @@ class Rewards:
     def try_own(self, prompt: str, place: str, fields: Mapping[str, Any]) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
-        A function that is late or whose worker dies is left to the run, which waits longer and says more.
+                A function that is late or whose worker dies is left to the run, which waits longer and says more.
 
-        Args:
-          prompt: the record's prompt as text.
-          place: where the record is, for the message.
-          fields: fields of the record by name.
+                Args:
+                  prompt: the record's prompt as text.
+        place: file and position of the record, for the message.
+                  fields: fields of the record by name.
 
-        Raises:
-          ValueError: a function raised, or returned something other than two finite numbers.
+                Raises:
+                  ValueError: a function raised, or returned something other than two finite numbers.
         """
         part = Part([prompt] * 2, ["", "an answer"], {name: [value] * 2 for name, value in fields.items()})
         for function in (f for f in self._functions if f.scores(fields.get("reward_fns"))):
@@ -342,7 +342,7 @@ class Rewards:
                 )
 
     def _needs(self) -> dict[str, list[str]]:
-        """The names of the record fields that each function requires, by name of the function."""
+        """Returns the names of the record fields that each function requires, by name of the function."""
         needs = {f.name: worker.needs(f.here) for f in self._functions if f.here is not None}
         return needs | {name: about["needs"] for name, about in (self._pool.about if self._pool else {}).items()}
 
@@ -511,7 +511,7 @@ class Rewards:
         return _Alone(reward, trouble)
 
     def _always(self, function: _Function, error: LateError | DiedError, what: str) -> RewardError:
-        """The error for a function that fails whatever it scores, so that no single sample is to blame."""
+        """Returns the error for a function that fails whatever it scores, so that no single sample is to blame."""
         if "SIGKILL" in str(error):
             return RewardServiceError(
                 f"The workers of reward function {function.name} are killed from outside ({error}), last for {what}. "
@@ -563,7 +563,7 @@ class Rewards:
         return self._pool.call(function.name, part.body, deadline_s)
 
     def _late(self, function: _Function, part: Part) -> RewardError:
-        """The error for a late call; runs the samples one by one, within one more deadline, to find one that hangs."""
+        """Returns the error for a late call; runs samples singly, within one more deadline, to find one that hangs."""
         limit = self._config.deadline_s
         end, index, alone = time.monotonic() + limit, 0, 0.0
         while index < len(part.completions) and end > time.monotonic():
@@ -587,7 +587,7 @@ class Rewards:
         )
 
     def _failed(self, function: _Function, part: Part, what: str) -> RewardError:
-        """The error for a failed call; runs the samples one by one, within one more deadline, to find one that fails.
+        """Returns the error for a failed call; runs samples singly, within one more deadline, to find one that fails.
 
         Args:
           function: the function that failed.

@@ -83,7 +83,7 @@ class JudgeConfig:
             )
 
     def default_rubric(self) -> list[tuple[str, float]]:
-        """The criteria for records that have none of their own, with their weights."""
+        """Returns the criteria for records that have none of their own, with their weights."""
         return list(zip(self.criteria, self.criteria_weights or [1.0] * len(self.criteria), strict=True))
 
 

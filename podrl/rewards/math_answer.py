@@ -127,6 +127,6 @@ def _is_value(side: str) -> bool:
 
 
 def _brackets(text: str) -> str:
-    r"""'set' for a text in \{ \}, where the order does not matter; 'ordered' for a point or an interval; else ''."""
+    r"""Returns 'set' for a text in \{ \}, where order is free, 'ordered' for a point or an interval, and else ''."""
     bare = text.strip().strip("$").strip()
     return "set" if bare.startswith("\\{") else "ordered" if bare.startswith(("(", "[")) else ""

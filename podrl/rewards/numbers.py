@@ -49,7 +49,7 @@ class Number(NamedTuple):
             yield mine * (1 if self.percent else 100), theirs * (100 if self.percent else 1)
 
     def __str__(self) -> str:
-        """'12', or '1/2'."""
+        """Writes the number as '12' or '1/2'."""
         return f"{self.top}/{self.bottom}".removesuffix("/1")
 
 
@@ -356,7 +356,7 @@ def _number(match: re.Match[str]) -> Number:
 
 
 def _term(run: str, power: str | None) -> tuple[int, int]:
-    """Numerator and denominator of a run of digits and separators, raised to a power.
+    """Returns numerator and denominator of a run of digits and separators, raised to a power.
 
     Raises:
       _MalformedError: the run is no number, or a number too long to be computed.
@@ -376,7 +376,7 @@ def _term(run: str, power: str | None) -> tuple[int, int]:
 
 
 def _shifted(top: int, bottom: int, ten: str | None) -> tuple[int, int]:
-    """A fraction times ten to the power of `ten`, a whole number as text; None for 0."""
+    """Multiplies a fraction by ten to the power of `ten`, a whole number as text; None for 0."""
     power = int(ten or 0)
     if abs(power) > _MOST_DIGITS:
         raise _MalformedError

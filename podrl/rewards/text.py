@@ -56,14 +56,14 @@ class TextConfig:
             raise ValueError(f"reward.text.choices={self.choices!r} must be two or more different letters.")
 
     def answer_of(self, completion: str) -> str | None:
-        """The part of a completion that is compared; None if `extract` does not match."""
+        """Returns the part of a completion that is compared; None if `extract` does not match."""
         if not self.extract:
             return completion.strip()
         found = collections.deque(re.finditer(self.extract, completion), maxlen=1)
         return (found[0][1 if found[0].re.groups else 0] or "").strip() if found else None
 
     def vote_of(self, completion: str) -> str:
-        """The text that stands for a completion when a majority vote counts equal answers.
+        """Returns the text that stands for a completion when a majority vote counts equal answers.
 
         It is the answer that `extract` finds; else the text after the last `<answer>`; else the whole completion.
         """
@@ -167,7 +167,7 @@ def _whole(number: str) -> int:
 
 
 def _same_if_equal(value: Any) -> Any:
-    """A key for sets and dictionaries that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
+    """Returns a key for sets and dictionaries that equal JSON values share: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, dict):
         return "object", frozenset((key, _same_if_equal(one)) for key, one in value.items())
     if isinstance(value, list):
@@ -185,7 +185,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _validator(schema: str) -> Any:
-    """A validator that fetches nothing from a network."""
+    """Makes a validator that fetches nothing from a network."""
     try:
         import fractions
 
@@ -281,7 +281,7 @@ class TextReward:
         return rewards
 
     def _references(self, value: Any) -> Sequence[Any]:
-        """The references of one record, of which the best counts: a list of texts, or one JSON schema as an object.
+        """Returns one record's references, of which the best counts: a list of texts, or one JSON schema as an object.
 
         Args:
           value: content of the record's field.

@@ -72,7 +72,7 @@ class TokenClock:
         return max(math.ceil(tokens / self._multiple), 1) * self._multiple
 
     def saw(self, step: int, longest: int) -> None:
-        """Notes the tokens of the longest sample in the batch of a step."""
+        """Records the tokens of the longest sample in the batch of a step."""
         if not self.used:
             return
         self._longest[step] = longest

@@ -178,11 +178,11 @@ class GroupPlayer:
             self._generator.give_up(group.making)
 
     def begin_window(self) -> None:
-        """Notes that a window begins."""
+        """Records the start of a window."""
         self._began = time.monotonic()
 
     def end_window(self) -> None:
-        """Notes that the window ends, if one has begun."""
+        """Records the end of the window, if one has begun."""
         if self._began is not None:
             self._window_s = time.monotonic() - self._began
         self._began = None

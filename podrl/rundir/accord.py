@@ -66,7 +66,7 @@ class Accord:
         self._run.profiler.wanted = word["profile"]
 
     def _on_reached(self, message: Message) -> Message:
-        """Notes, on the channel's thread, the step that another host has reached and whether it was asked to stop."""
+        """Records, on the channel's thread, the step that another host has reached and whether it was asked to stop."""
         self._wished = self._wished or message.value["stop"]
         if (process := message.value["process"]) in self._reached:
             self._reached[process] = max(self._reached[process], message.value["step"])

@@ -142,7 +142,7 @@ class Gauges:
 
 
 def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
-    """Notes this start of the run in starts.jsonl; returns the time of the run's first start, in seconds since 1970.
+    """Records this start of the run in starts.jsonl; returns the time of the run's first start, in seconds since 1970.
 
     Args:
       workdir: the run directory; None for a run without one, whose first start is this one.

@@ -43,10 +43,10 @@ class Run:
       checkpoints: checkpoints of the run; None without a workdir.
       metrics: the metric files and trackers; None before `open_metrics`, without a workdir and if `leads` is False.
       console: console for tables and progress.
-      watchdog: names and times the stages.
+      watchdog: watchdog that names and times the stages.
       planned: planned seconds from the plan that log.plan names, by metric; {} for no plan.
       command: command that starts this run again, as the user would type it.
-      profiler: writes jax's profile of the requested steps.
+      profiler: profiler that writes jax's profile of the requested steps.
       spans: record of what this process did at what time, its stages included.
       tracing: records spans and samples; None if this process writes no metrics or log.trace is 'off'.
       passed: functions that are called after a save with the newest step that has a complete checkpoint.

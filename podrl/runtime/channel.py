@@ -464,7 +464,7 @@ class _Link:
         self._lost, self._until = lost, time.monotonic() + within_s
 
     def refuse(self) -> None:
-        """Notes that the endpoint has given this one up, or has been replaced by another endpoint."""
+        """Records that the endpoint has given this one up, or was replaced by another endpoint."""
         self.refused = True
         self.check()
 

@@ -66,7 +66,7 @@ def references(value: Any) -> list[str]:
     """Lists the reference answers of a record as stripped texts; a completion has to match any one of them.
 
     Args:
-      value: one answer, or a list of answers; each a text or a number.
+      value: reference answer of a record, or a list of them; each is a text or a number.
 
     Raises:
       ValueError: the list or an answer is empty, or an answer is neither a text nor a number.

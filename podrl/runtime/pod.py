@@ -162,7 +162,7 @@ class Pod:
             return process in self._gone or process in self._left
 
     def let_go(self, process: int) -> None:
-        """Notes, on the leader, that a rollout process leaves while the job goes on."""
+        """Records, on the leader, that a rollout process leaves while the job goes on."""
         with self._changed:
             self._left.add(process)
             self._changed.notify_all()

@@ -241,7 +241,7 @@ class Placement:
         """Copies per-token values from packed rows back to the sample layout; 0 where no sequence lies.
 
         Args:
-          values_ABT: one value per packed token, on the host.
+          values_ABT: values of the packed tokens, one per token, on the host.
           width: T of the sample layout, at least the length of the longest sample.
         """
         out_BT = np.zeros((self.pieces.samples, width), values_ABT.dtype)

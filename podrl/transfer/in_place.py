@@ -21,7 +21,7 @@ from podrl.transfer.plan import Plan, named
 
 
 class InPlaceTransport:
-    """Lets the target's programs read the source's memory, and overwrite the memory of replaced arrays."""
+    """Moves leaves by programs of the target, which read the source's memory and overwrite replaced arrays."""
 
     in_flight = 4
     overwrites = True  # writing over old arrays spares the page faults of fresh memory
@@ -62,7 +62,7 @@ class InPlaceTransport:
 
 
 class _Read(NamedTuple):
-    """How target devices read a leaf: device w finds its box m at `corner_MWi[m][w]` of the source shard lent to it."""
+    """The boxes that target devices read of a leaf: box m of device w is at `corner_MWi[m][w]` of its lent shard."""
 
     spec: Spec
     slots: tuple[int, ...]

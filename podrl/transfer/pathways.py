@@ -45,7 +45,7 @@ def service_reshard() -> Callable[..., Any]:
 
 
 class PathwaysTransport:
-    """Has the Pathways service move whole buckets; always donates arrays that were cast for the move."""
+    """Moves whole buckets by the Pathways service; always donates arrays that were cast for the move."""
 
     in_flight = 2
     overwrites = False

@@ -1,4 +1,4 @@
-"""On a full, small or read-only disk podrl prints one sentence, and the last good checkpoint stays good."""
+"""podrl prints one sentence if a disk is full, small or read-only, and the last good checkpoint stays good."""
 
 import contextlib
 import os

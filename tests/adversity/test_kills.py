@@ -70,7 +70,7 @@ def _combination(topology: str) -> str:
 
 @pytest.mark.parametrize("topology", _cases(STEPS_OF))
 def test_runs_killed_after_their_steps_end_as_undisturbed_ones(topology, tmp_path, pytestconfig):
-    """With every commit a process dies after one step, another one with each; by night after all steps."""
+    """With --since a process dies after one step, which the commit decides; otherwise after each step in turn."""
     variant, rng = _combination(topology), random.Random(_commit())
     whole = undisturbed(variant, tmp_path / "whole")
     _knows_all_versions(whole.workdir)

@@ -143,7 +143,7 @@ def _start(path, config, *, step=0, record=False, defaults=None) -> str:
 
 
 def test_a_start_without_a_step_binds_nothing(tmp_path):
-    """Such a start may have written its configuration, evaluated, even failed in its first step."""
+    """A start without a finished step may have written its configuration, evaluated, or failed in the first step."""
     _start(tmp_path, {"seed": 1})
     _start(tmp_path, {"seed": 2}, record=True)
     with pytest.raises(ValueError, match="another configuration: seed was 2, now 3"):
@@ -190,7 +190,7 @@ def test_a_corrected_command_starts_and_a_run_is_made_longer_but_not_shorter(tmp
 
 
 def test_a_run_of_before_counted_the_sequences_of_an_update():
-    """It goes on with as many prompts as made them, and is never taken for a run of so many prompts."""
+    """An old run's number of sequences becomes the number of prompts that made them; an equal number is a change."""
 
     def saved(size, **grpo):
         return {"trainer": {"mini_batch_size": size}, "grpo": {"num_generations": 4, **grpo}}

@@ -47,7 +47,7 @@ def server(tmp_path, monkeypatch):
 
 
 def forget():
-    """As a new process would begin."""
+    """Empties the caches, as in a new process."""
     hub._snapshot.cache_clear()
     hub._listed.cache_clear()
 

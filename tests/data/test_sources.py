@@ -21,7 +21,7 @@ ASKS = ("question", "prompt", "messages")
 
 
 def check(record, place):
-    """As a job does of its data."""
+    """Checks a record as a job checks its data."""
     shape.check(record, place)
     shape.answers(record, place)
 

@@ -104,7 +104,7 @@ def test_a_preset_named_after_a_system_learns_in_20_steps(name, tmp_path):
 
 
 def test_nothing_drifts_at_learning_rate_0(tmp_path):
-    """In float32, weights stay bitwise the same; policy and reference, scored by one program, are exactly 0 apart."""
+    """Float32 weights stay bitwise the same; policy and reference, scored by one program, are exactly 0 apart."""
     args = (
         TWO_DEVICES,
         "--config.trainer.learning_rate=0.0",

@@ -1,4 +1,4 @@
-"""On a damaged run directory or a full disk complete data stays, and training goes on."""
+"""Training goes on after damage to a run directory or a full disk, and complete data stays."""
 
 import contextlib
 import os

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_mixture_killed_between_two_checkpoints_ends_as_an_undisturbed_run(tmp_path):
-    """At every other batch a mixture resumes in tests/data/test_mixtures.py."""
+    """tests/data/test_mixtures.py resumes a mixture at every other batch."""
     rows = [{"task": f"Ann has {i} pens.{' She counts.' * (i % 9)}", "answer": f"{i}", "id": i} for i in range(40)]
     (tmp_path / "pens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(

@@ -203,7 +203,7 @@ if __name__ == "__main__":
 @pytest.mark.nightly("podrl/trainer/custom.py", "podrl/algorithms")
 @pytest.mark.optimised  # which leaves one program of both spellings
 def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
-    """With the formulas of `clip` and of GRPO without a scale, the weights are the same, bit for bit."""
+    """The script has the formulas of `clip` and of GRPO without a scale, and its weights are the same, bit for bit."""
     done = run_script(tmp_path, LOSS_SCRIPT.replace("MINI", "2"), "mine")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "my_clip(reach=0.2), your own" in done.stdout and "centred(power=1), your own" in done.stdout

@@ -1,4 +1,4 @@
-"""After the first step nothing is compiled, and weights reach the rollout mesh without becoming host arrays."""
+"""Nothing is compiled after the first step, and weights reach the rollout mesh without becoming host arrays."""
 
 from collections.abc import Mapping
 from typing import Any

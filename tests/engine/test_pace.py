@@ -1,4 +1,4 @@
-"""When the device waits for answers between two dispatches, and what that may cost."""
+"""The pace of dispatches: the times at which the device waits for answers, and the cost of the waits."""
 
 import numpy as np
 import pytest

@@ -92,7 +92,7 @@ def test_pages_must_fill_tiles_and_the_list_must_fit():
 
 
 def test_the_kernel_decodes_where_it_pays_and_fits():
-    """Of v4 the compiler refused 64 members of 8 heads of 256 (17.8 of 16 MiB), and took 16; of v5p it took both."""
+    """The compiler for v4 refused 64 members of 8 heads of 256 (17.8 of 16 MiB) and took 16; for v5p it took both."""
 
     def decodes(kind: str, heads: int = 8, members: int = 16, page_tokens: int = 64, tensor: int = 1, lanes: int = 64):
         devices = np.array([types.SimpleNamespace(device_kind=kind)] * tensor, object)
@@ -124,7 +124,7 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
 
 
 def test_gpus_decode_with_their_kernel():
-    """From Ampere on, where pages and heads are powers of two; it becomes a program of Pallas' compiler for GPUs."""
+    """GPUs from Ampere on use it if pages and heads are powers of two; Pallas' compiler for GPUs compiles it."""
 
     def decodes(generation: str, wanted: bool | None = None, width: int = WIDTH) -> bool:
         device = types.SimpleNamespace(device_kind="a GPU", platform="gpu", compute_capability=generation)

@@ -165,7 +165,7 @@ def test_items_that_the_model_cannot_read_are_refused(dialect, item, why):
 
 @pytest.mark.parametrize("text", ["Nine.", f"I add.\n{CALL}", CALL + CALL, "", "<tool_call>{broken</tool_call>"])
 def test_an_answer_that_comes_back_is_recognised(text):
-    """What a client sends back of an answer is the message that the endpoint remembers."""
+    """The message that a client sends back for an answer equals the message that the endpoint remembers."""
     wanted = chat.read(CHAT, MODELS, PARSER)
     said = answer(text, "</tool_call>" if text.endswith("</tool_call>") else "eos")
     remembered = chat.message_of(wanted, said, 0, PARSER)

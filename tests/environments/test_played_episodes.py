@@ -77,7 +77,7 @@ def outputs(says):
 
 @pytest.fixture(scope="module")
 def tools():
-    """One set of workers with all tools, for tests that need no settings of their own."""
+    """Starts one set of workers with all tools, for tests that need no settings of their own."""
     made = config(tools=TOOLS, max_tool_calls=50, call_deadline_s=1.0, concurrency=2)
     with Episodes(made, Limits(environment=("MY_API_KEY",)), journal=None) as episodes:
         yield episodes

@@ -133,7 +133,7 @@ def test_what_belongs_together_is_in_one_call(calls, whole, tmp_path):
 
 
 def test_calls_that_are_dear_are_few_and_said_while_they_are_waited_for(tmp_path):
-    """While the first call waits, all other samples end: they are scored in one call more, not in one each."""
+    """All other samples end while the first call waits, so one further call scores them all."""
     said: list[Any] = []
 
     def wait(b):

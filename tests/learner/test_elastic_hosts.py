@@ -268,7 +268,7 @@ class Pods:
         return paused
 
     def pause_next(self, message: int) -> threading.Event:
-        """As `pause`, of the next host that is added."""
+        """Pauses the next host that is added, as `pause` does."""
         self._pause = message, threading.Event()
         return self._pause[1]
 
@@ -414,7 +414,7 @@ def _host_pauses(pods: Pods, message: int) -> threading.Event:
 
 
 def _next_host_pauses(pods: Pods, message: int) -> threading.Event:
-    """Has one killed, so that another joins, and pauses that one, from the answer to its first request on."""
+    """Kills a host, so that another joins, and pauses the new host at the answer with number `message`, from 1."""
     paused = pods.pause_next(message)
     pods.there[0].pod._end(42, "killed")
     return paused

@@ -113,7 +113,7 @@ def test_the_shares_of_two_hosts_make_one_batch():
 
 
 def test_prompts_of_two_hosts_may_have_other_fields():
-    """By the wall clock a batch has prompts that were read in several batches, of other tasks of a mixture."""
+    """The wall clock joins prompts that were read in several batches, possibly of different tasks of a mixture."""
     shares = [_experience(0), _experience(1)]
     names = [{"tests": ["1", "2"]}, {"hint": ["h", "i"]}]
     messages = [codec.whole(share) for share in shares]

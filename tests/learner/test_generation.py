@@ -61,7 +61,7 @@ class Engine:
 
 
 class Telling(Engine):
-    """One that tells of samples as they end, in an order of its own, also of requests that come in meanwhile."""
+    """An engine that reports samples as they end, in a random order, and mixes in those of requests made meanwhile."""
 
     def __init__(self, seed):
         super().__init__()
@@ -192,7 +192,7 @@ def test_remax_compares_with_the_greedy_completion_of_the_prompt():
 
 
 class Beside(Engine):
-    """One that draws a greedy sample of each prompt before the others."""
+    """An engine that draws a greedy sample of each prompt before the other samples."""
 
     abilities = frozenset({"greedy_members"})
 

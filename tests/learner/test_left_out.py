@@ -1,4 +1,4 @@
-"""What leaves the loss is counted: samples drawn = samples with weight in the loss + those of every reason."""
+"""Samples out of the loss are counted: samples drawn = samples with weight in the loss + those of every reason."""
 
 import types
 from concurrent.futures import Future

@@ -97,7 +97,7 @@ def test_the_policy_behind_its_hint_gives_each_token_an_advantage(bench):
 
 
 def test_each_copy_of_the_policy_moves_as_its_name_says(bench):
-    """After a step the policy itself has moved, the average by a quarter of the way, the initial one not at all."""
+    """A step moves the policy itself by a whole update, the average by a quarter of it, the initial copy not at all."""
     experience, found, start = told(bench.experience), {}, bench.start.params
     cluster = bench.cluster
     for teacher in ("current", "initial", "ema"):

@@ -142,7 +142,7 @@ def test_an_update_of_a_mixture_is_the_sum_of_those_of_its_components(cluster, m
 
 @pytest.mark.parametrize("kind", ["full", "top_k"])
 def test_an_exact_divergence_is_taken_over_the_tokens_of_its_source_beside_the_other_components(cluster, kind):
-    """What the rows of the update say: weights and divisors; its gradient is tested in test_distillation.py."""
+    """The rows of the update hold the right weights and divisors; test_distillation.py tests the gradient."""
     whole, sources = mixture(), OWN | {"plain": {"teacher_coef": 2.0}}
     settings = config(sources=sources, teacher_kl=kind)
     algorithm: Any = make_grpo(cluster, settings, samples=B, say=print)

@@ -76,7 +76,7 @@ def said():
 
 
 def test_each_source_is_scored_by_its_teacher(quick_compilation, folders, said):
-    """With the policy's tokenizer, as `model.reference` would score it, and nobody scores what has no teacher."""
+    """Teachers with the policy's tokenizer score as `model.reference` does; sources without one get no score."""
     path = str(folders / "same")
     alone = Bench(parsed("opd", {"num_iterations": 1}, model={"reference": path}))
     config = parsed("opd", {"num_iterations": 1}, model={"reference": path}).algo
@@ -101,7 +101,7 @@ def test_each_source_is_scored_by_its_teacher(quick_compilation, folders, said):
 
 
 def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, folders, said):
-    """By hand: the teacher scores its own row whole, and what it says of a span is spread to that span's tokens."""
+    """The teacher scores its own whole row; its sum over a span is spread over the policy's tokens, as by hand."""
     path = str(folders / "bytes")
     found = described({"path": path, "sources": ("math",)}, {"path": str(folders / "same")})
     cluster, theirs, own = bench(found).cluster, Tokenizer(path), Tokenizer(TINY)

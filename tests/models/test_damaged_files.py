@@ -113,7 +113,7 @@ def test_two_sets_of_weights_in_one_directory_are_refused(tmp_path):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_head_of_its_own_counts_more_than_the_flag(tmp_path, split):
-    """As in transformers: tie_word_embeddings is true, and the file holds another lm_head.weight."""
+    """podrl uses a file's own lm_head.weight although tie_word_embeddings is true, as transformers does."""
     where = pathlib.Path(shutil.copytree(FIXTURES / "llama", tmp_path / "m"))
     tensors = dict(safetensors.numpy.load_file(where / SINGLE_NAME))
     untied = from_pretrained(where)

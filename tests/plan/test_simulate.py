@@ -80,7 +80,7 @@ def test_prefill_calls_are_counted_as_the_engine_makes_them():
     assert load.calls([256 + 65] * 2) == 2, "a long one in two waves: 256 tokens, then 65"
 
     def calls(drawn, lanes=16):
-        """Of a window in which the 16 samples of a batch go on, each of which has drawn so many of 100 tokens."""
+        """Counts calls of a window in which a batch's 16 samples go on; `drawn` has their tokens so far, of 100."""
         left = [100 - n for n in drawn]
         return window_work({0: left}, {0: left}, {0: [100] * 16}, dataclasses.replace(LOAD, lanes=lanes)).calls
 

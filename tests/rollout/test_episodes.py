@@ -255,7 +255,7 @@ def test_a_stop_string_that_is_one_token_is_met(play):
 
 
 def test_a_sample_that_says_nothing_keeps_its_reward(play):
-    """It lies on the last token of the prompt, which no loss reads."""
+    """The reward lies on the last token of the prompt, which no loss reads."""
 
     def mute(task):
         yield from ()

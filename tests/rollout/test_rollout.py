@@ -68,7 +68,7 @@ def test_any_order_gives_the_same_bits(tight, policy, prompts_of):
 
 
 def test_an_evaluation_after_another_draws_the_longest_samples_first(roomy, policy, prompts_of, monkeypatch):
-    """It knows how long they were: fewer steps in which lanes are idle, and not a bit of difference."""
+    """The second evaluation knows the lengths: it takes fewer decode steps and gives bitwise the same samples."""
     monkeypatch.setattr(Pace, "refills", lambda pace: pace._session.flying > 0)  # whatever the machine's load
     prompts, how = prompts_of([5] * 40), {"group_size": 1, "step": 3, "sampling": Sampling(max_new=44, stop_ids=(17,))}
     made = []
@@ -275,7 +275,7 @@ def test_pieces_fill_the_shards():
 
 
 def test_samples_are_told_of_as_they_end(tight, policy, prompts_of):
-    """In the order in which they end, each once, and as the rows say."""
+    """The engine reports each sample once, in the order in which samples end, with the values of its row."""
     told, steps = [], []
     sampling = Sampling(max_new=40, temperature=3.0, stop_ids=(17, 250))
 

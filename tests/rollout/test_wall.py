@@ -44,7 +44,7 @@ class Maker:
         return types.SimpleNamespace(player=player)
 
     def play(self, makings, policy, *, halt, took):
-        """In a window that is not repeated, halts some dispatches after its batch was taken."""
+        """Plays a window; if it is not repeated, halts some dispatches after its batch was taken."""
         left, taken = self._clock.randint(0, 3), [0]
 
         def halted():

@@ -141,7 +141,7 @@ def test_a_request_that_comes_while_others_are_sampled_gives_what_it_gives_alone
 
 @pytest.mark.parametrize("S", [0, 2])
 def test_the_ratio_to_the_version_that_drew_a_token_is_1_under_filters(tight, tiny, policies, batches, S):
-    """On-policy that is the policy trained on: its ratio starts at 1. Else what a version says is what drew."""
+    """Each version gives its tokens the probabilities they were drawn with, so the on-policy ratio starts at 1."""
     sampling = Sampling(temperature=1.2, top_k=40, top_p=0.7, min_p=0.2, max_new=40, stop_ids=(17, 250))
     forward = jax.jit(Forward(config=tiny.model, mesh=tiny.mesh, temperature=1.2).__call__)
     for b, rollouts in enumerate(made(tight, policies, batches, sampling, S=S, quantum=8)):

@@ -207,7 +207,7 @@ def test_a_failed_save_whose_writers_go_on_for_a_while_does_not_fail_the_next_on
 
 
 def test_no_thread_waits_for_directories_that_cannot_be_made(tmp_path, monkeypatch, caplog):
-    """Without inodes Orbax's threads would wait five minutes for them, and so would the end of the process."""
+    """Orbax's threads would wait five minutes for a directory if inodes ran out, and the process could not end."""
     checkpoints = _saved(tmp_path, [1])
     before = set(threading.enumerate())
     make = os.mkdir

@@ -51,7 +51,7 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=noted):
 
 
 def weighed(experience):
-    """What the trace notes of a step with what the updates made of its tokens: half of them are clipped in one pass."""
+    """Adds token weights to the trace's record of a step: tokens of high advantage are clipped in half the passes."""
     told = noted(experience)
     advantage_BT = told.columns["advantage"]
     clipped_BT = np.where(advantage_BT >= 16, 0.5, 0.0)

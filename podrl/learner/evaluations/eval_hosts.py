@@ -33,7 +33,7 @@ class EvaluationShares:
     """
 
     def __init__(self, pod: Pod, deadline_s: float, ending: Any):
-        """Has no evaluation yet.
+        """Starts without an evaluation.
 
         Args:
           pod: the job's processes.
@@ -151,7 +151,7 @@ class EvaluationShares:
         return Message()
 
     def _on_leaves(self, message: Message) -> Message:
-        """Lets a host go that was asked to stop; the last one stays, and the job stops."""
+        """Allows a host that was asked to stop to leave; the last host stays, and the job stops."""
         host = int(message.value["process"])
         others = [other for other in self._there() if other != host]
         gone = self._pod.is_lost(host)  # a host that was let go asks again; other hosts may have been lost since then

@@ -43,7 +43,7 @@ class GivenEvaluations:
         done: Callable[[int], None],
         wait: Callable[[Future[Any]], None] = lambda work: None,
     ):
-        """Nothing runs yet.
+        """Starts without an evaluation.
 
         Args:
           pod: the job's processes.

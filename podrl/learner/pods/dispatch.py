@@ -274,7 +274,7 @@ class Dispatcher:
             self._order(group.host, {"drop": [list(group.key)]})
 
     def _regroup(self) -> None:
-        """Notes which hosts have come and which are lost, and gives the groups of lost hosts to others."""
+        """Updates the list of hosts, and gives the groups of lost hosts to other hosts."""
         self._give_again()
         self._given.lock.notify_all()
 
@@ -368,7 +368,7 @@ class Dispatcher:
         self._given.passed(min([self._at, *self._decided]), heard)
 
     def _on_told(self, message: Message) -> Message:
-        """Notes a host's report about its groups; runs on the channel's thread."""
+        """Stores a host's report about its groups; runs on the channel's thread."""
         said = message.value
         with self._given.lock:
             host = next((host for host, desk in self._desks.items() if desk.address == said["address"]), None)

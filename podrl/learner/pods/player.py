@@ -98,7 +98,7 @@ class Player:
         Args:
           step: number of steps done.
           orders: number of orders that each host must have read, by the host's address.
-          taken: a step; every trainer host has all it needs of the batches before this step.
+          taken: number of a step; every trainer host has all that it needs of earlier batches.
 
         Raises:
           ChannelError: the orders did not come within the deadline.
@@ -141,7 +141,7 @@ class Player:
             self._window = None
 
     def aside(self, work: Callable[[], None]) -> None:
-        """Has the rollout thread do `work` between two dispatches."""
+        """Makes the rollout thread do `work` between two dispatches."""
         with self._more:
             self._asides.append(work)
             self._submit()
@@ -160,7 +160,7 @@ class Player:
         self._thread.submit(self._save, self._at).result()
 
     def closing(self) -> None:
-        """Has both threads end their work as soon as they can."""
+        """Asks both threads to end their work as soon as they can."""
         with self._more:
             self._closed, self._window = True, None
 
@@ -172,7 +172,7 @@ class Player:
         self._give_up(list(self._groups))
 
     def _submit(self) -> None:
-        """Has the rollout thread carry out orders and play on; called under the lock."""
+        """Makes the rollout thread carry out orders and play on; called under the lock."""
         if not self._closed:
             self._thread.submit(self._play, self._window)
 
@@ -312,12 +312,12 @@ class Player:
             self._save_each([group for group in groups if not group.ended], version)
 
     def _pass(self, version: int) -> None:
-        """Notes that all groups have been played to the end of a version's window."""
+        """Records that all groups have been played to the end of a version's window."""
         for group in self._groups.values():
             group.since = max(group.since, version + 1)
 
     def _took(self) -> None:
-        """Called when a group may have ended: tells the leader, and serves parts of batches that are owed."""
+        """Tells the leader which groups have ended, and serves parts of batches that are owed."""
         self._report()
         if self._owed:
             self._serving.submit(self._serve)

@@ -156,7 +156,7 @@ class RemoteRollouts:
             return next(self._stream)
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
-        """Has other hosts evaluate, and joins their scores on the leader; raises what `evaluated` raises."""
+        """Makes other hosts evaluate, and joins their scores on the leader; raises what `evaluated` raises."""
         self.begin_evaluation(policy, step)
         made = self.evaluated(wait=True)
         return made and made[1:]

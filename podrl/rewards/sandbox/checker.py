@@ -218,14 +218,14 @@ class _Remote:
         self.malformed = self.unusable = ""
 
     def names(self) -> dict[str, object]:
-        """The names that the program's process reports as defined, with their values or stand-ins."""
+        """Returns the names that the program's process reports as defined, with their values or stand-ins."""
         names = self._reply("names")["names"]
         if not isinstance(names, dict):
             raise self._not_a_message("its names are no mapping")
         return {name: self._local(value) for name, value in names.items()}
 
     def ask(self, operation: str, arguments: Sequence[object], keywords: Mapping[str, object]) -> object:
-        """Has the program's process carry out an operation; mutable arguments take their new values.
+        """Sends an operation to the program's process, which carries it out; mutable arguments take their new values.
 
         Args:
           operation: name of the operation, see `podrl.rewards.sandbox.program`.

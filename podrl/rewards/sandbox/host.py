@@ -157,7 +157,7 @@ def _bind(path: str) -> str:
 
 
 def _libraries() -> list[str]:
-    """The path of the interpreter's own shared library, if it has one outside the system's directories."""
+    """Returns the path of the interpreter's own shared library, if it has one outside the system's directories."""
     name = sysconfig.get_config_var("LDLIBRARY") or ""
     path = os.path.join(sysconfig.get_config_var("LIBDIR") or "", name)
     return [path] if name.endswith(".so") and os.path.exists(path) and not path.startswith(_SYSTEM) else []

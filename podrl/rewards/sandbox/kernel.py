@@ -120,7 +120,7 @@ def enter_root(paths: Sequence[str], disk_mb: int) -> None:
 
 
 def become_nobody() -> None:
-    """Gives up every privilege of this process, for good."""
+    """Drops every privilege of this process, for good."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -132,7 +132,7 @@ def become_nobody() -> None:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the thread that started it ends."""
+    """Asks the kernel to kill this process when the thread that started it ends."""
     _call("end with the parent", _libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0))
 
 

@@ -28,7 +28,7 @@ def encode(value: object, refer: Callable[[object], Reference]) -> Any:
 
     Args:
       value: the value to send; a list and the like may hold values that are not plain.
-      refer: makes a reference to a value that is not plain, to be sent in place of the value.
+      refer: function that makes a reference to a value that is not plain, to be sent in place of the value.
     """
     if value is None or isinstance(value, bool | float):
         return value
