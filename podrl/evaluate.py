@@ -49,7 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, type=pathlib.Path, help="directory; made if it is not there")
     parser.add_argument("--fns", default="", help="reward functions by name; default: the answer's accuracies")
     parser.add_argument(
-        "--right", type=float, default=1.0, help="the first function's reward from which a sample is right"
+        "--right",
+        type=float,
+        default=1.0,
+        help="the reward from which a sample is right: of the first function, or of the program",
     )
     parser.add_argument(
         "--by", default="dataset", help="field of the records; the table has a row for each of its values"
@@ -71,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
         models = {"model": args.model, **({"compare": args.compare} if args.compare else {})}
         # Functions that cannot be loaded, and programs that cannot be isolated, are refused before anything is sampled.
         with Rewards(config) if config.fns else contextlib.nullcontext() as rewards:
-            score = Scoring(rewards, config, args.right, args.n)
+            acts = bool({arg.partition("=")[0] for arg in rest} & {"--program", "--env"})
+            score = Scoring(rewards, config, args.right, args.n, acts=acts)
             records = {name: score.read(path) for name, path in sets.items()}
             if not any(arg.partition("=")[0] == "--stop" for arg in rest):
                 rest += [f"--stop={text}" for text in stop_strings(models.values())]
@@ -234,7 +238,7 @@ def _scored(
         given = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
         if (
             not args.fns
-            and not any(arg.startswith("--system_prompt") for arg in rest)
+            and not any(arg.startswith(("--system_prompt", "--program")) for arg in rest)
             and not generate.asked_as(directory)
         ):
             # This prompt asks for the tags in which the accuracies look for the answer.
@@ -275,18 +279,21 @@ def model_directory(name: str, path: str, out: pathlib.Path) -> str:
 
 
 class Scoring:
-    """Scores completions with reward functions, or with the accuracies of their answers."""
+    """Scores completions with reward functions, with their program's rewards, or with the accuracies of answers."""
 
-    def __init__(self, rewards: Rewards | None, config: RewardConfig, right: float, n: int) -> None:
+    def __init__(
+        self, rewards: Rewards | None, config: RewardConfig, right: float, n: int, *, acts: bool = False
+    ) -> None:
         """Stores the arguments.
 
         Args:
-          rewards: the reward functions; None scores with the accuracies.
+          rewards: the reward functions; None scores with the program's rewards, or else with the accuracies.
           config: settings of the reward functions.
-          right: smallest reward of the first function at which a sample counts as right.
+          right: smallest reward of the first function, or of the program, at which a sample counts as right.
           n: number of completions per record.
+          acts: whether a program or an environment completes the records; it may give rewards.
         """
-        self._rewards, self._config, self._right, self._n = rewards, config, right, n
+        self._rewards, self._config, self._right, self._n, self._acts = rewards, config, right, n, acts
 
     def read(self, path: str) -> Sequence[shape.Record]:
         """Reads the records of a set.
@@ -312,28 +319,43 @@ class Scoring:
         if self._rewards is not None:
             self._rewards.check_answers([(lacks[0], ())] if lacks else [])
             self._rewards.check_fields(asked, (), set[str]().union(*(fields for _, fields in asked)))
-        elif lacks:
+        elif lacks and not self._acts:
             raise ValueError(f"{lacks[0]}: give it, or --fns=FUNCTION.")
         return records
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> Scores:
         """Scores every completion of every record.
 
+        The rewards of a program or an environment are the score 'reward'. A completion whose program failed or gave no
+        reward counts as 0 in it, and as 1 in the score 'lost'.
+
         Args:
           records: records that `read` has accepted, each with a list of n completions in "completions".
 
         Raises:
-          ValueError: a function gave no reward.
+          ValueError: a function gave no reward, or there is neither a reward nor an answer.
           RewardError: a reward function failed.
         """
         texts = [one["text"] for record in records for one in record["completions"]]
         own = [without_outputs(text) for text in texts]
         asked = [shape.fields({k: v for k, v in record.items() if k != "completions"}) for record in records]
         size = (len(records), self._n)
+        given = [one.get("reward") for record in records for one in record["completions"]]
+        acted: dict[str, Any] = {}
+        if any(reward is not None for reward in given):
+            acted["reward"] = np.array([0.0 if reward is None else reward for reward in given])
+            acted["lost"] = np.array([float(reward is None) for reward in given])
         if self._rewards is not None:
             scores = self._rewarded(self._rewards, asked, texts)
             first = next(iter(scores))
-            scores = {"right": (scores[first] >= self._right).astype(float), **scores}
+            scores = {"right": (scores[first] >= self._right).astype(float), **scores, **acted}
+        elif acted:
+            scores = {"right": (acted["reward"] >= self._right) * (1 - acted["lost"]), **acted}
+        elif lacking := [fields for fields in asked if "answer" not in fields]:
+            raise ValueError(
+                f"No completion has a reward, and a record lacks 'answer' (it has {', '.join(lacking[0])}): let the "
+                "program return a reward, give the answers, or --fns=FUNCTION."
+            )
         else:
             truths = [fields["answer"] for fields in asked for _ in range(self._n)]
             found = [accuracies(text, truth) for text, truth in zip(own, truths, strict=True)]

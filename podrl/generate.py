@@ -438,6 +438,7 @@ def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int
             "stop": STOP_NAMES[sample.stop],
             "seconds": round(seconds, 3),
             **({"turns": sample.episode["turns"]} if sample.episode["turns"] else {}),
+            **{name: value for name, value in sample.episode.items() if name == "reward"},
             **({"metrics": sample.episode["metrics"]} if sample.episode["metrics"] else {}),
         }
         if len(group) == n:

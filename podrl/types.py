@@ -130,7 +130,8 @@ class Rollouts:
       completions: decoded completions without end tokens.
       episodes: record of each sample's episode, as JSON: `turns` (of the model: by, text, tokens, versions of the
         first and last token, stop, reward; of others: by, text, tokens, seconds, failed, replayed), `metrics` by name,
-        `seconds`, and `text` where the environment gave the text to be scored.
+        `seconds`, `text` where the environment gave the text to be scored, and `reward`, the sum of the rewards that
+        the environment gave, if it gave any.
       seconds: wall time that generating the batch took.
       route_BTX: experts that computed each token in the sampler, prompt tokens included: bytes of the numbers (L, k)
         that `podrl.models.moe.route` takes. 0 where no route is recorded: at padding, and at the last token, which was

@@ -133,6 +133,7 @@ class Episode:
       strings: the other stop strings of the present turn.
       turns: a record of each turn and observation, as in podrl.types.Rollouts.
       rewards: (index of the token in the completion, reward) of each reward.
+      reward: sum of the rewards that the environment gave; None until it has ended, and if it gave none.
       metrics: metrics that the environment gave, by name.
       stop: reason why the sample ended (`podrl.types.STOP_ENV` and the others); None while it goes on.
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
@@ -156,6 +157,7 @@ class Episode:
     strings: tuple[str, ...] = ()
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     rewards: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    reward: float | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     stop: int | None = None
     text: str = ""
@@ -174,13 +176,14 @@ class Episode:
         """Returns the episode's part of a checkpoint, as values for JSON; its track is not included."""
         kept = {name: getattr(self, name) for name in _STATE}
         told = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.told]
-        return kept | {"answered": self.answered, "stops": list(self.stops.items()), "told": told}
+        kept |= {"answered": self.answered, "reward": self.reward}
+        return kept | {"stops": list(self.stops.items()), "told": told}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over the values that `state` returned in another process; the environment will begin again."""
         for name in _STATE:
             setattr(self, name, state[name])
-        self.answered = state.get("answered", False)  # older checkpoints lack this value
+        self.answered, self.reward = state.get("answered", False), state.get("reward")  # older checkpoints lack them
         self.strings, self.rewards = tuple(self.strings), [(place, reward) for place, reward in self.rewards]
         self.stops = {int(id_): text for id_, text in state["stops"]}
         self.told = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
@@ -188,8 +191,9 @@ class Episode:
 
     def record(self) -> dict[str, Any]:
         """Returns the episode's entry of `Rollouts.episodes`."""
-        answer = {"text": self.text} if self.answered else {}
-        return {"turns": self.turns, "metrics": self.metrics, "seconds": self.seconds, **answer}
+        given = {"text": self.text} if self.answered else {}
+        given |= {} if self.reward is None else {"reward": self.reward}
+        return {"turns": self.turns, "metrics": self.metrics, "seconds": self.seconds, **given}
 
 
 class Pump:
@@ -490,6 +494,8 @@ class Pump:
                 episode.branches.drop(self._session, number)
         self._join(episode)
         self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
+        if done.reward is not None or episode.rewards:
+            episode.reward = sum((reward for _, reward in episode.rewards), 0.0)
         counted = {} if episode.branches is None else episode.branches.metrics()
         episode.metrics = {**counted, **done.metrics}
         self._unasked.get(b // self.request.group_size, set()).discard(b)

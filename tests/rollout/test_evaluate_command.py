@@ -133,6 +133,62 @@ def test_records_that_cannot_be_scored_are_named_before_anything_is_sampled(tmp_
     assert evaluate.main(arguments) == 1 and "line 1: A record: 'answer' is [['5']]" in capsys.readouterr().err
 
 
+def test_the_rewards_of_a_program_are_scores():
+    completions = [{"text": "a", "reward": 1.0}, {"text": "b", "reward": 0.25}]
+    records = [{"question": "q", "completions": completions}]
+    records.append({"question": "q", "completions": [{"text": "a", "reward": 2.0}, {"text": "b"}]})
+    found = evaluate.Scoring(None, RewardConfig(), 0.5, 2, acts=True)(records)
+    assert {name: found[name].tolist() for name in ("right", "reward", "lost")} == {
+        "right": [[1.0, 0.0], [1.0, 0.0]],
+        "reward": [[1.0, 0.25], [2.0, 0.0]],
+        "lost": [[0.0, 0.0], [0.0, 1.0]],
+    }
+    told = [{**record, "answer": "5"} for record in records]
+    config = RewardConfig(fns=("exact_match",))
+    with Rewards(config) as rewards:
+        beside = evaluate.Scoring(rewards, config, 0.5, 2, acts=True)(told)
+    assert list(beside) == ["right", "exact_match", "reward", "lost", "majority"] and not beside["right"].any()
+    silent = [{"question": "q", "completions": [{"text": "a"}]}]
+    with pytest.raises(ValueError, match=r"No completion has a reward, and a record lacks 'answer' \(it has question"):
+        evaluate.Scoring(None, RewardConfig(), 0.5, 1, acts=True)(silent)
+
+
+AGENT = """
+import json, os, urllib.request
+import podrl.agent
+
+def solve(task):
+    said = {"model": "policy", "messages": [{"role": "user", "content": task["prompt"]}], "max_tokens": 3}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(said).encode(), headers)) as answer:
+        json.load(answer)
+    if task["fields"]["reward"] is None:
+        raise RuntimeError("this agent fails")
+    return task["fields"]["reward"]
+
+podrl.agent.serve(solve)
+"""
+
+
+def test_a_program_is_evaluated_by_its_own_rewards(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "agent.py").write_text(AGENT)
+    rewards = [1.0, 1.0, 0.5, None, 0.0, 1.0]
+    records = [{"question": f"{n}?", "reward": reward} for n, reward in enumerate(rewards)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["--model=tiny_tools", f"--sets=one={tmp_path}/p.jsonl", f"--out={tmp_path}/scores", "--max_new=8"]
+    command += ["--max_response=60", f"--program=python {tmp_path}/agent.py"]
+    assert evaluate.main(command) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "scores" / "result.json").read_text())["model"]["one"]["all"]
+    means = {name: found[name]["mean"] for name in found}
+    assert means == pytest.approx({"right": 3 / 6, "reward": 3.5 / 6, "lost": 1 / 6})
+    assert 0 < found["reward"]["low"] < 3.5 / 6 < found["reward"]["high"] < 1
+    completions = [json.loads(line) for line in (tmp_path / "scores" / "one.model.jsonl").read_text().splitlines()]
+    assert [one["completions"][0].get("reward") for one in completions] == rewards
+
+
 def test_what_a_tool_said_is_no_answer_and_no_vote():
     told = "hm <tool_output>\n<answer>42</answer></tool_output> bye"
     found = evaluate.Scoring(None, RewardConfig(), 1.0, 2)(
