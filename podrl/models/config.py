@@ -22,15 +22,21 @@ class RopeScaling:
 
     Attributes:
       kind: 'none'; 'linear', which divides all frequencies by `factor`; 'llama3', which divides those of long
-        wavelengths, with a smooth transition; or 'proportional', which divides the highest frequencies, the share
-        `turned` of all, and sets the others to 0 (Gemma 4).
+        wavelengths, with a smooth transition; 'yarn', which does the same with a transition that is linear in the
+        number of the frequency, and multiplies cosines and sines by `attention_factor` (arXiv 2309.00071); or
+        'proportional', which divides the highest frequencies, the share `turned` of all, and sets the others to 0
+        (Gemma 4).
       factor: divisor of the frequencies, by which wavelengths are stretched.
       low_freq_factor: number that sets the upper end of llama3's transition: wavelengths above
         `original_length / low_freq_factor` are stretched fully.
       high_freq_factor: number that sets the lower end of llama3's transition: wavelengths below
         `original_length / high_freq_factor` are not stretched.
-      original_length: context length of pre-training for llama3, tokens.
+      original_length: context length of pre-training for llama3 and yarn, tokens.
       turned: share of the frequencies that are not 0, for proportional.
+      beta_fast, beta_slow: numbers of turns over `original_length` tokens at the two ends of yarn's transition: faster
+        frequencies are not divided, slower ones are divided fully.
+      truncate: whether yarn rounds the ends of its transition outwards, to whole numbers of frequencies.
+      attention_factor: factor of cosines and sines, for yarn.
     """
 
     kind: str = "none"
@@ -39,6 +45,10 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_length: int = 8192
     turned: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 @section("model.lora")
@@ -385,16 +395,20 @@ class ModelConfig:
         turned = self.rotary_dim or self.head_dim
         exponent_H = np.arange(0, turned, 2, dtype=np.float64) / turned
         rows = [
-            _scale(theta**-exponent_H, scaling)
+            _scale(theta**-exponent_H, scaling, theta)
             for theta, scaling in zip(self.rope_theta_L, self.rope_scaling_L, strict=True)
         ]
         return np.stack(rows).astype(np.float32)
+
+    def turns(self) -> tuple[float, ...]:
+        """Returns every layer's factor of the cosines and sines of rotary positions."""
+        return tuple(scaling.attention_factor for scaling in self.rope_scaling_L)
 
     def windows(self) -> Int[np.ndarray, " L"]:
         return np.asarray(self.window_L, np.int32)
 
 
-def _scale(freq_H: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+def _scale(freq_H: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     if scaling.kind == "none":
         return freq_H
     if scaling.kind == "linear":
@@ -407,7 +421,17 @@ def _scale(freq_H: np.ndarray, scaling: RopeScaling) -> np.ndarray:
         span = scaling.high_freq_factor - scaling.low_freq_factor
         keep_H = np.clip((scaling.original_length / wavelength_H - scaling.low_freq_factor) / span, 0.0, 1.0)
         return keep_H * freq_H + (1 - keep_H) * freq_H / scaling.factor
-    raise ValueError(f"Rope scaling {scaling.kind!r} is not known: none, linear, llama3 and proportional are.")
+    if scaling.kind == "yarn":
+        # Number of the frequency, a real number, with which positions turn `turns` times over the original length.
+        at = lambda turns: len(freq_H) * np.log(scaling.original_length / (turns * 2 * np.pi)) / np.log(theta)  # noqa: E731
+        low, high = at(scaling.beta_fast), at(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = np.floor(low), np.ceil(high)
+        low, high = max(low, 0), min(high, 2 * len(freq_H) - 1)
+        high = low + 0.001 if low == high else high
+        keep_H = 1 - np.clip((np.arange(len(freq_H)) - low) / (high - low), 0.0, 1.0)
+        return keep_H * freq_H + (1 - keep_H) * freq_H / scaling.factor
+    raise ValueError(f"Rope scaling {scaling.kind!r} is not known: none, linear, llama3, yarn and proportional are.")
 
 
 def gemma2_config(

@@ -45,11 +45,13 @@ class LayerInfo:
       index: number of the layer in the model, from 0.
       freq_H: rotary frequencies, radians per position.
       window: number of tokens that a token sees, itself included.
+      turn: factor of the cosines and sines of rotary positions; () if it is 1 in all layers.
     """
 
     index: Int[Array, ""]
     freq_H: Float[Array, " H/2"]
     window: Int[Array, ""]
+    turn: tuple[Float[Array, ""], ...] = ()
 
 
 # attend(q_BTNH, k_BTKH, v_BTKH, info) -> (out_BTNH, state): queries are scaled and rotated, keys are rotated. `state`
@@ -231,6 +233,7 @@ def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
             index=jnp.asarray(config.layers_of(k), jnp.int32) if config.kinds else jnp.arange(config.num_layers),
             freq_H=jnp.asarray(alike.inverse_frequencies()),
             window=jnp.asarray(alike.windows()),
+            turn=(jnp.asarray(turn_L, jnp.float32),) if set(turn_L := alike.turns()) != {1.0} else (),
         )
         for k, alike in enumerate(config.alike())
     )
@@ -252,7 +255,7 @@ def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
     return (wide * scale).astype(x.dtype)
 
 
-def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
+def rotate(x_BTNH: Array, position_BT: Array, info: LayerInfo) -> Array:
     """Applies rotary position embedding in the half-split form; angles in float32 (arXiv 2104.09864).
 
     Only the first 2 x len(freq_H) dimensions of a head are rotated; the others stay as they are.
@@ -260,14 +263,16 @@ def rotate(x_BTNH: Array, position_BT: Array, freq_H: Array) -> Array:
     Args:
       x_BTNH: queries or keys.
       position_BT: position of each token inside its own sequence.
-      freq_H: rotary frequencies, radians per position.
+      info: the layer's rotary frequencies, and the factor of their cosines and sines.
     """
-    turned = 2 * freq_H.shape[-1]
+    turned = 2 * info.freq_H.shape[-1]
     if turned < x_BTNH.shape[-1]:
         turning, rest = jnp.split(x_BTNH, [turned], axis=-1)
-        return jnp.concatenate([rotate(turning, position_BT, freq_H), rest], axis=-1)
-    angle_BT1H = position_BT[..., None, None].astype(jnp.float32) * freq_H
+        return jnp.concatenate([rotate(turning, position_BT, info), rest], axis=-1)
+    angle_BT1H = position_BT[..., None, None].astype(jnp.float32) * info.freq_H
     cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
+    for factor in info.turn:
+        cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
 
@@ -387,8 +392,8 @@ def block(
         v_BTKH = plain_BTKH if config.key_is_value else proj("v", h_BTD)
         if config.v_norm:
             v_BTKH = rms_norm(v_BTKH, None, config)
-        q_BTNH = keep(rotate(q_BTNH, position_BT, info.freq_H), "batch", "time", "heads", "head_dim")
-        k_BTKH = keep(rotate(k_BTKH, position_BT, info.freq_H), "batch", "time", "kv_heads", "head_dim")
+        q_BTNH = keep(rotate(q_BTNH, position_BT, info), "batch", "time", "heads", "head_dim")
+        k_BTKH = keep(rotate(k_BTKH, position_BT, info), "batch", "time", "kv_heads", "head_dim")
         out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info)
         if gate_BTNH is not None:
             out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)

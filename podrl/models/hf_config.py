@@ -194,7 +194,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         window_L=tuple(window if s and window else GLOBAL_WINDOW for s in sliding),
         rope_theta_L=theta_L,
         rope_scaling_L=scaling_L,
-        max_length=need("max_position_embeddings"),
+        max_length=max(need("max_position_embeddings"), *map(_stretched, scaling_L)),
         experts=_experts(name, known, where),
         v_norm=name == "gemma4",
         layer_scalar=name == "gemma4",
@@ -427,6 +427,7 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
         "default": set(),
         "linear": {"factor"},
         "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        "yarn": {"factor", "original_max_position_embeddings", *_YARN},
         "proportional": {"factor", "partial_rotary_factor"},
     }
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -453,9 +454,45 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
                 raise ValueError(f"{where} has low_freq_factor={low:g}, which must be below high_freq_factor={high:g}.")
             length = int(given.get("original_max_position_embeddings") or limit or 8192)
             return theta, RopeScaling("llama3", float(given["factor"]), low, high, length)
+        if kind == "yarn":
+            return theta, _yarn(given, theta, limit, where)
     except KeyError as error:
         raise ValueError(f"{where} has rope scaling {kind!r} without {error}.") from None
     return theta, RopeScaling()
+
+
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+
+
+def _yarn(given: Mapping[str, Any], theta: float, limit: int | None, where: str) -> RopeScaling:
+    """Reads YaRN (arXiv 2309.00071) with the defaults of transformers."""
+    factor, fast, slow = float(given["factor"]), float(given.get("beta_fast", 32)), float(given.get("beta_slow", 1))
+    if fast < slow or theta <= 1:
+        raise ValueError(
+            f"{where} has beta_fast={fast:g}, beta_slow={slow:g} and rope_theta={theta:g}: beta_fast must be at least "
+            "beta_slow, and rope_theta above 1."
+        )
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
+
+    inferred = grown(1)
+    if "mscale" in given and "mscale_all_dim" in given:
+        inferred = grown(given["mscale"]) / grown(given["mscale_all_dim"])
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_length=int(given.get("original_max_position_embeddings") or limit or 8192),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=given.get("truncate", True),
+        attention_factor=float(given.get("attention_factor", inferred)),
+    )
+
+
+def _stretched(scaling: RopeScaling) -> int:
+    """Returns the length, tokens, that YaRN stretches a model to; files may give the length before it elsewhere."""
+    return round(scaling.factor * scaling.original_length) if scaling.kind == "yarn" else 0
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -592,6 +629,10 @@ def _scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     if scaling.kind == "proportional":
         stretch = {} if scaling.factor == 1 else {"factor": scaling.factor}
         return {"rope_type": "proportional", "partial_rotary_factor": scaling.turned, **stretch}
+    if scaling.kind == "yarn":
+        names = ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")
+        fields = {name: getattr(scaling, name) for name in names}
+        return {"rope_type": "yarn", **fields, "original_max_position_embeddings": scaling.original_length}
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,

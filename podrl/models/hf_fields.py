@@ -195,6 +195,8 @@ def _rope(key: str, value: object, where: str) -> None:
             _rope(f"{key}.{name}", inner, where)
         elif name in ("rope_type", "type"):
             _text(f"{key}.{name}", inner, where)
+        elif name == "truncate" and inner is not None:
+            _flag(f"{key}.{name}", inner, where)
         elif name in _ROPE_NUMBERS and inner is not None:
             _positive(f"{key}.{name}", inner, where)
 
@@ -209,7 +211,7 @@ def _overrides(key: str, value: Any, where: str) -> None:
 
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "partial_rotary_factor",
+    *("partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
 _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
     **dict.fromkeys(

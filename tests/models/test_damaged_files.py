@@ -18,6 +18,15 @@ from podrl.models.pretrained import check_positions
 from podrl.models.tensor_files import INDEX_NAME, SINGLE_NAME, scan_directory, scan_file
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+_YARN = (
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
 _ROPE = {"rope_type": "linear", "factor": 2.0}
 _CONFIGS = {name: json.loads((FIXTURES / name / "config.json").read_text()) for name in ("llama", "gemma3", "qwen3")}
 
@@ -184,7 +193,10 @@ def test_every_field_with_any_value_is_read_or_refused():
     for base in _CONFIGS.values():
         changes = [{key: value} for key in base for value in values]
         for key in ("rope_parameters", "rope_scaling"):
-            changes += [{key: {"rope_type": "llama3", inner: value}} for inner in rope for value in values]
+            for kind in ("llama3", "yarn"):
+                changes += [{key: {"rope_type": kind, inner: value}} for inner in rope for value in values]
+            yarn = {"rope_type": "yarn", "factor": 2.0}
+            changes += [{key: yarn | {inner: value}} for inner in _YARN for value in values]
             changes += [{key: {kind: value}} for kind in ("full_attention", "sliding_attention") for value in values]
         for change in changes:
             try:

@@ -188,6 +188,27 @@ def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
     np.testing.assert_allclose(scaled_H[1], 0.1 * (0.0061972 + (1 - 0.0061972) / 8), rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("truncate", "kept_H"),
+    # The frequencies 1, .1, .01, .001 turn twice in 64 tokens at number log10(64 / 2 pi / 2) = 0.70697 and a tenth of a
+    # time at number 2.00800; rounded outwards these are 0 and 3.
+    [(False, [1, 0.77477, 0.00615, 0]), (True, [1, 2 / 3, 1 / 3, 0])],
+)
+def test_yarn_blends_kept_and_divided_frequencies_and_scales_what_it_turns(truncate, kept_H):
+    scaling = RopeScaling("yarn", 8.0, original_length=64, beta_fast=2, beta_slow=0.1, truncate=truncate)
+    scaling = dataclasses.replace(scaling, attention_factor=1.5)
+    config = dataclasses.replace(CONFIG, rope_theta_L=(1e4,) * 2, rope_scaling_L=(RopeScaling(), scaling), head_dim=8)
+    plain_H, scaled_H = config.inverse_frequencies()
+    np.testing.assert_allclose(scaled_H, plain_H * (np.array(kept_H) * 7 / 8 + 1 / 8), rtol=1e-4)
+    (infos,) = decoder.layer_infos(config)
+    x_BTNH = jax.random.normal(jax.random.key(0), (1, 3, 2, 8))
+    for i, factor in enumerate((1.0, 1.5)):
+        turned = decoder.rotate(x_BTNH, jnp.arange(3)[None], jax.tree.map(lambda a: a[i], infos))  # noqa: B023
+        np.testing.assert_allclose(
+            jnp.linalg.norm(turned, axis=-1), factor * jnp.linalg.norm(x_BTNH, axis=-1), rtol=1e-5
+        )
+
+
 def test_configuration_errors_name_the_numbers():
     fields = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(ModelConfig)}
     with pytest.raises(ValueError, match="4 query heads do not split over 3"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import pytest
@@ -238,6 +239,26 @@ def test_both_rope_spellings_mean_the_same():
     assert config_from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}).rope_scaling_L[0].factor == 2.0
 
 
+def test_yarn_is_read_as_published_and_as_transformers_infers_it():
+    # The documented rope_scaling for long texts of Qwen 2.5; max_position_embeddings stays that of pre-training.
+    published = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    config = config_from_hf(QWEN25 | {"rope_scaling": published})
+    assert config.rope_scaling_L[0] == RopeScaling(
+        "yarn", 4.0, original_length=32768, attention_factor=0.1 * math.log(4) + 1
+    )
+    assert config.max_length == 131_072
+    assert config_from_hf(config_to_hf(config)) == config
+    told = published | {"attention_factor": 1.25, "beta_fast": 16, "beta_slow": 2, "truncate": False}
+    assert config_from_hf(QWEN25 | {"rope_scaling": told}).rope_scaling_L[0] == RopeScaling(
+        "yarn", 4.0, original_length=32768, beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.25
+    )
+    scaled = config_from_hf(QWEN25 | {"rope_scaling": published | {"mscale": 1.0, "mscale_all_dim": 0.5}})
+    assert scaled.turns()[0] == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    assert (
+        config_from_hf(LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2}}).rope_scaling_L[0].original_length == 256
+    )
+
+
 def test_gemma3_has_two_rope_bases_in_either_spelling():
     base = {
         "model_type": "gemma3_text",
@@ -309,7 +330,19 @@ def test_the_published_fields_of_qwen25_are_read():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ({"hidden_act": "relu"}, "activation 'relu': gelu_pytorch_tanh, gelu, silu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn': default, linear, llama3"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope scaling 'longrope': default, linear, llama3",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' without 'factor'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 33}},
+            "beta_fast must be at least beta_slow",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 0}},
+            "rope_scaling.truncate=0: it must be true",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, r"rope field\(s\) beta_fast"),
         ({"rope_scaling": {"type": "linear"}}, "rope scaling 'linear' without 'factor'"),
         ({"hidden_size": None}, "lacks hidden_size"),

@@ -25,6 +25,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "original_max_position_embeddings": 32,
+}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
@@ -109,6 +117,8 @@ CASES = [
     ("qwen2_windows", "Qwen2Config", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     ("qwen2_wide_heads", "Qwen2Config", {"head_dim": 16, "num_key_value_heads": 1}),
     ("qwen2_mha", "Qwen2Config", {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 1_000_000.0}}),
+    ("qwen2_yarn", "Qwen2Config", {"rope_parameters": YARN, "head_dim": 16}),
+    ("qwen3_yarn", "Qwen3Config", {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.5}}),
     ("qwen3_untied", "Qwen3Config", {"head_dim": 16, "num_key_value_heads": 1}),
     ("qwen3_tied", "Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1_000_000.0}}),
     ("mistral_window", "MistralConfig", {"sliding_window": 5}),
