@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from podrl.config import Finite, Positive, Workers, section
-from podrl.rewards import formats, math_answer, reference, text, turns, worker
+from podrl.rewards import citations, formats, math_answer, reference, text, turns, worker
 from podrl.rewards.batch import Asked, OpenBatch, Part, RewardError, Scorer
 from podrl.rewards.code import CodeConfig, CodeTests
 from podrl.rewards.judge import JudgeConfig, judge, judge_by_rubric
@@ -661,6 +661,8 @@ _BUILT_IN = {name: reference.__name__ for name in reference.BUILT_IN} | {
     "r1_format": formats.__name__,
     "math_equal": math_answer.__name__,
     "failed_calls": turns.__name__,
+    "citations": citations.__name__,
+    "citation_format": citations.__name__,
 }
 _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
