@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from podrl.config import Count, Positive, Range, Seed, section
-from podrl.data import problems, sums
+from podrl.data import facts, problems, sums
 from podrl.data.cache import AUTO
 from podrl.data.generated import Generator
 from podrl.data.pools import CurriculumConfig
@@ -14,7 +14,11 @@ from podrl.data.transforms import Transform
 
 PROBLEMS = "problems"
 # The tasks that come with podrl, by the value of data.path that chooses them.
-EMBEDDED: Mapping[str, Generator[Any]] = {PROBLEMS: problems.GENERATOR, "sums": sums.GENERATOR}
+EMBEDDED: Mapping[str, Generator[Any]] = {
+    PROBLEMS: problems.GENERATOR,
+    "sums": sums.GENERATOR,
+    "facts": facts.GENERATOR,
+}
 
 
 @section("data.sources")
@@ -97,8 +101,8 @@ class DataConfig:
     """Settings of a job's records: where they come from, how they become prompts, and in which order.
 
     Attributes:
-      path: an embedded task, 'problems' or 'sums', or a file of records (see podrl.data.sources.read). '' if `sources`
-        is set.
+      path: an embedded task, 'problems', 'sums' or 'facts', or a file of records (see podrl.data.sources.read). '' if
+        `sources` is set.
       sources: sources of a mixture, used instead of `path`.
       eval_path: file of held-out records; '' holds out a part of `path`.
       eval_fraction: share of the questions of `path` that is held out if `eval_path` is ''. An embedded task always

@@ -99,10 +99,19 @@ class Generator(Generic[P]):
                 return candidate
 
     def distinct(self, split: Split, count: int, seed: int = 0) -> list[P]:
-        """Returns the first `count` problems of a stream that have different keys: a fixed evaluation set."""
+        """Returns the first `count` problems of a stream that have different keys: a fixed evaluation set.
+
+        Raises:
+          ValueError: the task does not have so many.
+        """
         chosen: dict[str, P] = {}
         index = 0
         while len(chosen) < count:
+            if index == 1000 + 100 * count:
+                raise ValueError(
+                    f"The task has only {len(chosen)} different {split} problems, fewer than the {count} that "
+                    "eval.problems asks for: lower it."
+                )
             found = self.problem(split, index, seed)
             chosen.setdefault(found.key, found)
             index += 1

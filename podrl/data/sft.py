@@ -13,6 +13,7 @@ from podrl.data import answers, conversation, mixture, pipeline, shape, sources,
 from podrl.data.answers import Example, encode
 from podrl.data.chat import Message
 from podrl.data.config import DataConfig
+from podrl.data.facts import Fact
 from podrl.data.generated import Draw
 from podrl.data.mixture import Form, split
 from podrl.data.stream import Batches, Limit, Stream, TooLong
@@ -42,9 +43,9 @@ class SFTConfig:
       batch_size: number of examples in a step.
       max_length: most tokens of prompt and target together; data.long_prompts says whether longer examples are left out
         or are an error.
-      tagged_share: share of the targets that keep the reference form, which is a call of the calculator for 'sums'; the
-        other targets are written as a base model might answer. It applies to targets that podrl writes: those of the
-        embedded tasks, and of files of questions and answers.
+      tagged_share: share of the targets that keep the reference form, which is a call of the calculator for 'sums', and
+        a search with a cited answer for 'facts'; the other targets are written as a base model might answer. It applies
+        to targets that podrl writes: those of the embedded tasks, and of files of questions and answers.
       full_steps: number of first steps in which every target keeps the reference form, whatever `tagged_share` is.
     """
 
@@ -169,6 +170,8 @@ def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part
     """Writes a record's answer in two forms: (the reference form, a form that a base model might write)."""
     if isinstance(record, Sum):
         return record.called(), record.guessed(draw)
+    if isinstance(record, Fact):
+        return record.cited(draw), record.half_known(draw)
     # If several answers are right, the first is learned. 'solution' may be a field of the record's own, of any type.
     answer, *_ = plain.references(fields["answer"])
     solution = fields["solution"] if isinstance(fields["solution"], str) and fields["solution"].strip() else answer

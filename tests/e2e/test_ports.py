@@ -1,15 +1,19 @@
 """The podrl side of docs/from-*.md runs as it is printed, on the embedded model."""
 
+import http.server
 import json
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 from metric_names import ROOT, unlisted
 from processes import environment
+from servers import serving
 
 from podrl.rundir.metrics import read_metrics
+from podrl.runtime.local_pod import free_ports
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -23,7 +27,7 @@ def finished(command: list[str], folder) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("page", ["tunix", "trl", "verl"])
+@pytest.mark.parametrize("page", ["tunix", "trl", "verl", "dr-tulu"])
 def test_scripts_are_short(page):
     for block in (*blocks(page, "python"), *blocks(page, "bash")):
         lines = block.rstrip().splitlines()
@@ -50,3 +54,52 @@ def test_the_command_trains(tmp_path):
     trained = read_metrics(tmp_path / "run")
     assert [record["step"] for record in trained] == [1, 2] and all("reward/score" in record for record in trained)
     assert unlisted(trained[-1]) == []
+
+
+class Judge(http.server.BaseHTTPRequestHandler):
+    """Scores everything 1."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": "SCORE: 1"}}]}).encode())
+
+    def log_message(self, format, *args):
+        """Says nothing."""
+
+
+@pytest.mark.e2e
+def test_the_search_job_trains(tmp_path):
+    """At the embedded model's size: lengths, prompts and steps are smaller than those of the page."""
+    pytest.importorskip("mcp", reason="needs the extra [tools]")
+    pytest.importorskip("yaml", reason="needs the extra [tools]")
+    truth = {"query": "When was the bridge of Belmora built?", "rubrics": [{"description": "dates it", "weight": 1.0}]}
+    record = {"messages": [{"role": "user", "content": truth["query"]}], "ground_truth": json.dumps(truth)}
+    (tmp_path / "train.jsonl").write_text(4 * (json.dumps(record) + "\n"))
+    (tmp_path / "tulu.py").write_text(blocks("dr-tulu", "python")[0])
+    (tmp_path / "prompt.yaml").write_text("system_prompt: Cite.\n")
+    (tmp_path / "texts.jsonl").write_text('{"text": "The bridge of Belmora was built in 1473."}\n')
+    start, command = blocks("dr-tulu", "bash")[1].splitlines()[0], blocks("dr-tulu", "bash")[2]
+    port, judge = free_ports(2)
+    small = {
+        "rollout": {"max_prompt_length": 96, "max_response_tokens": 96, "max_tokens_to_generate": 16},
+        "trainer": {"max_steps": 1},
+        "grpo": {"num_generations": 2},
+        "eval": {"problems": 0},
+    }
+    small["rollout"] |= {"kv_cache_size": 256, "prompts_per_step": 2}
+    flags = " ".join(f"--config.{name}.{key}={n}" for name, keys in small.items() for key, n in keys.items())
+    command = command.replace("max_score=2\n", f"max_score=2 {flags}\n").replace("python -m", f"{sys.executable} -m")
+    command = command.replace(":8000/", f":{port}/").replace(":8001/", f":{judge}/")
+    words = (
+        start.partition("#")[0].replace("port=8000", f"port={port}").replace("texts.jsonl", f"{tmp_path}/texts.jsonl")
+    )
+    scoring = http.server.ThreadingHTTPServer(("127.0.0.1", judge), Judge)
+    threading.Thread(target=scoring.serve_forever, daemon=True).start()
+    with scoring, serving([sys.executable, *words.split()[1:]], port, environment()):
+        finished(["bash", "-ec", command], tmp_path)
+        scoring.shutdown()
+    (trained,) = [one for one in read_metrics(tmp_path / "run") if "reward/mean" in one]
+    assert trained["reward/rubric"] == 0.5 and {"reward/citations", "reward/searches"} <= set(trained)
+    assert (tmp_path / "my_model" / "config.json").exists() and unlisted(trained) == []

@@ -56,7 +56,7 @@ def test_a_document_that_the_model_wrote_is_not_cited():
 
 @pytest.mark.parametrize("piece", ["<cite id=a>", "<cite id=a>x", "<snippet id=a>", "<cite ", "<cite id='"])
 def test_the_time_is_linear_in_the_text(piece):
-    """A pattern that looks at the rest of the text from every place takes hours, and one in linear time milliseconds."""
+    """A pattern that looks at the rest of the text from every place would take hours."""
     assert share(piece * 20_000, read=READ + piece * 20_000) == 0.0
 
 
@@ -74,6 +74,6 @@ def test_they_are_built_in():
         scored = rewards.score(["q"], [text], {"turns": [[{"by": "snippet_search", "failed": ""}]]})
         assert scored.tolist() == [[1.0], [1.0]]
     for name, field in (("citations", "sample_text"), ("citation_format", "turns")):
-        with Rewards(RewardConfig(fns=(name,), workers=1)) as rewards:
-            with pytest.raises(ValueError, match=f"has no field '{field}'"):
-                rewards.check_fields([("record 1", {"answer": "1"})], (), ())
+        refused = pytest.raises(ValueError, match=f"has no field '{field}'")
+        with Rewards(RewardConfig(fns=(name,), workers=1)) as rewards, refused:
+            rewards.check_fields([("record 1", {"answer": "1"})], (), ())

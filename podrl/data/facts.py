@@ -1,0 +1,185 @@
+"""Made-up facts about towns: the embedded task 'facts', which needs a search, its corpus, and its first examples.
+
+A document tells two facts of a building in a town; a question asks for one of the two, whose answer is a number. The
+key of a question is its building, its town and the fact. A model cannot know the answers of held-out questions: it has
+to search the corpus, podrl/assets/facts.jsonl, which `python -m podrl.data.facts --out=FILE` writes. The search server
+is podrl/environments/search_server.py.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from absl import app, flags
+
+from podrl.data import template
+from podrl.data.generated import Draw, Generator
+from podrl.data.template import Part
+
+# A town is called by a beginning and an end.
+BEGINNINGS = (
+    *("Bel", "Dor", "Fen", "Gal", "Hol", "Ist", "Kar", "Lem", "Mar", "Nor", "Ost", "Pel"),
+    *("Quin", "Ros", "Sel", "Tor", "Ulm", "Ver", "Wal", "Yor", "Zan", "Bri", "Cas", "Dun"),
+)
+ENDS = (
+    *("mora", "vik", "stead", "gard", "holm", "ria", "ton", "dale", "berg", "wick", "ford", "mouth"),
+    *("ley", "haven", "crest", "mere", "stone", "burn", "field", "port", "tova", "nesse", "lund", "sko"),
+)
+# The second fact of each kind of building: its text, its questions, and the smallest and largest value.
+BUILDINGS: Mapping[str, tuple[str, tuple[str, ...], tuple[int, int]]] = {
+    "bridge": ("is {n} feet long", ("How long is the {of}?", "How many feet long is the {of}?"), (40, 990)),
+    "tower": ("is {n} feet high", ("How high is the {of}?", "How many feet high is the {of}?"), (40, 490)),
+    "library": ("has {n} books", ("How many books does the {of} have?",), (300, 9900)),
+    "market": ("has {n} stalls", ("How many stalls does the {of} have?",), (11, 240)),
+    "inn": ("has {n} rooms", ("How many rooms does the {of} have?",), (11, 99)),
+    "school": ("has {n} seats", ("How many seats does the {of} have?",), (20, 980)),
+}
+BUILT = ("When was the {of} built?", "In which year was the {of} built?")
+_YEARS = (1100, 1990)
+PER_TOWN = 3  # buildings of a town
+_SEED = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text of the corpus.
+
+    Attributes:
+      town: name of the town, which is the text's title.
+      building: kind of the building.
+      year: year in which it was built.
+      number: value of its other fact.
+    """
+
+    town: str
+    building: str
+    year: int
+    number: int
+
+    @property
+    def text(self) -> str:
+        """Tells both facts."""
+        other = BUILDINGS[self.building][0].format(n=self.number)
+        return f"The {self.building} of {self.town} was built in {self.year} and {other}."
+
+    @property
+    def shown(self) -> str:
+        """The document as a model reads it, with its title."""
+        return f"Title: {self.town}\nSnippet: {self.text}"
+
+
+@functools.cache
+def documents() -> Sequence[Document]:
+    """Returns the corpus, the same on every machine."""
+    draw, found = Draw(_SEED), []
+    for town in (beginning + end for beginning in BEGINNINGS for end in ENDS):
+        left = list(BUILDINGS)
+        for _ in range(PER_TOWN):
+            building = left.pop(draw.between(0, len(left) - 1))
+            found.append(Document(town, building, draw.between(*_YEARS), draw.between(*BUILDINGS[building][2])))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A question with the document that answers it.
+
+    Attributes:
+      question: the question, in English.
+      answer: answer in decimal digits.
+      asked: the fact that is asked for, 'built' or 'other'.
+      place: position of the document in the corpus.
+    """
+
+    question: str
+    answer: str
+    asked: str
+    place: int
+
+    @property
+    def document(self) -> Document:
+        """The document that answers the question."""
+        return documents()[self.place]
+
+    @property
+    def key(self) -> str:
+        """The identity of the question, without its wording."""
+        return f"{self.document.building}/{self.document.town}/{self.asked}"
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The question as a record of the task."""
+        return {"question": self.question, "answer": self.answer, "document": self.document.text}
+
+    def cited(self, draw: Draw) -> list[Part]:
+        """Writes the answer by a search: the call, its output, which is not learned, and the cited answer."""
+        key, first = _key(draw), draw.between(0, 1)
+        return [*self._searched(draw, key, first), self._answered(f"{key}-{first}")]
+
+    def half_known(self, draw: Draw) -> list[Part]:
+        """Writes a poor answer: mostly a guess, else a search whose output is not cited, or not by an id of its own."""
+        kind = draw.between(0, 9)
+        if kind < 7:
+            first, *rest = self.answer
+            return [template.answered(first + "".join(str(draw.between(0, 9)) for _ in rest))]
+        key, first = _key(draw), draw.between(0, 1)
+        invented = f"{_key(draw)}-{first}"
+        return [*self._searched(draw, key, first), self._answered(invented if kind == 7 else "")]
+
+    def _searched(self, draw: Draw, key: str, place: int) -> list[Part]:
+        """Writes the call, and its output of two documents of the town, the second one at a random place."""
+        town = [one for one in documents()[self.place // PER_TOWN * PER_TOWN :][:PER_TOWN] if one != self.document]
+        shown = [draw.one(town)]
+        shown.insert(place, self.document)
+        call = f"{template.SEARCH_START}{self.document.building} of {self.document.town}{template.CALL_END}"
+        return [Part(call, learned=True), Part(searched(key, shown))]
+
+    def _answered(self, cited: str) -> Part:
+        mark = f'{template.CITE_START}{cited}">{self.answer}{template.CITE_END}'
+        return template.answered(mark if cited else self.answer)
+
+
+def searched(key: str, found: Sequence[Document]) -> str:
+    """Writes the output of a search, character for character as podrl.environments does.
+
+    Args:
+      key: eight hexadecimal digits, the same for all documents of a call.
+      found: documents that the search returned.
+    """
+    snippets = "\n".join(
+        f"{template.SNIPPET_START}{key}-{number}>\n{one.shown}\n{template.SNIPPET_END}"
+        for number, one in enumerate(found)
+    )
+    return f"\n{template.OUTPUT_START}{snippets}{template.OUTPUT_END}\n\n"
+
+
+def _key(draw: Draw) -> str:
+    """Draws the eight hexadecimal digits that stand for a call."""
+    return f"{draw.between(0, 2**32 - 1):08x}"
+
+
+def _write(draw: Draw) -> Fact:
+    place = draw.between(0, len(documents()) - 1)
+    document = documents()[place]
+    asked, wordings, answer = draw.one(
+        (("built", BUILT, document.year), ("other", BUILDINGS[document.building][1], document.number))
+    )
+    question = draw.one(wordings).format(of=f"{document.building} of {document.town}")
+    return Fact(question, str(answer), asked, place)
+
+
+GENERATOR = Generator(_write, reasoned=False)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"Unknown arguments {argv[1:]}: the flag is --out=FILE.")
+    lines = [json.dumps({"title": one.town, "text": one.text}) + "\n" for one in documents()]
+    pathlib.Path(_OUT.value).write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    _OUT = flags.DEFINE_string("out", None, "File to write the corpus to.", required=True)
+    app.run(main)

@@ -1,0 +1,64 @@
+"""Offers a Python function as a tool over MCP; the servers that come with podrl are a function and this file."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags, logging
+
+
+def serve(tool: Callable[..., str], transport: str, **address: Any) -> None:
+    """Answers calls until the client has gone (stdio), or for ever (sse, streamable-http).
+
+    Args:
+      tool: the tool; its name, annotations and docstring are those that clients see. A ValueError is a failed call,
+        whose text the model reads.
+      transport: 'stdio', 'sse' or 'streamable-http'.
+      address: `host` and `port` for 'sse' and 'streamable-http'; none for 'stdio'.
+    """
+    from mcp.types import CallToolResult
+
+    name, signature = tool.__name__, inspect.signature(tool)
+
+    @functools.wraps(tool)
+    def ask(*given: Any, **named: Any) -> CallToolResult:
+        try:
+            text, failed = tool(*given, **named), False
+        except ValueError as error:
+            # Not raised: package mcp would word the error differently from a Python tool.
+            text, failed = f"ValueError: {error}", True
+        return CallToolResult.model_validate({"content": [{"type": "text", "text": text}], "isError": failed})
+
+    ask.__signature__ = signature.replace(return_annotation=CallToolResult)  # pyright: ignore[reportAttributeAccessIssue]
+    ask.__annotations__ = {**tool.__annotations__, "return": CallToolResult}
+    made: Any
+    try:
+        from mcp.server.mcpserver import MCPServer
+    except ImportError:  # package mcp 1.x, in which the address is a setting of the server
+        from mcp.server.fastmcp import FastMCP  # pyright: ignore[reportAttributeAccessIssue]
+
+        made, address = FastMCP(name, **address), {}
+    else:
+        made = MCPServer(name)
+    made.tool(name=name, description=tool.__doc__)(ask)
+    made.run(transport, **address)
+
+
+def start(make: Callable[[], Callable[..., str]]) -> None:
+    """Reads the flags --transport and --port, and those that the program has defined, and serves a tool.
+
+    Args:
+      make: function that makes the tool once the flags are read.
+    """
+    transport = flags.DEFINE_enum("transport", "stdio", ("stdio", "sse", "streamable-http"), "How it is asked.")
+    port = flags.DEFINE_integer("port", 8000, "Port on this machine; not of stdio.")
+
+    def main(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"Unknown arguments {argv[1:]}: give flags alone, such as --transport and --port.")
+        logging.set_verbosity(logging.WARNING)  # package mcp 1.x logs every request
+        address = {} if transport.value == "stdio" else {"host": "127.0.0.1", "port": port.value}
+        serve(make(), transport.value, **address)
+
+    app.run(main)

@@ -1,0 +1,90 @@
+"""Facts: a corpus and questions that agree, questions held out of training, and first examples that search and cite."""
+
+import re
+
+import numpy as np
+import pytest
+
+from podrl.data import facts
+from podrl.data.facts import BUILDINGS, GENERATOR, documents
+from podrl.data.generated import Draw, held_out
+from podrl.data.sft import forms
+from podrl.rewards.citations import citations
+
+
+def text_of(parts):
+    return "".join(part.text for part in parts)
+
+
+def test_every_town_has_three_different_buildings():
+    towns = {}
+    for one in documents():
+        towns.setdefault(one.town, []).append(one.building)
+        assert one.building in BUILDINGS and set(re.findall(r"\d+", one.text)) == {str(one.year), str(one.number)}
+    assert len(towns) == 576 and all(len(set(found)) == 3 for found in towns.values())
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_the_document_has_the_answer_and_the_question_names_it(split):
+    asked = set()
+    for index in range(300):
+        found = GENERATOR.problem(split, index, seed=3)
+        one = found.document
+        assert f"{one.building} of {one.town}" in found.question and found.answer not in found.question
+        assert found.answer == str(one.year if found.asked == "built" else one.number)
+        assert found.fields == {"question": found.question, "answer": found.answer, "document": one.text}
+        asked.add((one.building, found.asked))
+    assert len(asked) == 2 * len(BUILDINGS)
+
+
+def test_held_out_questions_are_not_trained():
+    train = {GENERATOR.problem("train", index).key for index in range(4000)}
+    evaluation = [found.key for found in GENERATOR.distinct("held_out", 256)]
+    assert len(set(evaluation)) == 256 and not train & set(evaluation)
+    assert all(map(held_out, evaluation)) and not any(map(held_out, train))
+
+
+def test_more_questions_than_there_are_is_refused():
+    with pytest.raises(ValueError, match=r"only \d+ different held_out problems, fewer than the 999.*eval.problems"):
+        GENERATOR.distinct("held_out", 999)
+
+
+def test_the_stream_is_a_fixed_function_of_split_index_and_seed():
+    # Literals: the sequence must never change, or checkpoints would resume on other data.
+    first = GENERATOR.problem("train", 0, seed=1)
+    assert first.question == "In which year was the bridge of Zanford built?" and first.answer == "1877"
+    assert GENERATOR.problem("train", 0, seed=2) != first
+    assert documents()[0].text == "The market of Belmora was built in 1828 and has 127 stalls."
+
+
+def test_a_reference_answer_earns_the_reward_of_citations():
+    for index in range(50):
+        found = GENERATOR.problem("train", index)
+        call, output, answer = found.cited(Draw(index))
+        assert [call.learned, output.learned, answer.learned] == [True, False, True] and answer.ends
+        one = found.document
+        assert call.text == f'<call_tool name="snippet_search">{one.building} of {one.town}</call_tool>'
+        assert output.text.count("<snippet id=") == 2 and found.document.text in output.text
+        assert citations([""], [call.text + answer.text], [call.text + output.text + answer.text]) == [1.0]
+
+
+def test_a_half_known_answer_never_cites_well_and_mostly_guesses():
+    kinds = []
+    for index in range(300):
+        found = GENERATOR.problem("train", index)
+        _, parts = forms(found, found.fields, Draw(index))
+        whole, own = text_of(parts), text_of([part for part in parts if part.learned])
+        assert citations([""], [own], [whole]) == [0.0]
+        kinds.append("guess" if len(parts) == 1 else "invented" if "<cite" in own else "uncited")
+        said = re.search(r"(\d+)(?:</cite>)?</answer>", own)[1]
+        assert len(said) == len(found.answer) and (kinds[-1] == "guess" or said == found.answer)
+    shares = {kind: kinds.count(kind) / len(kinds) for kind in set(kinds)}
+    np.testing.assert_allclose([shares["guess"], shares["uncited"], shares["invented"]], [0.7, 0.2, 0.1], atol=0.08)
+
+
+def test_an_output_is_written_by_call_and_place():
+    one, two = documents()[:2]
+    assert facts.searched("0a1b2c3d", [one, two]) == (
+        f"\n<tool_output><snippet id=0a1b2c3d-0>\nTitle: Belmora\nSnippet: {one.text}\n</snippet>\n"
+        f"<snippet id=0a1b2c3d-1>\nTitle: Belmora\nSnippet: {two.text}\n</snippet></tool_output>\n\n"
+    )
