@@ -115,6 +115,9 @@ class Engine:
         )
         # The number of each kind of layers among the attention kinds, or among the kinds of linear attention.
         self._number = [sum((m.delta is None) == (n.delta is None) for n in kinds[:k]) for k, m in enumerate(kinds)]
+        # The place of the first layer of each kind among all layers with experts, in the order of recorded routes.
+        routed = [0 if m.experts is None else m.num_layers for m in kinds]
+        self._first_routed = [sum(routed[:k]) for k in range(len(kinds))]
         self.kernel = all(
             chosen(kernel, alike, mesh, shape.page_tokens, self.read_shape, dtype) for alike in self._attending
         )
@@ -151,7 +154,7 @@ class Engine:
         if self.routes:
             assert self.model.experts is not None
             k, dtype = self.model.experts.chosen, moe.route_dtype(self.model.experts)
-            shapes.append(((self.model.num_layers, M, 1, C, k), dtype))
+            shapes.append(((self.model.routed_layers, M, 1, C, k), dtype))
         axes = ("layers", "batch", "kv_heads", "time", "head_dim")
         return tuple(
             jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding_for(axes, shape, self.mesh))
@@ -584,7 +587,10 @@ class Engine:
                         new.append(jax.lax.dynamic_update_slice(m, y[None], begin))
                     return out, (new[0], new[1])
 
-                x, new, _ = decoder.block(x, layer, info, position_R[:, None], alike[kind], mix, routed=self._routed)
+                x, new, route_R1k = decoder.block(
+                    x, layer, info, position_R[:, None], alike[kind], mix, routed=self._routed
+                )
+                added = self._recorded(added, route_R1k, kind, index, n)
                 return x, (added, scratches, _with_kind(memories, pair, new))
 
             (key, value), recents, scratch = _of_kind(pools, number), _of_kind(added, number), scratches[number]
@@ -610,7 +616,7 @@ class Engine:
             x, (new, used), route_R1k = decoder.block(
                 x, layer, info, position_R[:, None], alike[kind], attend, routed=self._routed
             )
-            added = self._recorded(_with_kind(added, number, new), route_R1k, index, n)
+            added = self._recorded(_with_kind(added, number, new), route_R1k, kind, index, n)
             return x, (added, (*scratches[:number], used, *scratches[number + 1 :]), memories)
 
         x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
@@ -618,14 +624,15 @@ class Engine:
         return decoder.rms_norm(x_R1D, ends["final_norm"], model), memory
 
     def _recorded(
-        self, added: tuple[Array, ...], route_RTk: Array | None, index: Array | int, n: Array | int
+        self, added: tuple[Array, ...], route_RTk: Array | None, kind: int, index: Array | int, n: Array | int
     ) -> tuple[Array, ...]:
         """Adds a layer's routes of some tokens, from place `n` on, to the additions that a dispatch or chunk makes."""
         if not self.routes or route_RTk is None:
             return added
         *others, route_LR1Nk = added
         new = route_RTk.astype(route_LR1Nk.dtype)[None, :, None]
-        return (*others, jax.lax.dynamic_update_slice(route_LR1Nk, new, (index, 0, 0, n, 0)))
+        place = self._first_routed[kind] + index
+        return (*others, jax.lax.dynamic_update_slice(route_LR1Nk, new, (place, 0, 0, n, 0)))
 
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
         """Writes the dispatch's keys, values or routes to pages; lanes that were not live write to the unread page.
@@ -676,8 +683,8 @@ class Engine:
                     new = [m.at[place].set(y) for m, y in zip(_of_kind(learned, pair), made, strict=True)]
                     return out, (new[0], new[1])
 
-                x, new, _ = decoder.block(x, layer, info, position_BT, alike[kind], mix, routed=self._routed)
-                return x, (fresh, _with_kind(learned, pair, new))
+                x, new, route_BTk = decoder.block(x, layer, info, position_BT, alike[kind], mix, routed=self._routed)
+                return x, (self._recorded(fresh, route_BTk, kind, index, C), _with_kind(learned, pair, new))
 
             key, value = _of_kind(pools, number)
 
@@ -693,7 +700,7 @@ class Engine:
                 return out, new
 
             x, new, route_BTk = decoder.block(x, layer, info, position_BT, alike[kind], attend, routed=self._routed)
-            return x, (self._recorded(_with_kind(fresh, number, new), route_BTk, index, C), learned)
+            return x, (self._recorded(_with_kind(fresh, number, new), route_BTk, kind, index, C), learned)
 
         x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
         _, (fresh, learned) = self._layers(params, x_BTD, (fresh, learned), layer_fn)

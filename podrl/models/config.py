@@ -180,6 +180,7 @@ class Kind:
       key_is_value: whether values are the keys before norm and rotation, so that there is no projection v.
       delta: sizes of linear attention, if the layers have it in place of attention; the two numbers above then have no
         meaning. None for attention.
+      dense: whether the layers have the feed-forward of the model's `ffn_dim` in place of the model's experts.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Kind:
     head_dim: int
     key_is_value: bool = False
     delta: Delta | None = None
+    dense: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +214,8 @@ class ModelConfig:
       rope_scaling_L: scaling of the rotary frequencies of each layer.
       max_length: length of the longest sequence that the checkpoint was made for, tokens.
       lora: adapters beside the projections.
-      experts: experts of every layer, in place of the feed-forward of `ffn_dim`; None for a model without experts.
+      experts: experts of every layer, in place of the feed-forward of `ffn_dim`; None for a model without experts. If
+        layers are of several kinds, kinds with `dense` have none.
       v_norm: whether values are normalised per head, without a weight (Gemma 4).
       layer_scalar: whether the output of every layer is multiplied by a number that does not train (Gemma 4).
       rotary_dim: number of leading dimensions of a head that rotary positions turn; 0 for all.
@@ -302,6 +305,8 @@ class ModelConfig:
             head_dim=kind.head_dim,
             key_is_value=kind.key_is_value,
             delta=kind.delta,
+            experts=None if kind.dense else self.experts,
+            lora=self.lora if self.experts is None else self._attention_adapters(),
             window_L=tuple(self.window_L[i] for i in layers),
             rope_theta_L=tuple(self.rope_theta_L[i] for i in layers),
             rope_scaling_L=tuple(self.rope_scaling_L[i] for i in layers),
@@ -341,6 +346,11 @@ class ModelConfig:
         )
 
     @property
+    def routed_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(alike.num_layers for alike in self.alike() if alike.experts is not None)
+
+    @property
     def chosen_share(self) -> float:
         """Share of the routed experts that compute one token; 1 without experts."""
         return 1.0 if self.experts is None else self.experts.chosen / self.experts.count
@@ -366,10 +376,6 @@ class ModelConfig:
             raise ValueError(
                 f"num_kv_heads, head_dim, key_is_value, delta are {own}: they must be those of kinds[0], {first}."
             )
-        if self.experts is not None:
-            raise ValueError(
-                f"A {self.family} model has layers of several kinds and experts: podrl has no such model yet."
-            )
         self.alike()  # checks each kind
 
     def _check_adapters(self) -> None:
@@ -385,6 +391,12 @@ class ModelConfig:
                 f"lora.base_dtype={self.lora.base_dtype!r}: the experts of a {self.family} model are not stored as "
                 "integers yet. Set model.lora.base_dtype=''."
             )
+
+    def _attention_adapters(self) -> LoraConfig:
+        """Returns `lora` with the default pattern narrowed to attention, as a model with experts understands it."""
+        if self.lora.pattern != LoraConfig.pattern:
+            return self.lora
+        return dataclasses.replace(self.lora, pattern="|".join(ATTENTION_PROJECTIONS))
 
     def inverse_frequencies(self) -> Float[np.ndarray, "L H/2"]:
         """Computes every layer's rotary frequencies, radians per position (arXiv 2104.09864), with its scaling.

@@ -542,7 +542,7 @@ def replayed(
       mesh: mesh on which activations are placed; None for one device.
       dropout_key: random key of the adapters' dropout (training only); None for no dropout.
       prefix_BT: segment that each token sees besides its own, 0 for none; None if no segments share a prefix.
-      route_LBTk: recorded experts of each token, see `podrl.models.moe.route`; None lets every token choose.
+      route_LBTk: recorded experts of each token, see `podrl.models.moe.routes_of`; None lets every token choose.
 
     Returns:
       The hidden states, and the routes that the routers would choose themselves (None if `route_LBTk` is None).
@@ -601,15 +601,32 @@ def replayed(
     if remat == "offload":
         _check_offload(mesh)
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
-    stacks = zip(stacks_of(params["layers"], config), layer_infos(config), strict=True)
+    stacks = list(zip(stacks_of(params["layers"], config), layer_infos(config), strict=True))
     steps = [step_of(alike) for alike in config.alike()]
-    x_BTD, own_LBTk = over_layers(steps, x_BTD, [(*stack, route_LBTk) for stack in stacks], config)
+    x_BTD, owns = over_layers(
+        steps,
+        x_BTD,
+        [(*stack, route) for stack, route in zip(stacks, by_kind(route_LBTk, config), strict=True)],
+        config,
+    )
+    chosen = [own_LBTk for own_LBTk in owns if own_LBTk is not None]
+    own_LBTk = jnp.concatenate(chosen) if len(chosen) > 1 else next(iter(chosen), None)
     return rms_norm(x_BTD, params["final_norm"], config), own_LBTk
+
+
+def by_kind(route_LBTk: Array | None, config: ModelConfig) -> list[Array | None]:
+    """Splits the routes of all layers with experts into those of each kind of layer; None for dense layers."""
+    found, first = [], 0
+    for alike in config.alike():
+        layers = 0 if alike.experts is None else alike.num_layers
+        found.append(route_LBTk[first : first + layers] if route_LBTk is not None and layers else None)
+        first += layers
+    return found
 
 
 def over_layers(
     steps: Sequence[Callable], carry: Any, stacks: Sequence[PyTree], config: ModelConfig
-) -> tuple[Any, Any]:
+) -> tuple[Any, list[Any]]:
     """Applies all layers in turn: a scan over each run of equal layers, inside a scan over repetitions of the pattern.
 
     Args:
@@ -619,18 +636,23 @@ def over_layers(
       config: the model.
 
     Returns:
-      The final carry, and the results stacked over the layers; None for the results if layers are of several kinds.
+      The final carry, and for each kind the results stacked over its layers.
     """
     if not config.kinds:
-        return jax.lax.scan(steps[0], carry, stacks[0])
+        carry, result = jax.lax.scan(steps[0], carry, stacks[0])
+        return carry, [result]
     runs, times = config.runs()
 
-    def repetition(carry: Any, stacks: Sequence[PyTree]) -> tuple[Any, None]:
-        first = [0] * len(steps)
+    def repetition(carry: Any, stacks: Sequence[PyTree]) -> tuple[Any, list[Any]]:
+        first: list[int] = [0] * len(steps)
+        parts: list[list[Any]] = [[] for _ in steps]
         for kind, count in runs:
             part = slice(first[kind], first[kind] + count)
-            carry, _ = jax.lax.scan(steps[kind], carry, jax.tree.map(lambda a: a[part], stacks[kind]))  # noqa: B023
+            carry, result = jax.lax.scan(steps[kind], carry, jax.tree.map(lambda a: a[part], stacks[kind]))  # noqa: B023
             first[kind] += count
-        return carry, None
+            parts[kind].append(result)
+        return carry, [jax.tree.map(lambda *each: jnp.concatenate(each), *results) for results in parts]
 
-    return jax.lax.scan(repetition, carry, jax.tree.map(lambda a: a.reshape(times, -1, *a.shape[1:]), stacks))
+    cut = jax.tree.map(lambda a: a.reshape(times, -1, *a.shape[1:]), stacks)
+    carry, results = jax.lax.scan(repetition, carry, cut)
+    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results)

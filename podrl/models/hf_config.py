@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from podrl.models.config import GLOBAL_WINDOW, Delta, Experts, Kind, ModelConfig, RopeScaling
-from podrl.models.hf_fields import COMPUTED, reads, refuse_unknown, refuse_unread
+from podrl.models.hf_fields import COMPUTED, QWEN3_5, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
 from podrl.storage.regular import load_object
 from podrl.storage.storage import locate
@@ -23,6 +23,7 @@ class Family:
       gemma: whether embeddings are scaled by sqrt(D) and norms scale by 1 + w (but by w in Gemma 4).
       post_norms, qk_norm, qkv_bias: fields of ModelConfig with these names.
       defaults: values of fields that config.json may omit.
+      experts: field with the number of experts, and its value if config.json omits it; None without experts.
     """
 
     model_type: str
@@ -32,6 +33,7 @@ class Family:
     qk_norm: bool
     qkv_bias: bool
     defaults: Mapping[str, Any]
+    experts: tuple[str, int] | None = None
 
 
 _GEMMA = {
@@ -83,6 +85,12 @@ _QWEN3_5 = _LLAMA | {
     "full_attention_interval": 4,
     "max_position_embeddings": 32_768,
 }
+_QWEN3_5_MOE = _QWEN3_5 | {
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 _QWEN3_MOE = _LLAMA | {
     "num_key_value_heads": 4,
     "use_sliding_window": False,
@@ -105,11 +113,17 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4": Family("gemma4_text", "Gemma4ForCausalLM", True, True, True, False, _GEMMA4),
     "llama": Family("llama", "LlamaForCausalLM", False, False, False, False, _LLAMA),
     "mistral": Family("mistral", "MistralForCausalLM", False, False, False, False, _LLAMA | {"sliding_window": 4096}),
-    "mixtral": Family("mixtral", "MixtralForCausalLM", False, False, False, False, _MIXTRAL),
+    "mixtral": Family("mixtral", "MixtralForCausalLM", False, False, False, False, _MIXTRAL, ("num_local_experts", 8)),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", False, False, False, True, _QWEN),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", False, False, True, False, _QWEN | {"head_dim": 128}),
     "qwen3_5": Family("qwen3_5_text", "Qwen3_5ForCausalLM", False, False, True, False, _QWEN3_5),
-    "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", False, False, True, False, _QWEN3_MOE),
+    "qwen3_5_moe": Family(
+        *("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", False, False, True, False, _QWEN3_5_MOE),
+        ("num_experts", 256),
+    ),
+    "qwen3_moe": Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", False, False, True, False, _QWEN3_MOE, ("num_experts", 128)
+    ),
 }
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu"}
@@ -163,11 +177,13 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     window = _window(name, known, read)
     sliding = _sliding_layers(name, known, layers, window, where)
     kinds, kind_L = _kinds(name, known, fields, sliding, where)
-    if name == "qwen3_5":
+    if name in QWEN3_5:
         kinds, kind_L = _linear_kinds(known, layers, head_dim, where)
     theta_L, scaling_L = _rope(name, known, read, sliding, where)
     given, activation = _activation(name, known, where)
     refuse_unread(name, fields, head_dim=head_dim, theta_L=theta_L, activation=given, sliding=sliding, where=where)
+    experts = _experts(name, known, where)
+    narrow = name == "qwen3_5_moe" and "intermediate_size" not in known  # no layer has a dense feed-forward
     query_scale = 1.0 if name == "gemma4" else head_dim**-0.5
     if name in ("gemma2", "gemma3"):
         query_scale = known["query_pre_attn_scalar"] ** -0.5
@@ -176,13 +192,13 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         vocab_size=need("vocab_size"),
         num_layers=layers,
         model_dim=model_dim,
-        ffn_dim=need("intermediate_size"),
+        ffn_dim=need("moe_intermediate_size" if narrow else "intermediate_size"),
         num_heads=heads,
         num_kv_heads=known.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         activation=activation,
         norm_eps=need("rms_norm_eps"),
-        norm_plus_one=(family.gemma and name != "gemma4") or name == "qwen3_5",
+        norm_plus_one=(family.gemma and name != "gemma4") or name in QWEN3_5,
         post_norms=family.post_norms,
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
@@ -195,11 +211,11 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         rope_theta_L=theta_L,
         rope_scaling_L=scaling_L,
         max_length=max(need("max_position_embeddings"), *map(_stretched, scaling_L)),
-        experts=_experts(name, known, where),
+        experts=experts,
         v_norm=name == "gemma4",
         layer_scalar=name == "gemma4",
-        rotary_dim=_rotary_dim(known, head_dim, where) if name == "qwen3_5" else 0,
-        gated_attention=name == "qwen3_5",
+        rotary_dim=_rotary_dim(known, head_dim, where) if name in QWEN3_5 else 0,
+        gated_attention=name in QWEN3_5,
         delta=kinds[0].delta if kinds else None,
         kinds=kinds,
         kind_L=kind_L,
@@ -250,7 +266,12 @@ def _rotary_dim(known: Mapping[str, Any], head_dim: int, where: str) -> int:
 
     Text has the same position on all three axes of mrope, so mrope is ordinary rotary embedding here.
     """
-    share = _given(known.get("rope_parameters")).get("partial_rotary_factor", 0.25)
+    outer = known.get("partial_rotary_factor", 0.25)
+    share = _given(known.get("rope_parameters")).get("partial_rotary_factor", outer)
+    if "partial_rotary_factor" in known and share != outer:
+        raise ValueError(
+            f"{where} has partial_rotary_factor={outer!r} and in rope_parameters {share!r}: they must be the same."
+        )
     turned = int(head_dim * share)
     if turned % 2 or not 0 < turned <= head_dim:
         raise ValueError(
@@ -286,27 +307,32 @@ def _linear_kinds(
 
 def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
     """Reads the experts of a model; None for a family without experts."""
-    if not reads(name, "num_experts_per_tok"):
+    family = FAMILIES[name]
+    if family.experts is None:
         return None
     counts = {key: known[key] for key in ("num_experts", "num_local_experts") if key in known}
     if len(set(counts.values())) > 1:
         raise ValueError(f"{where} has {' and '.join(f'{k}={v}' for k, v in counts.items())}: they must be the same.")
-    default = ("num_experts", 128) if reads(name, "num_experts") else ("num_local_experts", 8)
-    key, count = next(iter(counts.items()), default)
+    key, count = next(iter(counts.items()), family.experts)
     chosen = known["num_experts_per_tok"]
     if chosen > count:
         raise ValueError(
             f"{where} has num_experts_per_tok={chosen} and {key}={count}: a token "
             "cannot have more experts than there are."
         )
-    if name == "mixtral":
-        return Experts(count, chosen, known["intermediate_size"])
-    return Experts(count, chosen, known["moe_intermediate_size"], normalize=known["norm_topk_prob"])
+    return Experts(
+        count,
+        chosen,
+        known["intermediate_size" if name == "mixtral" else "moe_intermediate_size"],
+        normalize=known.get("norm_topk_prob", True),
+        shared_dim=known.get("shared_expert_intermediate_size", 0),
+        shared_gate=name in QWEN3_5,
+    )
 
 
 def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]:
     model_type = raw.get("model_type")
-    if model_type in ("gemma3", "gemma4", "qwen3_5") and isinstance(raw.get("text_config"), Mapping):
+    if model_type in ("gemma3", "gemma4", *QWEN3_5) and isinstance(raw.get("text_config"), Mapping):
         # A checkpoint for images and text; podrl computes its text decoder.
         inner = raw["text_config"]
         outer = {k: v for k, v in raw.items() if v is not None and (k in COMPUTED or k == "quantization_config")}
@@ -351,7 +377,7 @@ def _sliding_layers(
     name: str, known: Mapping[str, Any], layers: int, window: int | None, where: str
 ) -> tuple[bool, ...]:
     """Returns, for each layer, whether it has a sliding window."""
-    if name == "qwen3_5":
+    if name in QWEN3_5:
         return (False,) * layers
     if "layer_types" in known:
         kinds = known["layer_types"]
@@ -383,7 +409,7 @@ def _rope(
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
     """Reads every layer's rotary base and scaling from rope_theta and rope_scaling, or from rope_parameters."""
     shared = _given(known.get("rope_parameters"))
-    if name == "qwen3_5":
+    if name in QWEN3_5:
         shared = {key: value for key, value in shared.items() if key not in _LINEAR_ROPE}
     theta = float(known.get("rope_theta", 10_000.0))
     local = known.get("rope_local_base_freq")
@@ -525,7 +551,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["final_logit_softcapping"] = config.logit_softcap or None
     if config.family == "gemma4":
         raw |= _gemma4_fields(config)
-    if config.family == "qwen3_5":
+    if config.family in QWEN3_5:
         raw |= _linear_fields(config)
     raw |= _window_fields(config) | _rope_fields(config) | _expert_fields(config)
     back = dataclasses.replace(config_from_hf(raw), lora=config.lora)
@@ -560,14 +586,15 @@ def _linear_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_fields(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    if experts is None:
+    experts, counted = config.experts, FAMILIES[config.family].experts
+    if experts is None or counted is None:
         return {}
     values = {
-        "num_experts" if reads(config.family, "num_experts") else "num_local_experts": experts.count,
+        counted[0]: experts.count,
         "num_experts_per_tok": experts.chosen,
         "moe_intermediate_size": experts.ffn_dim,
         "norm_topk_prob": experts.normalize,
+        "shared_expert_intermediate_size": experts.shared_dim,
     }
     return {key: value for key, value in values.items() if reads(config.family, key)}
 
@@ -582,7 +609,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if reads(config.family, "layer_types"):
         fields["layer_types"] = ["sliding_attention" if s else "full_attention" for s in sliding]
-    if config.family == "qwen3_5":
+    if config.family in QWEN3_5:
         fields["layer_types"] = [f"{config.kinds[kind].name}_attention" for kind in config.kind_L]
     if reads(config.family, "use_sliding_window"):
         fields["use_sliding_window"] = any(sliding)
@@ -602,7 +629,7 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": theta}
     if old:
         fields["rope_scaling"] = old
-    if config.family == "qwen3_5":
+    if config.family in QWEN3_5:
         share = config.rotary_dim / config.head_dim
         return {"rope_parameters": {"rope_theta": theta, "rope_type": "default", **old, "partial_rotary_factor": share}}
     if config.family in ("gemma3", "gemma4"):

@@ -7,12 +7,14 @@ from podrl.config import nearest
 
 # Fields of models with experts, each with the families whose models read the field.
 EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "num_experts": ("qwen3_moe",),
+    "num_experts": ("qwen3_moe", "qwen3_5_moe"),
     "num_local_experts": ("mixtral", "qwen3_moe"),
-    "num_experts_per_tok": ("mixtral", "qwen3_moe"),
-    "moe_intermediate_size": ("qwen3_moe",),
+    "num_experts_per_tok": ("mixtral", "qwen3_moe", "qwen3_5_moe"),
+    "moe_intermediate_size": ("qwen3_moe", "qwen3_5_moe"),
     "norm_topk_prob": ("qwen3_moe",),
+    "shared_expert_intermediate_size": ("qwen3_5_moe",),
 }
+QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
 _GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config")
 _LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
@@ -47,6 +49,7 @@ COMPUTED = frozenset(
         "sliding_window_pattern",
         "_sliding_window_pattern",
         "layer_types",
+        "partial_rotary_factor",
         "use_sliding_window",
         "max_window_layers",
     )
@@ -109,7 +112,6 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "hidden_size_per_layer_input": (0, None),
     "num_kv_shared_layers": (0, None),
     "enable_moe_block": (False, None),
-    "partial_rotary_factor": (1, 1.0, None),
     "quantization_config": (None,),
     "attn_output_gate": (True, None),  # a field of Qwen 3.5, whose attention podrl computes with the gate
     "is_encoder_decoder": (False, None),
@@ -135,15 +137,16 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "query_pre_attn_scalar": _GEMMA23,
     "rope_local_base_freq": ("gemma3",),
     "hidden_activation": _GEMMA234,
-    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", "qwen3_5", *_QWEN),
-    "layer_types": (*_GEMMA234, *_QWEN, "qwen3_5"),
+    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", *QWEN3_5, *_QWEN),
+    "layer_types": (*_GEMMA234, *_QWEN, *QWEN3_5),
+    "partial_rotary_factor": QWEN3_5,
     "sliding_window": (*_GEMMA234, *_QWEN, "mistral", "mixtral", "qwen3_moe"),
     "sliding_window_pattern": ("gemma3",),
     "_sliding_window_pattern": (),
     "use_sliding_window": (*_QWEN, "qwen3_moe"),
     "max_window_layers": _QWEN,
     **dict.fromkeys(_GEMMA4, ("gemma4",)),
-    **dict.fromkeys(_LINEAR, ("qwen3_5",)),
+    **dict.fromkeys(_LINEAR, QWEN3_5),
     **EXPERT_FIELDS,
 }
 
@@ -222,11 +225,14 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
             *("global_head_dim", "num_global_key_value_heads"),
             *_LINEAR,
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            "shared_expert_intermediate_size",
         ),
         _count,
     ),
     **dict.fromkeys(("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping"), _number),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"), _positive),
+    **dict.fromkeys(
+        ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "partial_rotary_factor"), _positive
+    ),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "attention_k_eq_v"), _flag),
     **dict.fromkeys(("hidden_act", "hidden_activation"), _text),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
@@ -295,6 +301,8 @@ def refuse_unread(
             return False
         if key in ("attn_logit_softcapping", "final_logit_softcapping"):
             return value == 0
+        if key == "partial_rotary_factor":
+            return value == 1
         if key == "query_pre_attn_scalar":
             return value == head_dim
         if key == "rope_local_base_freq":

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,8 @@ _NOT_WEIGHTS = re.compile(
 )
 # Prefixes of the text decoder's names in checkpoints with several towers, and the plain prefixes.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+# A matrix of all experts of a layer in one tensor; those of gate and up are one above the other.
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LISTED = 8
 
 
@@ -128,6 +130,7 @@ def _match(
     """Maps the tensor names of `wanted` to stored tensors; refuses missing, unknown and wrongly shaped tensors."""
     named = {_plain_name(name): tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.fullmatch(name)}
     shapes = {name: entry.stored_shape for entry in wanted for name in entry.names()}
+    named = {part.name: part for name, tensor in named.items() for part in _experts_apart(name, tensor, shapes)}
     if config.tie_embeddings:
         named.pop("lm_head.weight", None)
     missing = [name for name in shapes if name not in named]
@@ -150,6 +153,16 @@ def _match(
     for name in shapes:
         named[name].dtype  # noqa: B018 - raises for a dtype that cannot be weights
     return named
+
+
+def _experts_apart(name: str, tensor: StoredTensor, wanted: Container[str]) -> list[StoredTensor]:
+    """Splits a tensor with a matrix of all experts, a spelling of Qwen 3.5's files, into one tensor for each expert."""
+    match = _FUSED.fullmatch(name)
+    if match is None or name in wanted or len(tensor.shape) != 3:
+        return [dataclasses.replace(tensor, name=name)]
+    names = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    each = [f"{match[1]}.{e}.{part}.weight" for e in range(tensor.shape[0]) for part in names]
+    return tensor.split(each, (tensor.shape[1] // len(names), tensor.shape[2]))
 
 
 def _plain_name(name: str) -> str:
@@ -220,7 +233,7 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
 
 def _merged(axes: Sequence[Any]) -> Any:
     """Returns the mesh axes of several dimensions flattened into one: those of the first if the others are not cut."""
-    return axes[0] if all(a is None for a in axes[1:]) else None
+    return axes[0] if axes and all(a is None for a in axes[1:]) else None
 
 
 def _to_devices(tensor: StoredTensor, sharding: NamedSharding, staging: "_Staging") -> Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,18 +46,27 @@ _LINEAR = {
 
 # Experts of each family: leaf -> tensor names after the layer's prefix; '{}' stands for the expert. If there are two
 # names, they are those of gate and up.
-_EXPERTS = {
-    "qwen3_moe": {
-        "router": ("mlp.gate",),
-        "expert_in": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-        "expert_out": ("mlp.experts.{}.down_proj",),
+_QWEN3_MOE = {
+    "router": ("mlp.gate.weight",),
+    "expert_in": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "expert_out": ("mlp.experts.{}.down_proj.weight",),
+}
+_EXPERTS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_5_moe": _QWEN3_MOE
+    | {
+        "shared_in": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+        "shared_out": ("mlp.shared_expert.down_proj.weight",),
+        "shared_gate": ("mlp.shared_expert_gate.weight",),
     },
     "mixtral": {
-        "router": ("block_sparse_moe.gate",),
-        "expert_in": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-        "expert_out": ("block_sparse_moe.experts.{}.w2",),
+        "router": ("block_sparse_moe.gate.weight",),
+        "expert_in": ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+        "expert_out": ("block_sparse_moe.experts.{}.w2.weight",),
     },
 }
+# Stacked dimensions of the leaves of experts, see `Entry.stacked`; all others are stacked by layer alone.
+_EXPERT_STACKS = {"expert_in": (0, 1, 2), "expert_out": (0, 1), "shared_in": (0, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +172,8 @@ def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
     names = _EXPERTS.get(config.family, {}).get(key)
     if names is None:
         return None
-    first, *second = (f"model.layers.{{}}.{name}.weight" for name in names)
-    stacked = {"router": (0,), "expert_in": (0, 1, 2), "expert_out": (0, 1)}[key]
-    return Entry(("layers", key), first, stacked, param, 1, second[0] if second else "")
+    first, *second = (f"model.layers.{{}}.{name}" for name in names)
+    return Entry(("layers", key), first, _EXPERT_STACKS.get(key, (0,)), param, 1, second[0] if second else "")
 
 
 def _layer_entry(key: str, param: Param, config: ModelConfig) -> Entry:

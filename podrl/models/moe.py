@@ -68,13 +68,16 @@ def route_dtype(experts: Experts) -> jnp.dtype:
 def route_bytes(config: ModelConfig) -> int:
     """Returns the number of bytes of a token's recorded routes in all layers; 0 for a model without experts."""
     experts = config.experts
-    return 0 if experts is None else config.num_layers * experts.chosen * route_dtype(experts).itemsize
+    return 0 if experts is None else config.routed_layers * experts.chosen * route_dtype(experts).itemsize
 
 
 def routes_of(route_BTX: UInt8[Array, "B T X"], config: ModelConfig) -> Int[Array, "L B T k"]:
-    """Converts routes recorded as bytes into expert numbers plus 1."""
+    """Converts routes recorded as bytes into expert numbers plus 1.
+
+    L counts the layers with experts, those of the model's first kind of layers first.
+    """
     assert config.experts is not None
-    dtype, dims = route_dtype(config.experts), (*route_BTX.shape[:2], config.num_layers, config.experts.chosen)
+    dtype, dims = route_dtype(config.experts), (*route_BTX.shape[:2], config.routed_layers, config.experts.chosen)
     if dtype.itemsize > 1:
         route_BTX = lax.bitcast_convert_type(route_BTX.reshape(*dims, dtype.itemsize), dtype)
     return jnp.moveaxis(route_BTX.reshape(dims), 2, 0)

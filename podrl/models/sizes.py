@@ -8,7 +8,7 @@ import jax
 
 from podrl.config import nearest
 from podrl.models.config import ModelConfig
-from podrl.models.decoder import is_param, param_specs
+from podrl.models.decoder import is_param, param_specs, stacks_of
 from podrl.models.hf_config import config_from_hf
 
 
@@ -98,6 +98,27 @@ def _qwen3_moe(dim: int, expert: int, layers: int, heads: int) -> dict[str, Any]
     }
 
 
+def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Fields of a Qwen 3.5 with 256 experts, of which 8 compute each token, and a shared one, all of the same width."""
+    return {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248_320,
+        "hidden_size": dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": expert,
+        "shared_expert_intermediate_size": expert,
+    }
+
+
 def _llama32(dim: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
     base = _llama31(dim, 8192, layers, heads)
     return base | {
@@ -153,6 +174,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
     "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),
     "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64),
+    "qwen3.5-35b-a3b": _qwen35_moe(2048, 512, 40, 16, 2),
 }
 
 
@@ -174,5 +196,5 @@ def parameter_count(config: ModelConfig) -> int:
 
 def expert_parameter_count(config: ModelConfig) -> int:
     """Counts the parameters of all routed experts; a token uses the share `config.chosen_share` of them."""
-    layers = param_specs(config)["layers"]
-    return sum(math.prod(layers[name].shape) for name in ("expert_in", "expert_out") if name in layers)
+    stacks = stacks_of(param_specs(config)["layers"], config)
+    return sum(math.prod(stack[n].shape) for stack in stacks for n in ("expert_in", "expert_out") if n in stack)

@@ -69,6 +69,16 @@ class StoredTensor:
         """Copies the tensor, or the rectangular part `index`, into an array of the same shape, cast to its dtype."""
         np.copyto(out, self._mapped()[index], casting="same_kind")
 
+    def split(self, names: Sequence[str], shape: tuple[int, ...]) -> list["StoredTensor"]:
+        """Cuts the tensor's bytes into tensors of equal shape, without reading them."""
+        size = (self.stop - self.start) // len(names)
+        return [
+            dataclasses.replace(
+                self, name=name, shape=shape, start=self.start + n * size, stop=self.start + (n + 1) * size
+            )
+            for n, name in enumerate(names)
+        ]
+
     def _mapped(self) -> np.ndarray:
         if is_remote(self.path):  # reads the whole tensor, because a part of it need not be contiguous in the file
             with self.path.open("rb") as file:

@@ -58,7 +58,7 @@ def least_trainer_seconds(setting: Setting) -> float:
     shape = setting.job.pack_shape(mesh)
     forward, compared = _forward(model), _forward(setting.reference or model)
     backward = 2 * forward if not model.lora.rank else forward * (model.num_layers - 1) / model.num_layers
-    last = 2.0 * model.active_ffn_dim * model.model_dim * model.num_layers
+    last = sum(2.0 * alike.active_ffn_dim * model.model_dim * alike.num_layers for alike in model.alike())
     again = forward - last if training.remat == "full" and model.num_layers > 1 else 0.0
     teacher = setting.job.algo.distillation
     within = compared if teacher is not None and teacher.kl == "full" else 0.0

@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 
+from podrl.models import moe
 from podrl.models.config import GLOBAL_WINDOW, Experts, RopeScaling
 from podrl.models.hf_config import config_from_hf, config_to_hf, read_config
 from podrl.models.sizes import SIZES, config_of, parameter_count
@@ -116,6 +117,61 @@ MIXTRAL_8X7B = {
     "use_cache": True,
     "vocab_size": 32000,
 }
+# The text part of the published config.json of Qwen3.5-35B-A3B, whose file has one for images, too.
+QWEN35_35B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+
+
+def test_the_published_fields_of_qwen35_with_experts_are_read():
+    images = {"model_type": "qwen3_5_moe", "image_token_id": 248056, "vision_config": {"depth": 27}}
+    config = config_from_hf(images | {"text_config": QWEN35_35B, "tie_word_embeddings": False})
+    assert config == config_of("qwen3.5-35b-a3b") == config_from_hf(QWEN35_35B)
+    assert config.experts == Experts(256, 8, 512, shared_dim=512, shared_gate=True)
+    assert config.runs() == (((1, 3), (0, 1)), 10) and config.recurrent and config.norm_plus_one
+    assert moe.route_bytes(config) == 2 * 40 * 8  # from 256 experts on a route takes two bytes
+    assert config_from_hf(config_to_hf(config)) == config
 
 
 def test_the_published_fields_of_models_with_experts_are_read():
@@ -128,7 +184,7 @@ def test_the_published_fields_of_models_with_experts_are_read():
         assert config_from_hf(config_to_hf(config)) == config
 
 
-@pytest.mark.parametrize("raw", [QWEN3_30B, MIXTRAL_8X7B], ids=lambda raw: raw["model_type"])
+@pytest.mark.parametrize("raw", [QWEN3_30B, MIXTRAL_8X7B, QWEN35_35B], ids=lambda raw: raw["model_type"])
 def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
     """Every field that may change the logits changes the configuration, or is refused by its name."""
     changes = {
@@ -152,6 +208,15 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
         "tie_word_embeddings": True,
         "max_position_embeddings": 7,
         "shared_expert_intermediate_size": 8,
+        "partial_rotary_factor": 0.5,
+        "attn_output_gate": False,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 64,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 3,
+        "full_attention_interval": 2,
+        "rope_parameters": {"rope_theta": 7.0},
         "n_group": 2,
         "routed_scaling_factor": 2.0,
         "scoring_func": "sigmoid",
@@ -163,8 +228,8 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
                 same.add(key)
         except ValueError as error:
             assert key in str(error), (key, error)
-    # Fields that say nothing while there is no window: the others must be given too.
-    assert same <= {"max_window_layers", "sliding_window", "use_sliding_window"}, same
+    # Fields that say nothing while there is no window, or that layer_types overrides.
+    assert same <= {"max_window_layers", "sliding_window", "use_sliding_window", "full_attention_interval"}, same
     if raw["model_type"] == "qwen3_moe":
         windowed = config_from_hf(raw | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None})
         assert set(windowed.window_L) == {64}
@@ -202,6 +267,7 @@ def test_published_sizes_survive_a_round_trip(name):
         ("qwen3-32b", 32_762_123_264),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
+        ("qwen3.5-35b-a3b", 34_660_610_688),
     ],
 )
 def test_published_sizes_have_the_published_number_of_parameters(name, count):
@@ -213,7 +279,7 @@ def test_gemma3_sizes_have_the_numbers_of_their_names():
 
 
 def test_an_unknown_size_lists_all():
-    with pytest.raises(ValueError, match=r"'gemma3-5b'\. Did you mean 'gemma3-4b'\?.*gemma2-2b, .*qwen3-235b-a22b\."):
+    with pytest.raises(ValueError, match=r"'gemma3-5b'\. Did you mean 'gemma3-4b'\?.*gemma2-2b, .*qwen3.5-35b-a3b\."):
         config_of("gemma3-5b")
 
 

@@ -35,6 +35,25 @@ def tensors_of(directory):
     return dict(safetensors.numpy.load_file(directory / "model.safetensors"))
 
 
+def test_experts_in_one_tensor_are_those_in_a_tensor_each(tmp_path):
+    """Reads the spelling of Qwen 3.5's files, beside tensors of images and of further predicted tokens."""
+    directory = pathlib.Path(shutil.copytree(FIXTURES / "qwen3_5_moe", tmp_path / "fused"))
+    tensors, fused = tensors_of(directory), {}
+    for layer in range(4):
+        experts = f"model.layers.{layer}.mlp.experts"
+        apart = {
+            part: np.stack([tensors.pop(f"{experts}.{e}.{part}.weight") for e in range(6)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        fused[f"{experts}.gate_up_proj"] = np.concatenate([apart["gate_proj"], apart["up_proj"]], axis=1)
+        fused[f"{experts}.down_proj"] = apart["down_proj"]
+    fused = {name.replace("model.", "model.language_model."): tensor for name, tensor in (tensors | fused).items()}
+    more = {"mtp.layers.0.mlp.experts.gate_up_proj": np.ones(3), "model.visual.patch_embed.bias": np.ones(2)}
+    safetensors.numpy.save_file({**fused, **more}, directory / "model.safetensors")
+    mesh = build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())
+    trees_equal(load(directory, mesh)[1], load(FIXTURES / "qwen3_5_moe", mesh)[1])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_model_is_the_loaded_model(tmp_path, name):
     mesh = build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())

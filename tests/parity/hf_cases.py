@@ -58,6 +58,13 @@ QWEN3_5 = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }
 
+QWEN3_5_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 10,
+}
+
 # (name, configuration class, differences from SMALL): GQA ratios, head sizes unlike dim / heads, windows shorter than
 # the sequences of the tests, tied and untied, biases, soft caps that bite, both rope bases and scalings.
 CASES = [
@@ -109,6 +116,11 @@ CASES = [
         QWEN3_5
         | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
         | {"linear_num_key_heads": 4, "linear_value_head_dim": 5, "tie_word_embeddings": True},
+    ),
+    (
+        "qwen3_5_moe",
+        "Qwen3_5MoeTextConfig",
+        QWEN3_5 | QWEN3_5_EXPERTS | {"num_hidden_layers": 5, "rms_norm_eps": 1e-2},
     ),
     ("llama_untied", "LlamaConfig", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500_000.0}}),
     ("llama3_rope", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
@@ -173,6 +185,14 @@ FIXTURE_CASES = [
         QWEN3_5
         | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
         | {"hidden_size": 16, "num_key_value_heads": 1, "linear_key_head_dim": 8},  # gated norms magnify roundings
+    ),
+    (
+        "qwen3_5_moe",
+        "Qwen3_5MoeTextConfig",
+        QWEN3_5
+        | QWEN3_5_EXPERTS
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+        | {"hidden_size": 16, "num_key_value_heads": 1, "linear_key_head_dim": 8},
     ),
     (
         "qwen3_moe",

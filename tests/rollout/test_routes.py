@@ -67,7 +67,7 @@ def own_routes(tiny, params, rollouts):
     """Returns the experts that the trainer's routers choose by themselves, (B, T, L * k)."""
     position_BT = np.broadcast_to(np.arange(rollouts.tokens_BT.shape[1]), rollouts.tokens_BT.shape)
     segment_BT = (position_BT < rollouts.length_B[:, None]).astype(np.int32)
-    L, k = tiny.model.num_layers, tiny.model.experts.chosen
+    L, k = tiny.model.routed_layers, tiny.model.experts.chosen
     unknown = jnp.zeros((L, *rollouts.tokens_BT.shape, k), moe.route_dtype(tiny.model.experts))
     run = jax.jit(lambda *x: decoder.replayed(*x, tiny.model, route_LBTk=unknown)[1])
     own_LBTk = np.asarray(run(params, rollouts.tokens_BT, segment_BT, position_BT))
@@ -177,6 +177,41 @@ def test_routes_beyond_255_experts_take_two_bytes(tiny_on, tight_config, prompts
     known_BT = known(rollouts)
     np.testing.assert_array_equal(got_BTX[known_BT], own_routes(wide, wide.params, rollouts)[known_BT])
     assert got_BTX.max() > 255
+
+
+QWEN3_5 = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 320,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 6,
+    "full_attention_interval": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 10,
+    "max_position_embeddings": 256,
+    "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("unrolled", [12, 0])
+def test_layers_of_several_kinds_record_their_experts(tiny_on, tight_config, prompts_of, check, monkeypatch, unrolled):
+    monkeypatch.setattr(engine_module, "UNROLLED_LAYERS", unrolled)
+    mixed = tiny_on("data=1", 1, config_from_hf(QWEN3_5))
+    worker = mixed.worker(tight_config, warm=False)
+    rollouts = worker.generate(Policy(mixed.params, 7), prompts_of([5, 20, 9]), group_size=4, step=3, sampling=SAMPLING)
+    check(mixed, rollouts, SAMPLING)
+    known_BT = known(rollouts)
+    want_BTX = own_routes(mixed, mixed.params, rollouts)
+    np.testing.assert_array_equal(rollouts.route_BTX[known_BT], want_BTX[known_BT])
+    assert len({tuple(layer) for layer in np.moveaxis(want_BTX[known_BT].reshape(-1, 4, 2), 1, 0).reshape(4, -1)}) == 4
 
 
 @pytest.mark.parametrize("asked", [ASKED, "Else"])
