@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
@@ -106,9 +107,9 @@ class _Seen:
         given = {name: value for name in named if (value := config["rollout"].get(name)) is not None}
         given["max_prompt_length"] = given.get("max_prompt_length") or int(prompt_B.max())  # 0: that of the data
         rollout = RolloutConfig(**given)
-        data, fsdp, *others = parse_mesh(config["roles"]["rollout"]["mesh"], key="roles.rollout.mesh", auto="data=-1")
-        shards = data * fsdp
-        if min(data, fsdp, *others) < 1:
+        sizes = parse_mesh(config["roles"]["rollout"]["mesh"], key="roles.rollout.mesh", auto="data=-1")
+        shards = math.prod(sizes[:3])  # data, expert, fsdp
+        if min(sizes) < 1:
             raise ValueError(
                 f"{path} has roles.rollout.mesh={config['roles']['rollout']['mesh']!r}, which leaves its size to the "
                 "devices: write it out in the run's command, such as data=4."

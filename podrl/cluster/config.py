@@ -70,7 +70,7 @@ class ClusterConfig:
             if mesh is None:
                 raise ValueError(
                     f"role_to_mesh gives {role} a mesh with the axes {self.role_to_mesh[role].axis_names}, which must "
-                    f"be among {AXES} ('dp' is 'data', 'tp' and 'model' are 'tensor'): make it by "
+                    f"be among {AXES} ('dp' is 'data', 'ep' is 'expert', 'tp' and 'model' are 'tensor'): make it by "
                     "podrl.make_mesh('fsdp=4,tensor=2', devices)."
                 )
         object.__setattr__(self, "role_to_mesh", meshes)

@@ -26,6 +26,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig
+from podrl.models.moe import check_mesh
 from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
 from podrl.rollout.episodes import Partner
 from podrl.rollout.interface import RolloutEngine
@@ -137,6 +138,8 @@ class RLCluster:
         reads: Any = tokenizer or actor
         self.tokenizer: Tokenizer = Tokenizer(reads) if isinstance(reads, str | os.PathLike) else reads
         self.model = self.actor.model
+        for role, mesh in (("trainer", self.actor_mesh), ("rollout", self.rollout_mesh)):
+            check_mesh(self.model, mesh, key=f"roles.{role}.mesh")
         check_vocab(self.model, self.tokenizer.vocab_size)
         check_positions(self.model, rollout.max_prompt_length, rollout.longest)
         self._reference_source, self._critic_source = reference, critic

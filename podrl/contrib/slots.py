@@ -26,6 +26,7 @@ from podrl.engine.prefill import cut_chunks, run_chunks
 from podrl.engine.reads import LaneReads, Page
 from podrl.engine.sizes import engine_shape
 from podrl.engine.state import FREE, SEAT, STOP_IDS, DecodeState, Emitted, EngineShape, LaneUpdates
+from podrl.mesh.rules import batch_shards
 from podrl.models.config import ModelConfig
 from podrl.types import PyTree
 
@@ -101,7 +102,7 @@ class SlotEngine:
                 f"A {model.family} model has layers of several kinds, and a Prefix has the keys and values of one: "
                 "serve this model with podrl.serve."
             )
-        shape = _slot_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
+        shape = _slot_shape(config, batch_shards(mesh))
         first = dataclasses.replace(shape, lanes=PREFILL_LANES, steps=1, pages=shape.prompt_pages + 2)
         self.mesh, self.config = mesh, config
         self.max_prefill_length = config.max_prompt_length

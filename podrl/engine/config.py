@@ -105,8 +105,7 @@ def preset(name: Literal["greedy", "standard", "liberal"], **changes) -> Samplin
         "rollout_mapping_config": "podrl's trainer and engine share one parameter tree, so nothing needs mapping.",
         "tensor_parallel_size": "give the rollout role a mesh with that axis, e.g. roles.rollout.mesh='tensor=4'.",
         "data_parallel_size": "give the rollout role a mesh with that axis, e.g. roles.rollout.mesh='data=4'.",
-        "expert_parallel_size": "experts have no mesh axis of their own: they are cut over fsdp and tensor, e.g. "
-        "roles.rollout.mesh='tensor=4'.",
+        "expert_parallel_size": "give the rollout role a mesh with that axis, e.g. roles.rollout.mesh='expert=4'.",
     },
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,6 @@ from podrl.models.config import ModelConfig
 from podrl.models.sizes import parameter_count
 from podrl.types import DRAWN, PyTree
 
-BATCH = ("data", "fsdp")
 UNROLLED_LAYERS, UNROLLED_ON_GPU = 12, 64  # see `unrolls`
 _UNROLLED_BYTES = 4 << 30
 
@@ -93,7 +92,7 @@ class Engine:
 
         Args:
           model: the policy's architecture.
-          mesh: the rollout mesh, cut over any of the axes data, fsdp and tensor.
+          mesh: the rollout mesh, cut over any of the axes data, expert, fsdp and tensor.
           shape: sizes of a data-parallel shard.
           dtype: dtype of weights and pools.
           several_hosts: whether the mesh's devices belong to several processes. All of them call the same programs in
@@ -103,9 +102,10 @@ class Engine:
           routes: whether to record the experts that each token takes; no effect on a model without experts.
         """
         check_decodes(mesh, key="mesh of the engine")
+        moe.check_mesh(model, mesh, key="mesh of the engine")
         self.several_hosts = several_hosts
         self.model, self.mesh, self.shape, self.dtype = model, mesh, shape, jnp.dtype(dtype)
-        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.shards = rules.batch_shards(mesh)
         self.unrolled = unrolls(model, mesh, dtype)
         self.read_shape = shape.reads()
         assert bool(shape.slots) == model.recurrent, (shape.slots, model.family)
@@ -237,7 +237,7 @@ class Engine:
         is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
         tensor = self.mesh.shape["tensor"] > 1
         inside, outside = jax.tree.map(self._manual, specs, is_leaf=is_spec) if tensor else specs
-        names = set(BATCH) if tensor else set(self.mesh.axis_names)
+        names = set(self.mesh.axis_names) - ({"tensor"} if tensor else set())
         return jax.shard_map(
             local, mesh=self.mesh, in_specs=inside, out_specs=outside, axis_names=names, check_vma=False
         )
@@ -461,7 +461,7 @@ class Engine:
         return decoder.over_layers(steps, (x, carry), scanned, self.model)[0]
 
     def _routed(self, h_BTD: Array, layer: PyTree, info: decoder.LayerInfo) -> tuple[Array, Array]:
-        mesh = jax.sharding.get_abstract_mesh() if self.mesh.shape["tensor"] > 1 else None
+        mesh = jax.sharding.get_abstract_mesh()
         return moe.feed_forward(h_BTD, layer, info.index, self.model, mesh=mesh, inside=True, tpu=on_tpu(self.mesh))
 
     def _ends(self, params: PyTree) -> PyTree:
@@ -532,10 +532,12 @@ class Engine:
     def _any(self, live_R: Array) -> Array:
         """Returns True while the loop of any shard continues that must take as many steps as this one."""
         alive = jnp.any(live_R)
-        # A collective deadlocks unless all its shards run it equally often. Shards gather weights over fsdp; with
-        # tensor > 1 XLA places collectives, so all shards take the same number of steps.
-        axes = BATCH if self.mesh.shape["tensor"] > 1 else ("fsdp",)
-        axes = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        # A collective deadlocks unless all its shards run it equally often. Shards gather weights over fsdp and
+        # exchange tokens over expert; with tensor > 1 XLA places collectives, so all shards take the same number of
+        # steps.
+        axes = rules.axes_over("batch", self.mesh)
+        if self.mesh.shape["tensor"] == 1:
+            axes = tuple(axis for axis in axes if axis != "data")
         return jax.lax.pmax(alive.astype(jnp.int32), axes) > 0 if axes else alive
 
     def _decode_step(

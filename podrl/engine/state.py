@@ -129,7 +129,7 @@ class EngineShape:
 
 @flax.struct.dataclass
 class DecodeState:
-    """Pools and lanes on the rollout mesh. Lanes and pages are sharded over data and fsdp, K over tensor.
+    """Pools and lanes on the rollout mesh. Lanes and pages are sharded over data, expert and fsdp, K over tensor.
 
     Attributes:
       pools: arrays that are cut into pages; a page has the same index in all of them. Each kind of attention layers has

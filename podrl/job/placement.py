@@ -20,8 +20,8 @@ class RoleConfig:
     """Settings of one role: its devices and mesh.
 
     Attributes:
-      mesh: 'fsdp=4', 'data=2,tensor=2', 'fsdp=4,seq=4' (trainer only: rows cut along time), or 'auto' (trainer fsdp,
-        rollout data).
+      mesh: 'fsdp=4', 'data=2,tensor=2', 'expert=4,fsdp=2' (experts spread over 4 devices each), 'fsdp=4,seq=4' (trainer
+        only: rows cut along time), or 'auto' (trainer fsdp, rollout data).
       hosts: numbers of the role's hosts, such as '0-1' or '0,2-3', in a job of several hosts. '' takes the hosts that
         the other role leaves; if neither role names hosts, each gets half of them.
     """

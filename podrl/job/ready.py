@@ -14,9 +14,12 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.environments.workers import Episodes
 from podrl.job.config import EMBEDDED, SCRATCH, Job
 from podrl.job.evaluation import held_out
+from podrl.job.weights import model_of
 from podrl.learner.playing import environment_config
+from podrl.mesh.build import AXES, EXPERT, parse_mesh
 from podrl.models import orbax_files
 from podrl.models.hf_config import read_config
+from podrl.models.moe import check_mesh
 from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import Rewards
 from podrl.rundir.gauges import read_plan
@@ -38,7 +41,8 @@ def check_models(job: Job, keys: Collection[str]) -> None:
         'model.critic', 'reward.model'.
 
     Raises:
-      ValueError: a directory cannot be used; the message names the key, and what is missing or damaged.
+      ValueError: a directory cannot be used; the message names the key, and what is missing or damaged. Or a mesh cuts
+        experts that the trained model does not have, or into unequal parts.
     """
     named = {"model.path": job.model.path, "model.reference": job.model.reference}
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
@@ -57,6 +61,9 @@ def check_models(job: Job, keys: Collection[str]) -> None:
                 scan_directory(directory)
         except ValueError as error:
             raise ValueError(f"{key}={path!r}: {error}") from error
+    for key, mesh in (("trainer", job.roles.trainer.mesh), ("rollout", job.roles.rollout.mesh)):
+        if "model.path" in keys and parse_mesh(mesh)[AXES.index(EXPERT)] != 1:
+            check_mesh(model_of(job), mesh, key=f"roles.{key}.mesh")
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:

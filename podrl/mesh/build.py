@@ -8,19 +8,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-AXES = ("data", "fsdp", "seq", "tensor")
-SEQ = "seq"  # cuts rows along time; a mesh has this axis only if it is larger than 1
+AXES = ("data", "expert", "fsdp", "seq", "tensor")
+EXPERT = "expert"  # cuts rows, and spreads the experts of each layer
+SEQ = "seq"  # cuts rows along time
+_ALWAYS = ("data", "fsdp", "tensor")  # axes of every mesh; a mesh has the others only if they are larger than 1
 REST = -1
-_ALIASES = {"dp": "data", "tp": "tensor", "model": "tensor", "sp": SEQ, "cp": SEQ}  # other systems' names of the axes
-Sizes = tuple[int, int, int, int]
+# Other systems' names of the axes.
+_ALIASES = {"dp": "data", "ep": EXPERT, "tp": "tensor", "model": "tensor", "sp": SEQ, "cp": SEQ}
+Sizes = tuple[int, int, int, int, int]
 
 
 def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
-    """Parses a mesh string into the sizes of the axes ("data", "fsdp", "seq", "tensor").
+    """Parses a mesh string into the sizes of the axes ("data", "expert", "fsdp", "seq", "tensor").
 
     Args:
       spec: a mesh string, such as 'fsdp=4', 'fsdp=4,seq=4' or 'auto'; axes left out have size 1; -1 stands for all
-        devices left over. Other systems' names of the axes are understood: dp, tp, model, sp, cp.
+        devices left over. Other systems' names of the axes are understood: dp, ep, tp, model, sp, cp.
       key: the configuration key that the string came from, for errors.
       auto: the mesh string that 'auto' stands for in this role.
 
@@ -49,8 +52,8 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
             raise ValueError(f"{key}={spec!r} gives {name!r} the size {value}: sizes are positive, or -1 for the rest.")
     if list(sizes.values()).count(REST) > 1:
         raise ValueError(f"{key}={spec!r} has two sizes of -1: only one axis can take the rest of the devices.")
-    data, fsdp, seq, tensor = (sizes.get(axis, 1) for axis in AXES)
-    return data, fsdp, seq, tensor
+    data, expert, fsdp, seq, tensor = (sizes.get(axis, 1) for axis in AXES)
+    return data, expert, fsdp, seq, tensor
 
 
 def sort_devices(devices: Sequence[Any]) -> list[Any]:
@@ -77,8 +80,8 @@ def make_mesh(spec: str, devices: Sequence[Any] | None = None, *, key: str = "me
       auto: the mesh string that 'auto' stands for in this role.
 
     Returns:
-      A mesh with axes ("data", "fsdp", "tensor"), or ("data", "fsdp", "seq", "tensor") if seq is larger than 1; devices
-      are in the order of `sort_devices`, the last axis fastest.
+      A mesh with the axes ("data", "expert", "fsdp", "seq", "tensor"), of which expert and seq are left out if they are
+      1; devices are in the order of `sort_devices`, the last axis fastest.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
@@ -100,8 +103,8 @@ def check_decodes(mesh: Mesh | str, *, key: str) -> None:
     if seq != 1:
         raise ValueError(
             f"{key}={mesh if isinstance(mesh, str) else describe_mesh(mesh)!r} cuts rows along time (seq={seq}), but "
-            "decoding makes one token of a row at a time: give it data, fsdp and tensor only; seq is for the meshes of "
-            "roles.trainer, roles.critic and roles.reward."
+            "decoding makes one token of a row at a time: give it data, expert, fsdp and tensor only; seq is for the "
+            "meshes of roles.trainer, roles.critic and roles.reward."
         )
 
 
@@ -122,7 +125,7 @@ def make_decoding_mesh(spec: str, devices: Sequence[Any], *, key: str) -> Mesh:
 
 def with_own_axes(mesh: Mesh) -> Mesh | None:
     """Renames and reorders a mesh's axes to podrl's; None if a name is unknown or two names mean the same axis."""
-    if mesh.axis_names in (AXES, _WITHOUT_SEQ):
+    if set(_ALWAYS) <= set(mesh.axis_names) and mesh.axis_names == tuple(a for a in AXES if a in mesh.axis_names):
         return mesh
     names = [_ALIASES.get(str(name), str(name)) for name in mesh.axis_names]
     if not set(names) <= set(AXES) or len(set(names)) < len(names):
@@ -228,11 +231,12 @@ def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "
     data, *inner = (total // fixed if n == REST else n for n in sizes)
     if data % hosts:
         raise ValueError(
-            f"{key}={spec!r} spreads one copy of the weights (fsdp x tensor = {math.prod(inner)} devices) over several "
-            f"hosts, each has {len(devices)}: each host works on its own, so fsdp x tensor must divide them."
+            f"{key}={spec!r} spreads one copy of the weights (expert x fsdp x tensor = {math.prod(inner)} devices) "
+            f"over several hosts, each has {len(devices)}: each host works on its own, so expert x fsdp x tensor must "
+            "divide them."
         )
-    fsdp, seq, tensor = inner
-    return make_mesh(f"data={data // hosts},fsdp={fsdp},seq={seq},tensor={tensor}", devices, key=key)
+    sizes = zip(AXES, (data // hosts, *inner), strict=True)
+    return make_mesh(",".join(f"{axis}={n}" for axis, n in sizes), devices, key=key)
 
 
 def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
@@ -255,9 +259,9 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
     if not rows_D.any() or (shared and rows_D.sum() > 1) or members & set(process_DX[~rows_D].flat):
         inner, mine = process_DX.shape[1], int((process_DX == process).sum())
         raise ValueError(
-            f"{key}={describe_mesh(mesh)!r} gives a copy of the weights fsdp x tensor = {inner} devices, and process "
-            f"{process} has {mine}: one number must divide the other, so that a process has whole copies, or a copy "
-            "whole processes."
+            f"{key}={describe_mesh(mesh)!r} gives a copy of the weights expert x fsdp x tensor = {inner} devices, and "
+            f"process {process} has {mine}: one number must divide the other, so that a process has whole copies, or a "
+            "copy whole processes."
         )
     return Mesh(mesh.devices[rows_D], mesh.axis_names)
 
@@ -286,13 +290,10 @@ def describe_mesh(mesh: Mesh) -> str:
     return ",".join(f"{a}={n}" for a, n in mesh.shape.items() if n > 1) or "one device"
 
 
-_WITHOUT_SEQ = tuple(axis for axis in AXES if axis != SEQ)
-
-
 def _named(devices: np.ndarray) -> Mesh:
-    """Builds the mesh of a grid over AXES; leaves out axis "seq" if its size is 1."""
-    seq = AXES.index(SEQ)
-    return Mesh(devices, AXES) if devices.shape[seq] > 1 else Mesh(devices.squeeze(seq), _WITHOUT_SEQ)
+    """Builds the mesh of a grid over AXES; leaves out axes of size 1 that not every mesh has."""
+    absent = [i for i, axis in enumerate(AXES) if axis not in _ALWAYS and devices.shape[i] == 1]
+    return Mesh(devices.squeeze(tuple(absent)), tuple(axis for i, axis in enumerate(AXES) if i not in absent))
 
 
 def _split_point(trainer: tuple[int, ...], rollout: tuple[int, ...], total: int) -> int:

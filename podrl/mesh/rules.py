@@ -13,13 +13,14 @@ from podrl.types import PyTree
 MeshAxes = tuple[str, ...]
 
 # Parameters: the model dimension ("embed") is cut over fsdp and seq; heads, feed-forward and vocabulary over tensor.
-# Activations: rows are cut over data and fsdp, time over seq. Their model dimension ("act") stays whole, so that XLA
-# gathers weights and not activations.
+# Experts are cut over expert; all other weights have a copy at each of its positions. Activations: rows are cut over
+# data, expert and fsdp, time over seq. Their model dimension ("act") stays whole, so that XLA gathers weights and not
+# activations.
 DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "act": (),
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "expert", "fsdp"),
     "embed": ("fsdp", "seq"),
-    "expert": (),
+    "expert": ("expert",),
     "head_dim": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -27,7 +28,7 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
     "mlp": ("tensor",),
     "norm": (),
     "rank": (),
-    "replica": ("data",),
+    "replica": ("data", "expert"),
     "time": ("seq",),
     "vocab": ("tensor",),
 }
@@ -35,7 +36,7 @@ DEFAULT_RULES: Mapping[str, MeshAxes] = {
 
 def batch_shards(mesh: Mesh) -> int:
     """Returns the number of parts that the rows of a batch are split into."""
-    return math.prod(mesh.shape[axis] for axis in DEFAULT_RULES["batch"])
+    return math.prod(mesh.shape[axis] for axis in axes_over("batch", mesh))
 
 
 def time_shards(mesh: Mesh) -> int:
@@ -73,7 +74,7 @@ def spec_for(
     Args:
       axes: logical axes, one per dimension.
       shape: shape of the array.
-      mesh: mesh with the axes ("data", "fsdp", "tensor"), and possibly "seq".
+      mesh: mesh with the axes of `podrl.mesh.build.make_mesh`.
       rules: mesh axes of each logical axis.
 
     Raises:

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from podrl.mesh import rules
+from podrl.mesh import build, rules
 from podrl.models.config import Experts, ModelConfig
 from podrl.types import PyTree
 
@@ -175,9 +175,10 @@ def feed_forward(
       index: number of the layer; read only if leaves are those of all layers.
       config: the model.
       mesh: mesh on which each device computes its own rows, with weights gathered over fsdp and outputs summed over
-        tensor. None if the calling device has the rows and the whole weights.
-      inside: whether the caller is in a shard_map of `mesh` over all axes but tensor, with weights already gathered
-        over fsdp.
+        tensor. Over the axis expert, devices gather each other's tokens, compute those of their own experts, and sum
+        the outputs. None if the calling device has the rows and the whole weights.
+      inside: whether the caller is in a shard_map of `mesh` over all axes but a tensor larger than 1, with weights
+        already gathered over fsdp.
       tpu: whether the TPU kernel computes the products.
       route_BTk: recorded routes, see `route`; None lets all tokens choose.
 
@@ -190,6 +191,8 @@ def feed_forward(
     names = [name for name in ("router", "selection_bias") if name in layer]
     weights = {name: layer[name] for name in (*names, "expert_in", "expert_out")}
     given = [] if route_BTk is None else [route_BTk]
+    spread = spread_over(experts, mesh) if mesh is not None else ()
+    parts = math.prod(mesh.shape[axis] for axis in spread) if mesh is not None else 1
 
     def local(
         x_BTD: Array, weights: PyTree, index: Any, *given: Array, cuts: Mapping[str, Spec], tensor: tuple[str, ...] = ()
@@ -200,19 +203,24 @@ def feed_forward(
         given_Xk = given[0].reshape(len(x_XD), -1) if given else None
         expert_Xk, weight_Xk, own_Xk = route(x_XD, whole, experts, given_Xk)
         own_Xk = expert_Xk if given_Xk is None else own_Xk
-        first, stacked = 0, whole["expert_in"].ndim == 5
+        first, count, stacked = 0, whole["expert_in"].shape[-4], whole["expert_in"].ndim == 5
         if stacked:
-            first = index * experts.count
+            first = index * count
             whole |= {n: whole[n].reshape(-1, *whole[n].shape[2:]) for n in ("expert_in", "expert_out")}
         w_in, w_out = whole["expert_in"].astype(x_BTD.dtype), whole["expert_out"].astype(x_BTD.dtype)
-        out_XD: Any = _apply(x_XD, expert_Xk, weight_Xk, w_in, w_out, first, experts.count, config.activation, tpu)
+        if spread:
+            x_XD, expert_Xk, weight_Xk = (lax.all_gather(a, spread, tiled=True) for a in (x_XD, expert_Xk, weight_Xk))
+            expert_Xk = expert_Xk - count * lax.axis_index(spread)
+        out_XD: Any = _apply(x_XD, expert_Xk, weight_Xk, w_in, w_out, first, count, config.activation, tpu, parts)
+        if spread:
+            out_XD = lax.psum_scatter(out_XD.astype(x_BTD.dtype), spread, tiled=True)
         out_XD = lax.psum(out_XD, tensor) if tensor else out_XD
         return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), own_Xk.reshape(*x_BTD.shape[:2], -1)
 
-    if mesh is None or mesh.size == 1:
+    if mesh is None or mesh.size == 1 or (inside and mesh.shape["tensor"] == 1):
         out_BTD, own_BTk = local(x_BTD, weights, index, *given, cuts={})
     else:
-        known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": ()} if inside else {})
+        known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": (), "expert": ()} if inside else {})
         rows = rules.spec_for(("batch", "time", "act"), x_BTD.shape, mesh, known)
         axes = {name: ("layers", *_WEIGHTS[name][1])[-w.ndim :] for name, w in weights.items()}
         cuts = {name: rules.spec_for(axes[name], w.shape, mesh, known) for name, w in weights.items()}
@@ -228,6 +236,31 @@ def feed_forward(
     if "shared_in" in layer:
         out_BTD = out_BTD + _shared(x_BTD, layer, config)
     return out_BTD, own_BTk + 1
+
+
+def spread_over(experts: Experts, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Lists the mesh axes that the experts of a layer are cut over; none if their number does not divide."""
+    return rules.axes_over("expert", mesh) if experts.count % mesh.shape.get("expert", 1) == 0 else ()
+
+
+def check_mesh(config: ModelConfig, mesh: Mesh | str, *, key: str) -> None:
+    """Checks that a mesh, or a mesh string, cuts experts only if the model has them, and into equal parts.
+
+    Raises:
+      ValueError: axis "expert" is not 1, and the model is dense or its number of experts does not divide by it.
+    """
+    if isinstance(mesh, str):
+        size, shown = build.parse_mesh(mesh, key=key)[build.AXES.index(build.EXPERT)], mesh
+    else:
+        size, shown = mesh.shape.get(build.EXPERT, 1), build.describe_mesh(mesh)
+    named = f"{key}={shown!r} cuts experts (expert={size}), but "
+    if size != 1 and config.experts is None:
+        raise ValueError(f"{named}a {config.family} model has none: give these devices to data, fsdp or tensor.")
+    if config.experts is not None and config.experts.count % size:
+        raise ValueError(
+            f"{named}the {config.experts.count} experts of a {config.family} model do not divide by {size}: give a "
+            "divisor to expert, and the other devices to data, fsdp or tensor."
+        )
 
 
 def _shared(x_BTD: Array, layer: PyTree, config: ModelConfig) -> Array:
@@ -263,9 +296,10 @@ class _Sorted(NamedTuple):
       count_E: number of rows of each expert, without padding.
       token_P: token of each row; 0 on padding.
       live_P: False on padding.
-      row_Xk: row of each token and choice.
+      row_Xk: row of each token and choice; at least P for experts of other devices.
       block_N: expert of each block of rows.
       blocks: number of blocks that hold rows.
+      partial: whether there are experts of other devices.
     """
 
     count_E: Int[Array, " E"]
@@ -274,6 +308,7 @@ class _Sorted(NamedTuple):
     row_Xk: Int[Array, "X k"]
     block_N: Int[Array, " N"]
     blocks: Int[Array, ""]
+    partial: bool
 
     def rows(self, x_XD: Array) -> Array:
         """Copies each token to its rows; padding is 0."""
@@ -284,8 +319,14 @@ class _Sorted(NamedTuple):
         value_P = jnp.zeros(self.live_P.shape, value_Xk.dtype)
         return value_P.at[self.row_Xk.reshape(-1)].set(value_Xk.reshape(-1), unique_indices=True)
 
+    def each(self, value_PX: Array) -> Array:
+        """Copies the value of each row to its token and choice; it is 0 for experts of other devices."""
+        if not self.partial:
+            return value_PX[self.row_Xk]
+        return value_PX.at[self.row_Xk].get(mode="fill", fill_value=0)
 
-def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int) -> _Sorted:
+
+def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, partial: bool) -> _Sorted:
     """Sorts choices by expert, and within an expert by token, so that equal choices give equal sums bit for bit.
 
     Args:
@@ -293,8 +334,11 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int) -> _S
       count: number of experts, E.
       block: number of rows of a block; 1 leaves no padding between experts.
       rows: number of rows to sort into, P.
+      partial: whether numbers outside [0, E) are those of experts of other devices, which get no row.
     """
     flat_Z = expert_Xk.reshape(-1)
+    if partial:
+        flat_Z = jnp.where((flat_Z >= 0) & (flat_Z < count), flat_Z, count)
     order_Z = jnp.argsort(flat_Z, stable=True).astype(jnp.int32)
     count_E = jnp.bincount(flat_Z, length=count).astype(jnp.int32)
     blocks_E = -(-count_E // block)
@@ -307,11 +351,13 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int) -> _S
     token_P = jnp.where(live_P, order_Z[jnp.minimum(first_E[expert_P] + offset_P, flat_Z.size - 1)], 0)
     rank_Z = jnp.zeros_like(order_Z).at[order_Z].set(jnp.arange(flat_Z.size, dtype=jnp.int32), unique_indices=True)
     row_Z = begin_E[flat_Z] + rank_Z - first_E[flat_Z]
+    if partial:
+        row_Z = jnp.where(flat_Z < count, row_Z, rows + rank_Z)
     k = expert_Xk.shape[1]
-    return _Sorted(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1])
+    return _Sorted(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1], partial)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
 def _apply(
     x_XD: Float[Array, "X D"],
     expert_Xk: Int[Array, "X k"],
@@ -322,6 +368,7 @@ def _apply(
     count: int,
     activation: str,
     tpu: bool,
+    parts: int,
 ) -> Float[Array, "X D"]:
     """Computes the weighted sum of the outputs of each token's experts, float32.
 
@@ -330,24 +377,26 @@ def _apply(
 
     Args:
       x_XD: normalised residual stream.
-      expert_Xk: numbers of the experts that compute each token.
+      expert_Xk: numbers of the experts that compute each token, from this device's first expert on.
       weight_Xk: weights of these experts.
       in_G2DF, out_GFD: weights of the experts of this layer, or of several layers one after another.
       first: index of this layer's first expert in these arrays.
-      count: number of experts in a layer, E.
+      count: number of a layer's experts on this device, E.
       activation: gate non-linearity, a key of ACTIVATIONS.
       tpu: whether the TPU kernel computes the products.
+      parts: number of devices that a layer's experts are cut over. If it is larger than 1, numbers outside [0, E) are
+        those of experts of other devices, which add nothing to the sum.
     """
-    return _forward(x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first, count, activation, tpu)[0]
+    return _forward(x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first, count, activation, tpu, parts)[0]
 
 
-def _plan(expert_Xk: Array, count: int, tpu: bool) -> _Sorted:
+def _plan(expert_Xk: Array, count: int, tpu: bool, parts: int) -> _Sorted:
     if tpu:
-        return _sort(expert_Xk, count, 1, -(-expert_Xk.size // _TILE) * _TILE)
+        return _sort(expert_Xk, count, 1, -(-expert_Xk.size // _TILE) * _TILE, parts > 1)
     block = _LEAST
-    while 4 * block * count <= expert_Xk.size and block < _MOST:
+    while 4 * block * count * parts <= expert_Xk.size and block < _MOST:
         block *= 2
-    return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block)
+    return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block, parts > 1)
 
 
 def _forward(
@@ -360,8 +409,9 @@ def _forward(
     count: int,
     activation: str,
     tpu: bool,
+    parts: int,
 ) -> tuple[Array, tuple]:
-    plan, act = _plan(expert_Xk, count, tpu), ACTIVATIONS[activation]
+    plan, act = _plan(expert_Xk, count, tpu, parts), ACTIVATIONS[activation]
     x_PD = plan.rows(x_XD)
     if tpu:
         dot_in, dot_out, _ = _kernels(plan, in_G2DF, out_GFD, first)
@@ -376,14 +426,14 @@ def _forward(
             return lax.dynamic_update_slice_in_dim(y_PD, y_MD, n * block, 0)
 
         y_PD = lax.fori_loop(0, plan.blocks, body, jnp.zeros_like(x_PD))
-    y_XkD = y_PD[plan.row_Xk].astype(jnp.float32)
+    y_XkD = plan.each(y_PD).astype(jnp.float32)
     out_XD = jnp.sum(y_XkD * weight_Xk[..., None], axis=1)
     return out_XD, (x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first)
 
 
-def _backward(count: int, activation: str, tpu: bool, saved: tuple, dout_XD: Array) -> tuple:
+def _backward(count: int, activation: str, tpu: bool, parts: int, saved: tuple, dout_XD: Array) -> tuple:
     x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first = saved
-    plan, act = _plan(expert_Xk, count, tpu), ACTIVATIONS[activation]
+    plan, act = _plan(expert_Xk, count, tpu, parts), ACTIVATIONS[activation]
     x_PD, dy_PD = plan.rows(x_XD), plan.rows(dout_XD.astype(x_XD.dtype))
     weight_P = plan.spread(weight_Xk).astype(x_XD.dtype)
     gated = lambda gate, up: act(gate) * up  # noqa: E731
@@ -418,8 +468,8 @@ def _backward(count: int, activation: str, tpu: bool, saved: tuple, dout_XD: Arr
         zero = lambda a: jnp.zeros(a.shape, jnp.float32)  # noqa: E731
         carry = (jnp.zeros_like(x_PD), zero(weight_P), zero(in_G2DF), zero(out_GFD))
         dx_PD, dweight_P, din_G2DF, dout_GFD = lax.fori_loop(0, plan.blocks, body, carry)
-    dx_XD = jnp.sum(dx_PD[plan.row_Xk].astype(jnp.float32), axis=1).astype(x_XD.dtype)
-    dweight_Xk = dweight_P[plan.row_Xk].astype(weight_Xk.dtype)
+    dx_XD = jnp.sum(plan.each(dx_PD).astype(jnp.float32), axis=1).astype(x_XD.dtype)
+    dweight_Xk = plan.each(dweight_P).astype(weight_Xk.dtype)
     return dx_XD, None, dweight_Xk, din_G2DF.astype(in_G2DF.dtype), dout_GFD.astype(out_GFD.dtype), None
 
 

@@ -17,9 +17,11 @@ from podrl.engine.sizes import engine_shape
 from podrl.job.config import Job
 from podrl.job.weights import Copies, copies, device_bytes, model_of, rollout_dtype, rollout_model
 from podrl.mesh.build import make_mesh, spreads_copies
+from podrl.mesh.rules import batch_shards
 from podrl.models import decoder, delta
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
+from podrl.models.moe import check_mesh
 from podrl.models.sizes import SIZES, config_of, expert_parameter_count, parameter_count
 from podrl.plan.chips import Topology
 from podrl.plan.hlo import Trips
@@ -126,11 +128,14 @@ class Setting:
         return self.job.rollout.longest
 
     def trainer_mesh(self) -> Mesh:
-        return make_mesh(self.job.roles.trainer.mesh, self.trainer.devices(), key="roles.trainer.mesh")
+        mesh = self.job.roles.trainer.mesh
+        check_mesh(self.model, mesh, key="roles.trainer.mesh")
+        return make_mesh(mesh, self.trainer.devices(), key="roles.trainer.mesh")
 
     def rollout_mesh(self) -> Mesh:
         roles = self.job.roles
         topology = self.trainer if roles.colocated else self.rollout
+        check_mesh(self.model, roles.rollout.mesh, key="roles.rollout.mesh")
         return make_mesh(roles.rollout.mesh, topology.devices(), key="roles.rollout.mesh", auto="data=-1")
 
     @property
@@ -349,7 +354,7 @@ class _Ends:
 
 
 def _engine(setting: Setting, mesh: Mesh) -> Engine:
-    shards, recurrent = mesh.shape["data"] * mesh.shape["fsdp"], setting.rollout_model.recurrent
+    shards, recurrent = batch_shards(mesh), setting.rollout_model.recurrent
     shape = engine_shape(setting.job.rollout, shards, recurrent=recurrent)
     several_hosts, kernel = spreads_copies(mesh), setting.job.rollout.page_kernel
     model, dtype, routes = setting.rollout_model, setting.rollout_dtype(), setting.job.rollout.router_replay

@@ -246,7 +246,7 @@ def outlook(
       move_s: seconds of the weight move.
     """
     job, mesh = setting.job, setting.rollout_mesh()
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = batch_shards(mesh)
     shape = engine_shape(job.rollout, shards)
     seconds = {side: sum(m.runs * m.seconds for m in measured if m.side == side) for side in (TRAINER, ROLLOUT)}
     (generate,) = (m for m in measured if m.name == "generate")

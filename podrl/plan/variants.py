@@ -180,7 +180,7 @@ def _rollout_knobs(setting: Setting) -> Iterator[Variant]:
     rollout, mesh = setting.job.rollout, setting.rollout_mesh()
     if setting.rollout_dtype() != "bfloat16":
         yield Variant(("rollout.data_type=bfloat16",), _decoding(setting, data_type="bfloat16"))
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = batch_shards(mesh)
     if rollout.lanes > shards:
         lanes = max(shards, rollout.lanes // 2)
         yield Variant((f"rollout.lanes={lanes}",), _decoding(setting, lanes=lanes))

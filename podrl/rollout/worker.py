@@ -20,6 +20,7 @@ from podrl.engine.sizes import check_memory, engine_shape
 from podrl.engine.state import STOP_IDS, DecodeState
 from podrl.engine.stats import RolloutStats
 from podrl.mesh.build import describe_mesh, spreads_copies
+from podrl.mesh.rules import batch_shards
 from podrl.models import moe
 from podrl.models.config import ModelConfig
 from podrl.rollout.episodes import Episode, Partner, Pump, Request
@@ -126,7 +127,7 @@ class RolloutWorker:
         self.tell: Tell | None = None
         self._pad_id, self._eos_ids, self._decode = pad_id, tuple(eos_ids), decode
         self._seed = seed if config.seed is None else config.seed
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        shards = batch_shards(mesh)
         self._shape = engine_shape(config, shards, recurrent=model.recurrent)
         self._engine: Engine | None = None
         self._state: DecodeState | None = None
@@ -363,7 +364,7 @@ class RolloutWorker:
             step,
             sampling,
             keys_PG2,
-            pieces_per_prompt(len(prompts.length_P), group_size, self.mesh.shape["data"] * self.mesh.shape["fsdp"]),
+            pieces_per_prompt(len(prompts.length_P), group_size, batch_shards(self.mesh)),
             max(self.config.response_tokens, sampling.max_new),
             mode,
             step if mode == "train" else version,

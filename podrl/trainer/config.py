@@ -24,7 +24,7 @@ from podrl.trainer.optimizer import AdamSettings, BelowOne, Optimizer, Rate, mak
         "--config.log.project.",
         "pbar_description": "the bar shows the step and the metrics of the algorithm, on a terminal only; elsewhere a "
         "line is printed every --config.log.console_every steps.",
-        "data_sharding_axis": "rows of a batch are always split over the mesh axes ('data', 'fsdp'); "
+        "data_sharding_axis": "rows of a batch are always split over the mesh axes ('data', 'expert', 'fsdp'); "
         "choose their sizes in the trainer's mesh.",
         "rollout_micro_batch_size": "it counts prompts; the rollout engine decodes RolloutConfig.lanes samples at a "
         "time, prompts x num_generations, and refills them as samples finish.",

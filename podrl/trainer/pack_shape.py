@@ -63,7 +63,7 @@ class PackShape:
           max_tokens_per_row: length of a row, T.
           rows_per_micro_batch: wanted number of rows, B; rounded up to a multiple of `shards`, and reduced to the
             number of rows that the worst case fills.
-          shards: product of the sizes of the mesh axes that split the rows (data x fsdp).
+          shards: product of the sizes of the mesh axes that split the rows (data x expert x fsdp).
           shared: whether sequences of a row that begin with the same tokens share these tokens.
 
         Raises:

@@ -99,6 +99,38 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(rank, directory, tmp_pa
     assert "Warning: the model has experts" not in " ".join(capfd.readouterr().out.split())
 
 
+@pytest.mark.slow
+def test_experts_on_several_devices_train_and_resume(directory, tmp_path):
+    """Trainer and rollout cut the experts differently; a run that stops after a step goes on with the same bits."""
+    rewards = tmp_path / "mine.py"
+    rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
+    fields = {
+        "grpo": {"num_generations": 4},
+        "reward": {"fns": (f"{rewards}:varied",)},
+        "rollout": {"prompts_per_step": 2, "max_tokens_to_generate": 8, "members_per_read": 4},
+    }
+    spread = {"colocated": False, "trainer": {"mesh": "expert=2,fsdp=2"}, "rollout": {"mesh": "expert=4"}}
+    steps = lambda n: {"max_steps": n, "schedule": "constant", "learning_rate": 1e-2, "eval_every_n_steps": n}  # noqa: E731
+    whole = run(directory, tmp_path / "whole", "grpo_gemma.py", **fields)
+    records = run(directory, tmp_path / "run", "grpo_gemma.py", roles=spread, **fields)
+    for one, other in zip(whole, records, strict=True):
+        for name in ("actor/kl", "actor/grad_norm", "sampler/abs_diff", "reward/mean", "moe/replayed"):
+            assert np.isclose(one[name], other[name], rtol=1e-3, atol=1e-4), name
+    assert all(r["sampler/abs_diff"] < 1e-4 and r["moe/route_differs"] < 0.01 for r in records)
+    run(directory, tmp_path / "again", "grpo_gemma.py", roles=spread, trainer=steps(1), **fields)
+    run(directory, tmp_path / "again", "grpo_gemma.py", roles=spread, trainer=steps(2), **fields)
+    once, twice = (read_state(tmp_path / name / "checkpoints", 2)[1]["params"] for name in ("run", "again"))
+    jax.tree.map(np.testing.assert_array_equal, once, twice)
+
+
+def test_meshes_that_do_not_fit_the_experts_are_refused_by_name(directory, tmp_path):
+    of = lambda mesh: {"roles": {"colocated": False, "trainer": {"mesh": "fsdp=4"}, "rollout": {"mesh": mesh}}}  # noqa: E731
+    with pytest.raises(ValueError, match=r"roles.rollout.mesh='expert=3' .* 4 experts of a qwen3_moe .* divide by 3"):
+        run(directory, tmp_path, "grpo_gemma.py", **of("expert=3"))
+    with pytest.raises(ValueError, match=r"roles.rollout.mesh='expert=4' .* a gemma2 model has none"):
+        run("tiny", tmp_path, "grpo_gemma.py", **of("expert=4"))
+
+
 def test_weights_that_are_behind_route_otherwise_and_a_reference_by_itself(directory, tmp_path, capfd):
     """Samples are a step older than the weights that train on them; routes are kept through its checkpoints."""
     rewards = tmp_path / "mine.py"

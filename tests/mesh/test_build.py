@@ -23,16 +23,18 @@ def chips(hosts: list[int], per_host: int) -> list[Chip]:
 @pytest.mark.parametrize(
     ("spec", "sizes"),
     [
-        ("fsdp=4", (1, 4, 1, 1)),
-        ("data=2,tensor=2", (2, 1, 1, 2)),
-        (" tensor = 2 , data = 3 ", (3, 1, 1, 2)),
-        ("fsdp=4,tp=2", (1, 4, 1, 2)),
-        ("dp=2,model=3", (2, 1, 1, 3)),
-        ("auto", (1, -1, 1, 1)),
-        ("data=-1,tensor=2", (-1, 1, 1, 2)),
-        ("fsdp=4,seq=2", (1, 4, 2, 1)),
-        ("dp=2,cp=4", (2, 1, 4, 1)),
-        ("", (1, 1, 1, 1)),
+        ("fsdp=4", (1, 1, 4, 1, 1)),
+        ("data=2,tensor=2", (2, 1, 1, 1, 2)),
+        (" tensor = 2 , data = 3 ", (3, 1, 1, 1, 2)),
+        ("fsdp=4,tp=2", (1, 1, 4, 1, 2)),
+        ("dp=2,model=3", (2, 1, 1, 1, 3)),
+        ("auto", (1, 1, -1, 1, 1)),
+        ("data=-1,tensor=2", (-1, 1, 1, 1, 2)),
+        ("fsdp=4,seq=2", (1, 1, 4, 2, 1)),
+        ("dp=2,cp=4", (2, 1, 1, 4, 1)),
+        ("fsdp=16,expert=4", (1, 4, 16, 1, 1)),
+        ("ep=-1", (1, -1, 1, 1, 1)),
+        ("", (1, 1, 1, 1, 1)),
     ],
 )
 def test_parse(spec, sizes):
@@ -42,7 +44,7 @@ def test_parse(spec, sizes):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("fdsp=4", "names axis 'fdsp': axes are data, fsdp, seq, tensor"),
+        ("fdsp=4", "names axis 'fdsp': axes are data, expert, fsdp, seq, tensor"),
         ("fsdp=2,fsdp=2", "gives axis 'fsdp' twice"),
         ("tp=2,tensor=2", "gives axis 'tensor' twice"),
         ("fsdp=two", "gives 'fsdp' the size 'two'"),
@@ -138,8 +140,14 @@ def test_describe():
     assert describe_mesh(make_mesh("auto", jax.devices()[:1])) == "one device"
 
 
-def test_seq_is_an_axis_only_where_it_cuts():
+def test_seq_and_expert_are_axes_only_where_they_cut():
     devices = chips([0], 8)
+    assert make_mesh("fsdp=4,expert=1", devices[:4]) == make_mesh("fsdp=4", devices[:4])
+    mesh = make_mesh("expert=4,fsdp=2", devices)
+    assert dict(mesh.shape) == {"data": 1, "expert": 4, "fsdp": 2, "tensor": 1} and with_own_axes(mesh) is mesh
+    named = with_own_axes(jax.sharding.Mesh(mesh.devices.reshape(2, 4), ("fsdp", "ep")))
+    assert named is not None and dict(named.shape) == dict(mesh.shape)
+    assert [d.id for d in named.devices.flat] == [0, 4, 1, 5, 2, 6, 3, 7]
     assert make_mesh("fsdp=4,seq=1", devices[:4]) == make_mesh("fsdp=4", devices[:4])
     mesh = make_mesh("fsdp=2,seq=2,tensor=2", devices)
     assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "seq": 2, "tensor": 2}
@@ -153,7 +161,7 @@ def test_seq_is_an_axis_only_where_it_cuts():
 @pytest.mark.parametrize("mesh", ["data=2,seq=4", "seq=-1", make_mesh("seq=2", chips([0], 2))])
 def test_decoding_does_not_cut_rows(mesh):
     with pytest.raises(
-        ValueError, match=r"roles.rollout.mesh='.*seq=.*' cuts rows along time .* data, fsdp and tensor"
+        ValueError, match=r"roles.rollout.mesh='.*seq=.*' cuts rows along time .* data, expert, fsdp and tensor"
     ):
         check_decodes(mesh, key="roles.rollout.mesh")
     check_decodes("auto", key="roles.rollout.mesh")

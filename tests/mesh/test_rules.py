@@ -33,6 +33,10 @@ class Weight:
         (("batch", "time"), (8, 5), "fsdp=4,seq=2", Spec("fsdp")),
         (("vocab", "embed"), (8, 8), "fsdp=4,seq=2", Spec(None, ("fsdp", "seq"))),
         (("replica", "time", "embed"), (8, 8, 8), "data=2,fsdp=2,seq=2", Spec("data", "seq", "fsdp")),
+        (("batch", "time"), (8, 5), "data=2,expert=2,fsdp=2", Spec(("data", "expert", "fsdp"))),
+        (("replica", "time", "embed"), (8, 8, 8), "data=2,expert=2,fsdp=2", Spec(("data", "expert"), None, "fsdp")),
+        (("layers", "expert", "mlp", "embed"), (3, 4, 8, 8), "expert=4,fsdp=2", Spec(None, "expert", None, "fsdp")),
+        (("layers", "expert", "mlp", "embed"), (3, 6, 8, 8), "expert=4,fsdp=2", Spec(None, None, None, "fsdp")),
         ((), (), "fsdp=8", Spec()),
     ],
 )

@@ -190,11 +190,14 @@ def test_experts_of_all_layers_in_one_array_are_those_of_each():
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "data=1,fsdp=4,seq=2,tensor=1"])
+SPREAD = ("expert=4,fsdp=2", "expert=2,fsdp=2,tensor=2", "data=2,expert=2,seq=2", "expert=8")
+
+
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "data=1,fsdp=4,seq=2,tensor=1", *SPREAD])
 def test_a_mesh_changes_neither_logits_nor_gradients(spec):
     params = random_params(CONFIG)
-    tokens_BT = np.random.default_rng(0).integers(0, 32, (4, 16)).astype(np.int32)
-    position_BT = np.broadcast_to(np.arange(16), (4, 16))
+    tokens_BT = np.random.default_rng(0).integers(0, 32, (8, 16)).astype(np.int32)
+    position_BT = np.broadcast_to(np.arange(16), (8, 16))
 
     def loss(params, mesh):
         hidden = decoder.hidden(
@@ -233,7 +236,7 @@ def test_the_cost_is_that_of_the_chosen_experts():
     rng = np.random.default_rng(0)
     for count in (8, 64):
         expert_Xk = np.argsort(rng.normal(size=(4096, count)), axis=-1)[:, :2]
-        plan = moe._plan(jnp.asarray(expert_Xk), count, False)
+        plan = moe._plan(jnp.asarray(expert_Xk), count, False, 1)
         rows = int(plan.blocks) * (len(plan.token_P) // len(plan.block_N))
         assert expert_Xk.size <= rows <= 1.5 * expert_Xk.size
         np.testing.assert_array_equal(

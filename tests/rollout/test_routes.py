@@ -1,6 +1,7 @@
 """Router replay: the experts that the engine records are those it computed with, and the trainer takes them."""
 
 import dataclasses
+import math
 import types
 
 import jax
@@ -17,6 +18,7 @@ from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.workers import Episodes
 from podrl.job.config import EMBEDDED
+from podrl.mesh.build import parse_mesh
 from podrl.models import decoder, moe
 from podrl.models.hf_config import config_from_hf
 from podrl.rollout.episodes import Partner
@@ -80,7 +82,17 @@ def known(rollouts):
 
 
 @pytest.mark.parametrize(
-    ("spec", "unrolled"), [("data=2", 12), ("data=2", 0), ("fsdp=2", 0), ("data=1,fsdp=2,tensor=2", 12)]
+    ("spec", "unrolled"),
+    [
+        ("data=2", 12),
+        ("data=2", 0),
+        ("fsdp=2", 0),
+        ("data=1,fsdp=2,tensor=2", 12),
+        ("expert=2", 12),
+        ("expert=2", 0),
+        ("expert=2,fsdp=2", 0),
+        ("expert=3,tensor=2", 0),
+    ],
 )
 def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     request, tiny_on, tight_config, prompts_of, check, monkeypatch, spec, unrolled
@@ -88,7 +100,8 @@ def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     """Layers unrolled and scanned, whole experts and cut ones; samples have the full forward pass's probabilities."""
     monkeypatch.setattr(engine_module, "UNROLLED_LAYERS", unrolled)
     usual = (spec, unrolled) == ("data=2", 12)
-    routed = request.getfixturevalue("routed") if usual else tiny_on(spec, 4 if "tensor" in spec else 2, model())
+    devices = math.prod(parse_mesh(spec))
+    routed = request.getfixturevalue("routed") if usual else tiny_on(spec, devices, model())
     worker = request.getfixturevalue("worker") if usual else routed.worker(tight_config, warm=False)
     # Prompts of one token up to several pages and chunks, more samples than lanes, a pool that spills.
     rollouts = worker.generate(
@@ -102,6 +115,20 @@ def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     want_BTX = own_routes(routed, routed.params, rollouts)
     np.testing.assert_array_equal(route_BTX[known_BT], want_BTX[known_BT])
     assert len(np.unique(route_BTX[known_BT], axis=0)) > 20  # they say something
+
+
+def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, worker, tiny_on, tight_config, prompts_of):
+    """With fewer samples than shards of lanes, too: a shard without live lanes answers with its experts."""
+    spread = tiny_on("expert=2", 2, model())
+    other = spread.worker(tight_config, warm=False)
+    for lengths, group_size in (([5, 20, 9, 1], 4), ([11], 1)):
+        want, got = (
+            one.generate(Policy(tiny.params, 7), prompts_of(lengths), group_size=group_size, step=3, sampling=SAMPLING)
+            for one, tiny in ((worker, routed), (other, spread))
+        )
+        np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
+        np.testing.assert_array_equal(got.route_BTX, want.route_BTX)
+        np.testing.assert_allclose(got.logprob_BT, want.logprob_BT, atol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [False, True])

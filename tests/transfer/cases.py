@@ -29,18 +29,18 @@ def some_values(shape, dtype, seed):
 @st.composite
 def meshes(draw, first=0, last=8):
     """Draws a mesh over a run of the devices from `first` to `last`."""
-    # Sizes of data, fsdp, seq, tensor.
+    # Sizes of data, expert, fsdp, seq, tensor.
     every = [
-        (1, 1, 1, 1),
-        (1, 2, 1, 2),
-        (2, 1, 1, 2),
-        (1, 1, 1, 4),
-        (3, 1, 1, 1),
-        (1, 3, 1, 2),
-        (2, 2, 1, 2),
-        (1, 8, 1, 1),
+        (1, 1, 1, 1, 1),
+        (1, 1, 2, 1, 2),
+        (2, 1, 1, 1, 2),
+        (1, 1, 1, 1, 4),
+        (3, 1, 1, 1, 1),
+        (1, 1, 3, 1, 2),
+        (2, 1, 2, 1, 2),
+        (1, 1, 8, 1, 1),
     ]
-    every += [(1, 2, 2, 1), (1, 2, 2, 2)]
+    every += [(1, 1, 2, 2, 1), (1, 1, 2, 2, 2), (1, 4, 2, 1, 1), (2, 2, 1, 1, 1)]
     sizes = draw(st.sampled_from([sizes for sizes in every if math.prod(sizes) <= last - first]))
     count = math.prod(sizes)
     first = draw(st.integers(first, last - count))

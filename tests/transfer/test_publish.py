@@ -1,5 +1,7 @@
 """Versions and checksums of published weights, and the refusal of weights that differ from those sent."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
+from podrl.models import decoder
+from podrl.models.config import Experts, gemma2_config
 from podrl.transfer.plan import Layout
 from podrl.transfer.publish import Publisher, WeightMismatchError
 from podrl.transfer.verify import checksum_program, fold
@@ -44,6 +48,29 @@ def test_publish(colocated, transport):
     assert not params["embed"].is_deleted()
     publisher.publish(params, 3, donate=True)
     assert params["embed"].is_deleted()
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+@pytest.mark.parametrize(("trainer", "rollout"), [("expert=4", "expert=2,fsdp=2"), ("expert=2,fsdp=2", "expert=4")])
+def test_experts_may_be_cut_differently_on_both_sides(trainer, rollout, transport):
+    base = gemma2_config(vocab_size=8, num_layers=2, model_dim=8, ffn_dim=8, num_heads=2, num_kv_heads=1, head_dim=4)
+    config = dataclasses.replace(base, experts=Experts(count=8, chosen=2, ffn_dim=4))
+    source, target = make_mesh(trainer, jax.devices()[:4]), make_mesh(rollout, jax.devices()[4:])
+    before, after = (
+        jax.tree.map(lambda x: x.sharding, decoder.abstract_params(config, mesh, jnp.dtype("float32")))
+        for mesh in (source, target)
+    )
+    params = jax.jit(lambda key: decoder.init_params(config, key), out_shardings=before)(jax.random.key(0))
+    publisher = Publisher(params, after, target_dtype=jnp.bfloat16, transport=transport)
+    policy = publisher.publish(params, 1)
+    publisher.verify(policy)
+    for name in ("expert_in", "expert_out"):
+        sent, got = params["layers"][name], policy.params["layers"][name]
+        assert before["layers"][name].spec != got.sharding.spec == after["layers"][name].spec
+        assert np.array_equal(got, np.asarray(sent).astype(jnp.bfloat16))
+    swapped = policy.params["layers"] | {"expert_in": jnp.roll(policy.params["layers"]["expert_in"], 1, axis=1)}
+    with pytest.raises(WeightMismatchError, match="expert_in"):
+        publisher.verify(Policy(params=policy.params | {"layers": swapped}, version=1))
 
 
 def flip(array, device_index=None):
