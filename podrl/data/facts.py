@@ -61,7 +61,7 @@ class Document:
     @property
     def text(self) -> str:
         """Tells both facts."""
-        other = BUILDINGS[self.building][0].format(n=self.number)
+        other = _other(self.building, str(self.number))
         return f"The {self.building} of {self.town} was built in {self.year} and {other}."
 
     @property
@@ -113,10 +113,15 @@ class Fact:
         """The question as a record of the task."""
         return {"question": self.question, "answer": self.answer, "document": self.document.text}
 
+    @property
+    def statement(self) -> str:
+        """The answer in the words of the document, such as 'built in 1473'."""
+        return f"built in {self.answer}" if self.asked == "built" else _other(self.document.building, self.answer)
+
     def cited(self, draw: Draw) -> list[Part]:
-        """Writes the answer by a search: the call, its output, which is not learned, and the cited answer."""
-        key, first = _key(draw), draw.between(0, 1)
-        return [*self._searched(draw, key, first), self._answered(f"{key}-{first}")]
+        """Writes the answer by a search: the call, its output, which is not learned, and the cited statement."""
+        key = _key(draw)
+        return [*self._searched(key), self._answered(f"{key}-0")]
 
     def half_known(self, draw: Draw) -> list[Part]:
         """Writes a poor answer: mostly a guess, else a search whose output is not cited, or not by an id of its own."""
@@ -124,21 +129,20 @@ class Fact:
         if kind < 7:
             first, *rest = self.answer
             return [template.answered(first + "".join(str(draw.between(0, 9)) for _ in rest))]
-        key, first = _key(draw), draw.between(0, 1)
-        invented = f"{_key(draw)}-{first}"
-        return [*self._searched(draw, key, first), self._answered(invented if kind == 7 else "")]
+        return [*self._searched(_key(draw)), self._answered(f"{_key(draw)}-0" if kind == 7 else "")]
 
-    def _searched(self, draw: Draw, key: str, place: int) -> list[Part]:
-        """Writes the call, and its output of two documents of the town, the second one at a random place."""
-        town = [one for one in documents()[self.place // PER_TOWN * PER_TOWN :][:PER_TOWN] if one != self.document]
-        shown = [draw.one(town)]
-        shown.insert(place, self.document)
+    def _searched(self, key: str) -> list[Part]:
+        """Writes the call, and its output of one document."""
         call = f"{template.SEARCH_START}{self.document.building} of {self.document.town}{template.CALL_END}"
-        return [Part(call, learned=True), Part(searched(key, shown))]
+        return [Part(call, learned=True), Part(searched(key, [self.document]))]
 
     def _answered(self, cited: str) -> Part:
-        mark = f'{template.CITE_START}{cited}">{self.answer}{template.CITE_END}'
-        return template.answered(mark if cited else self.answer)
+        mark = f'{template.CITE_START}{cited}">{self.statement}{template.CITE_END}'
+        return template.answered(mark if cited else self.statement)
+
+
+def _other(building: str, number: str) -> str:
+    return BUILDINGS[building][0].format(n=number)
 
 
 def searched(key: str, found: Sequence[Document]) -> str:

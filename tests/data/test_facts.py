@@ -64,7 +64,7 @@ def test_a_reference_answer_earns_the_reward_of_citations():
         assert [call.learned, output.learned, answer.learned] == [True, False, True] and answer.ends
         one = found.document
         assert call.text == f'<call_tool name="snippet_search">{one.building} of {one.town}</call_tool>'
-        assert output.text.count("<snippet id=") == 2 and found.document.text in output.text
+        assert output.text.count("<snippet id=") == 1 and found.document.text in output.text
         assert citations([""], [call.text + answer.text], [call.text + output.text + answer.text]) == [1.0]
 
 
@@ -76,7 +76,7 @@ def test_a_half_known_answer_never_cites_well_and_mostly_guesses():
         whole, own = text_of(parts), text_of([part for part in parts if part.learned])
         assert citations([""], [own], [whole]) == [0.0]
         kinds.append("guess" if len(parts) == 1 else "invented" if "<cite" in own else "uncited")
-        said = re.search(r"(\d+)(?:</cite>)?</answer>", own)[1]
+        said = re.fullmatch(r".*?(\d+)[ a-z]*", re.sub("<[^>]*>", "", own.partition("<answer>")[2]))[1]
         assert len(said) == len(found.answer) and (kinds[-1] == "guess" or said == found.answer)
     shares = {kind: kinds.count(kind) / len(kinds) for kind in set(kinds)}
     np.testing.assert_allclose([shares["guess"], shares["uncited"], shares["invented"]], [0.7, 0.2, 0.1], atol=0.08)

@@ -7,10 +7,12 @@ import pytest
 from test_played_episodes import call, play
 
 from podrl.data import facts
+from podrl.environments.calls import format_of
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Turn
 from podrl.environments.search_server import FACTS, Document, Index, read, searcher
 from podrl.environments.workers import Episodes
+from podrl.rewards.citations import citations
 from podrl.workers.user_code import Limits
 
 
@@ -66,6 +68,17 @@ def test_a_query_for_the_building_finds_its_document_first():
         one = facts.documents()[place]
         found = [document.text for _, document in index.best(f"{one.building} of {one.town}", 2)]
         assert found[0] == one.text and one.town in found[1]
+
+
+def test_the_prompt_of_podrl_shows_the_formats_that_are_read():
+    text = FACTS.with_name("search_prompt.txt").read_text().partition("\nExample\n")[2]
+    said, closed, rest = text.partition("</call_tool>")
+    (asked,) = format_of("call_tool", ["snippet_search"]).calls(said + closed, closed)
+    assert (asked.name, asked.arguments, asked.problem) == ("snippet_search", {"": "bridge of Belmora"}, "")
+    output, end, answer = rest.partition("</tool_output>\n\n")
+    document = next(one for one in facts.documents() if (one.town, one.building) == ("Belmora", "bridge"))
+    assert output + end == facts.searched("5f1c09ab", [document])
+    assert citations([""], [answer], [output + end + answer]) == [1.0]
 
 
 def test_a_model_reads_what_the_first_examples_show():
