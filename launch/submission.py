@@ -300,7 +300,7 @@ def _places(key: str, value: str, code: Code | None) -> list[str]:
 
 def _is_place(value: str, *, model: bool, code: Code | None) -> bool:
     """True if a value is a relative path, and not a name of the hub, of a task or of a shipped model."""
-    if not value or value in _SHIPPED or "://" in value or value.startswith(("/", "hf:", "tfds:")):
+    if not value or value in _SHIPPED or "://" in value or value.startswith(("/", "hf:", "tfds:", "reasoning_gym:")):
         return False
     here = (code.holds if code else os.path.exists)(value)
     if model and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?", value):

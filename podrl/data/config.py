@@ -10,6 +10,7 @@ from podrl.data import facts, problems, sums
 from podrl.data.cache import AUTO
 from podrl.data.generated import Generator
 from podrl.data.pools import CurriculumConfig
+from podrl.data.reasoning import PREFIX as REASONING
 from podrl.data.transforms import Transform
 
 PROBLEMS = "problems"
@@ -21,13 +22,18 @@ EMBEDDED: Mapping[str, Generator[Any]] = {
 }
 
 
+def is_generated(path: str) -> bool:
+    """True if a value of data.path names no file but a task that writes its records, and holds a part of them out."""
+    return path in EMBEDDED or path.startswith(REASONING)
+
+
 @section("data.sources")
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
     """Settings of one source of a mixture; settings that a source lacks are those of the section `data`.
 
     Attributes:
-      path: an embedded task or a file of records, as data.path takes it.
+      path: an embedded task, a dataset of reasoning-gym or a file of records, as data.path takes it.
       name: name of the source in tables, and in the field `dataset` of its records. '' stands for the last part of the
         path up to its first dot.
       weight: share of the prompts that are drawn from this source, relative to the other sources' weights. Either all
@@ -48,6 +54,7 @@ class SourceConfig:
       grpo: settings of the section grpo that differ for samples of this source, such as {'teacher_coef': 1.0}: weights
         of the loss's components, the loss and the advantage (docs/algorithms.md).
       transforms: steps that change or drop the source's records before they are used, in this order.
+      arguments: settings of this source's dataset of reasoning-gym, instead of data.arguments.
     """
 
     path: str
@@ -66,6 +73,7 @@ class SourceConfig:
     env: str = ""
     grpo: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     transforms: tuple[Transform, ...] = ()
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -79,13 +87,22 @@ class SourceConfig:
             raise ValueError(
                 f"data.sources: {self.path} has count={self.count} and fraction={self.fraction:g}: give one of them."
             )
-        if self.path in EMBEDDED and (self.transforms or self.split):
-            raise ValueError(f"data.sources: {self.path} is an embedded task, which has no transforms and no split.")
+        if is_generated(self.path) and (self.transforms or self.split):
+            kind = "a dataset of reasoning-gym" if self.path.startswith(REASONING) else "an embedded task"
+            raise ValueError(f"data.sources: {self.path} is {kind}, which has no transforms and no split.")
+        _check_arguments("data.sources", self.path, self.arguments)
 
     @property
     def label(self) -> str:
         """The source's name: `name`, or the name that its path gives."""
-        last = self.path.rstrip("/").rsplit("/", 1)[-1].partition(".")[0].removeprefix("hf:").partition(":")[0]
+        last = (
+            self.path.removeprefix(REASONING)
+            .rstrip("/")
+            .rsplit("/", 1)[-1]
+            .partition(".")[0]
+            .removeprefix("hf:")
+            .partition(":")[0]
+        )
         return self.name or last.strip("*-_") or self.path
 
     @property
@@ -101,12 +118,12 @@ class DataConfig:
     """Settings of a job's records: where they come from, how they become prompts, and in which order.
 
     Attributes:
-      path: an embedded task, 'problems', 'sums' or 'facts', or a file of records (see podrl.data.sources.read). '' if
-        `sources` is set.
+      path: an embedded task, 'problems', 'sums' or 'facts'; a dataset of reasoning-gym, such as
+        'reasoning_gym:chain_sum'; or a file of records (see podrl.data.sources.read). '' if `sources` is set.
       sources: sources of a mixture, used instead of `path`.
       eval_path: file of held-out records; '' holds out a part of `path`.
-      eval_fraction: share of the questions of `path` that is held out if `eval_path` is ''. An embedded task always
-        holds out its own tenth.
+      eval_fraction: share of the questions of `path` that is held out if `eval_path` is ''. An embedded task and a
+        dataset of reasoning-gym always hold out a tenth of their questions.
       question_field: name of the record's field with the question. A record may ask in the field 'prompt' or
         'messages' instead (docs/data.md).
       answer_field: name of the record's field with the answer, which only some rewards need. The answer of a GSM8K
@@ -117,11 +134,13 @@ class DataConfig:
       hint: text behind the question that only a teacher reads, with names of the record's fields in braces, such as
         'The answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
       template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without one.
-      seed: seed of the shuffling, and of an embedded task's problems.
+      seed: seed of the shuffling, and of generated problems.
       shuffle: whether every epoch has a new order; False keeps the order of the file.
       long_prompts: treatment of a prompt longer than rollout.max_prompt_length: 'skip' leaves it out and counts it,
         'error' ends the run with an error.
-      size: number of an embedded task's problems in an epoch.
+      size: number of generated problems in an epoch.
+      arguments: settings of a dataset of reasoning-gym by name, such as {'max_terms': 3}; its seed and size are those
+        of this section.
       cache: directory, local or gs://, that keeps transformed records and the results of reading large files. 'auto'
         is a directory under ~/.cache; '' keeps nothing after the run.
       curriculum: choice of prompts by how often their samples pass.
@@ -140,6 +159,7 @@ class DataConfig:
     shuffle: bool = True
     long_prompts: Literal["skip", "error"] = "skip"
     size: Count = 1_000_000
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     cache: str = AUTO
     curriculum: CurriculumConfig = CurriculumConfig()
 
@@ -149,6 +169,8 @@ class DataConfig:
             _check_mixture(self.sources)
         elif not self.path:
             raise ValueError(f"data.path is '': name a file of records, or an embedded task: {' or '.join(EMBEDDED)}.")
+        if not self.sources:
+            _check_arguments("data", self.path, self.arguments)
 
     @property
     def hinted(self) -> bool:
@@ -171,8 +193,16 @@ class DataConfig:
             "question_field": source.question_field or self.question_field,
             "answer_field": source.answer_field or self.answer_field,
             "hint": source.hint or self.hint,
+            "arguments": source.arguments or (self.arguments if source.path.startswith(REASONING) else {}),
         }
         return dataclasses.replace(self, path=source.path, sources=(), **own)
+
+
+def _check_arguments(section: str, path: str, arguments: Mapping[str, Any]) -> None:
+    if arguments and not path.startswith(REASONING):
+        raise ValueError(f"{section}: {path!r} takes no arguments={dict(arguments)}: only {REASONING}NAME does.")
+    if own := sorted({"seed", "size"} & set(arguments)):
+        raise ValueError(f"{section}: arguments of {path} set {', '.join(own)}: set data.seed and data.size instead.")
 
 
 def _check_mixture(given: Sequence[SourceConfig]) -> None:

@@ -11,8 +11,9 @@ from etils import epath
 
 from podrl.data import shape, sources
 from podrl.data.cache import Cache, key
-from podrl.data.config import EMBEDDED, DataConfig, SourceConfig
+from podrl.data.config import EMBEDDED, REASONING, DataConfig, SourceConfig, is_generated
 from podrl.data.notes import Notes, Subset
+from podrl.data.reasoning import ReasoningGym
 from podrl.data.sources import Record, Source
 from podrl.data.stream import Mixed
 from podrl.data.transforms import transformed
@@ -108,7 +109,7 @@ def split(config: DataConfig, form: Form | None = None) -> Opened:
       ValueError: a record or a setting is not allowed; names file and line.
     """
     paths = [(single.path, source.split if source else "") for single, source in _pairs(config)]
-    files = [(config.eval_path, ""), *((path, part) for path, part in paths if path not in EMBEDDED)]
+    files = [(config.eval_path, ""), *((path, part) for path, part in paths if not is_generated(path))]
     return _opened(_Key(config, form, tuple(sources.identity(path, part) for path, part in files)))
 
 
@@ -138,7 +139,7 @@ def _opened(asked: _Key) -> Opened:
         unanswered.append((notes.unanswered(evaluation), ()))
     files = [_file(single, source, cache, asked.form) for single, source in _pairs(config)]
     held = np.unique(np.concatenate([notes.hashes, *(file.hashes[file.is_held] for file in files if file)]))
-    parts = [_part(*pair, file, held) for pair, file in zip(_pairs(config), files, strict=True)]
+    parts = [_part(*pair, file, held, asked.form) for pair, file in zip(_pairs(config), files, strict=True)]
     unanswered += [(part.unanswered, part.fields.get("reward_fns", ())) for part in parts]
     return Opened(parts, evaluation, [(place, fns) for place, fns in unanswered if place])
 
@@ -166,8 +167,8 @@ class _File(NamedTuple):
 
 
 def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: Form | None) -> _File | None:
-    """Reads the files of a source; returns None for an embedded task."""
-    if config.path in EMBEDDED:
+    """Reads the files of a source; returns None if its records are generated."""
+    if is_generated(config.path):
         return None
     notes = Notes(config.question_field, config.answer_field)
     dropped: Mapping[str, int] = {}
@@ -194,17 +195,18 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
     return _File(records, dropped, notes.hashes, is_held, unanswered)
 
 
-def _part(config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray) -> Part:
+def _part(
+    config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray, form: Form | None
+) -> Part:
     """Chooses a source's records to train on: none of them asks what a held-out record of any source asks."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
-        generator = EMBEDDED[config.path]
-        train: Any = generator.source("train", config.size, config.seed)
+        train, held = _generated(config)
+        lacks = _lacks(train, config, form)
         used = _chosen(np.arange(len(train)), source, config.seed)
         counts = {"records": len(train), "not chosen": len(train) - len(used), "used": len(used)}
         train = train if len(used) == len(train) else Subset(train, used)
-        held: Any = generator.source("held_out", config.size, config.seed)
-        return Part(name, config, train, held, (source and source.weight) or len(train), "", counts, fields)
+        return Part(name, config, train, held, (source and source.weight) or len(train), lacks, counts, fields)
     records, is_held = file.records, file.is_held
     leaks = ~is_held & np.isin(file.hashes, held_hashes)
     kept = np.flatnonzero(~is_held & ~leaks)
@@ -227,6 +229,34 @@ def _part(config: DataConfig, source: SourceConfig | None, file: _File | None, h
     weight = (source and source.weight) or len(used)
     held = Subset(records, np.flatnonzero(is_held))
     return Part(name, config, train, held, weight, file.unanswered, counts, fields, file.hashes[used])
+
+
+def _generated(config: DataConfig) -> tuple[Any, Any]:
+    """Returns the problems of a generated task: (problems to train on, held-out problems)."""
+    if config.path.startswith(REASONING):
+        gym = reasoning_gym(config)
+        return gym.source("train"), gym.source("held_out")
+    generator = EMBEDDED[config.path]
+    sizes = config.size, config.seed
+    return generator.source("train", *sizes), generator.source("held_out", *sizes)
+
+
+def reasoning_gym(config: DataConfig) -> ReasoningGym:
+    """Returns the dataset of reasoning-gym that data.path names."""
+    return ReasoningGym(config.path, config.arguments, config.seed, config.size)
+
+
+def _lacks(problems: Any, config: DataConfig, form: Form | None) -> str:
+    """Describes the first of some generated records if it has no answer; some datasets of reasoning-gym have none.
+
+    Raises:
+      ValueError: `form` refuses the record.
+    """
+    if not isinstance(first := problems[0], Mapping):
+        return ""
+    if form is not None:
+        form(first, config.path, config)
+    return "" if "answer" in first else f"{config.path} lacks 'answer' (it has {', '.join(first)})"
 
 
 def _contents(path: str, part: str, cache: Cache) -> list[str]:

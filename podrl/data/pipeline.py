@@ -10,11 +10,11 @@ import numpy as np
 
 from podrl.data import conversation, shape, sources, template
 from podrl.data.cache import Cache, key
-from podrl.data.config import AUTO, EMBEDDED, DataConfig
+from podrl.data.config import AUTO, EMBEDDED, REASONING, DataConfig, is_generated
 from podrl.data.curriculum import ChosenStream
 from podrl.data.generated import Problem
 from podrl.data.hint import TEACHER_PROMPT, with_hint
-from podrl.data.mixture import Part, interleaved, split
+from podrl.data.mixture import Part, interleaved, reasoning_gym, split
 from podrl.data.pools import Curriculum, CurriculumConfig
 from podrl.data.sources import Record
 from podrl.data.stream import Batches, Limit, Mixed, Stream, TooLong
@@ -231,11 +231,10 @@ def held_out_prompts(
 def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_prompt_length: int) -> list[Prompts]:
     """Makes one batch of a configuration's only source: its first `count` prompts that are not too long.
 
-    Of an embedded task, the prompts are held-out problems. The list is empty if no prompt is short enough.
+    Of a generated task, the prompts are held-out problems. The list is empty if no prompt is short enough.
     """
     (part,) = split(config).parts
-    embedded = part.config.path in EMBEDDED
-    records = _held_out(part, count) if embedded else part.train
+    records = _held_out(part, count) if is_generated(part.config.path) else part.train
     return _fixed(
         sources.made(records, PartRenderer(part, tokenizer)), config, tokenizer, count, max_prompt_length, None
     )
@@ -288,12 +287,13 @@ def _key_of_longest(config: DataConfig, tokenizer: Tokenizer, look: int, cache: 
         (config.eval_path, ""),
         *((single.path, part) for single, part in zip(config.singles(), splits, strict=True)),
     ]
-    paths = [(path, part) for path, part in paths if path and path not in EMBEDDED]
+    paths = [(path, part) for path, part in paths if path and not is_generated(path)]
     if any(path.startswith("tfds:") for path, _ in paths):
         return ""
     files = [file for path, part in paths for file in sources.files(sources.of_split(path, part))]
     files += [tokenizer.directory / file for file in (*tokenizer.files, "config.json")]
-    versions = [importlib.metadata.version(package) for package in ("tokenizers", "jinja2")]
+    gym = ("reasoning_gym",) if any(single.path.startswith(REASONING) for single in config.singles()) else ()
+    versions = [importlib.metadata.version(package) for package in ("tokenizers", "jinja2", *gym)]
     contents = [cache.content(file) for file in files if file.exists()]
     return key("longest prompt", look, repr(config), tokenizer.tools_digest, versions, contents)
 
@@ -308,7 +308,9 @@ def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> int:
 
 
 def _held_out(part: Part, count: int) -> Any:
-    """Returns a source's held-out records; of an embedded task, `count` problems that differ."""
+    """Returns a source's held-out records; of a generated task, `count` problems that differ."""
+    if part.config.path.startswith(REASONING):
+        return list(reasoning_gym(part.config).distinct(count))
     if part.config.path in EMBEDDED:
         return EMBEDDED[part.config.path].distinct("held_out", count, part.config.seed)
     return part.held

@@ -21,7 +21,7 @@ from podrl.data.chat import Tools
 from podrl.data.labels import LabelStream
 from podrl.data.mixture import Form
 from podrl.data.pairs import PairStream
-from podrl.data.pipeline import AUTO, DataConfig, PromptStream, longest_prompt
+from podrl.data.pipeline import AUTO, REASONING, DataConfig, PromptStream, longest_prompt
 from podrl.data.pipeline import EMBEDDED as EMBEDDED_TASKS
 from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.tokenizer import Tokenizer
@@ -39,7 +39,9 @@ from podrl.learner.ppo import PPO
 from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.models.hf_config import config_from_hf
+from podrl.rewards import reasoning
 from podrl.rewards.compose import RewardConfig
+from podrl.rewards.reference import DEFAULT
 from podrl.rundir.metrics import LogConfig
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.storage import hub
@@ -679,11 +681,44 @@ def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     return merge(values, changed)
 
 
+def _with_scorers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Names the reward function 'reasoning_gym' for datasets of reasoning-gym, unless reward.fns names it already.
+
+    It scores the records of every such source and evaluation set that names no functions of its own. It replaces the
+    default of reward.fns if all of the job's records are such problems.
+    """
+    if KINDS[section_of(values.get("algorithm", "grpo"))].given:
+        return dict(values)
+    data = build(DataConfig, values.get("data", {}), "config.data")
+    evaluation = build(EvalConfig, values.get("eval", {}), "config.eval")
+    fns = build(RewardConfig, values.get("reward", {}), "config.reward").fns
+    if reasoning.NAME in fns:
+        return dict(values)
+
+    def scored(items: Sequence[Any]) -> tuple[Any, ...]:
+        named = (reasoning.NAME,)
+        return tuple(
+            dataclasses.replace(one, reward=named) if one.path.startswith(REASONING) and not one.reward else one
+            for one in items
+        )
+
+    changed: dict[str, Any] = {}
+    if fns == DEFAULT and all(one.path.startswith(REASONING) for one in data.singles()):
+        changed["reward"] = {"fns": (reasoning.NAME,)}
+    if data.sources:
+        changed["data"] = {"sources": scored(data.sources)}
+    if evaluation.sets:
+        changed["eval"] = {"sets": scored(evaluation.sets)}
+    return merge(values, changed)
+
+
 def with_prompt_length(values: Mapping[str, Any], tools: Tools = ()) -> dict[str, Any]:
     """Replaces rollout.max_prompt_length=0 by the longest prompt of the data, and checks that the model exists.
 
     The system prompt of env.system_prompt_file, if there is one, becomes the system prompt of the data;
     `_with_system_prompts` decides all others.
+
+    Where no key names reward functions, problems of reasoning-gym get the scorer of their dataset.
 
     Args:
       values: the whole configuration, as nested mappings.
@@ -695,7 +730,7 @@ def with_prompt_length(values: Mapping[str, Any], tools: Tools = ()) -> dict[str
     if values.get("env", {}).get("system_prompt_file"):
         text = build(EnvironmentConfig, values["env"], "config.env").system_prompt()
         values = merge(values, {"data": {"system_prompt": text}})
-    values = _with_system_prompts(values)
+    values = _with_system_prompts(_with_scorers(values))
     if not values["model"]["path"]:
         if not values["rollout"]["max_prompt_length"]:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from podrl.data import sources
-from podrl.data.config import EMBEDDED as EMBEDDED_TASKS
+from podrl.data.config import is_generated
 from podrl.data.mixture import Part, split
 from podrl.data.pipeline import PartRenderer
 from podrl.data.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
       ValueError: a record cannot be rendered, for example because the chat template does not write a turn; the message
         names the place of the record.
     """
-    in_files = any(one.path not in EMBEDDED_TASKS for one in job.data.singles())
+    in_files = any(not is_generated(one.path) for one in job.data.singles())
     job.kind.stream(job, tokenizer).look(most if in_files else _FEW)
     held_out(job, tokenizer)
 
@@ -146,7 +146,7 @@ def _own(choices: Collection[str]) -> str:
 def _shown(part: Part, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
     """Returns places and fields of the first records of a source, as reward functions get them."""
     source: Any = part.train
-    place = (lambda i: f"{part.config.path} record {i}") if part.config.path in EMBEDDED_TASKS else source.place
+    place = (lambda i: f"{part.config.path} record {i}") if is_generated(part.config.path) else source.place
     rendered = itertools.islice(sources.made(source, PartRenderer(part, tokenizer)), _LOOK)
     shown = [(place(i), dict(fields)) for i, (_, fields) in enumerate(rendered)]
     for where, fields in shown:

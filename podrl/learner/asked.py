@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from podrl.data.template import SYSTEM_PROMPT
+from podrl.rewards import reasoning
 from podrl.rewards.reference import BUILT_IN
 
 
@@ -14,4 +15,4 @@ def words_for(fns: Iterable[Any]) -> str:
       fns: reward functions as in RewardConfig.fns; a name may end in '@' and the name of a data set.
     """
     named = {fn.partition("@")[0] for fn in fns if isinstance(fn, str)}
-    return SYSTEM_PROMPT if named & set(BUILT_IN) else ""
+    return SYSTEM_PROMPT if named & {*BUILT_IN, reasoning.NAME} else ""

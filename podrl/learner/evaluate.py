@@ -46,6 +46,7 @@ class SetConfig:
       template: form of the set's prompts, as in data.template; '' takes data.template.
       system_prompt: instructions before the set's questions, as in data.sources.
       question_field, answer_field: fields of the question and of the answer, as in `data`; '' takes those of `data`.
+      arguments: settings of the set's dataset of reasoning-gym, instead of data.arguments.
     """
 
     name: str
@@ -62,6 +63,7 @@ class SetConfig:
     system_prompt: str = AUTO
     question_field: str = ""
     answer_field: str = ""
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not _SET.fullmatch(self.name):
@@ -80,6 +82,7 @@ _TAKEN = ("greedy", "sampled", "error", "pair", "records")
 _GROUP = "group_"
 _SET = re.compile(rf"(?!(?:{'|'.join((*_TAKEN, _GROUP))}))[A-Za-z0-9_-]+")
 _AS_SOURCE = ("path", "split", "template", "system_prompt", "question_field", "answer_field", "reward", "env")
+_AS_SOURCE += ("arguments",)
 
 
 Scored = tuple[dict[str, np.ndarray], list[dict[str, Any]]]  # the result of `Evaluator.scores`

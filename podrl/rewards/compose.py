@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from podrl.config import Finite, Positive, Workers, section
-from podrl.rewards import citations, formats, math_answer, reference, text, turns, worker
+from podrl.rewards import citations, formats, math_answer, reasoning, reference, text, turns, worker
 from podrl.rewards.batch import Asked, OpenBatch, Part, RewardError, Scorer
 from podrl.rewards.code import CodeConfig, CodeTests
 from podrl.rewards.judge import JudgeConfig, judge, judge_by_rubric
@@ -743,6 +743,9 @@ def _named(fn: str, config: RewardConfig) -> _Function:
         settings = {"function": fn, **dataclasses.asdict(config.text)}
         name = text.TextReward.__name__
         return _Function(fn, {"module": text.__name__, "name": name, "settings": settings}, None)
+    if fn == reasoning.NAME:
+        spec = {"module": reasoning.__name__, "name": reasoning.ReasoningReward.__name__}
+        return _Function(fn, {**spec, "settings": dataclasses.asdict(config.text)}, None)
     if fn == _CODE:
         settings = dataclasses.asdict(config.code)
         return _Function(fn, {"module": CodeTests.__module__, "name": CodeTests.__name__, "settings": settings}, None)
@@ -752,7 +755,7 @@ def _named(fn: str, config: RewardConfig) -> _Function:
         return _Function(fn, None, _Judge(config, rubric=fn == _RUBRIC))
     place, colon, name = fn.rpartition(":")
     if not colon or not place or not name:
-        known = [*_BUILT_IN, *text.FUNCTIONS, _CODE, _JUDGE, _RUBRIC]
+        known = [*_BUILT_IN, *text.FUNCTIONS, reasoning.NAME, _CODE, _JUDGE, _RUBRIC]
         close = difflib.get_close_matches(fn, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(known)}."
         raise ValueError(

@@ -1,0 +1,94 @@
+"""Reads problems of the package reasoning-gym (extra [reasoning]), which a process of its own writes.
+
+`data.path=reasoning_gym:NAME` names one of its datasets. The package takes seconds to import, so no process that
+trains or samples imports it: podrl.data.reasoning_worker does, and sends records.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from podrl.data import reasoning_worker
+from podrl.data.generated import Split
+from podrl.data.sources import Record, Records
+from podrl.workers.process import DiedError, Functions, LateError
+from podrl.workers.user_code import Limits
+
+PREFIX = "reasoning_gym:"
+_DEADLINE_S = 120.0  # seconds for some records; a few datasets write all their problems before the first one
+_AT_ONCE = 64  # largest number of records that one request asks for
+
+
+@functools.cache
+def _process() -> Functions:
+    spec = {"module": reasoning_worker.__name__, "name": reasoning_worker.records.__name__}
+    return Functions(
+        reasoning_worker.__name__, Limits(), {"records": spec}, size=1, what="The worker of reasoning-gym: "
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningGym:
+    """A dataset of reasoning-gym: its training problems and its held-out problems, which share no question.
+
+    Attributes:
+      path: 'reasoning_gym:NAME'.
+      arguments: settings of the dataset by name, such as {'max_terms': 3}.
+      seed: seed of the problems.
+      size: number of problems in an epoch.
+    """
+
+    path: str
+    arguments: Mapping[str, Any]
+    seed: int
+    size: int
+
+    def source(self, split: Split) -> "Problems":
+        """Returns the problems of a split, as a source with random access."""
+        return Problems(self, split)
+
+    def distinct(self, count: int) -> Iterator[Record]:
+        """Yields the first `count` held-out problems with different questions; fewer if the dataset has no more."""
+        held, seen = self.source("held_out"), set[str]()
+        for start in range(0, len(held), _AT_ONCE):
+            for record in held.several(range(start, min(start + _AT_ONCE, len(held)))):
+                if record["question"] not in seen:
+                    seen.add(record["question"])
+                    yield record
+                if len(seen) == count:
+                    return
+
+
+class Problems(Records):
+    """The problems of one split of a dataset; each is written when it is read."""
+
+    def __init__(self, dataset: ReasoningGym, split: Split) -> None:
+        super().__init__(dataset.path, range(dataset.size))  # pyright: ignore[reportArgumentType]
+        self._dataset, self._split = dataset, split
+
+    def __getitem__(self, index: int) -> Record:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if index >= len(self):
+            raise IndexError(index)
+        return self.several([int(index)])[0]
+
+    def several(self, indices: Sequence[int]) -> list[Record]:
+        """Returns the records at some indices.
+
+        Raises:
+          ValueError: reasoning-gym is not installed, has no such dataset, does not take its arguments, or wrote no
+            problem in time; the message names the key to change.
+        """
+        asked = {"name": self._dataset.path.removeprefix(PREFIX), "arguments": dict(self._dataset.arguments)}
+        asked |= {"seed": self._dataset.seed, "size": self._dataset.size, "split": self._split}
+        try:
+            reply = _process().call("records", {**asked, "indices": list(indices)}, _DEADLINE_S)
+        except (LateError, DiedError) as error:
+            raise ValueError(
+                f"{self._dataset.path} wrote no problem: {error} Some datasets write data.size={self._dataset.size} "
+                f"problems before the first one, for which there are {_DEADLINE_S:g} s: lower data.size."
+            ) from error
+        if "refused" in reply:
+            raise ValueError(f"{self._dataset.path}: {reply['refused']}")
+        return [json.loads(record) for record in reply["records"]]

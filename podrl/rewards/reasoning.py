@@ -1,0 +1,57 @@
+"""Scores answers to problems of the package reasoning-gym (extra [reasoning]) with the scorer of their dataset."""
+
+import ast
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from podrl.rewards.text import TextConfig
+
+NAME = "reasoning_gym"
+
+
+class ReasoningReward:
+    """The reward function 'reasoning_gym'.
+
+    Attributes:
+      reads: fields that every record must have.
+    """
+
+    reads = ("entry",)
+
+    def __init__(self, **settings: Any) -> None:
+        """Stores the settings, which are fields of a TextConfig: its `extract` says where the answer stands."""
+        self._config = TextConfig(**settings)
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
+        """Scores every completion by its dataset, from 0 to 1, with parts for almost right answers in some datasets.
+
+        A completion without an answer scores 0. So does an answer for which the scorer raises an error, as some scorers
+        do for an answer that they cannot read.
+
+        Raises:
+          Exception: the scorer raises an error for the right answer as well.
+        """
+        del prompts
+        return [self._score(said, entry) for said, entry in zip(completions, fields["entry"], strict=True)]
+
+    def _score(self, completion: str, entry: str) -> float:
+        if (answer := self._config.answer_of(completion)) is None:
+            return 0.0
+        given = ast.literal_eval(entry)
+        scorer, problem = _scorer(given["name"], json.dumps(given["arguments"], sort_keys=True)), given["entry"]
+        try:
+            return float(scorer(answer, problem))
+        except Exception:  # noqa: BLE001 - the line below raises it again if the scorer itself does not work
+            scorer(problem["answer"], problem)
+            return 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _scorer(name: str, arguments: str) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ImportError(f"reward.fns={NAME!r} needs reasoning-gym: pip install 'podrl[reasoning]'.") from error
+    return reasoning_gym.create_dataset(name, **{**json.loads(arguments), "seed": 0, "size": 1}).score_answer
