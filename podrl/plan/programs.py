@@ -192,15 +192,16 @@ def rollout_programs(setting: Setting) -> list[Program]:
 def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work:
     """Counts a dispatch on one chip: each step reads weights and visible tokens once, and prompts once per group.
 
-    States of linear attention are read and written once per step; they are not sharded over tensor.
+    Along the axis expert a chip reads and computes its own experts, for the lanes of all chips along the axis. States
+    of linear attention are read and written once per step; they are not sharded over tensor.
     """
     model, job = setting.rollout_model, setting.job
-    tensor = mesh.shape["tensor"]
+    tensor, spread = mesh.shape["tensor"], mesh.shape.get("expert", 1)
     item = setting.rollout_dtype().itemsize
     weights, routed = parameter_count(model) / tensor, expert_parameter_count(model) / tensor
     # Only the chosen experts compute a lane's token, and experts that no lane has chosen are not read.
     active = weights - routed * (1 - model.chosen_share)
-    touched = weights - routed * (1 - model.chosen_share) ** lanes
+    touched = weights - routed + routed / spread * (1 - (1 - model.chosen_share) ** (lanes * spread))
     heads = lambda m: m.num_kv_heads if m.num_kv_heads % tensor else m.num_kv_heads // tensor  # noqa: E731  # sharded or not
     attends = [m for m in model.alike() if m.delta is None]
     token = sum(2 * m.num_layers * heads(m) * m.head_dim for m in attends) * item

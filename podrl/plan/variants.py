@@ -24,6 +24,7 @@ _OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")
 _TENSOR = (1, 2, 4, 8)
 _WIDER = (16, 32, 64, 128)  # for decoding, if no copy of the weights fits on fewer chips
 _SEQ = (1, 2, 4, 8, 16)
+_EXPERT = (2, 4, 8)
 MICRO_TRIES = 4
 
 
@@ -360,8 +361,9 @@ class _Group:
 def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
     """Lists, for each mesh and remat policy, micro-batches from the largest down.
 
-    Rows are cut along time (`seq`) if there are fewer rows than shards, and if nothing fits with less cutting. Several
-    slices hold a copy of the weights each; they share one copy if nothing else fits.
+    Rows are cut along time (`seq`) if there are fewer rows than shards, and if nothing fits with less cutting. Experts
+    are also tried spread over the axis expert. Several slices hold a copy of the weights each; they share one copy if
+    nothing else fits.
     """
     slices = setting.trainer.slices
     devices = len(setting.trainer.devices()) // slices
@@ -369,19 +371,31 @@ def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
         copies, chips = (1, devices * slices) if shared or slices == 1 else (slices, devices)
         for tensor in _tensors(setting, devices):
             family, filled = f"{'shared' if shared else 'own'} tensor={tensor} ", False
-            for seq in (n for n in _SEQ if devices // tensor % n == 0):
-                sizes = {"data": copies, "fsdp": chips // tensor // seq, "seq": seq, "tensor": tensor}
+            cuts = [(n, 1) for n in _SEQ] + [(1, n) for n in _experts(setting)]
+            for seq, expert in (cut for cut in cuts if devices // tensor % math.prod(cut) == 0):
+                fsdp = chips // tensor // seq // expert
+                sizes = {"data": copies, "expert": expert, "fsdp": fsdp, "seq": seq, "tensor": tensor}
                 spec = ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis == "fsdp")
                 meshed = _meshed(setting, "trainer", spec)
                 try:
                     rows, shards = planned_rows(meshed), batch_shards(meshed.trainer_mesh())
                 except ValueError:  # rows of a length that the configuration fixes, and that this seq does not divide
                     continue
-                spare = "" if shared else family if filled else None
+                spare = "" if shared else family if filled and expert == 1 else None
                 for remat in ("dots", "none", "full"):
                     keys = (f"roles.trainer.mesh={spec}", f"trainer.remat={remat}")
                     yield _Group(tuple(_split(meshed, keys, remat)), spec, family, spare, last=remat == "full")
                 filled = rows >= shards
+
+
+def _experts(setting: Setting) -> list[int]:
+    """Lists the sizes above 1 to try for the mesh axis expert.
+
+    Beyond the number of experts that a token chooses, gathering all tokens costs more bytes than sending each token to
+    its experts, so larger sizes are not tried.
+    """
+    experts = setting.model.experts
+    return [n for n in _EXPERT if experts is not None and n <= experts.chosen and experts.count % n == 0]
 
 
 def _split(setting: Setting, keys: tuple[str, ...], remat: str) -> Iterator[Variant]:
@@ -415,3 +429,6 @@ def _rollout_candidates(setting: Setting) -> Iterator[_Group]:
         variant = Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec))
         yield _Group((variant,), spec, "", None if tensor in narrow or crowded else "")
         crowded = least_bytes(ROLLOUT, variant.setting) > topology.chip.hbm / 2
+    for expert in (n for n in _experts(setting) if devices % n == 0):
+        spec = f"data={devices // expert},expert={expert}"
+        yield _Group((Variant((f"roles.rollout.mesh={spec}",), _meshed(setting, "rollout", spec)),), spec, "")

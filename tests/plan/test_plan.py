@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from processes import run
@@ -20,9 +21,9 @@ from processes import run
 from launch import machines
 from podrl import launch
 from podrl.job.config import complete, parse, with_prompt_length
-from podrl.mesh.build import AXES, parse_mesh
+from podrl.mesh.build import AXES, make_mesh, parse_mesh
 from podrl.mesh.chips import CHIPS, GIB
-from podrl.models.sizes import parameter_count
+from podrl.models.sizes import expert_parameter_count, parameter_count
 from podrl.plan import variants
 from podrl.plan.__main__ import _topologies, command_of
 from podrl.plan.bounds import least_bytes, least_trainer_seconds
@@ -35,6 +36,8 @@ from podrl.plan.training import filled_micro_batches, training_programs
 from podrl.plan.variants import (
     Trial,
     Variant,
+    _meshed,
+    _rollout_candidates,
     _total,
     _trainer_candidates,
     _trial,
@@ -370,6 +373,29 @@ def test_rows_are_cut_along_time_where_they_are_fewer_than_chips(monkeypatch: py
     two = list(_trainer_candidates(_setting(monkeypatch, "v5e:2x2*2")))
     assert [g.mesh for g in two if g.spare_of is None][::3] == ["data=2,fsdp=4", "data=2,fsdp=2,tensor=2"]
     assert "fsdp=8" in {g.mesh for g in two if g.spare_of == ""}
+
+
+@needs_libtpu
+def test_experts_are_spread_over_an_axis_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """A search tries the axis for models with experts only; a chip then reads its own experts for the lanes of all."""
+    sizes = {"model": {"path": "", "size": "qwen3-30b-a3b"}, "rollout": {"lanes": 64, "max_prompt_length": 64}}
+    setting = _setting(monkeypatch, "v5p:2x2x2", **sizes)
+    size = lambda group: parse_mesh(group.mesh)[AXES.index("expert")]  # noqa: E731
+    assert {size(group) for group in _trainer_candidates(setting)} == {1, 2, 4, 8}
+    assert {group.mesh for group in _rollout_candidates(setting) if size(group) > 1} == {
+        "data=4,expert=2", "data=2,expert=4", "data=1,expert=8",
+    }  # fmt: skip
+    dense = _setting(monkeypatch, "v5p:2x2x2")
+    assert {size(group) for group in (*_trainer_candidates(dense), *_rollout_candidates(dense))} == {1}
+    whole, spread = (
+        _decode_work(setting, make_mesh(spec, setting.rollout.devices()), 1, 8.0) for spec in ("data=8", "expert=8")
+    )
+    assert spread.flops == whole.flops
+    experts = expert_parameter_count(setting.model) * setting.rollout_dtype().itemsize
+    touched = lambda lanes: 1 - (1 - 8 / 128) ** lanes  # noqa: E731
+    np.testing.assert_allclose(whole.bytes - spread.bytes, experts * (touched(8) - touched(64) / 8), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"roles.rollout.mesh='expert=8' .* a gemma2 model has none"):
+        _meshed(dense, "rollout", "expert=8").rollout_mesh()
 
 
 @needs_libtpu
