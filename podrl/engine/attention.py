@@ -46,6 +46,14 @@ class Partial:
         (mass, value), (mass2, value2) = self.scaled(top), other.scaled(top)
         return Partial(top, mass + mass2, value + value2)
 
+    def with_sinks(self, sinks: tuple[Array, ...]) -> "Partial":
+        """Adds a key of value 0 with each query's score in the array of `sinks`; () adds none."""
+        part = self
+        for sink_q in sinks:
+            top = jnp.broadcast_to(sink_q.astype(jnp.float32), part.top.shape)
+            part = part.merge(Partial(top, jnp.ones_like(top), jnp.zeros_like(part.value)))
+        return part
+
     def result(self, dtype: jnp.dtype) -> Array:
         """Divides the values by the sum of weights; gives 0 for a query that saw no key."""
         return (self.value / jnp.maximum(self.mass, 1e-30)[..., None]).astype(dtype)
@@ -248,14 +256,16 @@ def recent_attention(
     *,
     window: Int[Array, ""],
     softcap: float,
+    sinks: tuple[Float[Array, " N"], ...] = (),
 ) -> Partial:
-    """Attends to the tokens fed in this dispatch.
+    """Attends to the tokens fed in this dispatch, and to the sinks.
 
     Args:
       q_RNH: scaled, rotated queries.
       k_RKCH, v_RKCH: keys and values of the dispatch so far; C is the number of its decode steps.
       step: number of the present decode step, from 0, which is the place of the query's own token.
       window, softcap: arguments of `decode_attention`.
+      sinks: one array with the score of each head's sink, see `podrl.models.attention.attention`; () for none.
 
     Returns:
       The partial result of each query, (R, K, N/K).
@@ -264,7 +274,8 @@ def recent_attention(
     K, C = k_RKCH.shape[1:3]
     back_C = step - jnp.arange(C)
     seen_RQC = jnp.broadcast_to((back_C >= 0) & (back_C < window), (R, N // K, C))
-    return partial_attention(q_RNH.reshape(R, K, N // K, H), k_RKCH, v_RKCH, seen_RQC, softcap)
+    part = partial_attention(q_RNH.reshape(R, K, N // K, H), k_RKCH, v_RKCH, seen_RQC, softcap)
+    return part.with_sinks(tuple(sink_N.reshape(K, N // K) for sink_N in sinks))
 
 
 def prefill_attention(
@@ -282,10 +293,11 @@ def prefill_attention(
     *,
     window: Int[Array, ""],
     softcap: float,
+    sinks: tuple[Float[Array, " N"], ...] = (),
 ) -> Float[Array, "B T N H"]:
-    """Attends with a chunk of each row to the row's earlier pages and, causally, to itself.
+    """Attends with a chunk of each row to the row's earlier pages, to the sinks and, causally, to itself.
 
-    The other arguments are those of `decode_attention`.
+    The other arguments are those of `decode_attention` and `recent_attention`.
 
     Args:
       q_BTNH, k_BTKH, v_BTKH: queries, keys and values of the chunks.
@@ -302,6 +314,7 @@ def prefill_attention(
     back_QT = jnp.repeat(place_T, N // K)[:, None] - place_T
     seen_BQT = jnp.broadcast_to((back_QT >= 0) & (back_QT < window), (B, *back_QT.shape))
     own = partial_attention(q_BKQH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), seen_BQT, softcap)
+    own = own.with_sinks(tuple(jnp.tile(sink_N.reshape(K, N // K), (1, T)) for sink_N in sinks))
 
     def earlier(j: Array, so_far: Partial) -> Partial:
         page_B, start_B, count_B = prior_page_BJ[:, j], prior_start_BJ[:, j], prior_count_BJ[:, j]

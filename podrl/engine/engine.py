@@ -597,13 +597,15 @@ class Engine:
 
             (key, value), recents, scratch = _of_kind(pools, number), _of_kind(added, number), scratches[number]
 
-            def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo) -> tuple:
+            def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo, sinks: tuple) -> tuple:
                 new = [
                     jax.lax.dynamic_update_slice(r, kv[None, :, 0, :, None], (index, 0, 0, n, 0))
                     for r, kv in zip(recents, (k_R1KH, v_R1KH), strict=True)
                 ]
                 limits = {"window": info.window, "softcap": model.attn_softcap}
-                recent = attention.recent_attention(q_R1NH[:, 0], new[0][index], new[1][index], n, **limits)
+                recent = attention.recent_attention(
+                    q_R1NH[:, 0], new[0][index], new[1][index], n, sinks=sinks, **limits
+                )
                 if self.kernel:
                     limits |= {"tensor": self.mesh.shape["tensor"] > 1, "gpu": on_gpu(self.mesh)}
                     out = attention.kernel_attention(
@@ -690,14 +692,14 @@ class Engine:
 
             key, value = _of_kind(pools, number)
 
-            def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: decoder.LayerInfo) -> tuple:
+            def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: decoder.LayerInfo, sinks: tuple) -> tuple:
                 new = tuple(
                     jax.lax.dynamic_update_slice(f, kv.swapaxes(1, 2)[None], (index, 0, 0, C, 0))
                     for f, kv in zip(_of_kind(fresh, number), (k_BTKH, v_BTKH), strict=True)
                 )
                 out = attention.prefill_attention(
                     q_BTNH, k_BTKH, v_BTKH, index, key, value, *prior, longest, position_BT,
-                    window=info.window, softcap=model.attn_softcap,
+                    window=info.window, softcap=model.attn_softcap, sinks=sinks,
                 )  # fmt: skip
                 return out, new
 

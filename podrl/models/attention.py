@@ -1,4 +1,4 @@
-"""Self-attention over packed rows in four forms: causal within segments and shared prefixes, windows, soft caps."""
+"""Self-attention over packed rows in four forms: causal within segments, shared prefixes, windows, soft caps, sinks."""
 
 import functools
 from collections.abc import Sequence
@@ -33,6 +33,7 @@ def attention(
     window: Int[Array, ""],
     softcap: float,
     shared: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
+    sinks: "Sinks" = (),
     mesh: Mesh | None = None,
     windows: Sequence[int] = (),
     form: Form = "auto",
@@ -53,6 +54,8 @@ def attention(
       softcap: c in c * tanh(score / c); 0 is off.
       shared: (prefix_BT, position_BT) if segments may begin with another segment. Token t then also sees the tokens of
         segment prefix_BT[t] (0 is none), and windows count positions instead of indices in the row. None otherwise.
+      sinks: one array with the score of each head's sink, a key of value 0 that every token sees (gpt-oss); () if heads
+        have no sinks.
       mesh: mesh over which rows and heads are split as `podrl.mesh.rules` says; None for one device.
       windows: all values that `window` can take; splash is compiled once for each value shorter than T.
       form: algorithm. 'dense' holds all T x T scores of a row, forward and backward. 'blockwise' holds `block` x
@@ -68,7 +71,7 @@ def attention(
     if form == "auto":
         form = _kernel(q_BTNH.shape, windows, shared=shared is not None) if on_tpu(mesh) else "blockwise"
     if form == "dense":
-        return dense(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=window, softcap=softcap, shared=shared)
+        return dense(q_BTNH, k_BTKH, v_BTKH, segment_BT, window=window, softcap=softcap, shared=shared, sinks=sinks)
     if form == "splash":
         if shared is not None:
             raise ValueError("form='splash' sees equal segments only: use 'prefix' where segments share a beginning.")
@@ -85,7 +88,7 @@ def attention(
         )
     else:
         run = functools.partial(_blockwise, softcap=softcap, block=block)
-    arguments = (q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *(shared or ()))
+    arguments = (q_BTNH, k_BTKH, v_BTKH, segment_BT, window, sinks, *(shared or ()))
     if mesh is None or mesh.size == 1:
         return run(*arguments)
     return _over_mesh(run, functools.partial(_blockwise, softcap=softcap), block, mesh, *arguments)
@@ -101,6 +104,7 @@ def _over_mesh(
     v_BTKH: Array,
     segment_BT: Array,
     window: Array,
+    sinks: "Sinks",
     *also: Array,
 ) -> Array:
     """Runs a form of attention on every device's rows and heads.
@@ -117,9 +121,10 @@ def _over_mesh(
     segment_spec = rules.spec_for(("batch", "time"), segment_BT.shape, mesh)
     if axis := time_cut.time_axis(mesh, q_BTNH.shape[1]):
         run = time_cut.over_time(run, blockwise, axis, mesh.shape[axis], block)
-    specs = (q_spec, k_spec, k_spec, segment_spec, Spec(), *[segment_spec] * len(also))
+    sink_specs = tuple(rules.spec_for((split,), sink_N.shape, mesh) for sink_N in sinks)
+    specs = (q_spec, k_spec, k_spec, segment_spec, Spec(), sink_specs, *[segment_spec] * len(also))
     shard = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=q_spec, check_vma=False)
-    return shard(q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *also)
+    return shard(q_BTNH, k_BTKH, v_BTKH, segment_BT, window, sinks, *also)
 
 
 def dense(
@@ -131,6 +136,7 @@ def dense(
     window: Int[Array, ""],
     softcap: float,
     shared: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
+    sinks: "Sinks" = (),
 ) -> Float[Array, "B T N H"]:
     """Computes attention by its definition, with all scores at once: the reference for the other forms.
 
@@ -152,7 +158,10 @@ def dense(
         back_BTS = position_BT[:, :, None] - position_BT[:, None, :]
         seen_BTS = (same_BTS | begins_BTS) & (back_TS >= 0) & (back_BTS < window)
     score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, NEG_INF)
-    weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BTKH.dtype)
+    for sink_N in sinks:
+        sink_BKGT1 = jnp.broadcast_to(sink_N.reshape(K, N // K, 1, 1), (B, K, N // K, T, 1)).astype(jnp.float32)
+        score_BKGTS = jnp.concatenate([score_BKGTS, sink_BKGT1], axis=-1)
+    weight_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1)[..., :T].astype(v_BTKH.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BTKH).reshape(B, T, N, H)
 
 
@@ -179,6 +188,7 @@ def _blockwise(
     v_BTKH: Array,
     segment_BT: Array,
     window: Array,
+    sinks: "Sinks",
     *shared: Array,
     softcap: float,
     block: int,
@@ -202,7 +212,8 @@ def _blockwise(
     where = (segment_BT, jnp.asarray(window, jnp.int32), *also)
     q_BKHGT = q_BTNH.reshape(B, T + pad, K, N // K, H).transpose(0, 2, 4, 3, 1)
     k_BKSH, v_BKSH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
-    out_BKHGT: Any = _flash(q_BKHGT, k_BKSH, v_BKSH, where, order, softcap, size)
+    sinks = tuple(sink_N.astype(jnp.float32).reshape(K, 1, N // K, 1) for sink_N in sinks)
+    out_BKHGT: Any = _flash(q_BKHGT, k_BKSH, v_BKSH, where, order, sinks, softcap, size)
     return out_BKHGT.transpose(0, 4, 1, 3, 2).reshape(B, T + pad, N, H)[:, :T]
 
 
@@ -212,11 +223,13 @@ Where = tuple[Array, ...]
 
 # One array with the number, in the row, of each block of queries; () if query block n is block n of the row.
 Order = tuple[Array, ...]
+# One array with the score of each head's sink; () if heads have no sinks.
+Sinks = tuple[Array, ...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _flash(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, softcap: float, size: int) -> Array:
-    return _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where, order, softcap, size)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _flash(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, sinks: Sinks, softcap: float, size: int) -> Array:
+    return _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where, order, sinks, softcap, size)[0]
 
 
 def _key_blocks(index: Array, where: Where, size: int) -> tuple[Array, Array]:
@@ -264,7 +277,7 @@ def _where_seen(where: Where, seen: Array, body, carry):
     return jax.lax.cond(jnp.any(seen), body, lambda carry: carry, carry)
 
 
-def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, softcap: float, size: int):
+def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, sinks: Sinks, softcap: float, size: int):
     def attend(n: Array) -> tuple[Array, Array]:
         q, i = _cut(q_BKHGT, n, size, -1), order[0][n] if order else n
 
@@ -287,6 +300,8 @@ def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, softcap: flo
         B, K, _, G, t = q.shape
         row = jnp.full((B, K, 1, G, t), NEG_INF, jnp.float32)
         carry = (row, jnp.zeros_like(row), jnp.zeros(q.shape, jnp.float32))
+        for sink_K1G1 in sinks:  # a key whose weight is 1 and whose value is 0
+            carry = (jnp.broadcast_to(sink_K1G1, row.shape), jnp.ones_like(row), carry[2])
         top, total, out = _loop(*_key_blocks(i, where, size), add, carry, single=t == k_BKSH.shape[-2])
         if len(where) > 2:  # a query block of padding alone has skipped all key blocks, so its total is 0
             total = jnp.where(total > 0, total, 1.0)
@@ -294,11 +309,11 @@ def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, softcap: flo
 
     parts = _over_blocks(attend, q_BKHGT.shape[-1] // size)
     out_BKHGT, lse_BK1GT = (checkpoint_name(x, ATTENTION_NAME) for x in parts)
-    return out_BKHGT, (q_BKHGT, k_BKSH, v_BKSH, where, order, out_BKHGT, lse_BK1GT)
+    return out_BKHGT, (q_BKHGT, k_BKSH, v_BKSH, where, order, sinks, out_BKHGT, lse_BK1GT)
 
 
 def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
-    q_BKHGT, k_BKSH, v_BKSH, where, order, out_BKHGT, lse_BK1GT = saved
+    q_BKHGT, k_BKSH, v_BKSH, where, order, sinks, out_BKHGT, lse_BK1GT = saved
     f32 = jnp.float32
     delta_BK1GT = jnp.sum(dout_BKHGT.astype(f32) * out_BKHGT.astype(f32), axis=2, keepdims=True)
     single = k_BKSH.shape[-2] == size
@@ -343,7 +358,8 @@ def _flash_bwd(softcap: float, size: int, saved, dout_BKHGT):
     else:
         (dk_BKSH, dv_BKSH), parts = jax.lax.scan(through, zeros, jnp.arange(q_BKHGT.shape[-1] // size))
         dq_BKHGT = _join(parts)
-    return dq_BKHGT, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None, None
+    dsinks = tuple(-jnp.sum(jnp.exp(sink - lse_BK1GT) * delta_BK1GT, axis=(0, 4))[..., None] for sink in sinks)
+    return dq_BKHGT, dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None, None, dsinks
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
@@ -395,6 +411,7 @@ def _splash(
     v_BTKH: Array,
     segment_BT: Array,
     window: Array,
+    sinks: Sinks,
     *,
     softcap: float,
     windows: tuple[int, ...],
@@ -404,13 +421,15 @@ def _splash(
     T = q_BTNH.shape[1]
     short = [w for w in windows if w < T]
     run = [functools.partial(_splash_one, window=w, softcap=softcap, interpret=interpret) for w in (*short, T)]
-    arguments = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    arguments = (q_BTNH, k_BTKH, v_BTKH, segment_BT, sinks)
     if len(run) == 1 or len(set(windows)) == 1:
         return run[0](*arguments)
     return jax.lax.switch(jnp.searchsorted(jnp.asarray(short), window), run, *arguments)
 
 
-def _splash_one(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int, softcap: float, interpret: bool) -> Array:
+def _splash_one(
+    q_BTNH, k_BTKH, v_BTKH, segment_BT, sinks: Sinks, *, window: int, softcap: float, interpret: bool
+) -> Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -437,5 +456,7 @@ def _splash_one(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int, softcap: flo
         interpret=interpret,
     )
     q_BNTH, k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-    out_BNTH: Any = jax.vmap(run)(q_BNTH, k_BKTH, v_BKTH, kernel.SegmentIds(segment_BT, segment_BT))
+    whole = [sink_N.astype(jnp.float32) for sink_N in sinks]
+    rows = (q_BNTH, k_BKTH, v_BKTH, kernel.SegmentIds(segment_BT, segment_BT))
+    out_BNTH: Any = jax.vmap(run, in_axes=(0,) * len(rows) + (None,) * len(whole))(*rows, *whole)
     return jnp.swapaxes(out_BNTH, 1, 2)

@@ -120,6 +120,7 @@ class Experts:
         gradient.
       shared_dim: inner dimension of a shared expert, which computes every token; 0 for no shared expert.
       shared_gate: whether the shared expert's output is multiplied by a sigmoid of a projection of the token.
+      bias: whether the router and the projections of the experts have biases.
     """
 
     count: int
@@ -131,6 +132,7 @@ class Experts:
     selection_bias: bool = False
     shared_dim: int = 0
     shared_gate: bool = False
+    bias: bool = False
 
     def __post_init__(self):
         if not 1 <= self.chosen <= self.count:
@@ -199,12 +201,15 @@ class ModelConfig:
       family: name of the architecture in checkpoints, e.g. 'gemma2'.
       vocab_size, num_layers, model_dim, ffn_dim: sizes V, L, D, F.
       num_heads, num_kv_heads, head_dim: sizes N, K, H; if layers are of several kinds, K and H are those of `kinds[0]`.
-      activation: gate non-linearity: 'gelu_tanh', 'gelu' or 'silu'.
+      activation: gate non-linearity: 'gelu_tanh', 'gelu', 'silu', or 'clamped_silu' (gpt-oss), see
+        `podrl.models.moe.gated`.
       norm_eps: number added to the mean square in every RMS norm.
       norm_plus_one: whether norms scale by 1 + w (Gemma) instead of w.
       post_norms: whether the outputs of attention and MLP are normalised, too (Gemma 2 to 4).
       qk_norm: whether queries and keys are normalised per head (Gemma 3 and 4, Qwen 3).
       qkv_bias: whether the q, k and v projections have biases (Qwen 2).
+      o_bias: whether the o projection has a bias (gpt-oss).
+      sinks: whether every head has a sink: a key of value 0 and a learned score that every token sees (gpt-oss).
       embed_scale: factor of the token embeddings (Gemma: sqrt(D)).
       tie_embeddings: whether the output projection is the embedding matrix.
       query_scale: factor of the queries before the dot product.
@@ -254,6 +259,8 @@ class ModelConfig:
     max_length: int
     lora: LoraConfig = LoraConfig()
     experts: Experts | None = None
+    o_bias: bool = False
+    sinks: bool = False
     v_norm: bool = False
     layer_scalar: bool = False
     rotary_dim: int = 0

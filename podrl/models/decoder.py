@@ -54,8 +54,9 @@ class LayerInfo:
     turn: tuple[Float[Array, ""], ...] = ()
 
 
-# attend(q_BTNH, k_BTKH, v_BTKH, info) -> (out_BTNH, state): queries are scaled and rotated, keys are rotated. `state`
-# is any value that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
+# attend(q_BTNH, k_BTKH, v_BTKH, info, sinks) -> (out_BTNH, state): queries are scaled and rotated, keys are rotated.
+# `sinks` holds one array with the score of each head's sink, or nothing if heads have no sinks. `state` is any value
+# that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
 # In layers of linear attention: attend(h_BTD, layer) -> (out_BTD, state), with the normalised residual stream h.
 Attend = Callable[..., tuple[Array, Any]]
 # routed(h_BTD, layer, info) -> (out_BTD, route_BTk): the feed-forward of a model with experts, and the chosen experts.
@@ -148,6 +149,10 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
         for name in ("q", "k", "v"):
             _, letters, axes = _PROJECTIONS[name]
             layer(f"{name}_bias", tuple(size[c] for c in letters[1:]), axes[1:], 0.0)
+    if config.o_bias:
+        layer("o_bias", (config.model_dim,), ("norm",), 0.0)
+    if config.sinks:
+        layer("sinks", (config.num_heads,), ("heads",), 0.0)
     norms = ["pre_attn_norm", "pre_mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else [])
     for name in norms:
         layer(name, (config.model_dim,), ("norm",), unit)
@@ -394,7 +399,8 @@ def block(
             v_BTKH = rms_norm(v_BTKH, None, config)
         q_BTNH = keep(rotate(q_BTNH, position_BT, info), "batch", "time", "heads", "head_dim")
         k_BTKH = keep(rotate(k_BTKH, position_BT, info), "batch", "time", "kv_heads", "head_dim")
-        out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info)
+        sinks = (layer["sinks"],) if config.sinks else ()
+        out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info, sinks)
         if gate_BTNH is not None:
             out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
         return proj("o", out_BTNH), state
@@ -566,7 +572,9 @@ def replayed(
             assert linear is not None
             return delta.mix(h_BTD, layer, alike, *linear), None
 
-        def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo) -> tuple[Array, None]:
+        def attend(
+            q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo, sinks: tuple[Array, ...]
+        ) -> tuple[Array, None]:
             out = attention(
                 q_BTNH,
                 k_BTKH,
@@ -575,6 +583,7 @@ def replayed(
                 window=info.window,
                 softcap=config.attn_softcap,
                 shared=None if prefix_BT is None else (prefix_BT, position_BT),
+                sinks=sinks,
                 mesh=mesh,
                 windows=alike.window_L,
             )

@@ -105,12 +105,30 @@ _MIXTRAL = _LLAMA | {
     "rope_theta": 1_000_000.0,
     "num_experts_per_tok": 2,
 }
+_GPT_OSS = _LLAMA | {
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
 
 FAMILIES: Mapping[str, Family] = {
     "gemma": Family("gemma", "GemmaForCausalLM", True, False, False, False, _GEMMA),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", True, True, False, False, _GEMMA2),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", True, True, True, False, _GEMMA3),
     "gemma4": Family("gemma4_text", "Gemma4ForCausalLM", True, True, True, False, _GEMMA4),
+    "gpt_oss": Family("gpt_oss", "GptOssForCausalLM", False, False, False, True, _GPT_OSS, ("num_local_experts", 128)),
     "llama": Family("llama", "LlamaForCausalLM", False, False, False, False, _LLAMA),
     "mistral": Family("mistral", "MistralForCausalLM", False, False, False, False, _LLAMA | {"sliding_window": 4096}),
     "mixtral": Family("mixtral", "MixtralForCausalLM", False, False, False, False, _MIXTRAL, ("num_local_experts", 8)),
@@ -126,6 +144,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
+_CLAMPED = "clamped_silu"  # the activation of gpt-oss, whose file says silu
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu"}
 
 
@@ -181,7 +200,16 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         kinds, kind_L = _linear_kinds(known, layers, head_dim, where)
     theta_L, scaling_L = _rope(name, known, read, sliding, where)
     given, activation = _activation(name, known, where)
-    refuse_unread(name, fields, head_dim=head_dim, theta_L=theta_L, activation=given, sliding=sliding, where=where)
+    refuse_unread(
+        name,
+        fields,
+        head_dim=head_dim,
+        theta_L=theta_L,
+        activation=given,
+        sliding=sliding,
+        original=scaling_L[0].original_length,
+        where=where,
+    )
     experts = _experts(name, known, where)
     narrow = name == "qwen3_5_moe" and "intermediate_size" not in known  # no layer has a dense feed-forward
     query_scale = 1.0 if name == "gemma4" else head_dim**-0.5
@@ -201,7 +229,9 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         norm_plus_one=(family.gemma and name != "gemma4") or name in QWEN3_5,
         post_norms=family.post_norms,
         qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias,
+        qkv_bias=known["attention_bias"] if name == "gpt_oss" else family.qkv_bias,
+        o_bias=name == "gpt_oss" and known["attention_bias"],
+        sinks=name == "gpt_oss",
         embed_scale=model_dim**0.5 if family.gemma else 1.0,
         tie_embeddings=need("tie_word_embeddings"),
         query_scale=query_scale,
@@ -320,6 +350,8 @@ def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
             f"{where} has num_experts_per_tok={chosen} and {key}={count}: a token "
             "cannot have more experts than there are."
         )
+    if name == "gpt_oss":
+        return Experts(count, chosen, known["intermediate_size"], score="chosen", normalize=False, bias=True)
     return Experts(
         count,
         chosen,
@@ -358,7 +390,7 @@ def _activation(name: str, known: Mapping[str, Any], where: str) -> tuple[str, s
         given = "gelu_pytorch_tanh"  # early Gemma files say gelu but mean the tanh form
     if given not in _ACTIVATIONS:
         raise ValueError(f"{where} has activation {given!r}: {', '.join(_ACTIVATIONS)} are supported.")
-    return given, _ACTIVATIONS[given]
+    return given, _CLAMPED if name == "gpt_oss" else _ACTIVATIONS[given]
 
 
 def _softcap(key: str, fields: Mapping[str, Any], family: Family) -> float:
@@ -388,7 +420,7 @@ def _sliding_layers(
                 f"{layers} layers."
             )
         sliding = tuple(k == "sliding_attention" for k in kinds)
-    elif name in ("gemma2", "gemma3"):
+    elif name in ("gemma2", "gemma3", "gpt_oss"):
         sliding = tuple(bool((i + 1) % known["sliding_window_pattern"]) for i in range(layers))
     elif name == "gemma4":
         sliding = tuple(bool((i + 1) % 6) and i + 1 < layers for i in range(layers))
@@ -413,7 +445,7 @@ def _rope(
         shared = {key: value for key, value in shared.items() if key not in _LINEAR_ROPE}
     theta = float(known.get("rope_theta", 10_000.0))
     local = known.get("rope_local_base_freq")
-    full = {"rope_theta": theta, **_given(fields.get("rope_scaling"))}
+    full = {"rope_theta": theta, **_given(known.get("rope_scaling"))}
     near = {"rope_theta": float(local)} if local is not None else full
     old = {True: near, False: full}
     kinds = {"full_attention", "sliding_attention"}
@@ -528,7 +560,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
       ValueError: no config.json describes this model.
     """
     family = FAMILIES[config.family]
-    activation = {v: k for k, v in _ACTIVATIONS.items() if k != "swish"}[config.activation]
+    activation = {_CLAMPED: "silu", **{v: k for k, v in _ACTIVATIONS.items() if k != "swish"}}[config.activation]
     raw: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -553,6 +585,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw |= _gemma4_fields(config)
     if config.family in QWEN3_5:
         raw |= _linear_fields(config)
+    if config.family == "gpt_oss":
+        raw |= {"attention_bias": config.qkv_bias, "swiglu_limit": 7.0}
     raw |= _window_fields(config) | _rope_fields(config) | _expert_fields(config)
     back = dataclasses.replace(config_from_hf(raw), lora=config.lora)
     same_scale = math.isclose(back.query_scale, config.query_scale, rel_tol=1e-6)
@@ -632,6 +666,8 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     if config.family in QWEN3_5:
         share = config.rotary_dim / config.head_dim
         return {"rope_parameters": {"rope_theta": theta, "rope_type": "default", **old, "partial_rotary_factor": share}}
+    if config.family == "gpt_oss":  # without it, transformers takes the published scaling
+        fields["rope_parameters"] = {"rope_theta": theta, **(old or {"rope_type": "default"})}
     if config.family in ("gemma3", "gemma4"):
         local_theta, local_scaling = scaling_of.get(True, (10_000.0, RopeScaling()))
         if config.family == "gemma3":

@@ -8,14 +8,17 @@ from podrl.config import nearest
 # Fields of models with experts, each with the families whose models read the field.
 EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("qwen3_moe", "qwen3_5_moe"),
-    "num_local_experts": ("mixtral", "qwen3_moe"),
-    "num_experts_per_tok": ("mixtral", "qwen3_moe", "qwen3_5_moe"),
+    "num_local_experts": ("gpt_oss", "mixtral", "qwen3_moe"),
+    "num_experts_per_tok": ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_5_moe"),
     "moe_intermediate_size": ("qwen3_moe", "qwen3_5_moe"),
     "norm_topk_prob": ("qwen3_moe",),
     "shared_expert_intermediate_size": ("qwen3_5_moe",),
 }
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
 _GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config")
+_CLAMPED = ("swiglu_limit", "swiglu_alpha")
+# Second spellings in gpt-oss's published file of fields that transformers reads elsewhere.
+_TWICE = ("experts_per_token", "initial_context_length")
 _LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "full_attention_interval"),
@@ -26,6 +29,7 @@ COMPUTED = frozenset(
         *EXPERT_FIELDS,
         *_GEMMA4,
         *_LINEAR,
+        *_TWICE,
         "vocab_size",
         "hidden_size",
         "intermediate_size",
@@ -112,6 +116,8 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "hidden_size_per_layer_input": (0, None),
     "num_kv_shared_layers": (0, None),
     "enable_moe_block": (False, None),
+    "swiglu_limit": (7.0, None),
+    "swiglu_alpha": (1.702, None),
     "quantization_config": (None,),
     "attn_output_gate": (True, None),  # a field of Qwen 3.5, whose attention podrl computes with the gate
     "is_encoder_decoder": (False, None),
@@ -126,6 +132,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 _FIXED_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     # Gemma 4 is bidirectional on the tokens of images only, so text is computed as without; Gemma 3 is on all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",)},
+    "gpt_oss": {"attention_bias": (True,)},
 }
 _GEMMA23 = ("gemma2", "gemma3")
 _GEMMA234 = (*_GEMMA23, "gemma4")
@@ -138,15 +145,16 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "rope_local_base_freq": ("gemma3",),
     "hidden_activation": _GEMMA234,
     "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", *QWEN3_5, *_QWEN),
-    "layer_types": (*_GEMMA234, *_QWEN, *QWEN3_5),
+    "layer_types": (*_GEMMA234, *_QWEN, *QWEN3_5, "gpt_oss"),
     "partial_rotary_factor": QWEN3_5,
-    "sliding_window": (*_GEMMA234, *_QWEN, "mistral", "mixtral", "qwen3_moe"),
+    "sliding_window": (*_GEMMA234, *_QWEN, "gpt_oss", "mistral", "mixtral", "qwen3_moe"),
     "sliding_window_pattern": ("gemma3",),
     "_sliding_window_pattern": (),
     "use_sliding_window": (*_QWEN, "qwen3_moe"),
     "max_window_layers": _QWEN,
     **dict.fromkeys(_GEMMA4, ("gemma4",)),
     **dict.fromkeys(_LINEAR, QWEN3_5),
+    **dict.fromkeys(_CLAMPED, ("gpt_oss",)),
     **EXPERT_FIELDS,
 }
 
@@ -224,6 +232,7 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
             *("sliding_window_pattern", "_sliding_window_pattern"),
             *("global_head_dim", "num_global_key_value_heads"),
             *_LINEAR,
+            *_TWICE,
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
             "shared_expert_intermediate_size",
         ),
@@ -254,6 +263,8 @@ def refuse_unknown(family: str, fields: Mapping[str, object], where: str) -> Non
       ValueError: a field is refused; the message names it.
     """
     for key, value in fields.items():
+        if key == "quantization_config" and family == "gpt_oss" and _mxfp4(value):
+            continue  # it says how weights are stored, which the tensors' names say, too
         if key in _FIXED:
             if value not in (*_FIXED[key], *_FIXED_OF.get(family, {}).get(key, ())):
                 raise ValueError(
@@ -266,6 +277,11 @@ def refuse_unknown(family: str, fields: Mapping[str, object], where: str) -> Non
             )
         elif key in _TYPES and value is not None:
             _TYPES[key](key, value, where)
+
+
+def _mxfp4(value: Any) -> bool:
+    known = {"quant_method", "modules_to_not_convert", "dequantize"}
+    return isinstance(value, Mapping) and value.get("quant_method") == "mxfp4" and set(value) <= known
 
 
 def reads(family: str, key: str) -> bool:
@@ -281,6 +297,7 @@ def refuse_unread(
     theta_L: Sequence[float],
     activation: str,
     sliding: Sequence[bool],
+    original: int,
     where: str,
 ) -> None:
     """Refuses fields that the family's model ignores, unless their value agrees with what the model computes.
@@ -290,6 +307,7 @@ def refuse_unread(
       fields: fields of the config.json.
       head_dim, theta_L, sliding: head dimension, rotary bases and sliding layers of the model.
       activation: name of the model's activation, as the file spells it.
+      original: context length of pre-training that the scaling of rotary positions starts from, tokens.
       where: name of the file in messages.
 
     Raises:
@@ -297,7 +315,7 @@ def refuse_unread(
     """
 
     def agrees(key: str, value: Any) -> bool:
-        if key in EXPERT_FIELDS or key in _GEMMA4 or key in _LINEAR:
+        if key in EXPERT_FIELDS or key in _GEMMA4 or key in _LINEAR or key in _CLAMPED:
             return False
         if key in ("attn_logit_softcapping", "final_logit_softcapping"):
             return value == 0
@@ -322,8 +340,14 @@ def refuse_unread(
         listed = reads(family, "layer_types") and fields.get("layer_types") is not None
         return listed or [bool((i + 1) % value) for i in range(len(sliding))] == list(sliding)
 
+    said = {"num_experts_per_tok": fields.get("num_experts_per_tok"), "rope_scaling": original}
+    for key, other in zip(_TWICE, said, strict=True):
+        if fields.get(key) not in (None, said[other]):
+            raise ValueError(
+                f"{where} has {key}={fields[key]!r}, but {other} says {said[other]!r}: they must be the same."
+            )
     for key, value in fields.items():
-        if value is not None and not reads(family, key) and not agrees(key, value):
+        if key not in _TWICE and value is not None and not reads(family, key) and not agrees(key, value):
             raise ValueError(
                 f"{where} has {key}={value!r}, which a {family} model does not use: computing without it may not be "
                 "what the file means. Delete it from the file if it is."

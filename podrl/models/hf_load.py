@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 import os
 import re
@@ -16,11 +17,11 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
 from podrl.mesh import build, rules
-from podrl.models import lora, orbax_files
+from podrl.models import lora, mxfp4, orbax_files
 from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.finite import refuse_nonfinite
 from podrl.models.hf_config import read_config
-from podrl.models.hf_names import Entry, entries
+from podrl.models.hf_names import Entry, entries, to_leaf
 from podrl.models.quantize import quantized_leaves
 from podrl.models.tensor_files import StoredTensor, scan_directory
 from podrl.storage.storage import locate
@@ -35,6 +36,7 @@ _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.",
 # A matrix of all experts of a layer in one tensor; those of gate and up are one above the other.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LISTED = 8
+_log = logging.getLogger("podrl.models")
 
 
 def load(
@@ -75,7 +77,13 @@ def load(
     if (checkpoint := orbax_files.find_checkpoint(directory)) is not None:
         params = orbax_files.load(checkpoint, adapted, mesh, dtype)
     else:
-        stored = scan_directory(directory)
+        stored = mxfp4.joined(scan_directory(directory))
+        if any(isinstance(tensor, mxfp4.PackedTensor) for tensor in stored.values()):
+            _log.info(
+                "%s holds weights in MXFP4. They are read exactly, as bfloat16. A model saved from them holds plain "
+                "weights, and its config.json has no quantization_config.",
+                directory,
+            )
         params = load_entries(entries(config), stored, adapted, mesh, dtype, where=str(directory))
     if lora_config is None or not lora_config.rank:
         return config, params
@@ -186,10 +194,10 @@ def _load_leaf(
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:
-        place = _place_whole(entry.shape, bool(entry.inputs), dtype, target)
+        place = _place_whole(entry.shape, entry.form, dtype, target)
         return jax.block_until_ready(place(_to_devices(tensors[0], raw_sharding, staging)))
     stack = _zeros(entry.param.shape, dtype, target)()
-    place = _place_part(entry.shape, entry.stacked, bool(entry.inputs), target)
+    place = _place_part(entry.shape, entry.stacked, entry.form, target)
     for index, tensor in zip(entry.places().values(), tensors, strict=True):
         raw = _to_devices(tensor, raw_sharding, staging)
         stack = jax.block_until_ready(place(stack, raw, np.asarray(index, np.int32)))
@@ -224,7 +232,9 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
     """
     axes = list(target.spec) + [None] * (len(entry.param.shape) - len(target.spec))
     axes = entry.unstacked(axes)
-    if entry.inputs:
+    if entry.alternating:
+        axes = [axes[0], *axes[2:]]
+    elif entry.inputs:
         axes = [_merged(axes[entry.inputs :]), _merged(axes[: entry.inputs])]
     elif len(entry.stored_shape) < len(axes):
         axes = [_merged(axes)]
@@ -258,18 +268,18 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, target: NamedSharding):
 
 
 @functools.lru_cache(maxsize=64)
-def _place_whole(shape: tuple[int, ...], transpose: bool, dtype: np.dtype, target: NamedSharding):
+def _place_whole(shape: tuple[int, ...], form: str, dtype: np.dtype, target: NamedSharding):
     return jax.jit(
         # Without the copy jax may return the input itself, whose memory can be the host's staging memory.
-        lambda raw: jnp.copy(raw.T if transpose else raw).reshape(shape).astype(dtype),
+        lambda raw: jnp.copy(to_leaf(raw, form, shape)).astype(dtype),
         out_shardings=target,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _place_part(shape: tuple[int, ...], stacked: tuple[int, ...], transpose: bool, target: NamedSharding):
+def _place_part(shape: tuple[int, ...], stacked: tuple[int, ...], form: str, target: NamedSharding):
     def place(stack: Array, raw: Array, index: Array) -> Array:
-        value = (raw.T if transpose else raw).reshape(shape).astype(stack.dtype)
+        value = to_leaf(raw, form, shape).astype(stack.dtype)
         start = [jnp.int32(0)] * stack.ndim
         for dim, at in zip(stacked, index, strict=True):
             start[dim] = at

@@ -45,7 +45,7 @@ _LINEAR = {
 }
 
 # Experts of each family: leaf -> tensor names after the layer's prefix; '{}' stands for the expert. If there are two
-# names, they are those of gate and up.
+# names, they are those of gate and up. gpt-oss has one tensor for all experts of a layer; gate and up alternate in it.
 _QWEN3_MOE = {
     "router": ("mlp.gate.weight",),
     "expert_in": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
@@ -58,6 +58,14 @@ _EXPERTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "shared_in": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
         "shared_out": ("mlp.shared_expert.down_proj.weight",),
         "shared_gate": ("mlp.shared_expert_gate.weight",),
+    },
+    "gpt_oss": {
+        "router": ("mlp.router.weight",),
+        "router_bias": ("mlp.router.bias",),
+        "expert_in": ("mlp.experts.gate_up_proj",),
+        "expert_out": ("mlp.experts.down_proj",),
+        "expert_in_bias": ("mlp.experts.gate_up_proj_bias",),
+        "expert_out_bias": ("mlp.experts.down_proj_bias",),
     },
     "mixtral": {
         "router": ("block_sparse_moe.gate.weight",),
@@ -85,6 +93,8 @@ class Entry:
       up_name: name of the tensors of up, if the leaf holds gate and up: they are at index 1 of the last stacked
         dimension, whose size is 2. '' otherwise.
       layers: number in the model of each layer of the stack; () if the stack holds all layers.
+      alternating: whether gate and up are dimension 1 of the leaf's part, but alternate in the last dimension of the
+        tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
     """
 
     leaf: tuple[str, ...]
@@ -94,6 +104,12 @@ class Entry:
     inputs: int
     up_name: str = ""
     layers: tuple[int, ...] = ()
+    alternating: bool = False
+
+    @property
+    def form(self) -> str:
+        """The argument `form` of `to_leaf` and `to_stored`."""
+        return "alternating" if self.alternating else "transposed" if self.inputs else "plain"
 
     def unstacked(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Selects, from one value per dimension of the leaf, the values of the dimensions that are not stacked."""
@@ -107,8 +123,12 @@ class Entry:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of one tensor in the checkpoint."""
+        if self.alternating:
+            experts, _, *middle, last = self.shape
+            return experts, *middle, 2 * last
         if not self.inputs:
-            return (math.prod(self.shape),) if self.leaf[-1].endswith("_bias") else self.shape
+            flat = self.leaf[-1].endswith("_bias") and not self.leaf[-1].startswith("expert")
+            return (math.prod(self.shape),) if flat else self.shape
         return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
 
     def places(self) -> dict[str, tuple[int, ...]]:
@@ -127,6 +147,21 @@ class Entry:
     def part(self, index: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the index of one tensor's part of the leaf: `leaf[entry.part(entry.places()[name])]`."""
         return part_of(self.stacked, index, len(self.param.shape))
+
+
+def to_leaf(raw: Any, form: str, shape: tuple[int, ...]) -> Any:
+    """Converts a stored tensor to its part of the leaf, of shape `shape`; `form` is `Entry.form`."""
+    if form == "alternating":
+        raw = raw.reshape(*raw.shape[:-1], -1, 2)
+        return raw.transpose(0, raw.ndim - 1, *range(1, raw.ndim - 1))
+    return (raw.T if form == "transposed" else raw).reshape(shape)
+
+
+def to_stored(part: Any, form: str, stored_shape: tuple[int, ...]) -> Any:
+    """Converts a part of a leaf to its stored tensor: the inverse of `to_leaf`."""
+    if form == "alternating":
+        return part.transpose(0, *range(2, part.ndim), 1).reshape(stored_shape)
+    return part.reshape(stored_shape[::-1]).T if form == "transposed" else part.reshape(stored_shape)
 
 
 def part_of(stacked: Sequence[int], index: Sequence[Any], ndim: int) -> tuple[Any, ...]:
@@ -172,6 +207,11 @@ def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
     names = _EXPERTS.get(config.family, {}).get(key)
     if names is None:
         return None
+    if config.family == "gpt_oss":
+        alternating = key in ("expert_in", "expert_in_bias")
+        return Entry(
+            ("layers", key), f"model.layers.{{}}.{names[0]}", (0,), param, int(key == "router"), alternating=alternating
+        )
     first, *second = (f"model.layers.{{}}.{name}" for name in names)
     return Entry(("layers", key), first, _EXPERT_STACKS.get(key, (0,)), param, 1, second[0] if second else "")
 
@@ -192,6 +232,8 @@ def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:
         return f"{prefix}{name}", inputs
     if key == "layer_scalar":
         return f"{prefix}layer_scalar", 0
+    if key == "sinks":
+        return f"{prefix}self_attn.sinks", 0
     if key.endswith("_bias"):
         return f"{prefix}{module_of(key.removesuffix('_bias'))}.bias", 0
     projection, _, side = key.partition("_lora_")

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from podrl.models.config import ModelConfig
 from podrl.models.decoder import is_adapter, stacks_of
 from podrl.models.hf_config import config_to_hf
-from podrl.models.hf_names import Entry, entries, part_of
+from podrl.models.hf_names import Entry, entries, part_of, to_stored
 from podrl.models.tensor_files import Outgoing, split_into_files, write_file, write_index
 from podrl.types import PyTree
 
@@ -151,10 +151,9 @@ def _stored(params: PyTree, entry: Entry, index: tuple[int, ...], dtype: np.dtyp
         )
     if not isinstance(leaf, jax.Array):
         value = np.asarray(leaf[entry.part(index)]).astype(dtype)
-        value = value.reshape(entry.stored_shape[::-1]).T if entry.inputs else value.reshape(entry.stored_shape)
-        return np.ascontiguousarray(value)
+        return np.ascontiguousarray(to_stored(value, entry.form, entry.stored_shape))
     sharding = NamedSharding(leaf.sharding.mesh, Spec()) if isinstance(leaf.sharding, NamedSharding) else None
-    take = _taking(entry.stored_shape, entry.stacked, bool(entry.inputs), dtype, sharding)
+    take = _taking(entry.stored_shape, entry.stacked, entry.form, dtype, sharding)
     gathered = take(leaf, np.asarray(index, np.int32))
     return np.asarray(gathered.addressable_data(0))
 
@@ -163,7 +162,7 @@ def _stored(params: PyTree, entry: Entry, index: tuple[int, ...], dtype: np.dtyp
 def _taking(
     stored_shape: tuple[int, ...],
     stacked: tuple[int, ...],
-    transpose: bool,
+    form: str,
     dtype: np.dtype,
     sharding: NamedSharding | None,
 ):
@@ -171,6 +170,6 @@ def _taking(
 
     def take(leaf: Array, index: Array) -> Array:
         value = leaf[part_of(stacked, list(index), leaf.ndim)].astype(dtype)
-        return value.reshape(stored_shape[::-1]).T if transpose else value.reshape(stored_shape)
+        return to_stored(value, form, stored_shape)
 
     return jax.jit(take, out_shardings=sharding)

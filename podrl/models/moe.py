@@ -6,7 +6,7 @@ expert, M rows of a block, N blocks. A route is the k chosen experts of a token,
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,8 @@ from podrl.types import PyTree
 ROUTES_NAME = "routes"
 UNKNOWN = 0  # entry of a route for which no expert is recorded; expert e is recorded as e + 1
 _LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
+_BIASES = ("expert_in_bias", "expert_out_bias")
+_LIMIT, _GAIN = 7.0, 1.702  # of the activation 'clamped_silu', see `gated`
 _TILE = 512  # rows of a tile of the TPU kernel; the number of rows is padded to a multiple of it
 
 # name: (shape letters, logical axes)
@@ -34,6 +36,9 @@ _WEIGHTS = {
     "expert_in": ("E2DF", ("expert", "norm", "embed", "mlp")),
     "expert_out": ("EFD", ("expert", "mlp", "embed")),
     "selection_bias": ("E", ("norm",)),
+    "router_bias": ("E", ("norm",)),
+    "expert_in_bias": ("E2F", ("expert", "norm", "mlp")),
+    "expert_out_bias": ("ED", ("expert", "norm")),
     "shared_in": ("2DS", ("norm", "embed", "mlp")),
     "shared_out": ("SD", ("mlp", "embed")),
     "shared_gate": ("D", ("norm",)),
@@ -51,7 +56,9 @@ def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tup
     size = {"D": config.model_dim, "E": experts.count, "F": experts.ffn_dim, "S": experts.shared_dim, "2": 2}
     std = dict.fromkeys(_WEIGHTS, config.model_dim**-0.5)
     std |= {"expert_out": experts.ffn_dim**-0.5, "selection_bias": 0.0}
+    std |= dict.fromkeys(("router_bias", *_BIASES), 0.0)
     used = ["router", "expert_in", "expert_out"]
+    used += ["router_bias", *_BIASES] if experts.bias else []
     used += ["selection_bias"] if experts.selection_bias else []
     used += ["shared_in", "shared_out"] if experts.shared_dim else []
     used += ["shared_gate"] if experts.shared_gate else []
@@ -137,6 +144,8 @@ def route(
       highest scores. The first and the last are the same for tokens without a recorded route.
     """
     logit_XE = jnp.dot(x_XD.astype(jnp.float32), layer["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    if experts.bias:
+        logit_XE = logit_XE + layer["router_bias"].astype(jnp.float32)
     score_XE = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[experts.score](logit_XE)
     choice_XE = lax.stop_gradient(score_XE)
     if experts.selection_bias:
@@ -188,7 +197,7 @@ def feed_forward(
     """
     experts = config.experts
     assert experts is not None
-    names = [name for name in ("router", "selection_bias") if name in layer]
+    names = [name for name in ("router", "router_bias", "selection_bias", *_BIASES) if name in layer]
     weights = {name: layer[name] for name in (*names, "expert_in", "expert_out")}
     given = [] if route_BTk is None else [route_BTk]
     spread = spread_over(experts, mesh) if mesh is not None else ()
@@ -208,10 +217,15 @@ def feed_forward(
             first = index * count
             whole |= {n: whole[n].reshape(-1, *whole[n].shape[2:]) for n in ("expert_in", "expert_out")}
         w_in, w_out = whole["expert_in"].astype(x_BTD.dtype), whole["expert_out"].astype(x_BTD.dtype)
+        biases = tuple(whole[name].astype(x_BTD.dtype) for name in _BIASES if name in whole)
+        if biases and tensor:  # outputs are summed over tensor, so one device adds the bias of the outputs
+            biases = (biases[0], jnp.where(lax.axis_index(tensor) == 0, biases[1], 0))
         if spread:
             x_XD, expert_Xk, weight_Xk = (lax.all_gather(a, spread, tiled=True) for a in (x_XD, expert_Xk, weight_Xk))
             expert_Xk = expert_Xk - count * lax.axis_index(spread)
-        out_XD: Any = _apply(x_XD, expert_Xk, weight_Xk, w_in, w_out, first, count, config.activation, tpu, parts)
+        out_XD: Any = _apply(
+            x_XD, expert_Xk, weight_Xk, w_in, w_out, biases, first, count, config.activation, tpu, parts
+        )
         if spread:
             out_XD = lax.psum_scatter(out_XD.astype(x_BTD.dtype), spread, tiled=True)
         out_XD = lax.psum(out_XD, tensor) if tensor else out_XD
@@ -266,7 +280,7 @@ def check_mesh(config: ModelConfig, mesh: Mesh | str, *, key: str) -> None:
 def _shared(x_BTD: Array, layer: PyTree, config: ModelConfig) -> Array:
     """Applies the shared expert, which computes every token."""
     w_in, w_out = (layer[name].astype(x_BTD.dtype) for name in ("shared_in", "shared_out"))
-    out_BTD = (ACTIVATIONS[config.activation](x_BTD @ w_in[0]) * (x_BTD @ w_in[1])) @ w_out
+    out_BTD = gated(config.activation)(x_BTD @ w_in[0], x_BTD @ w_in[1]) @ w_out
     if "shared_gate" in layer:
         out_BTD = out_BTD * jax.nn.sigmoid(x_BTD @ layer["shared_gate"].astype(x_BTD.dtype))[..., None]
     return out_BTD
@@ -287,6 +301,20 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "silu": jax.nn.silu,
 }
+
+
+def gated(activation: str) -> Callable[[Array, Array], Array]:
+    """Returns the function of a feed-forward's gate and up projections.
+
+    It is activation(gate) x up for a key of ACTIVATIONS. For 'clamped_silu' (gpt-oss) it is
+    gate x sigmoid(1.702 gate) x (up + 1), where the gate is at most 7 and up lies in [-7, 7].
+    """
+
+    def clamped(gate: Array, up: Array) -> Array:
+        gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+        return gate * jax.nn.sigmoid(_GAIN * gate) * (up + 1)
+
+    return clamped if activation == "clamped_silu" else lambda gate, up: ACTIVATIONS[activation](gate) * up
 
 
 class _Sorted(NamedTuple):
@@ -357,13 +385,14 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, parti
     return _Sorted(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1], partial)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10))
 def _apply(
     x_XD: Float[Array, "X D"],
     expert_Xk: Int[Array, "X k"],
     weight_Xk: Float[Array, "X k"],
     in_G2DF: Float[Array, "G 2 D F"],
     out_GFD: Float[Array, "G F D"],
+    biases: tuple[Array, ...],
     first: Int[Array, ""] | int,
     count: int,
     activation: str,
@@ -380,14 +409,15 @@ def _apply(
       expert_Xk: numbers of the experts that compute each token, from this device's first expert on.
       weight_Xk: weights of these experts.
       in_G2DF, out_GFD: weights of the experts of this layer, or of several layers one after another.
-      first: index of this layer's first expert in these arrays.
+      biases: biases of the two projections of this layer's experts, (E, 2, F) and (E, D); () for none.
+      first: index of this layer's first expert in the arrays of weights.
       count: number of a layer's experts on this device, E.
-      activation: gate non-linearity, a key of ACTIVATIONS.
+      activation: gate non-linearity, see `gated`.
       tpu: whether the TPU kernel computes the products.
       parts: number of devices that a layer's experts are cut over. If it is larger than 1, numbers outside [0, E) are
         those of experts of other devices, which add nothing to the sum.
     """
-    return _forward(x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first, count, activation, tpu, parts)[0]
+    return _forward(x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, biases, first, count, activation, tpu, parts)[0]
 
 
 def _plan(expert_Xk: Array, count: int, tpu: bool, parts: int) -> _Sorted:
@@ -405,75 +435,109 @@ def _forward(
     weight_Xk: Array,
     in_G2DF: Array,
     out_GFD: Array,
+    biases: tuple[Array, ...],
     first: Any,
     count: int,
     activation: str,
     tpu: bool,
     parts: int,
 ) -> tuple[Array, tuple]:
-    plan, act = _plan(expert_Xk, count, tpu, parts), ACTIVATIONS[activation]
+    plan, act = _plan(expert_Xk, count, tpu, parts), gated(activation)
     x_PD = plan.rows(x_XD)
     if tpu:
         dot_in, dot_out, _ = _kernels(plan, in_G2DF, out_GFD, first)
-        y_PD = dot_out(act(dot_in(x_PD, 0)) * dot_in(x_PD, 1))
+        (gate_P, up_P), out_P = _at(biases, plan.block_N)
+        y_PD = _plus(dot_out(act(_plus(dot_in(x_PD, 0), gate_P), _plus(dot_in(x_PD, 1), up_P))), out_P)
     else:
         block = x_PD.shape[0] // plan.block_N.shape[0]
 
         def body(n: Array, y_PD: Array) -> Array:
             g = first + plan.block_N[n]
             x_MD = lax.dynamic_slice_in_dim(x_PD, n * block, block)
-            y_MD = (act(x_MD @ in_G2DF[g, 0]) * (x_MD @ in_G2DF[g, 1])) @ out_GFD[g]
+            (gate_F, up_F), out_D = _at(biases, plan.block_N[n])
+            a_MF = act(_plus(x_MD @ in_G2DF[g, 0], gate_F), _plus(x_MD @ in_G2DF[g, 1], up_F))
+            y_MD = _plus(a_MF @ out_GFD[g], out_D)
             return lax.dynamic_update_slice_in_dim(y_PD, y_MD, n * block, 0)
 
         y_PD = lax.fori_loop(0, plan.blocks, body, jnp.zeros_like(x_PD))
     y_XkD = plan.each(y_PD).astype(jnp.float32)
     out_XD = jnp.sum(y_XkD * weight_Xk[..., None], axis=1)
-    return out_XD, (x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first)
+    return out_XD, (x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, biases, first)
+
+
+def _at(biases: tuple[Array, ...], expert: Array) -> tuple[tuple[Any, Any], Any]:
+    """Selects the biases ((gate, up), output) of some experts; `None` for each of them if there are no biases."""
+    if not biases:
+        return (None, None), None
+    in_E2F, out_ED = biases
+    return (in_E2F[expert, 0], in_E2F[expert, 1]), out_ED[expert]
+
+
+def _plus(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
 
 
 def _backward(count: int, activation: str, tpu: bool, parts: int, saved: tuple, dout_XD: Array) -> tuple:
-    x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, first = saved
-    plan, act = _plan(expert_Xk, count, tpu, parts), ACTIVATIONS[activation]
+    x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, biases, first = saved
+    plan, act = _plan(expert_Xk, count, tpu, parts), gated(activation)
     x_PD, dy_PD = plan.rows(x_XD), plan.rows(dout_XD.astype(x_XD.dtype))
     weight_P = plan.spread(weight_Xk).astype(x_XD.dtype)
-    gated = lambda gate, up: act(gate) * up  # noqa: E731
     if tpu:
         dot_in, dot_out, outer = _kernels(plan, in_G2DF, out_GFD, first)
-        a_PF, back = jax.vjp(gated, dot_in(x_PD, 0), dot_in(x_PD, 1))
+        (gate_P, up_P), out_P = _at(biases, plan.block_N)
+        a_PF, back = jax.vjp(act, _plus(dot_in(x_PD, 0), gate_P), _plus(dot_in(x_PD, 1), up_P))
         da_PF = dot_out(dy_PD, transposed=True)
-        dweight_P = jnp.sum(a_PF.astype(jnp.float32) * da_PF, axis=-1)
+        dweight_P = _dweight(a_PF, da_PF, dy_PD, out_P)
         dout_GFD = outer(a_PF, dy_PD * weight_P[:, None])
         dh_2PF = back(da_PF * weight_P[:, None])
         dx_PD = dot_in(dh_2PF[0], 0, transposed=True) + dot_in(dh_2PF[1], 1, transposed=True)
         din_G2DF = jnp.stack([outer(x_PD, dh_PF) for dh_PF in dh_2PF], axis=1)
+        dbiases = ()
+        if biases:
+            mine_PE = plan.live_P[:, None] * jax.nn.one_hot(plan.block_N, count, dtype=x_XD.dtype)
+            sums = [_outer(mine_PE, jnp.where(plan.live_P[:, None], dh_PF, 0)) for dh_PF in dh_2PF]
+            dbiases = (jnp.stack(sums, axis=1), _outer(mine_PE, dy_PD * weight_P[:, None]))
     else:
         block = x_PD.shape[0] // plan.block_N.shape[0]
 
         def body(n: Array, carry: tuple) -> tuple:
-            dx_PD, dweight_P, din_G2DF, dout_GFD = carry
+            dx_PD, dweight_P, din_G2DF, dout_GFD, dbiases = carry
             g = first + plan.block_N[n]
             cut = lambda a: lax.dynamic_slice_in_dim(a, n * block, block)  # noqa: E731
             put = lambda a, part: lax.dynamic_update_slice_in_dim(a, part, n * block, 0)  # noqa: E731
             x_MD, dy_MD, w_M1 = cut(x_PD), cut(dy_PD), cut(weight_P)[:, None]
-            a_MF, back = jax.vjp(gated, x_MD @ in_G2DF[g, 0], x_MD @ in_G2DF[g, 1])
+            (gate_F, up_F), out_D = _at(biases, plan.block_N[n])
+            a_MF, back = jax.vjp(act, _plus(x_MD @ in_G2DF[g, 0], gate_F), _plus(x_MD @ in_G2DF[g, 1], up_F))
             da_MF = dy_MD @ out_GFD[g].T
             dgate_MF, dup_MF = back(da_MF * w_M1)
+            if biases:
+                grads = (jnp.stack([dgate_MF, dup_MF]), dy_MD * w_M1)
+                sums = [jnp.sum(grad.astype(jnp.float32), axis=-2) for grad in grads]
+                dbiases = tuple(b.at[plan.block_N[n]].add(x) for b, x in zip(dbiases, sums, strict=True))
             return (
                 put(dx_PD, dgate_MF @ in_G2DF[g, 0].T + dup_MF @ in_G2DF[g, 1].T),
-                put(dweight_P, jnp.sum(a_MF.astype(jnp.float32) * da_MF, axis=-1)),
+                put(dweight_P, _dweight(a_MF, da_MF, dy_MD, out_D)),
                 din_G2DF.at[g, 0].add(_outer(x_MD, dgate_MF)).at[g, 1].add(_outer(x_MD, dup_MF)),
                 dout_GFD.at[g].add(_outer(a_MF, dy_MD * w_M1)),
+                dbiases,
             )
 
         zero = lambda a: jnp.zeros(a.shape, jnp.float32)  # noqa: E731
-        carry = (jnp.zeros_like(x_PD), zero(weight_P), zero(in_G2DF), zero(out_GFD))
-        dx_PD, dweight_P, din_G2DF, dout_GFD = lax.fori_loop(0, plan.blocks, body, carry)
+        carry = (jnp.zeros_like(x_PD), zero(weight_P), zero(in_G2DF), zero(out_GFD), tuple(map(zero, biases)))
+        dx_PD, dweight_P, din_G2DF, dout_GFD, dbiases = lax.fori_loop(0, plan.blocks, body, carry)
     dx_XD = jnp.sum(plan.each(dx_PD).astype(jnp.float32), axis=1).astype(x_XD.dtype)
     dweight_Xk = plan.each(dweight_P).astype(weight_Xk.dtype)
-    return dx_XD, None, dweight_Xk, din_G2DF.astype(in_G2DF.dtype), dout_GFD.astype(out_GFD.dtype), None
+    dbiases = tuple(dbias.astype(bias.dtype) for dbias, bias in zip(dbiases, biases, strict=True))
+    return dx_XD, None, dweight_Xk, din_G2DF.astype(in_G2DF.dtype), dout_GFD.astype(out_GFD.dtype), dbiases, None
 
 
 _apply.defvjp(_forward, _backward)
+
+
+def _dweight(a_MF: Array, da_MF: Array, dy_MD: Array, out_bias: Array | None) -> Float[Array, " M"]:
+    """Computes the gradient of each row's weight: the product of the row's output and the output's gradient."""
+    dweight_M = jnp.sum(a_MF.astype(jnp.float32) * da_MF, axis=-1)
+    return dweight_M if out_bias is None else dweight_M + jnp.sum(dy_MD.astype(jnp.float32) * out_bias, axis=-1)
 
 
 def _outer(a_MX: Array, b_MY: Array) -> Float[Array, "X Y"]:

@@ -37,6 +37,7 @@ def prefix_attention(
     v_BTKH: Float[Array, "B T K H"],
     segment_BT: Int[Array, "B T"],
     window: Int[Array, ""],
+    sinks: tuple[Float[Array, " N"], ...],
     prefix_BT: Int[Array, "B T"],
     position_BT: Int[Array, "B T"],
     *,
@@ -57,6 +58,7 @@ def prefix_attention(
       v_BTKH: values.
       segment_BT: segment of each token, 0 on padding.
       window: number of positions that a token sees, its own included.
+      sinks: one array with the score of each head's sink; () if heads have no sinks.
       prefix_BT: segment that each token sees besides its own; 0 for none.
       position_BT: position of each token inside its own sequence.
       softcap: c in c * tanh(score / c); 0 is off.
@@ -83,7 +85,8 @@ def prefix_attention(
     needed_Bij = needed_blocks(told_BXT, window_1[0], size)
     q_BNHT, k_BKHT, v_BKHT = (x.transpose(0, 2, 3, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
     where = (told_BXT, window_1, _pairs(needed_Bij, by_keys=False), _pairs(needed_Bij, by_keys=True))
-    out_BNHT: Any = _attend(q_BNHT, k_BKHT, v_BKHT, where, static)
+    sinks = tuple(sink_N.astype(jnp.float32)[:, None, None] for sink_N in sinks)
+    out_BNHT: Any = _attend(q_BNHT, k_BKHT, v_BKHT, where, sinks, static)
     return out_BNHT.transpose(0, 3, 1, 2)
 
 
@@ -349,12 +352,16 @@ def _backward_keys(
 Where = tuple[Array, Array, Pairs, Pairs]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, static: _Static) -> Array:
-    return _attend_fwd(q_BNHT, k_BKHT, v_BKHT, where, static)[0]
+# One array (N, 1, 1) with the score of each head's sink, float32; () if heads have no sinks.
+Sinks = tuple[Array, ...]
 
 
-def _attend_fwd(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, static: _Static):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, sinks: Sinks, static: _Static) -> Array:
+    return _attend_fwd(q_BNHT, k_BKHT, v_BKHT, where, sinks, static)[0]
+
+
+def _attend_fwd(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, sinks: Sinks, static: _Static):
     call = _Call(q_BNHT, where, static)
     queries, keys = call.heads("query", static.group), call.heads("key", 1)
     out_BNHT, lse_BN1T = call(
@@ -364,14 +371,20 @@ def _attend_fwd(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, stati
         results=[(q_BNHT.shape, q_BNHT.dtype, queries), (call.rows, jnp.float32, call.of_queries)],
         scratch=[(static.group, 1), (static.group, 1), (static.group, q_BNHT.shape[2])],
     )
+    for sink_N11 in sinks:  # a key of value 0: it only takes weight from the others
+        total_BN1T = jnp.logaddexp(lse_BN1T, sink_N11)
+        out_BNHT = (out_BNHT * jnp.exp(lse_BN1T - total_BN1T)[..., : static.T]).astype(out_BNHT.dtype)
+        lse_BN1T = total_BN1T
     out_BNHT, lse_BN1T = (checkpoint_name(x, static.name) for x in (out_BNHT, lse_BN1T))
-    return out_BNHT, (q_BNHT, k_BKHT, v_BKHT, where, out_BNHT, lse_BN1T)
+    return out_BNHT, (q_BNHT, k_BKHT, v_BKHT, where, sinks, out_BNHT, lse_BN1T)
 
 
 def _attend_bwd(static: _Static, saved: Any, dout_BNHT: Array):
-    q_BNHT, k_BKHT, v_BKHT, where, out_BNHT, lse_BN1T = saved
+    q_BNHT, k_BKHT, v_BKHT, where, sinks, out_BNHT, lse_BN1T = saved
     f32, H = jnp.float32, q_BNHT.shape[2]
     delta_BN1T = jnp.sum(dout_BNHT.astype(f32) * out_BNHT.astype(f32), axis=2, keepdims=True)
+    weights = [jnp.exp(sink_N11 - lse_BN1T[..., : static.T]) for sink_N11 in sinks]
+    dsinks = tuple(-jnp.sum(weight_BN1T * delta_BN1T, axis=(0, 3))[..., None] for weight_BN1T in weights)
     delta_BN1T = jnp.pad(delta_BN1T, ((0, 0), (0, 0), (0, 0), (0, lse_BN1T.shape[3] - static.T)))
     grads = []
     for name, body in (("dq", _backward_queries), ("dkv", _backward_keys)):
@@ -386,7 +399,7 @@ def _attend_bwd(static: _Static, saved: Any, dout_BNHT: Array):
             results=[(x.shape, x.dtype, spec) for x, spec in to],
             scratch=[(static.group, H)] if name == "dq" else [(H,), (H,)],
         )
-    return *grads, None
+    return *grads, None, dsinks
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -119,6 +119,18 @@ def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -
     }
 
 
+def _gpt_oss(experts: int, layers: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 64,
+        "num_local_experts": experts,
+    }
+
+
 def _llama32(dim: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
     base = _llama31(dim, 8192, layers, heads)
     return base | {
@@ -175,6 +187,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),
     "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64),
     "qwen3.5-35b-a3b": _qwen35_moe(2048, 512, 40, 16, 2),
+    "gpt-oss-20b": _gpt_oss(32, 24),
 }
 
 

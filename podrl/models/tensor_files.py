@@ -79,12 +79,17 @@ class StoredTensor:
             for n, name in enumerate(names)
         ]
 
-    def _mapped(self) -> np.ndarray:
+    def read_bytes(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads the rectangular part `index` of a tensor of unsigned bytes (code 'U8')."""
+        return np.array(self._mapped(np.dtype(np.uint8))[index])
+
+    def _mapped(self, dtype: np.dtype | None = None) -> np.ndarray:
+        dtype = self.dtype if dtype is None else dtype
         if is_remote(self.path):  # reads the whole tensor, because a part of it need not be contiguous in the file
             with self.path.open("rb") as file:
                 file.seek(self.start)
-                return np.frombuffer(file.read(self.stop - self.start), self.dtype).reshape(self.shape)
-        return np.memmap(self.path, self.dtype, mode="r", offset=self.start, shape=self.shape)
+                return np.frombuffer(file.read(self.stop - self.start), dtype).reshape(self.shape)
+        return np.memmap(self.path, dtype, mode="r", offset=self.start, shape=self.shape)
 
 
 def scan_file(path: Place) -> dict[str, StoredTensor]:

@@ -22,10 +22,10 @@ def time_axis(mesh: Mesh | None, tokens: int) -> str:
 def over_time(run: Attend, blockwise: Attend, axis: str, size: int, block: int) -> Attend:
     """Wraps attention over whole rows for use inside shard_map, where rows are cut over a mesh axis.
 
-    The returned function has the arguments of `run`, (q_BTNH, k_BTKH, v_BTKH, segment_BT, window, *shared), with the
-    device's part of each row; see `podrl.models.attention.attention`. It exchanges heads if the query heads divide by
-    `size`, and gathers keys otherwise. Causal masks leave every device the same amount of work in both cases, unless a
-    device's tokens do not halve (see `_gathered`).
+    The returned function has the arguments of `run`, (q_BTNH, k_BTKH, v_BTKH, segment_BT, window, sinks, *shared), with
+    the device's part of each row; see `podrl.models.attention.attention`. It exchanges heads if the query heads divide
+    by `size`, and gathers keys otherwise. Causal masks leave every device the same amount of work in both cases, unless
+    a device's tokens do not halve (see `_gathered`).
 
     Args:
       run: attention over whole rows, in any form.
@@ -53,14 +53,17 @@ def _exchanged(run: Attend, axis: str, size: int) -> Attend:
     def to_heads(x_BTNH: Array) -> Array:
         return jax.lax.all_to_all(x_BTNH, axis, split_axis=2, concat_axis=1, tiled=True)
 
-    def cut(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_BT: Array, window: Array, *shared: Array) -> Array:
+    def cut(
+        q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_BT: Array, window: Array, sinks: tuple, *shared: Array
+    ) -> Array:
         K = k_BTKH.shape[2]
         times = math.lcm(K, size) // K
         if times > 1:
             k_BTKH, v_BTKH = (jnp.repeat(x, times, axis=2) for x in (k_BTKH, v_BTKH))
         heads = (to_heads(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+        sinks = tuple(sink_N.reshape(size, -1)[jax.lax.axis_index(axis)] for sink_N in sinks)
         rows = (_whole(x, axis) for x in (segment_BT, *shared))
-        out_BTNH = run(*heads, next(rows), window, *rows)
+        out_BTNH = run(*heads, next(rows), window, sinks, *rows)
         return jax.lax.all_to_all(out_BTNH, axis, split_axis=1, concat_axis=2, tiled=True)
 
     return cut
@@ -78,7 +81,9 @@ def _gathered(blockwise: Attend, axis: str, size: int, block: int) -> Attend:
     def owner(part: int) -> int:
         return min(part, 2 * size - 1 - part)
 
-    def cut(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_BT: Array, window: Array, *shared: Array) -> Array:
+    def cut(
+        q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, segment_BT: Array, window: Array, sinks: tuple, *shared: Array
+    ) -> Array:
         device, halves = jax.lax.axis_index(axis), q_BTNH.shape[1] % 2 == 0
         moves: list[list[tuple[int, int]]] = []
         parts = [device]
@@ -92,7 +97,13 @@ def _gathered(blockwise: Attend, axis: str, size: int, block: int) -> Attend:
         order = jnp.concatenate([part * blocks + jnp.arange(blocks) for part in parts])
         rows = (_whole(x, axis) for x in (k_BTKH, v_BTKH, segment_BT, *shared))
         out_BTNH = blockwise(
-            _moved(q_BTNH, moves, axis), next(rows), next(rows), next(rows), window, *rows, block=step, order=(order,)
+            _moved(q_BTNH, moves, axis),
+            *(next(rows), next(rows), next(rows)),
+            window,
+            sinks,
+            *rows,
+            block=step,
+            order=(order,),
         )
         return _moved(out_BTNH, [[(b, a) for a, b in move] for move in moves], axis)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -121,6 +122,41 @@ def test_layers_of_linear_attention(tiny_on, check, prompts_of, mesh, layers):
     config = dataclasses.replace(CONFIG, pool_tokens=12 * 8)
     worker, _ = generate(tiny_on(mesh, devices, model), check, prompts_of, config, atol=2e-5)
     assert (worker.stats.spills > 0) == (devices < 8)
+
+
+# Sinks, windows on every other layer, YaRN, biases of all projections and of experts, a bounded activation.
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 6,
+    "initial_context_length": 16,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "original_max_position_embeddings": 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layers"),
+    [
+        ("data=1", 2),
+        pytest.param("fsdp=2", 14, marks=[FORMS, pytest.mark.slow]),
+        pytest.param("tensor=2", 2, marks=[FORMS, pytest.mark.slow]),
+    ],
+)
+def test_sinks_and_biases(tiny_on, check, prompts_of, mesh, layers):
+    model = config_from_hf({**GPT_OSS, "num_hidden_layers": layers})
+    tiny = tiny_on(mesh, 1 if mesh == "data=1" else 2, model)
+    keys = iter(jax.random.split(jax.random.key(7), 99))
+    changed = lambda x: jax.device_put(x + 0.5 * jax.random.normal(next(keys), x.shape), x.sharding)  # noqa: E731
+    layers = tiny.params["layers"]
+    layers |= {name: changed(x) for name, x in layers.items() if "bias" in name or name == "sinks"}
+    assert "sinks" in layers and "expert_out_bias" in layers and "o_bias" in layers
+    generate(tiny, check, prompts_of, atol=2e-5)
 
 
 # Heads of 8 in layers with a window, and of 16, whose values are keys, in those without.

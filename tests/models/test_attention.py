@@ -1,6 +1,7 @@
 """All forms of attention agree, values and gradients: windows, soft caps, segments, grouped heads, meshes."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,61 @@ def test_a_shared_beginning_is_seen_as_if_each_had_its_own(form):
     assert all(jnp.isfinite(out_BTNH).all() for _, out_BTNH in found)  # on padding too, blocks of nothing else included
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(form="dense"),
+        dict(block=64),
+        dict(block=8),
+        dict(spec="fsdp=2,tensor=2"),
+        dict(spec="tensor=4"),
+        dict(spec="seq=4", block=4),  # heads are exchanged
+        dict(spec="seq=8", block=2),  # keys are gathered
+        dict(spec="seq=2,tensor=2", block=8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shares", [False, True])
+def test_sinks_take_weight_as_a_key_of_value_zero_does(how, shares):
+    """Every form against softmax over one more column of scores, values and gradients, those of the sinks included."""
+    segment_BT, shared = _shared()
+    arrays = (*_inputs(T=64)[:3], jnp.array([-1.0, 0.5, 2.0, 30.0]))  # the last takes all weight
+    spec = how.get("spec")
+    mesh = make_mesh(spec, jax.devices()[: math.prod(int(x[-1]) for x in spec.split(","))]) if spec else None
+    options = {name: value for name, value in how.items() if name != "spec"}
+    real_BT11 = (segment_BT > 0)[:, :, None, None]
+
+    def ours(q_BTNH, k_BTKH, v_BTKH, sink_N):
+        return attention(
+            q_BTNH, k_BTKH, v_BTKH, segment_BT, shared=shared if shares else None, sinks=(sink_N,), mesh=mesh,
+            window=jnp.int32(9), softcap=3.0, **options,
+        )  # fmt: skip
+
+    def definition(q_BTNH, k_BTKH, v_BTKH, sink_N):
+        k_BTNH, v_BTNH = (jnp.repeat(x, 2, axis=2) for x in (k_BTKH, v_BTKH))
+        score_BNTS = 3.0 * jnp.tanh(jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH) / 3.0)
+        prefix_BT, position_BT = shared
+        back_TS = jnp.arange(64)[:, None] - jnp.arange(64)
+        seen_BTS = (segment_BT[:, :, None] == segment_BT[:, None]) & (back_TS >= 0)
+        if shares:
+            seen_BTS |= (segment_BT[:, None] == prefix_BT[:, :, None]) & (segment_BT[:, None] > 0)
+            back_TS = position_BT[:, :, None] - position_BT[:, None]
+        weight_BNTS = jnp.exp(score_BNTS) * (seen_BTS & (back_TS < 9))[:, None]
+        weight_BNTS /= jnp.sum(weight_BNTS, axis=-1, keepdims=True) + jnp.exp(sink_N)[:, None, None]
+        return jnp.einsum("BNTS,BSNH->BTNH", weight_BNTS, v_BTNH)
+
+    def total(run, *arrays):
+        out_BTNH = jnp.where(real_BT11, run(*arrays), 0)
+        return jnp.sum(out_BTNH * jax.random.normal(jax.random.key(9), out_BTNH.shape)), out_BTNH
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(total, run), argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
+        for run in (ours, definition)
+    )
+    assert np.abs(want[0][3][:3]).min() > 0.05
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+
+
 def test_splash_is_not_asked_to_share():
     segment_BT, shared = _shared()
     with pytest.raises(ValueError, match="'splash' sees equal segments only: use 'prefix'"):
@@ -143,6 +199,28 @@ def test_mesh_does_not_change_attention(heads, spec):
         return attention(q_BTNH, k_BTKH, v_BTKH, inputs[3], mesh=mesh, block=16, window=window, softcap=5.0)
 
     _compare(_values_and_grads(run, inputs, (9,)), _dense(5.0, (9,), **sizes), inputs, atol=5e-6)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_sinks_in_the_tpu_kernels(shares):
+    _, (prefix_BT, position_BT) = _shared(T=128)
+    q_BTNH, k_BTKH, v_BTKH, segment_BT = _inputs(T=128, N=2, K=1, H=64)
+    shared = (prefix_BT, position_BT) if shares else None
+    segment_BT = _shared(T=128)[0] if shares else segment_BT
+    how = {"window": jnp.int32(40), "softcap": 0.0, "shared": shared}
+
+    def total(run, q_BTNH, sink_N):
+        out_BTNH = run(q_BTNH, k_BTKH, v_BTKH, segment_BT, sinks=(sink_N,), **how)
+        return jnp.sum(jnp.where((segment_BT > 0)[:, :, None, None], jnp.sin(out_BTNH), 0))
+
+    form = {"form": "prefix"} if shares else {"form": "splash", "windows": (40,)}
+    runs = functools.partial(attention, **form, interpret=True), dense
+    got, want = (
+        jax.jit(jax.value_and_grad(functools.partial(total, run), argnums=(0, 1)))(q_BTNH, jnp.array([0.5, 2.0]))
+        for run in runs
+    )
+    assert np.abs(want[1][1]).min() > 0.05
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
 
 
 @pytest.mark.parametrize("spec", ["", "seq=2"])

@@ -72,12 +72,14 @@ def test_there_is_a_fixture_of_every_family():
         "gemma2",
         "gemma3",
         "gemma4",
+        "gpt_oss",
         "llama",
         "mistral",
         "mixtral",
         "qwen2",
         "qwen3",
         "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_moe",
     ]
 

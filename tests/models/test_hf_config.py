@@ -174,6 +174,72 @@ def test_the_published_fields_of_qwen35_with_experts_are_read():
     assert config_from_hf(config_to_hf(config)) == config
 
 
+# The published config.json of gpt-oss-20b.
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+
+
+def test_the_published_fields_of_gpt_oss_are_read():
+    config = config_from_hf(GPT_OSS_20B)
+    assert config == config_of("gpt-oss-20b")
+    assert config.experts == Experts(32, 4, 2880, score="chosen", normalize=False, bias=True)
+    assert config.window_L == (128, GLOBAL_WINDOW) * 12 and config.sinks and config.qkv_bias and config.o_bias
+    assert config.rope_scaling_L[0] == RopeScaling(
+        "yarn", 32.0, original_length=4096, truncate=False, attention_factor=0.1 * math.log(32) + 1
+    )
+    written = config_to_hf(config)
+    assert config_from_hf(written) == config and "quantization_config" not in written
+    plain = dataclasses.replace(config, rope_scaling_L=(RopeScaling(),) * 24, qkv_bias=False, o_bias=False)
+    assert config_from_hf(config_to_hf(plain)) == plain
+
+
 def test_the_published_fields_of_models_with_experts_are_read():
     qwen, mixtral = config_from_hf(QWEN3_30B), config_from_hf(MIXTRAL_8X7B)
     assert qwen == config_of("qwen3-30b-a3b")
@@ -184,7 +250,7 @@ def test_the_published_fields_of_models_with_experts_are_read():
         assert config_from_hf(config_to_hf(config)) == config
 
 
-@pytest.mark.parametrize("raw", [QWEN3_30B, MIXTRAL_8X7B, QWEN35_35B], ids=lambda raw: raw["model_type"])
+@pytest.mark.parametrize("raw", [QWEN3_30B, MIXTRAL_8X7B, QWEN35_35B, GPT_OSS_20B], ids=lambda raw: raw["model_type"])
 def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
     """Every field that may change the logits changes the configuration, or is refused by its name."""
     changes = {
@@ -196,7 +262,7 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
         "use_sliding_window": True,
         "sliding_window": 64,
         "hidden_act": "gelu",
-        "attention_bias": True,
+        "attention_bias": not raw.get("attention_bias"),
         "intermediate_size": 7,
         "rope_theta": 5.0,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
@@ -206,7 +272,7 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
         "num_key_value_heads": 1,
         "head_dim": 32,
         "tie_word_embeddings": True,
-        "max_position_embeddings": 7,
+        "max_position_embeddings": 1 << 19,
         "shared_expert_intermediate_size": 8,
         "partial_rotary_factor": 0.5,
         "attn_output_gate": False,
@@ -220,6 +286,11 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
         "n_group": 2,
         "routed_scaling_factor": 2.0,
         "scoring_func": "sigmoid",
+        "swiglu_limit": 6.0,
+        "swiglu_alpha": 1.5,
+        "experts_per_token": 3,
+        "initial_context_length": 7,
+        "quantization_config": {"quant_method": "gptq"},
     }
     same = set()
     for key, value in changes.items():
@@ -234,7 +305,7 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
         windowed = config_from_hf(raw | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None})
         assert set(windowed.window_L) == {64}
     with pytest.raises(ValueError, match=r"num_experts_per_tok=500 and num_(local_)?experts="):
-        config_from_hf(raw | {"num_experts_per_tok": 500})
+        config_from_hf(raw | {"num_experts_per_tok": 500, "experts_per_token": None})
     with pytest.raises(ValueError, match="num_experts=128 and num_local_experts=4: they must be the same"):
         config_from_hf(QWEN3_30B | {"num_local_experts": 4})
 
@@ -268,6 +339,7 @@ def test_published_sizes_survive_a_round_trip(name):
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
         ("qwen3.5-35b-a3b", 34_660_610_688),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_published_sizes_have_the_published_number_of_parameters(name, count):
@@ -279,7 +351,7 @@ def test_gemma3_sizes_have_the_numbers_of_their_names():
 
 
 def test_an_unknown_size_lists_all():
-    with pytest.raises(ValueError, match=r"'gemma3-5b'\. Did you mean 'gemma3-4b'\?.*gemma2-2b, .*qwen3.5-35b-a3b\."):
+    with pytest.raises(ValueError, match=r"'gemma3-5b'\. Did you mean 'gemma3-4b'\?.*gemma2-2b, .*gpt-oss-20b\."):
         config_of("gemma3-5b")
 
 
@@ -387,7 +459,7 @@ def test_the_published_fields_of_qwen25_are_read():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'.*gemma2, gemma3_text, gemma4_text, llama, mistral"),
+        ({"model_type": "mamba"}, "model_type 'mamba'.*gemma2, gemma3_text, gemma4_text, gpt_oss, llama, mistral"),
         ({"model_type": None}, "model_type None"),
         ({"residual_multiplier": 0.2}, "field residual_multiplier=0.2, which podrl does not know"),
         ({"attention_bias": True}, "attention_bias=True, which podrl does not compute: it must be False"),

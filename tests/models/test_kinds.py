@@ -55,7 +55,7 @@ def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
     stacks, infos = decoder.stacks_of(params["layers"], config), decoder.layer_infos(config)
     taken = [0, 0]
 
-    def attend(q, k, v, info):
+    def attend(q, k, v, info, sinks):
         return decoder.attention(q, k, v, jnp.ones_like(tokens_BT), window=info.window, softcap=0.0), None
 
     for i, kind in enumerate(kind_L):

@@ -34,6 +34,16 @@ RAW = {
 CONFIG = config_from_hf(RAW)
 
 
+OSS = config_from_hf(
+    {
+        name: value
+        for name, value in RAW.items()
+        if name not in ("num_experts", "moe_intermediate_size", "norm_topk_prob")
+    }
+    | {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 3, "layer_types": ["full_attention"] * 2}
+)
+
+
 def config_with(**changes):
     return dataclasses.replace(CONFIG, experts=Experts(**({"count": 8, "chosen": 2, "ffn_dim": 12} | changes)))
 
@@ -54,8 +64,9 @@ def random_params(config, seed=0):
 
 def reference(x_XD, layer, experts, expert_Xk):
     """Every expert of every token in float64, weighted by the definition: 0 for those not chosen."""
+    bias = lambda name: layer.get(name, 0.0)  # noqa: E731
     silu = lambda a: a / (1 + jnp.exp(-a))  # noqa: E731
-    logit_XE = x_XD @ layer["router"]
+    logit_XE = x_XD @ layer["router"] + bias("router_bias")
     score_XE = 1 / (1 + jnp.exp(-logit_XE)) if experts.score == "sigmoid" else jnp.exp(logit_XE)
     mask_XE = jnp.zeros(logit_XE.shape).at[jnp.arange(len(x_XD))[:, None], expert_Xk].set(1.0)
     if experts.score == "softmax":
@@ -64,7 +75,12 @@ def reference(x_XD, layer, experts, expert_Xk):
     if experts.normalize or experts.score == "chosen":
         weight_XE = weight_XE / weight_XE.sum(-1, keepdims=True)
     h_XE2F = jnp.einsum("XD,EGDF->XEGF", x_XD, layer["expert_in"])
-    y_XED = jnp.einsum("XEF,EFD->XED", silu(h_XE2F[:, :, 0]) * h_XE2F[:, :, 1], layer["expert_out"])
+    h_XE2F += bias("expert_in_bias")
+    a_XEF = silu(h_XE2F[:, :, 0]) * h_XE2F[:, :, 1]
+    if experts.bias:  # gpt-oss
+        gate_XEF, up_XEF = jnp.minimum(h_XE2F[:, :, 0], 7), jnp.clip(h_XE2F[:, :, 1], -7, 7)
+        a_XEF = (up_XEF + 1) * gate_XEF / (1 + jnp.exp(-1.702 * gate_XEF))
+    y_XED = jnp.einsum("XEF,EFD->XED", a_XEF, layer["expert_out"]) + bias("expert_out_bias")
     out_XD = experts.scale * jnp.einsum("XE,XED->XD", weight_XE, y_XED)
     if experts.shared_dim:
         h_X2S = jnp.einsum("XD,GDS->XGS", x_XD, layer["shared_in"])
@@ -92,14 +108,21 @@ def test_values_and_gradients_are_those_of_all_experts_in_float64(variant):
     check_against_reference(config_with(**VARIANTS[variant]), 30, seed=len(variant))
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])  # with the second, most gates and ups are beyond their bounds
+def test_biases_and_the_bounded_activation(scale):
+    layer = random_layer(OSS)
+    layer["expert_in"] *= scale
+    check_against_reference(OSS, 30, seed=3, layer=layer)
+
+
 @pytest.mark.parametrize(("count", "chosen", "tokens"), [(1, 1, 3), (5, 3, 300), (6, 6, 1)])
 def test_any_number_of_experts_and_tokens(count, chosen, tokens):
     check_against_reference(config_with(count=count, chosen=chosen, ffn_dim=5), tokens, seed=count)
 
 
-def check_against_reference(config, tokens, seed):
+def check_against_reference(config, tokens, seed, layer=None):
     rng = np.random.default_rng(seed)
-    layer, x_BTD = random_layer(config, seed), jnp.asarray(rng.normal(size=(1, tokens, 16)), jnp.float32)
+    layer, x_BTD = layer or random_layer(config, seed), jnp.asarray(rng.normal(size=(1, tokens, 16)), jnp.float32)
     cotangent = rng.normal(size=(tokens, 16))
 
     def ours(layer, x_BTD):
@@ -193,21 +216,32 @@ def test_experts_of_all_layers_in_one_array_are_those_of_each():
 SPREAD = ("expert=4,fsdp=2", "expert=2,fsdp=2,tensor=2", "data=2,expert=2,seq=2", "expert=8")
 
 
-@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "data=1,fsdp=4,seq=2,tensor=1", *SPREAD])
-def test_a_mesh_changes_neither_logits_nor_gradients(spec):
-    params = random_params(CONFIG)
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
+        *((spec, CONFIG) for spec in ("data=2,fsdp=2,tensor=2", "data=1,fsdp=4,seq=2,tensor=1", *SPREAD)),
+        ("fsdp=2,seq=2,tensor=2", OSS),
+        ("expert=2,fsdp=2,tensor=2", OSS),
+    ],
+    ids=lambda part: part if isinstance(part, str) else part.family,
+)
+def test_a_mesh_changes_neither_logits_nor_gradients(spec, config):
+    params, keys = random_params(config), iter(jax.random.split(jax.random.key(5), 99))
+    for name, x in params["layers"].items():
+        if "bias" in name or name == "sinks":  # these begin at 0
+            params["layers"][name] = 0.3 * jax.random.normal(next(keys), x.shape)
     tokens_BT = np.random.default_rng(0).integers(0, 32, (8, 16)).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(16), (8, 16))
 
     def loss(params, mesh):
         hidden = decoder.hidden(
-            params, tokens_BT, np.ones_like(tokens_BT), position_BT, CONFIG, mesh=mesh, remat="full"
+            params, tokens_BT, np.ones_like(tokens_BT), position_BT, config, mesh=mesh, remat="full"
         )
-        return jnp.sum(jnp.sin(decoder.unembed(params, hidden, CONFIG)))
+        return jnp.sum(jnp.sin(decoder.unembed(params, hidden, config)))
 
     mesh = build.make_mesh(spec, jax.devices())
     placed = jax.tree.map(
-        lambda x, a: jax.device_put(x, a.sharding), params, decoder.abstract_params(CONFIG, mesh, jnp.dtype("float32"))
+        lambda x, a: jax.device_put(x, a.sharding), params, decoder.abstract_params(config, mesh, jnp.dtype("float32"))
     )
     want, want_grad = jax.jit(jax.value_and_grad(lambda p: loss(p, None)))(params)
     got, got_grad = jax.jit(jax.value_and_grad(lambda p: loss(p, mesh)))(placed)
@@ -244,8 +278,11 @@ def test_the_cost_is_that_of_the_chosen_experts():
         )
 
 
-def test_the_tpu_form_equals_the_blocks(monkeypatch):
+@pytest.mark.parametrize("oss", [False, True])
+def test_the_tpu_form_equals_the_blocks(monkeypatch, oss):
     config = config_with(count=4, ffn_dim=128)
+    if oss:
+        config = dataclasses.replace(OSS, experts=dataclasses.replace(OSS.experts, ffn_dim=128))
     config = dataclasses.replace(config, model_dim=128)
     layer = random_layer(config)
     x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(1, 40, 128)), jnp.float32)

@@ -65,6 +65,15 @@ QWEN3_5_EXPERTS = {
     "shared_expert_intermediate_size": 10,
 }
 
+# Windows on every other layer, sinks, biases everywhere; gates and ups beyond the bounds of the activation are likely.
+GPT_OSS = {
+    "intermediate_size": 16,
+    "sliding_window": 5,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "rope_parameters": YARN | {"truncate": False},
+}
+
 # (name, configuration class, differences from SMALL): GQA ratios, head sizes unlike dim / heads, windows shorter than
 # the sequences of the tests, tied and untied, biases, soft caps that bite, both rope bases and scalings.
 CASES = [
@@ -162,6 +171,14 @@ CASES = [
         {"num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
     ),
 ]
+CASES += [
+    ("gpt_oss", "GptOssConfig", GPT_OSS),
+    (
+        "gpt_oss_plain_rope",
+        "GptOssConfig",
+        GPT_OSS | {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 1e4}},
+    ),
+]
 BY_NAME = {name: changes for name, _, changes in CASES}
 # The sizes of the committed fixtures (tests/models/fixtures), one case per family.
 FIXTURE_SIZES = {"vocab_size": 24, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
@@ -170,6 +187,7 @@ FIXTURE_CASES = [
     ("gemma2", "Gemma2Config", dict(BY_NAME["gemma2_caps"], num_key_value_heads=1)),
     ("gemma3", "Gemma3TextConfig", dict(BY_NAME["gemma3_windows"], num_key_value_heads=1)),
     ("gemma4", "Gemma4TextConfig", dict(BY_NAME["gemma4_shared_keys"], num_key_value_heads=2)),
+    ("gpt_oss", "GptOssConfig", GPT_OSS | {"num_key_value_heads": 1, "num_hidden_layers": 2, "num_local_experts": 4}),
     ("llama", "LlamaConfig", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),
     ("qwen2", "Qwen2Config", {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}),
     ("qwen3", "Qwen3Config", {"num_key_value_heads": 1}),
