@@ -206,6 +206,8 @@ def feed_forward(
     def local(
         x_BTD: Array, weights: PyTree, index: Any, *given: Array, cuts: Mapping[str, Spec], tensor: tuple[str, ...] = ()
     ):
+        if spread:  # in the products' type, which takes half of the bytes if that is bfloat16
+            weights = {n: w.astype(x_BTD.dtype) if n in ("expert_in", "expert_out") else w for n, w in weights.items()}
         # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
         whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
         x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
