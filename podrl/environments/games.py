@@ -1,0 +1,145 @@
+"""Games of TextArena and environments of OpenEnv servers, as objects that podrl.SteppedEnvironment plays.
+
+TextArena is needed for its games, and `websockets` (extra [openenv]) for OpenEnv; both are imported by an episode.
+"""
+
+import contextlib
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from podrl.environments.stepped import SteppedEnvironment
+
+# TextArena's games draw from Python's global generator, which all episodes of a process share.
+_DRAWS = threading.Lock()
+# Takes the text that the other player reads, and returns that player's action.
+Opponent = Callable[[str], str]
+
+
+def text_arena(game: str, *, opponent: Opponent | None = None, **settings: Any) -> SteppedEnvironment:
+    """Makes the environment of a game of TextArena, which the model plays as player 0.
+
+    The reward is the game's own for player 0.
+
+    Args:
+      game: id of the game, such as 'GuessTheNumber-v0'.
+      opponent: function that plays player 1 of a game for two; None for a game for one.
+      settings: settings of the game, as textarena.make takes them.
+    """
+    return SteppedEnvironment(lambda: _TextArena(game, opponent, settings))
+
+
+def open_env(url: str, action: str, *, observation: str = "", **reset: Any) -> SteppedEnvironment:
+    """Makes the environment that a server of OpenEnv runs; each episode has a session (websocket) of its own.
+
+    Args:
+      url: address of the server, such as 'http://127.0.0.1:8000'.
+      action: field of the server's action that takes the model's text, such as 'message' or 'code'.
+      observation: field of the server's observation that the model reads; '' stands for the whole observation as JSON.
+      reset: further arguments of the server's reset, besides the seed of the sample.
+    """
+    return SteppedEnvironment(lambda: _OpenEnv(url, action, observation, reset))
+
+
+class _TextArena:
+    def __init__(self, game: str, opponent: Opponent | None, settings: Mapping[str, Any]) -> None:
+        import textarena
+
+        # Without TextArena's wrappers, an observation holds only what is new since the player's last turn.
+        self._env = textarena.make(f"{game.removesuffix('-raw')}-raw", **settings)
+        self._opponent, self._draws = opponent, None
+
+    def reset(self, seed: int) -> str:
+        with self._drawing(seed):
+            self._env.reset(num_players=1 if self._opponent is None else 2, seed=seed)
+            return self._observed() if self._opponents_turns() else ""
+
+    def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
+        with self._drawing():
+            done, _ = self._env.step(action=text)
+            if not done and self._opponents_turns():
+                return self._observed(), 0.0, False, {}
+            rewards, _ = self._env.close()
+        return "", float(rewards[0]), True, {}
+
+    def _opponents_turns(self) -> bool:
+        """Plays the turns of the other player; returns whether the game goes on."""
+        while self._env.state.current_player_id != 0:
+            assert self._opponent is not None
+            done, _ = self._env.step(action=self._opponent(self._observed()))
+            if done:
+                return False
+        return True
+
+    def _observed(self) -> str:
+        """Reads what is new for the present player, without the player's own actions."""
+        player, new = self._env.get_observation()
+        return "\n".join(message for sender, message, *_ in new if sender != player).strip()
+
+    @contextlib.contextmanager
+    def _drawing(self, seed: int | None = None) -> Iterator[None]:
+        """Lets the game draw from a generator of its own, so that it is a function of its seed and the actions."""
+        with _DRAWS:
+            others = random.getstate()
+            if seed is not None:
+                random.seed(seed)
+            elif self._draws is not None:
+                random.setstate(self._draws)
+            try:
+                yield
+            finally:
+                self._draws = random.getstate()
+                random.setstate(others)
+
+
+class _OpenEnv:
+    def __init__(self, url: str, action: str, observation: str, reset: Mapping[str, Any]) -> None:
+        scheme, _, rest = url.rstrip("/").partition("://")
+        self._url = f"{scheme.replace('http', 'ws')}://{rest}/ws"
+        self._action, self._observation, self._reset = action, observation, dict(reset)
+        self._socket: Any = None
+
+    async def reset(self, seed: int) -> str:
+        try:
+            from websockets.asyncio.client import connect
+        except ImportError as error:
+            raise ImportError("open_env needs the package websockets: pip install 'podrl[openenv]'.") from error
+        self._socket = await connect(self._url, max_size=None)
+        return self._read(await self._asked("reset", {"seed": seed, **self._reset}))
+
+    async def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
+        found = await self._asked("step", {self._action: text})
+        return self._read(found), float(found.get("reward") or 0.0), bool(found.get("done")), {}
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(Exception):  # the server may have ended the session already
+                await self._socket.send(json.dumps({"type": "close"}))
+            await self._socket.close()
+
+    async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):  # a server without a free session has said so, and closed
+            await self._socket.send(json.dumps({"type": kind, "data": data}))
+        reply = json.loads(await self._socket.recv())
+        found = reply.get("data") or {}
+        if reply.get("type") == "error":
+            more = ""
+            if found.get("code") == "CAPACITY_REACHED":
+                more = " Each open episode has a session: start the server with a larger max_concurrent_envs."
+            raise RuntimeError(f"{self._url} refused {kind}: {found.get('message')} ({found.get('code')}).{more}")
+        return found
+
+    def _read(self, found: Mapping[str, Any]) -> str:
+        seen = found.get("observation") or {}
+        if not self._observation:
+            return json.dumps(seen, ensure_ascii=False)
+        if self._observation not in seen:
+            raise ValueError(
+                f"observation={self._observation!r} is no field of the observation of {self._url}, which has "
+                f"{', '.join(seen) or 'none'}."
+            )
+        return str(seen[self._observation])
