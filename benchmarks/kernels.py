@@ -92,13 +92,13 @@ def _rows(T: int) -> tuple[Any, Any]:
     import jax.numpy as jnp
 
     prompt, sample = T // 4, T // 5
-    segment_T, prefix_T, position_T = np.zeros((3, T), np.int32)
-    segment_T[:prompt], position_T[:prompt] = 1, np.arange(prompt)
+    segment_T, last_T, position_T = np.zeros((3, T), np.int32)
+    segment_T[:prompt], last_T[:prompt], position_T[:prompt] = 1, 4, np.arange(prompt)
     for i in range(3):
         own = slice(prompt + i * sample, prompt + (i + 1) * sample)
-        segment_T[own], prefix_T[own], position_T[own] = i + 2, 1, prompt + np.arange(sample)
-    segment_BT, prefix_BT, position_BT = (jnp.asarray(x[None]) for x in (segment_T, prefix_T, position_T))
-    return segment_BT, (prefix_BT, position_BT)
+        segment_T[own], last_T[own], position_T[own] = i + 2, i + 2, prompt + np.arange(sample)
+    segment_BT, last_BT, position_BT = (jnp.asarray(x[None]) for x in (segment_T, last_T, position_T))
+    return segment_BT, (last_BT, position_BT)
 
 
 def _decoding(args: argparse.Namespace) -> dict[str, float]:

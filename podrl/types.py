@@ -229,9 +229,13 @@ class Layout:
 
     Attributes:
       tokens_BT: token ids of the packed sequences.
-      segment_BT: segment id of each token: 1, 2, ... within a row; 0 is padding. Tokens attend only to their own
-        segment and to its shared prefix.
+      segment_BT: segment id of each token: 1, 2, ... within a row; 0 is padding.
       position_BT: position of the token inside its own sequence, from 0.
+      last_BT: last segment that sees the token; 0 on padding. A token sees the tokens before it in the row whose
+        segments, up to this last one, include its own segment: those of its segment, and those with which its sequence
+        begins and which belong to other segments. None if segments share no tokens: a token then sees its own segment.
+      sample_BT: number of each token's sample within the row, from 1; 0 on padding. None unless samples of several
+        segments lie in one row each, so that loss terms over whole samples can be computed.
       route_BTX: experts that the policy's tokens take, as in `Rollouts.route_BTX`; None where the router chooses for
         every token. Only the policy reads it, no other model.
     """
@@ -239,48 +243,17 @@ class Layout:
     tokens_BT: Int[Array, "B T"]
     segment_BT: Int[Array, "B T"]
     position_BT: Int[Array, "B T"]
+    last_BT: Int[Array, "B T"] | None = None
+    sample_BT: Int[Array, "B T"] | None = None
     route_BTX: UInt8[Array, "B T X"] | None = flax.struct.field(default=None, kw_only=True)
-
-    def prefix(self) -> Int[Array, "B T"] | None:
-        """Segment id of the shared prefix that each token attends to besides its own segment; None without prefixes."""
-        return None
 
     def sample(self) -> Int[Array, "B T"]:
         """Number of each token's sample within the row: 1, 2, ...; 0 on padding.
 
-        It is the token's segment id, unless samples have pieces. Loss terms over whole samples group tokens by it. It
-        has no meaning on the tokens of a shared prefix, which count in no loss.
+        It is the token's segment id, unless samples have several segments. Loss terms over whole samples group tokens
+        by it. It has no meaning on tokens that several samples share, which count in no loss.
         """
-        return self.segment_BT
-
-
-@flax.struct.dataclass
-class SharedLayout(Layout):
-    """A layout in which the samples of a prompt share one copy of the prompt's tokens, a shared prefix.
-
-    Attributes:
-      prefix_BT: segment id of the prefix that the token's sequence continues; 0 where the sequence shares no prefix.
-    """
-
-    prefix_BT: Int[Array, "B T"]
-
-    def prefix(self) -> Int[Array, "B T"] | None:
-        return self.prefix_BT
-
-
-@flax.struct.dataclass
-class PiecesLayout(Layout):
-    """A layout in which all pieces of a sample lie in one row, so that loss terms over whole samples can be computed.
-
-    Attributes:
-      sample_BT: number of each token's sample: 1, 2, ... within a row; 0 is padding. A sample has one segment for each
-        of its pieces.
-    """
-
-    sample_BT: Int[Array, "B T"]
-
-    def sample(self) -> Int[Array, "B T"]:
-        return self.sample_BT
+        return self.segment_BT if self.sample_BT is None else self.sample_BT
 
 
 Rows = TypeVar("Rows")

@@ -69,6 +69,8 @@ class GRPO:
         if self._needs_reference:
             cluster.keep_reference()
         self._prepare()
+        # Of each mini-batch of a step: tokens of its sequences, tokens in its rows, tokens computed.
+        self._packed: list[tuple[int, int, int]] = []
         self.shape = self.pack_shape(cluster.actor_mesh)
         self.layouts: list[tuple[PackShape, Mesh]] = [(self.shape, cluster.actor_mesh)]
 
@@ -182,6 +184,7 @@ class GRPO:
         """
         advantage_BT = advantages.astype(np.float32)
         passes = range(self._config.num_iterations)
+        self._packed.clear()
         return [batch for i in passes for batch in self.pack_pass(step, i, experience, scores, advantage_BT)]
 
     def pack_pass(
@@ -193,6 +196,7 @@ class GRPO:
         batches = []
         for chosen in self.mini_batches(step, iteration, len(advantage_BT)):
             placement = packing.place_samples(rollouts, chosen, self.shape)
+            self._packed.append((placement.apart, placement.packed, placement.computed))
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             put = functools.partial(placement.scatter, where_BT=loss_mask_BT[chosen])
             own_BT, weight_B1 = self._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
@@ -280,7 +284,12 @@ class GRPO:
             if weighed is not None:
                 weighed.append(self.cluster.actor.token_weights(batch))
             found.append(self.cluster.update_actor(batch))
-        metrics: dict[str, Any] = gathered(found)
+        apart, packed, computed = np.sum(self._packed, axis=0).tolist()
+        metrics: dict[str, Any] = {
+            **gathered(found),
+            "packing/shared": 1 - packed / apart,
+            "packing/padding": 1 - packed / computed,
+        }
         jax.block_until_ready(self.cluster.state.step)
         if self._loss_kl.active:
             metrics |= self._loss_kl.trained(metrics["actor/kl"], self._samples)
@@ -298,7 +307,11 @@ class GRPO:
             group_size=self._config.num_generations,
             max_prompt_length=self.cluster.config.rollout().max_prompt_length + more,
         )
-        return dataclasses.replace(shape, whole=self._loss.by_sample)
+        critic, teachers = self.cluster.critic, self.cluster.teachers
+        models = [self.cluster.model, *(other.model for other in (critic, *teachers) if other is not None)]
+        # A layer of linear attention keeps one state for segments that go on from an earlier one: that of a prompt.
+        tree = shape.tree and not any(model.recurrent for model in models)
+        return dataclasses.replace(shape, whole=self._loss.by_sample, tree=tree)
 
     def mini_batches(self, step: int, iteration: int, samples: int) -> list[np.ndarray]:
         """Splits a pass into the samples of each update, in an order drawn from (seed, step, iteration)."""
@@ -308,7 +321,12 @@ class GRPO:
         return packing.mini_batches(order_B, self.mini_batch_size)
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose packed rows lie on this process's devices, in any pass of the step."""
+        """Lists the samples whose packed rows lie on this process's devices, in any pass of the step.
+
+        If samples have pieces, it lists all samples, because their tokens decide which pieces lie in one row.
+        """
+        if self.shape.tree and experience.rollouts.piece_BT.any():
+            return np.arange(len(experience.rollouts.length_B))
         passes, samples = range(self._config.num_iterations), len(experience.rollouts.length_B)
         updates = [chosen for i in passes for chosen in self.mini_batches(step, i, samples)]
         held = [self.held(experience, chosen, *layout) for layout in self.layouts for chosen in updates]

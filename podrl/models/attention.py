@@ -1,4 +1,4 @@
-"""Self-attention over packed rows in four forms: causal within segments, shared prefixes, windows, soft caps, sinks."""
+"""Self-attention over packed rows in four forms: causal within segments, shared tokens, windows, soft caps, sinks."""
 
 import functools
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ def attention(
       segment_BT: segment of each token, 0 on padding, where outputs are finite and meaningless.
       window: number of tokens that a token sees, itself included; traced, so it may differ per layer.
       softcap: c in c * tanh(score / c); 0 is off.
-      shared: (prefix_BT, position_BT) if segments may begin with another segment. Token t then also sees the tokens of
-        segment prefix_BT[t] (0 is none), and windows count positions instead of indices in the row. None otherwise.
+      shared: (last_BT, position_BT) if segments may begin with tokens of other segments. Token t then sees token s iff
+        s <= t, segment[s] <= segment[t] <= last[s] and position[t] - position[s] < window. None otherwise.
       sinks: one array with the score of each head's sink, a key of value 0 that every token sees (gpt-oss); () if heads
         have no sinks.
       mesh: mesh over which rows and heads are split as `podrl.mesh.rules` says; None for one device.
@@ -79,7 +79,7 @@ def attention(
     elif form == "prefix":
         if shared is None:
             raise ValueError(
-                "form='prefix' needs shared=(prefix_BT, position_BT), but shared=None: pass both, or use 'splash'."
+                "form='prefix' needs shared=(last_BT, position_BT), but shared=None: pass both, or use 'splash'."
             )
         from podrl.models.prefix_attention import prefix_attention
 
@@ -153,10 +153,11 @@ def dense(
     same_BTS = (segment_BT[:, :, None] == segment_BT[:, None, :]) & (segment_BT[:, :, None] > 0)
     seen_BTS = same_BTS & (back_TS >= 0) & (back_TS < window)
     if shared is not None:
-        prefix_BT, position_BT = shared
-        begins_BTS = (segment_BT[:, None, :] == prefix_BT[:, :, None]) & (prefix_BT[:, :, None] > 0)
+        last_BT, position_BT = shared
+        query_BT1 = segment_BT[:, :, None]
+        within_BTS = (segment_BT[:, None, :] <= query_BT1) & (query_BT1 <= last_BT[:, None, :]) & (query_BT1 > 0)
         back_BTS = position_BT[:, :, None] - position_BT[:, None, :]
-        seen_BTS = (same_BTS | begins_BTS) & (back_TS >= 0) & (back_BTS < window)
+        seen_BTS = within_BTS & (back_TS >= 0) & (back_BTS < window)
     score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, NEG_INF)
     for sink_N in sinks:
         sink_BKGT1 = jnp.broadcast_to(sink_N.reshape(K, N // K, 1, 1), (B, K, N // K, T, 1)).astype(jnp.float32)
@@ -197,7 +198,7 @@ def _blockwise(
     """Computes online softmax over key blocks (arXiv 2205.14135); the backward pass recomputes scores by blocks.
 
     Args:
-      shared: prefix_BT and position_BT, or nothing.
+      shared: last_BT and position_BT, or nothing.
       block: tokens of a block.
       order: array with the block numbers of the queries, if these are some blocks of the row only; the length of
         the row is then a multiple of `block`. () if the queries are the whole row.
@@ -217,7 +218,7 @@ def _blockwise(
     return out_BKHGT.transpose(0, 4, 1, 3, 2).reshape(B, T + pad, N, H)[:, :T]
 
 
-# (segment_BT, window), followed by prefix_BT and position_BT if segments share prefixes.
+# (segment_BT, window), followed by last_BT and position_BT if segments share tokens.
 Where = tuple[Array, ...]
 
 
@@ -260,17 +261,17 @@ def _seen(where: Where, i: Array, j: Array, size: int) -> Array:
     key_Bs1, query_B1t = _cut(segment_BT, j, size, 1)[:, :, None], _cut(segment_BT, i, size, 1)[:, None, :]
     seen_Bst = (key_Bs1 == query_B1t) & (query_B1t > 0)
     if shared:
-        prefix_BT, position_BT = shared
-        prefix_B1t = _cut(prefix_BT, i, size, 1)[:, None, :]
-        seen_Bst = (seen_Bst | (key_Bs1 == prefix_B1t) & (prefix_B1t > 0)) & (back_st >= 0)
+        last_BT, position_BT = shared
+        last_Bs1 = _cut(last_BT, j, size, 1)[:, :, None]
+        seen_Bst = (key_Bs1 <= query_B1t) & (query_B1t <= last_Bs1) & (query_B1t > 0) & (back_st >= 0)
         back_st = _cut(position_BT, i, size, 1)[:, None, :] - _cut(position_BT, j, size, 1)[:, :, None]
     return (seen_Bst & (back_st >= 0) & (back_st < window))[:, None, :, None]
 
 
 def _where_seen(where: Where, seen: Array, body, carry):
-    """Runs the body, but skips key blocks without a visible token if segments share prefixes and a row has many blocks.
+    """Runs the body, but skips key blocks without a visible token if segments share tokens and a row has many blocks.
 
-    Without shared prefixes `_key_blocks` has left out the blocks beyond the window already.
+    Without shared tokens `_key_blocks` has left out the blocks beyond the window already.
     """
     if len(where) == 2 or seen.shape[-1] == where[0].shape[1]:
         return body(carry)

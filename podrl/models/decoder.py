@@ -501,7 +501,7 @@ def hidden(
     remat: str = "none",
     mesh: Mesh | None = None,
     dropout_key: PRNGKeyArray | None = None,
-    prefix_BT: Int[Array, "B T"] | None = None,
+    last_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Computes final normalised hidden states of packed rows; `replayed` describes the arguments."""
     hidden_BTD, _ = replayed(
@@ -514,7 +514,7 @@ def hidden(
         remat=remat,
         mesh=mesh,
         dropout_key=dropout_key,
-        prefix_BT=prefix_BT,
+        last_BT=last_BT,
         route_LBTk=None,
     )
     return hidden_BTD
@@ -531,7 +531,7 @@ def replayed(
     remat: str = "none",
     mesh: Mesh | None = None,
     dropout_key: PRNGKeyArray | None = None,
-    prefix_BT: Int[Array, "B T"] | None = None,
+    last_BT: Int[Array, "B T"] | None = None,
     route_LBTk: Int[Array, "L B T k"] | None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "L B T k"] | None]:
     """Computes final normalised hidden states of packed rows, with tokens computed by recorded experts.
@@ -547,7 +547,8 @@ def replayed(
         attention, 'full' the layers' inputs only; 'offload' keeps the values of 'dots' in the host's memory.
       mesh: mesh on which activations are placed; None for one device.
       dropout_key: random key of the adapters' dropout (training only); None for no dropout.
-      prefix_BT: segment that each token sees besides its own, 0 for none; None if no segments share a prefix.
+      last_BT: last segment that sees the token, see `podrl.types.Layout`; None if segments share no tokens. Layers of
+        linear attention take one level only: a segment that others go on from goes on from none.
       route_LBTk: recorded experts of each token, see `podrl.models.moe.routes_of`; None lets every token choose.
 
     Returns:
@@ -565,6 +566,7 @@ def replayed(
                 f"A {config.family} model has layers of linear attention, which podrl does not compute over rows cut "
                 "along time yet: leave seq out of the mesh."
             )
+        prefix_BT = None if last_BT is None else delta.prefixes(segment_BT, last_BT)
         linear = delta.cut(segment_BT, prefix_BT), delta.previous(segment_BT, prefix_BT)
 
     def step_of(alike: ModelConfig) -> Callable:
@@ -582,7 +584,7 @@ def replayed(
                 segment_BT,
                 window=info.window,
                 softcap=config.attn_softcap,
-                shared=None if prefix_BT is None else (prefix_BT, position_BT),
+                shared=None if last_BT is None else (last_BT, position_BT),
                 sinks=sinks,
                 mesh=mesh,
                 windows=alike.window_L,

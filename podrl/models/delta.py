@@ -116,6 +116,21 @@ def cut(
     return Chunks(past_BXCC, runs_BXC, held_BXC, last_BX, hold_BX)
 
 
+def prefixes(segment_BT: Int[Array, "B T"], last_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Returns the number of the segment that each token's segment continues, for `cut`; 0 for none.
+
+    Args:
+      segment_BT: number of each token's segment, 0 on padding.
+      last_BT: last segment that sees the token, see `podrl.types.Layout`. All tokens of a segment have the same one.
+    """
+    B, T = segment_BT.shape
+    row_B1, number_S = jnp.arange(B)[:, None], jnp.arange(T + 1)
+    last_BS = jnp.zeros((B, T + 1), last_BT.dtype).at[row_B1, segment_BT].max(last_BT)
+    prefix_BS = lax.cummax(jnp.where(last_BS > number_S, number_S, 0), axis=1)
+    prefix_BS = jnp.where(jnp.take_along_axis(last_BS, prefix_BS, axis=1) >= number_S, prefix_BS, 0)
+    return jnp.where(prefix_BS == number_S, 0, prefix_BS)[row_B1, segment_BT]
+
+
 def _chunked(x_BT: Array, chunk: int) -> Array:
     """Pads time to whole chunks and cuts it into chunks: (B, T, ...) -> (B, X, C, ...)."""
     B, T, *rest = x_BT.shape

@@ -1,4 +1,4 @@
-"""A Pallas TPU kernel of attention in which a token sees its own segment and, before it, a prefix segment.
+"""A Pallas TPU kernel of attention in which a token sees its own segment and the tokens of others that it goes on from.
 
 Every array has time last, [B, heads, H, T], and scores have keys first, [s, t]. With this layout a head dimension of 64
 needs no padding, statistics of queries are rows, and only the keys (in the backward pass also the values) of a block
@@ -25,9 +25,9 @@ _VMEM_BYTES = 32 << 20
 # A pair of blocks is one number with three parts: the row, the block that stays the same over consecutive steps, and
 # the block that changes with every step. Each block has this many bits.
 _BITS = 10
-# Rows of the array that describes the tokens, and their number (padded to 8). A key's segment is -1 on padding, which
-# equals no query's segment.
-_SEGMENT, _PREFIX, _POSITION, _KEY_SEGMENT, _TOLD = 0, 1, 2, 3, 8
+# Rows of the array that describes the tokens, and their number (padded to 8). The last segment that sees a token is -1
+# on padding, which no query's segment reaches.
+_SEGMENT, _LAST, _POSITION, _TOLD = 0, 1, 2, 8
 _BY_FIRST, _BY_LAST = ((0,), (0,)), ((1,), (1,))  # contract the first, or the last, dimension of both operands
 
 
@@ -38,7 +38,7 @@ def prefix_attention(
     segment_BT: Int[Array, "B T"],
     window: Int[Array, ""],
     sinks: tuple[Float[Array, " N"], ...],
-    prefix_BT: Int[Array, "B T"],
+    last_BT: Int[Array, "B T"],
     position_BT: Int[Array, "B T"],
     *,
     softcap: float,
@@ -46,7 +46,7 @@ def prefix_attention(
     block: int = _BLOCK,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Computes `podrl.models.attention.attention` with shared prefixes on one device, forward and backward, in kernels.
+    """Computes `podrl.models.attention.attention` with shared tokens on one device, forward and backward, in kernels.
 
     Online softmax over key blocks (arXiv 2205.14135). The backward pass recomputes the weights from the scores and
     their logsumexp, once for the gradient of the queries and once for that of keys and values (arXiv 2307.08691,
@@ -59,7 +59,7 @@ def prefix_attention(
       segment_BT: segment of each token, 0 on padding.
       window: number of positions that a token sees, its own included.
       sinks: one array with the score of each head's sink; () if heads have no sinks.
-      prefix_BT: segment that each token sees besides its own; 0 for none.
+      last_BT: last segment that sees each token; 0 on padding.
       position_BT: position of each token inside its own sequence.
       softcap: c in c * tanh(score / c); 0 is off.
       name: name under which remat policies may keep the output and its logsumexp.
@@ -80,7 +80,7 @@ def prefix_attention(
             "multiple of 64. Use form='blockwise'."
         )
     static = _Static(T, size, N // K, softcap, name, interpret)
-    told_BXT = _told(segment_BT, prefix_BT, position_BT, -T % size)
+    told_BXT = _told(segment_BT, last_BT, position_BT, -T % size)
     window_1 = jnp.asarray(window, jnp.int32).reshape(1)
     needed_Bij = needed_blocks(told_BXT, window_1[0], size)
     q_BNHT, k_BKHT, v_BKHT = (x.transpose(0, 2, 3, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
@@ -140,21 +140,22 @@ def _block(T: int, width: int, block: int) -> int:
     return min(block, T)
 
 
-def _told(segment_BT: Array, prefix_BT: Array, position_BT: Array, pad: int) -> Int[Array, "B 8 T"]:
+def _told(segment_BT: Array, last_BT: Array, position_BT: Array, pad: int) -> Int[Array, "B 8 T"]:
     """Stacks the description of the tokens that kernels read, padded by `pad` tokens that belong to no segment."""
-    rows = [segment_BT, prefix_BT, position_BT, jnp.where(segment_BT > 0, segment_BT, -1)]
+    rows = [segment_BT, jnp.where(segment_BT > 0, last_BT, -1), position_BT]
     rows += [jnp.zeros_like(segment_BT)] * (_TOLD - len(rows))
     told_BXT = jnp.stack([x.astype(jnp.int32) for x in rows], axis=1)
-    past = jnp.full((*told_BXT.shape[:2], pad), -1, jnp.int32).at[:, :_KEY_SEGMENT].set(0)
+    past = jnp.zeros((*told_BXT.shape[:2], pad), jnp.int32).at[:, _LAST].set(-1)
     return jnp.concatenate([told_BXT, past], axis=2) if pad else told_BXT
 
 
 def needed_blocks(told_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: int) -> Bool[Array, "B i j"]:
     """Computes which key blocks j may hold a token that a query of block i sees; a block's own keys always count.
 
-    A tile of 128 keys counts if the query's segment or prefix lies between the smallest and largest segment of the tile
-    and the tile's latest position is in the window. This is exact if segments are numbered along the row and a tile
-    holds one segment; otherwise it may count too many blocks, never too few.
+    A tile of 128 keys counts if the query's segment lies between the tile's smallest segment and the last segment that
+    sees a token of the tile, and the tile's latest position is in the window. This is exact if segments are numbered
+    along the row and the same segments see all tokens of the tile; otherwise it may count too many blocks, never too
+    few.
 
     Args:
       told_BXT: description of the tokens, from `_told`.
@@ -166,10 +167,10 @@ def needed_blocks(told_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: i
     real_BsX = segment_BsX > 0
     most = jnp.iinfo(jnp.int32).max
     low_B1s = jnp.min(jnp.where(real_BsX, segment_BsX, most), axis=2)[:, None]
-    high_B1s = jnp.max(segment_BsX, axis=2)[:, None]
+    high_B1s = jnp.max(told_BXT[:, _LAST].reshape(B, T // LANES, LANES), axis=2)[:, None]
     late_B1s = jnp.max(jnp.where(real_BsX, position_BsX, -most // 2), axis=2)[:, None]
-    inside = lambda x_BT: (low_B1s <= x_BT[:, :, None]) & (x_BT[:, :, None] <= high_B1s)  # noqa: E731
-    seen_BTs = inside(told_BXT[:, _SEGMENT]) | inside(told_BXT[:, _PREFIX])
+    segment_BT1 = told_BXT[:, _SEGMENT][:, :, None]
+    seen_BTs = (low_B1s <= segment_BT1) & (segment_BT1 <= high_B1s)
     seen_BTs &= told_BXT[:, _POSITION][:, :, None] - late_B1s < window
     n = T // size
     seen_Bij = jnp.any(seen_BTs.reshape(B, n, size, n, size // LANES), axis=(2, 4))
@@ -214,9 +215,9 @@ def _seen(query_ref: Any, key_ref: Any, window_ref: Any, i: Array, j: Array, siz
     """Computes the mask [s, t]: True where key s of block j is seen by query t of block i."""
     query, key = query_ref[0], key_ref[0].T
     row = lambda x: query[x : x + 1]  # noqa: E731
-    segment_s1, position_s1 = key[:, _KEY_SEGMENT : _KEY_SEGMENT + 1], key[:, _POSITION : _POSITION + 1]
+    segment_s1, last_s1, position_s1 = (key[:, x : x + 1] for x in (_SEGMENT, _LAST, _POSITION))
     s, t = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    seen = (segment_s1 == row(_SEGMENT)) | (segment_s1 == row(_PREFIX))
+    seen = (segment_s1 <= row(_SEGMENT)) & (row(_SEGMENT) <= last_s1)
     return seen & (t - s >= (j - i) * size) & (row(_POSITION) - position_s1 < window_ref[0])
 
 

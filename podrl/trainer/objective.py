@@ -73,7 +73,7 @@ class Trunk:
             "remat": self.remat,
             "mesh": self.mesh,
             "dropout_key": dropout_key,
-            "prefix_BT": layout.prefix(),
+            "last_BT": layout.last_BT,
         }
 
 

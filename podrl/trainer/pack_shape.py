@@ -32,6 +32,7 @@ class PackShape:
       shards: number of data shards that split the rows of a micro-batch evenly.
       shared: whether sequences of a row that begin with the same tokens share these tokens.
       whole: whether all pieces of a sample lie in one row, for a loss with terms over whole samples.
+      tree: whether pieces of samples share all tokens with which pieces of their group begin, and not only a prompt.
     """
 
     micro_batches: int
@@ -40,6 +41,7 @@ class PackShape:
     shards: int = 1
     shared: bool = False
     whole: bool = False
+    tree: bool = False
 
     @staticmethod
     def for_worst_case(
@@ -137,9 +139,10 @@ def pack_shape(
         rows = _ceil(micro * max_length, tokens) if shared else _ceil(micro, tokens // max_length)
         if limit:
             rows = min(rows, per_device * shards)
-    return PackShape.for_worst_case(
+    shape = PackShape.for_worst_case(
         sequences, max_length, max_tokens_per_row=tokens, rows_per_micro_batch=rows, shards=shards, shared=shared
     )
+    return dataclasses.replace(shape, tree=training.share_prompts is not False)
 
 
 def _kind(mesh: Mesh) -> str:

@@ -1,8 +1,9 @@
 """Packing: chooses the place of each sequence in packed rows, and copies values to packed rows and back."""
 
+import bisect
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 from podrl.trainer.pack_shape import PackShape
-from podrl.types import Batch, Layout, PiecesLayout, Rollouts, Rows, SharedLayout
+from podrl.types import Batch, Layout, Rollouts, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,40 +89,50 @@ class Pieces:
 class Placement:
     """The place of each of B sequences in the packed rows.
 
+    Sequences that begin with the same tokens form a tree: a sequence shares its first tokens with its parent, a
+    sequence of the same row, and goes on with tokens of its own. Every token lies in the row once, as a token of one
+    sequence, and has a loss only there. The sequences of a row are numbered along their trees, parents first and, of
+    the children of one parent, those first that share more tokens. So the sequences that begin with a given token
+    have consecutive numbers.
+
     Methods take and return per-token values in the sample layout: one right-padded row per sample, in which the
-    sample's sequences lie as `pieces` says. A sequence's own tokens are those that it does not share.
+    sample's sequences lie as `pieces` says.
 
     Attributes:
       shape: shape of the packed arrays.
-      pieces: the sequences.
+      pieces: the sequences. If samples share a prompt only, the prompt is one more sequence in each row that has it.
       micro_batches: number of micro-batches that hold tokens, at least 1.
       packed: number of tokens in all rows; shared tokens count once per row.
+      apart: number of tokens of all sequences, as if none was shared.
       micro_B, row_B: micro-batch of each sequence, and its row in the micro-batch.
       start_B: index in the row at which the sequence's own tokens begin.
-      segment_B: segment id of the sequence's own tokens in the row, from 1.
-      shared_B: number of tokens that the sequence shares with others; they come before its own.
-      shared_start_B, prefix_B: index in the row at which the shared tokens begin, and their segment id; 0 if the
-        sequence shares nothing.
-      number_B: number of the sequence's sample within the row, from 1; empty unless all pieces of a sample lie in one
-        row and some sample has several.
+      segment_B: number of the sequence in the row, from 1, which is the segment id of its own tokens.
+      parent_B: index of the sequence with which the sequence shares its first tokens; -1 if it shares none.
+      shared_B: number of tokens that the sequence shares with its parent.
+      by_sample: whether layouts number the samples of a row, because samples of several pieces lie in one row each.
     """
 
     shape: PackShape
     pieces: Pieces
     micro_batches: int
     packed: int
+    apart: int
     micro_B: Int[np.ndarray, " B"]
     row_B: Int[np.ndarray, " B"]
     start_B: Int[np.ndarray, " B"]
     segment_B: Int[np.ndarray, " B"]
+    parent_B: Int[np.ndarray, " B"]
     shared_B: Int[np.ndarray, " B"]
-    shared_start_B: Int[np.ndarray, " B"]
-    prefix_B: Int[np.ndarray, " B"]
-    number_B: Int[np.ndarray, " B"]
+    by_sample: bool = False
+
+    @property
+    def computed(self) -> int:
+        """Number of tokens that are computed: all tokens of filled micro-batches, padding included."""
+        return self.micro_batches * self.shape.rows * self.shape.tokens
 
     def padding_share(self) -> float:
-        """Share of the computed tokens, which are all tokens of filled micro-batches, that are padding."""
-        return 1.0 - self.packed / (self.micro_batches * self.shape.rows * self.shape.tokens)
+        """Share of the computed tokens that are padding."""
+        return 1.0 - self.packed / self.computed
 
     @functools.cached_property
     def _tokens(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
@@ -133,12 +144,22 @@ class Placement:
         sequence_X = np.repeat(np.arange(len(length_B)), length_B)
         first_B = np.cumsum(length_B) - length_B
         offset_X = np.arange(len(sequence_X)) - first_B[sequence_X]
-        begin_B = np.where(self.shared_B > 0, self.shared_start_B, self.start_B)
-        begin_X = np.where(
-            offset_X < self.shared_B[sequence_X], begin_B[sequence_X], (self.start_B - self.shared_B)[sequence_X]
-        )
-        row_X = (self.micro_B * self.shape.rows + self.row_B)[sequence_X]
-        return sequence_X, offset_X, row_X * self.shape.tokens + begin_X + offset_X
+        slot_B = self.micro_B * self.shape.rows + self.row_B
+        flat_X = (slot_B * self.shape.tokens + self.start_B - self.shared_B)[sequence_X] + offset_X
+        shared_X = np.flatnonzero(offset_X < self.shared_B[sequence_X])
+        depth_B = self._depth()
+        for depth in range(1, int(depth_B.max()) + 1):
+            here_X = shared_X[depth_B[sequence_X[shared_X]] == depth]
+            flat_X[here_X] = flat_X[first_B[self.parent_B[sequence_X[here_X]]] + offset_X[here_X]]
+        return sequence_X, offset_X, flat_X
+
+    def _depth(self) -> Int[np.ndarray, " B"]:
+        """Computes the number of ancestors of each sequence."""
+        depth_B, parent_B = np.zeros_like(self.parent_B), self.parent_B
+        while (parent_B >= 0).any():
+            depth_B += parent_B >= 0
+            parent_B = np.where(parent_B >= 0, self.parent_B[parent_B], -1)
+        return depth_B
 
     @functools.cached_property
     def _source(self) -> tuple[Int[np.ndarray, " X"], Int[np.ndarray, " X"]]:
@@ -188,29 +209,36 @@ class Placement:
                 "its group has a different one: samples of a prompt must begin with that prompt; or set "
                 "trainer.share_prompts=False."
             )
-        own_X, prefix_X = self._own, self.prefix_B[sequence_X]
-        segment_ABT = self._packed(np.where(own_X, self.segment_B[sequence_X], prefix_X))
-        position_ABT = self._packed(offset_X)
-        if len(self.number_B):
-            return PiecesLayout(tokens_ABT, segment_ABT, position_ABT, self._packed(self.number_B[sequence_X]))
-        if not self.shape.shared:
-            return Layout(tokens_ABT, segment_ABT, position_ABT)
-        return SharedLayout(tokens_ABT, segment_ABT, position_ABT, self._packed(np.where(own_X, prefix_X, 0)))
+        segment_X = self.segment_B[sequence_X]
+        layout = Layout(tokens_ABT, self._packed(segment_X), self._packed(offset_X))
+        if self.shape.shared or self.shared_B.any():
+            last_ABT: Any = np.zeros_like(tokens_ABT)
+            np.maximum.at(last_ABT.reshape(-1), flat_X, segment_X.astype(np.int32))
+            layout = dataclasses.replace(layout, last_BT=last_ABT)
+        if self.by_sample:
+            layout = dataclasses.replace(layout, sample_BT=self._packed(self._sample_numbers()[sequence_X]))
+        return layout
+
+    def _sample_numbers(self) -> Int[np.ndarray, " B"]:
+        """Numbers the samples of each row from 1."""
+        slot_B = self.micro_B * self.shape.rows + self.row_B
+        key_Y, at_B = np.unique(slot_B * self.pieces.samples + self.pieces.sample_B, return_inverse=True)
+        return at_B - np.searchsorted(key_Y, slot_B * self.pieces.samples) + 1
 
     def replayed(self, rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"]) -> Layout:
         """Packs the samples at `chosen_n` as `layout` does, with the routes that the sampler recorded.
 
-        Samples that share a prompt's tokens share its routes, too. If the samples have different routes for the prompt,
-        the routes of one of them are used for all.
+        A token that sequences share has the routes of the sequence to which it belongs; a prompt has those of one
+        sample.
         """
         layout = self.layout(rollouts.tokens_BT[chosen_n])
         if rollouts.route_BTX is None:
             return layout
         dims = (self.shape.micro_batches, self.shape.rows, self.shape.tokens, rollouts.route_BTX.shape[2])
         route_ABTX: Any = np.zeros(dims, np.uint8)
-        sample_X, at_X = self._source
+        sample_X, at_X = (x_X[self._own] for x_X in self._source)
         flat = route_ABTX.reshape(-1, dims[-1])
-        flat[self._tokens[2]] = rollouts.route_BTX[np.asarray(chosen_n)[sample_X], at_X]
+        flat[self._tokens[2][self._own]] = rollouts.route_BTX[np.asarray(chosen_n)[sample_X], at_X]
         return dataclasses.replace(layout, route_BTX=route_ABTX)
 
     def loss_tokens(self, mask_BT: Shaped[np.ndarray, "B T"]) -> tuple[Any, Any]:
@@ -221,12 +249,12 @@ class Placement:
 
         Returns:
           The mask as 1 and 0; and the number of loss tokens over all pieces of the token's sample, at least 1, and 1 on
-          shared tokens and padding.
+          padding and in sequences without a loss token, such as a shared prompt.
 
         Raises:
           ValueError: a shared token counts in the loss, or the number of rows is not the number of placed samples.
         """
-        _, offset_X, _ = self._tokens
+        sequence_X, offset_X, _ = self._tokens
         sample_X, _ = self._source
         mask_X = self._checked(mask_BT)[self._source] != 0
         if (bad := np.flatnonzero(mask_X & ~self._own)).size:
@@ -235,7 +263,8 @@ class Placement:
                 "other sequences: only tokens that do not count in the loss can be shared."
             )
         count_B = np.maximum(np.bincount(sample_X, mask_X, minlength=self.pieces.samples), 1)
-        return self._packed(mask_X), self._packed(np.where(self._own, count_B[sample_X], 1.0), fill=1.0)
+        speaks_B = np.bincount(sequence_X, mask_X, minlength=len(self.row_B)) > 0
+        return self._packed(mask_X), self._packed(np.where(speaks_B[sequence_X], count_B[sample_X], 1.0), fill=1.0)
 
     def unpack(self, values_ABT: Shaped[np.ndarray, "A B T"], width: int) -> Shaped[np.ndarray, "B width"]:
         """Copies per-token values from packed rows back to the sample layout; 0 where no sequence lies.
@@ -259,7 +288,7 @@ class Placement:
         shape = self.shape
         dtype = np.int32 if np.issubdtype(values_X.dtype, np.integer) else np.float32
         out = np.full(shape.micro_batches * shape.rows * shape.tokens, fill, dtype)
-        out[self._tokens[2]] = values_X
+        out[self._tokens[2][self._own]] = values_X[self._own]
         return out.reshape(shape.micro_batches, shape.rows, shape.tokens)
 
     def _checked(self, values_BT: Any) -> np.ndarray:
@@ -297,66 +326,36 @@ def place(length_B: Int[np.ndarray, " B"], shape: PackShape, prefixes: SharedPre
       ValueError: there is no sequence, a sequence is empty or longer than a row, or the sequences fill more rows than
         the shape has.
     """
-    return _place(Pieces.one_each(np.asarray(length_B, np.int64)), shape, prefixes)
-
-
-def _place(pieces: Pieces, shape: PackShape, prefixes: SharedPrefixes | None) -> Placement:
-    length_B = pieces.length_B
-    if len(length_B) == 0:
-        raise ValueError("There is no sequence to pack: a training batch needs at least one.")
-    if length_B.min() < 1:
-        raise ValueError(f"Sequence {int(length_B.argmin())} has {length_B.min()} tokens: every one needs at least 1.")
-    if length_B.max() > shape.tokens:
-        raise ValueError(
-            f"Sequence {int(length_B.argmax())} has {length_B.max()} tokens but a packed row holds {shape.tokens}: "
-            "raise trainer.max_tokens_per_row, or lower rollout.max_prompt_length or rollout.max_tokens_to_generate."
-        )
-    most = shape.micro_batches * shape.rows
-    rows = _Rows(length_B, shape.tokens)
-    if shape.shared and prefixes is not None:
-        rows.fill_alike(prefixes)
-    if not shape.shared or prefixes is None or len(rows.load) > most:
-        rows = _Rows(length_B, shape.tokens)
-        rows.fill()
-    if len(load := rows.load) > most:
-        raise _TooManyRowsError(
-            f"{len(length_B)} sequences fill {len(load)} rows of {shape.tokens} tokens but the batch has "
-            f"{shape.micro_batches} x {shape.rows}: check trainer.mini_batch_size and trainer.max_tokens_per_row."
-        )
-    micro_batches = -(-len(load) // shape.rows)
-    slot = _deal(load, micro_batches, shape)[rows.row_B]
-    return Placement(
-        shape,
-        pieces,
-        micro_batches,
-        sum(load),
-        slot // shape.rows,
-        slot % shape.rows,
-        start_B=rows.start_B,
-        segment_B=rows.segment_B,
-        shared_B=rows.shared_B,
-        shared_start_B=rows.shared_start_B,
-        prefix_B=rows.prefix_B,
-        number_B=np.zeros(0, np.int64),
-    )
+    pieces = Pieces.one_each(np.asarray(length_B, np.int64))
+    _check_lengths(pieces.length_B, shape)
+    alone = _Forest.apart(pieces, np.arange(len(pieces.length_B)))
+    return _first_that_fits([*([_Forest.of(pieces, prefixes)] if shape.shared and prefixes else []), alone], shape)
 
 
 def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
     """Places the samples at `chosen_n` as `place` does; samples of one prompt share its tokens.
 
-    Each piece of a sample is a sequence, and may lie in another row than the sample's other pieces. All pieces stay in
-    one row, without shared prompts, if `shape.whole` is set, or if they would otherwise fill more rows than the shape
-    has.
+    Each piece of a sample is a sequence, and may lie in another row than the sample's other pieces. If `shape.tree` is
+    set, the pieces of a group share all tokens with which they begin alike. All pieces of a sample stay in one row if
+    `shape.whole` is set, or, without shared tokens, if they would otherwise fill more rows than the shape has.
 
     Raises:
       ValueError: see `place`; also, a sample that must stay whole is longer than a row.
     """
     pieces = Pieces.of(rollouts, chosen_n)
     if not pieces.begin_B.any():
-        return _place(pieces, shape, _prefixes(rollouts, chosen_n, pieces))
-    total_n = np.bincount(pieces.sample_B, pieces.length_B, minlength=pieces.samples).astype(np.int64)
+        return place(pieces.length_B, shape, _prefixes(rollouts, chosen_n, pieces))
+    _check_lengths(pieces.length_B, shape)
+    unit_B = pieces.sample_B if shape.whole else np.arange(len(pieces.length_B))
+    forests = [_Forest.apart(pieces, unit_B)]
+    if shape.tree:
+        forests.insert(0, _Forest.grown(rollouts, chosen_n, pieces, unit_B))
+    elif shape.shared and not shape.whole:
+        forests.insert(0, _Forest.of(pieces, _prefixes(rollouts, chosen_n, pieces)))
     if shape.whole:
-        if total_n.max() > shape.tokens:
+        forests = [forest for forest in forests if forest.largest() <= shape.tokens]
+        if not forests:
+            total_n = np.bincount(pieces.sample_B, pieces.length_B, minlength=pieces.samples).astype(np.int64)
             n = int(total_n.argmax())
             raise ValueError(
                 f"Sample {int(chosen_n[n])} has {total_n[n]} tokens in {np.count_nonzero(pieces.sample_B == n)} pieces "
@@ -364,13 +363,9 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
                 "lie in one row: raise trainer.max_tokens_per_row, lower rollout.max_response_tokens, or choose a loss "
                 "and a sampler correction that go by token."
             )
-        return _whole(pieces, total_n, shape)
-    try:
-        return _place(pieces, shape, _prefixes(rollouts, chosen_n, pieces))
-    except _TooManyRowsError:
-        if total_n.max() > shape.tokens:
-            raise
-        return _whole(pieces, total_n, shape)
+    elif (whole := _Forest.apart(pieces, pieces.sample_B)).largest() <= shape.tokens:
+        forests.append(whole)
+    return dataclasses.replace(_first_that_fits(forests, shape), by_sample=shape.whole)
 
 
 def _prefixes(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces) -> SharedPrefixes:
@@ -380,102 +375,262 @@ def _prefixes(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Piece
     return SharedPrefixes(prefixes.group_B, np.where(pieces.begin_B == 0, prefixes.length_B, 0))
 
 
-def _whole(pieces: Pieces, total_n: Int[np.ndarray, " n"], shape: PackShape) -> Placement:
-    """Places each sample as one sequence, then numbers the pieces of a row as its segments; nothing is shared.
+def _check_lengths(length_B: Int[np.ndarray, " B"], shape: PackShape) -> None:
+    if len(length_B) == 0:
+        raise ValueError("There is no sequence to pack: a training batch needs at least one.")
+    if length_B.min() < 1:
+        raise ValueError(f"Sequence {int(length_B.argmin())} has {length_B.min()} tokens: every one needs at least 1.")
+    if length_B.max() > shape.tokens:
+        raise ValueError(
+            f"Sequence {int(length_B.argmax())} has {length_B.max()} tokens but a packed row holds {shape.tokens}: "
+            "raise trainer.max_tokens_per_row, or lower rollout.max_prompt_length or rollout.max_tokens_to_generate."
+        )
 
-    Args:
-      pieces: pieces of the samples.
-      total_n: tokens of all pieces of each sample.
-      shape: number and length of the rows.
-    """
-    wholes = place(total_n, shape)
-    sample_B, length_B = pieces.sample_B, pieces.length_B
-    before_B = np.cumsum(length_B) - length_B
-    before_B = before_B - (np.cumsum(total_n) - total_n)[sample_B]
-    start_B, slot_B = (wholes.start_B[sample_B] + before_B), (wholes.micro_B * shape.rows + wholes.row_B)[sample_B]
-    order_B = np.lexsort((start_B, slot_B))
-    first_B = np.searchsorted(slot_B[order_B], slot_B[order_B])  # index, in this order, of the first piece of the row
-    segment_B = np.zeros_like(start_B)
-    segment_B[order_B] = np.arange(len(order_B)) - first_B + 1
-    none_B = np.zeros_like(start_B)
-    return dataclasses.replace(
-        wholes,
-        pieces=pieces,
-        micro_B=wholes.micro_B[sample_B],
-        row_B=wholes.row_B[sample_B],
-        start_B=start_B,
-        segment_B=segment_B,
-        shared_B=none_B,
-        shared_start_B=none_B,
-        prefix_B=none_B,
-        number_B=wholes.segment_B[sample_B] if shape.whole else wholes.number_B,
+
+def _first_that_fits(forests: "Sequence[_Forest]", shape: PackShape) -> Placement:
+    """Places the sequences with as many shared tokens as the first of the forests that fits into the shape's rows."""
+    most = shape.micro_batches * shape.rows
+    rows: list[_Rows] = []
+    for forest in forests:
+        rows.append(_Rows(forest, shape.tokens))
+        if len(rows[-1].load) <= most:
+            return rows[-1].placement(shape)
+    raise _TooManyRowsError(
+        f"{len(forests[-1].pieces.length_B)} sequences fill {len(rows[-1].load)} rows of {shape.tokens} tokens but the "
+        f"batch has {shape.micro_batches} x {shape.rows}: check trainer.mini_batch_size and "
+        "trainer.max_tokens_per_row."
     )
 
 
+# A tree of some sequences: (sequence, index of its parent in the list or -1, number of tokens shared with the parent).
+_Tree = list[tuple[int, int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forest:
+    """The sequences to place, and the tokens with which they begin alike.
+
+    Attributes:
+      pieces: the sequences to place, and behind them one sequence for each prompt that samples share.
+      families: numbers of the sequences that may share tokens, in the order in which rows take them. A family is a list
+        of units, whose sequences lie in one row.
+      like_B: for each sequence, the earlier sequence of its family with which it begins alike longest; -1 for none.
+      alike_B: number of tokens with which the two begin alike.
+      most_B: largest number of tokens that a sequence may share, so that each of its loss tokens is its own and has its
+        predecessor in the same segment.
+      prompt_F: number of the prompt that each row with sequences of a family has; -1 for none.
+    """
+
+    pieces: Pieces
+    families: list[list[list[int]]]
+    like_B: list[int]
+    alike_B: list[int]
+    most_B: list[int]
+    prompt_F: list[int]
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each sequence."""
+        return self.pieces.length_B.tolist()
+
+    @functools.cached_property
+    def count(self) -> int:
+        """Number of sequences to place, without prompts."""
+        return sum(len(unit) for family in self.families for unit in family)
+
+    @staticmethod
+    def apart(pieces: Pieces, unit_B: Int[np.ndarray, " B"]) -> "_Forest":
+        """Lists sequences that share nothing; those with the same number in `unit_B` lie in one row."""
+        B = len(pieces.length_B)
+        families = [[unit] for unit in _listed(unit_B, range(B)).values()]
+        return _Forest(pieces, families, [-1] * B, [0] * B, [0] * B, [-1] * len(families))
+
+    @staticmethod
+    def of(pieces: Pieces, prefixes: SharedPrefixes) -> "_Forest":
+        """Lists sequences that share prefixes; the prefix of each group becomes a sequence of its own."""
+        B, length_B = len(pieces.length_B), prefixes.length_B
+        key_B = list(zip(prefixes.group_B.tolist(), length_B.tolist(), strict=True))
+        order_B = np.argsort(length_B - pieces.length_B, kind="stable").tolist()  # most own tokens first
+        families = _listed([key_B[b] for b in order_B], order_B)
+        shared = {key: B + x for x, key in enumerate(key for key in families if key[1])}
+        first_X = [families[key][0] for key in shared]
+        trunks = Pieces(
+            pieces.samples,
+            np.append(pieces.sample_B, pieces.sample_B[first_X]),
+            np.append(pieces.begin_B, pieces.begin_B[first_X]),
+            np.append(pieces.length_B, length_B[first_X]),
+        )
+        like_B, alike_B = [shared.get(key, -1) for key in key_B], length_B.tolist()
+        none = [-1] * len(shared)
+        return _Forest(
+            trunks,
+            [[[b] for b in members] for members in families.values()],
+            [*like_B, *none],
+            [*alike_B, *none],
+            [*alike_B, *none],
+            [shared.get(key, -1) for key in families],
+        )
+
+    @staticmethod
+    def grown(
+        rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces, unit_B: Int[np.ndarray, " B"]
+    ) -> "_Forest":
+        """Lists pieces of samples, with all tokens with which pieces of the same group begin alike."""
+        like_B, alike_B, most_B = [], [], []
+        known: dict[int, list[tuple[bytes, int]]] = {}  # by group, in the order of the tokens
+        row_B = np.asarray(chosen_n)[pieces.sample_B]
+        group_B = rollouts.group_B[row_B].tolist()
+        for b, (row, begin, length) in enumerate(zip(row_B, pieces.begin_B, pieces.length_B, strict=True)):
+            part = slice(begin, begin + length)
+            tokens = rollouts.tokens_BT[row, part].astype(">u4").tobytes()
+            family = known.setdefault(group_B[b], [])
+            at = bisect.bisect(family, (tokens, b))
+            near = [(_alike(tokens, other), a) for other, a in family[max(at - 1, 0) : at + 1]]
+            family.insert(at, (tokens, b))
+            alike, like = max(near, default=(0, -1))
+            like_B.append(like)
+            alike_B.append(alike)
+            loss_X = np.flatnonzero(rollouts.mask_BT[row, part])
+            most_B.append(int(max(loss_X[0] if len(loss_X) else length, 1)) - 1)
+        units = _listed(unit_B, range(len(like_B)))
+        families = _listed([group_B[unit[0]] for unit in units.values()], list(units.values()))
+        return _Forest(pieces, list(families.values()), like_B, alike_B, most_B, [-1] * len(families))
+
+    def tree(self, units: Sequence[list[int]], prompt: int, room: float = np.inf) -> tuple[list[list[int]], _Tree, int]:
+        """Joins units of a family to a tree: each in turn if the tree still fits into `room` tokens.
+
+        Returns:
+          The units that fit, the tree of their sequences, and the number of its tokens.
+        """
+        tree: _Tree = [(prompt, -1, 0)] if prompt >= 0 else []
+        size = self.lengths[prompt] if prompt >= 0 else 0
+        # For a sequence whose tokens are a path in the tree: (number of these tokens, index in the tree).
+        ends: dict[int, tuple[int, int]] = {prompt: (size, 0)} if prompt >= 0 else {}
+        taken = []
+        for unit in units:
+            before, longer = (len(tree), dict(ends)) if len(unit) > 1 else None, size
+            for b in unit:
+                shared, parent = self._parent(b, ends)
+                longer += self.lengths[b] - shared
+                if longer > room:
+                    break
+                while parent >= 0 and shared <= tree[parent][2]:  # the tokens belong to an ancestor
+                    parent = tree[parent][1]
+                self._note(b, len(tree), ends)
+                tree.append((b, parent, shared))
+            if longer <= room:
+                taken.append(unit)
+                size = longer
+            elif before is not None:
+                del tree[before[0] :]
+                ends = before[1]
+        return (taken, tree, size) if taken else ([], [], 0)
+
+    def _parent(self, b: int, ends: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+        """Finds the longest path of the tree that a sequence may share: (number of tokens, index in the tree or -1)."""
+        best, at, alike = (0, -1), b, self.most_B[b]
+        while at >= 0 and alike > best[0]:
+            shared, index = ends.get(at, best)
+            if min(shared, alike) > best[0]:
+                best = (min(shared, alike), index)
+            at, alike = self.like_B[at], min(alike, self.alike_B[at])
+        return best
+
+    def _note(self, b: int, index: int, ends: dict[int, tuple[int, int]]) -> None:
+        """Notes a sequence of the tree for itself and for all sequences with which it begins alike."""
+        at, alike = b, self.lengths[b]
+        while at >= 0 and ends.get(at, (0, -1))[0] < alike:
+            ends[at] = (alike, index)
+            at, alike = self.like_B[at], min(alike, self.alike_B[at])
+
+    def largest(self) -> int:
+        """Counts the tokens of the largest unit."""
+        return max(self.tree([unit], -1)[2] for family in self.families for unit in family)
+
+
+def _alike(one: bytes, other: bytes) -> int:
+    """Counts the tokens, of 4 bytes each, with which two sequences begin alike."""
+    size = min(len(one), len(other)) // 4
+    differs_X = np.frombuffer(one, np.uint32, size) != np.frombuffer(other, np.uint32, size)
+    return int(differs_X.argmax()) if differs_X.any() else size
+
+
+def _listed(key_X: Iterable[Any], value_X: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Lists the values of each key, in the order of the values."""
+    listed: dict[Any, list[Any]] = {}
+    for key, value in zip(key_X, value_X, strict=True):
+        listed.setdefault(key, []).append(value)
+    return listed
+
+
 class _Rows:
-    """Fills rows with sequences and records each sequence's place; rows are numbered in the order they were opened.
+    """Rows filled with a forest; they are numbered in the order in which they were opened.
 
     Attributes:
       load: number of tokens in each row.
     """
 
-    def __init__(self, length_B: Int[np.ndarray, " B"], tokens: int):
-        B = len(length_B)
-        self._length_B, self._tokens = length_B, tokens
-        self.row_B, self.start_B, self.segment_B = (np.zeros(B, np.int64) for _ in range(3))
-        self.shared_B, self.shared_start_B, self.prefix_B = (np.zeros(B, np.int64) for _ in range(3))
+    def __init__(self, forest: _Forest, tokens: int):
+        """Places the families, the largest first, by first-fit decreasing.
+
+        A family that fits into no open row as a whole is split, if the part in the emptiest open row has more tokens
+        than have to be computed twice then. Otherwise a new row takes as much of the family as fits.
+        """
+        self._forest, self._tokens = forest, tokens
         self.load: list[int] = []
         self._count: list[int] = []
-        self._free = np.zeros(B, np.int64)
+        self._free = np.zeros(forest.count, np.int64)
+        self._placed: list[tuple[int, ...]] = []  # (sequence, row, start, segment, parent, shared)
+        families = [
+            (forest.tree(units, prompt)[2], units, prompt)
+            for units, prompt in zip(forest.families, forest.prompt_F, strict=True)
+        ]
+        for size, units, prompt in sorted(families, key=lambda family: -family[0]):
+            self._fill(units, prompt, size)
 
-    def fill(self) -> None:
-        """Places each sequence without sharing, by first-fit decreasing."""
-        for b in np.argsort(-self._length_B, kind="stable"):
-            row = self._first_with(int(self._length_B[b]))
-            self._put(int(b), self._opened() if row is None else row, int(self._length_B[b]))
+    def _fill(self, left: list[list[int]], prompt: int, size: int) -> None:
+        tree = functools.partial(self._forest.tree, prompt=prompt)
+        while left:
+            row = self._first_with(size)
+            if row is None and self.load:
+                emptiest = int(np.argmax(self._free[: len(self.load)]))
+                taken, _, part = tree(left, room=int(self._free[emptiest]))
+                if part > 2 * (part + tree(_without(left, taken))[2] - size):
+                    row = emptiest
+            if row is None:
+                row = self._opened()
+            taken, placed, _ = tree(left, room=int(self._free[row]))
+            self._put(placed, row)
+            left = _without(left, taken)
+            size = tree(left)[2]
 
-    def fill_alike(self, prefixes: SharedPrefixes) -> None:
-        """Places sequences group by group with one copy of their prefix per row, by first-fit decreasing.
+    def placement(self, shape: PackShape) -> Placement:
+        """Deals the rows to micro-batches and shards."""
+        order_B = np.argsort([sequence for sequence, *_ in self._placed], kind="stable")
+        sequence_B, row_B, start_B, segment_B, parent_B, shared_B = np.array(self._placed, np.int64)[order_B].T
+        parent_B = np.append(np.argsort(order_B), -1)[parent_B]
+        whole, micro_batches = self._forest.pieces, -(-len(self.load) // shape.rows)
+        sample_B = whole.sample_B[sequence_B]
+        child_X = np.flatnonzero((parent_B >= 0) & (sequence_B[parent_B] >= self._forest.count))
+        sample_B[parent_B[child_X]] = sample_B[child_X]  # a prompt is read from the last sample of the row that has it
+        pieces = Pieces(whole.samples, sample_B, whole.begin_B[sequence_B], whole.length_B[sequence_B])
+        micro_B, row_B = np.divmod(_deal(self.load, micro_batches, shape)[row_B], shape.rows)
+        place = (micro_B, row_B, start_B, segment_B, parent_B, shared_B)
+        apart = sum(self._forest.lengths[: self._forest.count])
+        return Placement(shape, pieces, micro_batches, sum(self.load), apart, *place)
 
-        A group that fits into no open row as a whole is split, if the part in the emptiest open row has more tokens
-        than another copy of the prefix. Otherwise a new row takes as much of the group as fits.
-        """
-        own_B = self._length_B - prefixes.length_B
-        order_B = np.argsort(-own_B, kind="stable")
-        groups: dict[tuple[int, int], list[int]] = {}
-        for b in order_B.tolist():
-            groups.setdefault((int(prefixes.group_B[b]), int(prefixes.length_B[b])), []).append(b)
-        sizes = {key: key[1] + int(own_B[members].sum()) for key, members in groups.items()}
-        for key in sorted(groups, key=lambda key: -sizes[key]):
-            prefix, left = key[1], groups[key]
-            while left:
-                row, taken = self._first_with(prefix + int(own_B[left].sum())), left
-                if row is None:
-                    row = int(np.argmax(self._free[: len(self.load)])) if self.load else None
-                    taken = [] if row is None else _that_fit(left, own_B, int(self._free[row]) - prefix)
-                    if int(own_B[taken].sum()) <= prefix:
-                        row, taken = self._opened(), _that_fit(left, own_B, self._tokens - prefix)
-                assert row is not None
-                self._put_alike(taken, row, prefix, own_B)
-                placed = set(taken)
-                left = [b for b in left if b not in placed]
-
-    def _put_alike(self, members: list[int], row: int, prefix: int, own_B: Int[np.ndarray, " B"]) -> None:
-        if prefix:
-            self.shared_B[members], self.shared_start_B[members] = prefix, self.load[row]
-            self.prefix_B[members] = self._count[row] + 1
-            self._take(row, prefix)
-        for b in members:
-            self._put(b, row, int(own_B[b]))
-
-    def _put(self, b: int, row: int, size: int) -> None:
-        self.row_B[b], self.start_B[b], self.segment_B[b] = row, self.load[row], self._count[row] + 1
-        self._take(row, size)
-
-    def _take(self, row: int, size: int) -> None:
-        self.load[row] += size
-        self._count[row] += 1
-        self._free[row] -= size
+    def _put(self, tree: _Tree, row: int) -> None:
+        """Puts a tree behind the other tokens of a row: parents first, and of siblings those first that share more."""
+        children = _listed([parent for _, parent, _ in tree], range(len(tree)))
+        left, place = [*reversed(children[-1])], {-1: -1}
+        while left:
+            index = left.pop()
+            sequence, parent, shared = tree[index]
+            place[index], self._count[row] = len(self._placed), self._count[row] + 1
+            self._placed.append((sequence, row, self.load[row], self._count[row], place[parent], shared))
+            self.load[row] += (own := self._forest.lengths[sequence] - shared)
+            self._free[row] -= own
+            left += sorted(reversed(children.get(index, ())), key=lambda child: tree[child][2])
 
     def _first_with(self, room: int) -> int | None:
         fits = np.flatnonzero(self._free[: len(self.load)] >= room)
@@ -488,14 +643,10 @@ class _Rows:
         return len(self.load) - 1
 
 
-def _that_fit(members: list[int], size_B: Int[np.ndarray, " B"], room: int) -> list[int]:
-    """Selects sequences that fit together into `room` tokens: each in turn if it still fits."""
-    taken = []
-    for b in members:
-        if size_B[b] <= room:
-            taken.append(b)
-            room -= int(size_B[b])
-    return taken
+def _without(units: list[list[int]], taken: list[list[int]]) -> list[list[int]]:
+    """Lists the units that are not taken; a unit is known by its first sequence."""
+    firsts = {unit[0] for unit in taken}
+    return [unit for unit in units if unit[0] not in firsts]
 
 
 def mini_batches(order_B: Sequence[int] | Int[np.ndarray, " B"], size: int | None) -> list[Int[np.ndarray, " size"]]:

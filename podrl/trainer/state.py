@@ -15,7 +15,7 @@ from podrl.models import decoder
 from podrl.models.config import ModelConfig
 from podrl.trainer.optimizer import AdamState, Optimizer
 from podrl.trainer.pack_shape import PackShape
-from podrl.types import Batch, Layout, PyTree, Rows, SharedLayout, TrainState
+from podrl.types import Batch, Layout, PyTree, Rows, TrainState
 
 # Logical axes of a packed array: micro-batches, rows, tokens, values of a token.
 _AXES = ("layers", "batch", "time", "act")
@@ -115,7 +115,7 @@ def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh, *, route_byte
         return jax.ShapeDtypeStruct(dims, dtype, sharding=rules.sharding_for(axes, dims, mesh))
 
     token, value = (placed(dtype, *_AXES[:3]) for dtype in (jnp.int32, jnp.float32))
-    layout = SharedLayout(*[token] * 4) if shape.shared else Layout(*[token] * 3)
+    layout = Layout(*[token] * (4 if shape.shared else 3))
     if route_bytes:
         dims = (shape.micro_batches, shape.rows, shape.tokens, route_bytes)
         route: Any = jax.ShapeDtypeStruct(dims, jnp.uint8, sharding=rules.sharding_for(_AXES, dims, mesh))

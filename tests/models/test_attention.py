@@ -73,34 +73,45 @@ def test_blockwise_equals_dense(block, softcap):
     _compare(_values_and_grads(run, inputs, WINDOWS), _dense(softcap, WINDOWS), inputs, atol=5e-6)
 
 
+# Of each segment of a row: its tokens, the segment it goes on from (0 for none), and after how many tokens.
+TREES = (
+    [(9, 0, 0), (6, 1, 9), (4, 1, 9), (8, 1, 9), (10, 0, 0)],  # one beginning of three segments, and one alone
+    [(20, 0, 0), (7, 1, 20), (3, 2, 27), (5, 2, 23), (6, 1, 4)],  # a tree of two levels, and padding
+)
+
+
+def _paths(parts):
+    """Lists for each segment of a row its own tokens, and all tokens of its sequence, as indices in the row."""
+    at, paths = 0, [([], [])]
+    for size, parent, shared in parts:
+        own = list(range(at, at + size))
+        paths.append((own, paths[parent][1][:shared] + own))
+        at += size
+    return paths[1:]
+
+
 def _shared(T=64):
-    """Row 0: a beginning of 9, three segments that go on from it, one alone; row 1: one of 20 and two, then padding."""
-    segment_BT, prefix_BT, position_BT = (np.zeros((2, T), np.int32) for _ in range(3))
-    for row, parts in enumerate([[(9, 0), (6, 1), (4, 1), (8, 1), (10, 0)], [(20, 0), (7, 1), (6, 1)]]):
-        at = 0
-        for number, (size, prefix) in enumerate(parts, 1):
-            segment_BT[row, at : at + size], prefix_BT[row, at : at + size] = number, prefix
-            position_BT[row, at : at + size] = np.arange(size) + (parts[prefix - 1][0] if prefix else 0)
-            at += size
-    return jnp.asarray(segment_BT), (jnp.asarray(prefix_BT), jnp.asarray(position_BT))
+    """Packs `TREES`: (segment_BT, (last_BT, position_BT))."""
+    segment_BT, last_BT, position_BT = (np.zeros((2, T), np.int32) for _ in range(3))
+    for row, parts in enumerate(TREES):
+        for number, (own, whole) in enumerate(_paths(parts), 1):
+            segment_BT[row, own], last_BT[row, whole] = number, number
+            position_BT[row, whole] = np.arange(len(whole))
+    return jnp.asarray(segment_BT), (jnp.asarray(last_BT), jnp.asarray(position_BT))
 
 
 @functools.cache
 def _one_by_one(windows):
     """Of attention over every sequence of `_shared` by itself."""
-    segment_BT, (prefix_BT, _) = _shared()
-    segments, prefixes = np.asarray(segment_BT), np.asarray(prefix_BT)
+    segment_BT, _ = _shared()
 
     def run(q_BTNH, k_BTKH, v_BTKH, window):
         out_BTNH = jnp.zeros_like(q_BTNH)
-        for row, number in ((0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 3)):
-            segment_T, prefix_T = segments[row], prefixes[row]
-            own = np.flatnonzero(segment_T == number)
-            begins = np.flatnonzero((segment_T == prefix_T[own[0]]) & (segment_T > 0))
-            whole = np.concatenate([begins, own])
-            q, k, v = (x[row : row + 1, whole] for x in (q_BTNH, k_BTKH, v_BTKH))
-            out = dense(q, k, v, jnp.ones((1, len(whole)), jnp.int32), window=window, softcap=3.0)
-            out_BTNH = out_BTNH.at[row, own].set(out[0, len(begins) :])
+        for row, parts in enumerate(TREES):
+            for own, whole in _paths(parts):
+                q, k, v = (x[row : row + 1, np.array(whole)] for x in (q_BTNH, k_BTKH, v_BTKH))
+                out = dense(q, k, v, jnp.ones((1, len(whole)), jnp.int32), window=window, softcap=3.0)
+                out_BTNH = out_BTNH.at[row, np.array(own)].set(out[0, len(whole) - len(own) :])
         return out_BTNH
 
     return _values_and_grads(run, (*_inputs(T=64)[:3], segment_BT), windows)

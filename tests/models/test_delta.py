@@ -129,9 +129,11 @@ def test_packed_samples_of_a_prompt_are_computed_as_if_alone(model):
             where = np.asarray([*at.get(prefix, []), *at[number]], int)
             position_BT[b, where] = np.arange(len(where))
             alone.append((b, at[number], where))
-    got_BTD = decoder.hidden(
-        model.params, tokens_BT, segment_BT, position_BT, model.config, prefix_BT=jnp.asarray(prefix_BT)
-    )
+    last_BT = np.array(segment_BT)
+    for b, n in np.argwhere(segment_BT > 0):
+        last_BT[b, n] = max(segment_BT[b, (prefix_BT[b] == segment_BT[b, n]) | (np.arange(40) == n)])
+    np.testing.assert_array_equal(delta.prefixes(jnp.asarray(segment_BT), jnp.asarray(last_BT)), prefix_BT)
+    got_BTD = decoder.hidden(model.params, tokens_BT, segment_BT, position_BT, model.config, last_BT=last_BT)
     rows = np.zeros((3, len(alone), 40), np.int32)  # tokens, segment, position
     for row, (b, _, where) in enumerate(alone):
         n = len(where)

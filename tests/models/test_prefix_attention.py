@@ -19,25 +19,27 @@ from podrl.plan.chips import parse_topology, prepare
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 
-# (tokens, number of the segment it goes on from or 0) of each segment of a row.
+# (tokens, number of the segment it goes on from or 0[, number of tokens it goes on from]) of each segment of a row.
 ROWS = (
     ((150, 0), (60, 1), (131, 1), (1, 1), (30, 0)),  # one prompt with three samples, and a sequence alone
-    ((30, 0), (200, 0), (90, 2), (40, 2)),  # padding behind, a whole tile of it where rows have 512 tokens
+    # A tree of two levels. Padding behind, a whole tile of it where rows have 512 tokens.
+    ((30, 0), (140, 0), (60, 2), (30, 3), (40, 3, 160), (50, 2, 70)),
 )
 
 
 def layout(T, rows=ROWS):
-    """Packs rows: (segment_BT, (prefix_BT, position_BT))."""
-    packed = np.zeros((3, len(rows), T), np.int32)
+    """Packs rows: (segment_BT, (last_BT, position_BT))."""
+    segment_BT, last_BT, position_BT = np.zeros((3, len(rows), T), np.int32)
     for row, parts in enumerate(rows):
-        at = 0
-        for number, (size, prefix) in enumerate(parts, 1):
-            first = parts[prefix - 1][0] if prefix else 0
-            own = slice(at, at + size)
-            packed[0, row, own], packed[1, row, own], packed[2, row, own] = number, prefix, first + np.arange(size)
+        at, paths = 0, [np.zeros(0, np.int64)]  # of each segment, the indices of its tokens and of those before them
+        for number, (size, parent, *shared) in enumerate(parts, 1):
+            before = paths[parent][: shared[0] if shared else None]
+            own = np.arange(at, at + size)
+            paths.append(np.append(before, own))
+            segment_BT[row, own], position_BT[row, own] = number, len(before) + np.arange(size)
+            last_BT[row, paths[-1]] = number
             at += size
-    segment_BT, prefix_BT, position_BT = (jnp.asarray(x) for x in packed)
-    return segment_BT, (prefix_BT, position_BT)
+    return jnp.asarray(segment_BT), (jnp.asarray(last_BT), jnp.asarray(position_BT))
 
 
 def qkv(T, N, K, H, dtype, B=2):
@@ -107,24 +109,30 @@ def test_the_kernel_equals_dense(T, block, heads, H, softcap, dtype, atol):
     compare(run(kernel), run(reference), atol)
 
 
-def _mask(segment_BT, prefix_BT, position_BT, window):
-    """The pairs of tokens that see each other, by the definition of `dense`."""
-    segment, prefix, position = (np.asarray(x) for x in (segment_BT, prefix_BT, position_BT))
-    ids = (segment[:, :, None] == segment[:, None]) | (prefix[:, :, None] == segment[:, None])
-    T = segment.shape[1]
-    back = position[:, :, None] - position[:, None]
-    return ids & (segment[:, None] > 0) & (np.arange(T)[:, None] >= np.arange(T)) & (back < window)
+def _mask(T, rows, window):
+    """The pairs of tokens that see each other: a token sees the tokens on its path that are in its window."""
+    seen_BTT = np.zeros((len(rows), T, T), bool)
+    for row, parts in enumerate(rows):
+        at, paths = 0, [np.zeros(0, np.int64)]
+        for size, parent, *shared in parts:
+            before = paths[parent][: shared[0] if shared else None]
+            paths.append(np.append(before, np.arange(at, at + size)))
+            for place in range(len(before), len(paths[-1])):
+                seen_BTT[row, paths[-1][place], paths[-1][max(0, place + 1 - window) : place + 1]] = True
+            at += size
+    return seen_BTT
 
 
 @pytest.mark.parametrize("window", [GLOBAL_WINDOW, 400, 200])
 def test_blocks_are_visited_where_something_is_seen(window):
     rows = (((300, 0), *[(210, 1)] * 5), ((90, 0), (700, 0), (250, 2), (129, 0)), ((1, 0), (3, 1)))
+    rows += (((512, 0), (256, 1), (300, 2), (200, 2), (130, 1, 384)),)
     T, size = 1536, 256
     segment_BT, shared = layout(T, rows)
     told = (segment_BT, *shared)
     needed = np.asarray(needed_blocks(_told(*told, 0), jnp.int32(window), size))
     n = T // size
-    exact = _mask(*told, window).reshape(len(rows), n, size, n, size).any((2, 4)) | np.eye(n, dtype=bool)
+    exact = _mask(T, rows, window).reshape(len(rows), n, size, n, size).any((2, 4)) | np.eye(n, dtype=bool)
     assert not (exact & ~needed).any()
     if window == GLOBAL_WINDOW:
         np.testing.assert_array_equal(needed, exact)
@@ -134,12 +142,12 @@ def test_blocks_are_visited_where_something_is_seen(window):
 
 
 def test_blocks_that_nobody_sees_are_not_read():
-    """Values of the second sequence are NaN for the first and the third, and nothing becomes NaN."""
+    """Values of the first sequence are NaN for the second and the third, and nothing becomes NaN."""
     T, block = 640, 128
-    rows = (((128, 0), (256, 0), (256, 1)),)
+    rows = (((256, 0), (128, 0), (256, 2)),)
     segment_BT, shared = layout(T, rows)
     q, k, v = qkv(T, 2, 1, 64, jnp.float32, B=1)
-    alone_T = np.asarray(segment_BT[0] == 2)
+    alone_T = np.asarray(segment_BT[0] == 1)
     bad = [jnp.where(alone_T[:, None, None], np.nan, x) for x in (q, k, v)]
     options: dict[str, Any] = dict(shared=shared, window=jnp.int32(GLOBAL_WINDOW), softcap=0.0)
 
@@ -195,7 +203,7 @@ def test_what_the_kernel_does_not_take_is_refused():
         ValueError, match=r"2 rows of 400 tokens with heads of 64: .* a multiple of 128 and .*'blockwise'"
     ):
         attention(q, k, v, segment_BT, shared=shared, **options)
-    with pytest.raises(ValueError, match=r"form='prefix' needs shared=\(prefix_BT, position_BT\)"):
+    with pytest.raises(ValueError, match=r"form='prefix' needs shared=\(last_BT, position_BT\)"):
         attention(q, k, v, segment_BT, **options)
 
 

@@ -16,6 +16,7 @@ TESTS = (
     "test_shared_prompts.py::test_the_update_is_the_same[24-fsdp=1-0]",
     "test_shared_prompts.py::test_the_critics_update_is_the_same",
     "test_pieces.py::test_the_update_is_that_of_separate_rows",
+    "test_pieces.py::test_random_trees_have_the_gradient_of_separate_pieces",
     *("../learner/test_source_settings.py::test_an_update_of_a_mixture_is_the_sum_of_those_of_its_components",),
     *("../learner/test_source_settings.py::test_the_order_and_the_packing_of_samples_do_not_matter",),
 )
@@ -32,4 +33,4 @@ def test_gradients_agree_to_1e_12_in_float64():
     )
     if done.returncode:
         pytest.fail(done.stdout[-6000:] + done.stderr[-2000:])
-    assert "18 passed" in done.stdout, done.stdout
+    assert "25 passed" in done.stdout, done.stdout

@@ -1,5 +1,7 @@
 """Samples of several pieces: each sampled token is trained once, with its piece's context and its sample's weight."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,33 +14,41 @@ from podrl.algorithms.policy_loss import LossSettings, PolicyLoss
 from podrl.algorithms.policy_rows import PolicyRows
 from podrl.mesh.rules import batch_shards
 from podrl.models import decoder
+from podrl.models.config import GLOBAL_WINDOW
+from podrl.models.prefix_attention import _told, needed_blocks
 from podrl.trainer import state as state_lib
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.packing import place, place_samples
-from podrl.types import NO_EPISODE, Layout, PiecesLayout, Prompts, Rollouts, SharedLayout, blank_columns
+from podrl.types import NO_EPISODE, Layout, Prompts, Rollouts, blank_columns
 
 SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 PROMPT = 3
 
 
 def made(pieces, *, group_size=2, vocabulary=40, seed=0):
-    """Draws samples of one prompt per group: for each a list of pieces, each (given tokens, sampled tokens).
+    """Draws samples of one prompt per group: for each a list of pieces, each (given tokens, sampled tokens[, fork]).
 
-    The given tokens of the first piece are the prompt's, PROMPT of them.
+    The given tokens of the first piece are the prompt's, PROMPT of them. Those of a piece with a fork begin as an
+    earlier piece of its group: `fork` counts the pieces from there to here, and the equal tokens.
     """
     rng = np.random.default_rng(seed)
     B, P = len(pieces), -(-len(pieces) // group_size)
-    length_B = np.array([sum(given + sampled for given, sampled in sample) for sample in pieces], np.int32)
+    length_B = np.array([sum(given + sampled for given, sampled, *_ in sample) for sample in pieces], np.int32)
     T = int(length_B.max())
     group_B = np.arange(B, dtype=np.int32) // group_size
     prompt_PT = rng.integers(0, vocabulary, (P, PROMPT)).astype(np.int32)
     columns = blank_columns((B, T), pad_id=0)
     columns["tokens_BT"][:] = rng.integers(0, vocabulary, (B, T))
-    mask_BT = np.zeros((B, T), np.float32)
+    mask_BT, earlier = np.zeros((B, T), np.float32), [[] for _ in range(P)]
     for b, sample in enumerate(pieces):
         columns["tokens_BT"][b, :PROMPT] = prompt_PT[group_B[b]]
         at = 0
-        for k, (given_, sampled) in enumerate(sample):
+        for k, (given_, sampled, *fork) in enumerate(sample):
+            if fork and fork[0][0] <= len(earlier[group_B[b]]):
+                of, from_, size = earlier[group_B[b]][-fork[0][0]]
+                same = min(fork[0][1], size, given_)
+                columns["tokens_BT"][b, at : at + same] = columns["tokens_BT"][of, from_ : from_ + same]
+            earlier[group_B[b]].append((b, at, given_ + sampled))
             columns["piece_BT"][b, at : at + given_ + sampled] = k
             mask_BT[b, at + given_ : at + given_ + sampled] = 1
             at += given_ + sampled
@@ -58,48 +68,86 @@ def made(pieces, *, group_size=2, vocabulary=40, seed=0):
 
 
 drawn_pieces = st.lists(
-    st.tuples(st.integers(0, 6), st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=0, max_size=4)).map(
-        lambda drawn: [(PROMPT, drawn[0]), *drawn[1]]
-    ),
+    st.tuples(
+        st.integers(0, 6),
+        st.lists(
+            st.tuples(st.integers(1, 6), st.integers(0, 6), st.tuples(st.integers(1, 6), st.integers(1, 9))),
+            min_size=0,
+            max_size=4,
+        ),
+    ).map(lambda drawn: [(PROMPT, drawn[0]), *drawn[1]]),
     min_size=1,
     max_size=12,
 )
 
 
 @settings(max_examples=100, derandomize=True)
-@given(drawn_pieces, st.sampled_from([60, 80, 128]), st.sampled_from([1, 2]), st.booleans(), st.booleans())
-def test_each_sampled_token_lies_in_the_packed_rows_once(pieces, row, shards, whole, shared):
-    """Segments are dense and each is one piece from its first token on; a whole sample lies in one row."""
+@given(drawn_pieces, st.sampled_from([60, 80, 128]), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 2))
+def test_each_sampled_token_lies_in_the_packed_rows_once(pieces, row, shards, whole, levels):
+    """It sees the tokens of its piece, from the first on, with their places in the piece, and no other token."""
     rollouts = made(pieces)
     B, T = rollouts.tokens_BT.shape
     shape = PackShape.for_worst_case(B, 60, max_tokens_per_row=row, rows_per_micro_batch=2, shards=shards)
-    shape = PackShape(shape.micro_batches, shape.rows, row, shards, shared=shared, whole=whole)
+    shape = dataclasses.replace(shape, shared=levels == 1, whole=whole, tree=levels == 2)
     placement = place_samples(rollouts, np.arange(B), shape)
     layout = placement.layout(rollouts.tokens_BT)
     number_BT = np.arange(1, B * T + 1).reshape(B, T)
     packed = placement.scatter(number_BT, where_BT=rollouts.mask_BT)
     assert sorted(packed[packed > 0]) == sorted(number_BT[rollouts.mask_BT > 0])
-    np.testing.assert_array_equal(placement.unpack(packed, T), np.where(rollouts.mask_BT > 0, number_BT, 0))
+    np.testing.assert_array_equal(
+        np.where(rollouts.mask_BT > 0, placement.unpack(packed, T), 0), np.where(rollouts.mask_BT > 0, number_BT, 0)
+    )
     of_row = lambda x_ABT: np.asarray(x_ABT).reshape(-1, row)  # noqa: E731
-    at_XT = of_row(placement.scatter(number_BT)) - 1
-    columns = (at_XT, *map(of_row, (layout.segment_BT, layout.position_BT, layout.sample())))
-    for at_T, segment_T, position_T, sample_T in zip(*columns, strict=True):
+    last_ABT = layout.segment_BT if layout.last_BT is None else layout.last_BT
+    columns = (packed, layout.tokens_BT, layout.segment_BT, layout.position_BT, last_ABT, layout.sample())
+    for at_T, token_T, segment_T, position_T, last_T, sample_T in zip(*map(of_row, columns), strict=True):
         segments = np.unique(segment_T[segment_T > 0])
         np.testing.assert_array_equal(segments, np.arange(1, len(segments) + 1))
-        prefix = set(np.unique(layout.prefix_BT)) - {0} if isinstance(layout, SharedLayout) else ()
-        for segment in segments:
-            inside = np.flatnonzero(segment_T == segment)
-            b_X, t_X = np.divmod(at_T[inside], T)
-            if not len(prefix):
-                assert position_T[inside[0]] == 0 and len(set(b_X)) == 1
-                assert len(set(rollouts.piece_BT[b_X, t_X])) == 1
-            np.testing.assert_array_equal(np.diff(position_T[inside]), 1)
-        if whole and isinstance(layout, PiecesLayout):
-            assert all(len(set(at_T[sample_T == n] // T)) == 1 for n in set(sample_T[sample_T > 0]))
-            assert len(set(sample_T[sample_T > 0])) == len(set(at_T[segment_T > 0] // T))
+        for t in np.flatnonzero(at_T):
+            b, at = divmod(at_T[t] - 1, T)
+            seen = np.flatnonzero((segment_T <= segment_T[t]) & (segment_T[t] <= last_T) & (segment_T > 0))
+            seen, first = seen[seen <= t], at - position_T[t]
+            assert segment_T[t - 1] == segment_T[t] and rollouts.piece_BT[b, first] == rollouts.piece_BT[b, at]
+            np.testing.assert_array_equal(position_T[seen], np.arange(at + 1 - first))
+            np.testing.assert_array_equal(token_T[seen], rollouts.tokens_BT[b, first : at + 1])
+        if layout.sample_BT is not None:
+            samples = {(int(n), int(at) // T) for n, at in zip(sample_T[at_T > 0], at_T[at_T > 0] - 1, strict=True)}
+            assert len({n for n, _ in samples}) == len({b for _, b in samples}) == len(samples)
     mask_ABT, length_ABT = placement.loss_tokens(rollouts.mask_BT)
     speaking = int(rollouts.mask_BT.any(axis=1).sum())
     assert (mask_ABT / length_ABT).sum() == pytest.approx(speaking, rel=1e-6)
+
+
+def test_what_a_tree_of_branches_costs():
+    """4 branches of 512 tokens on a trunk of 2,048: a branch repeats one token, and reads only the trunk and itself."""
+    sampled, given_, size = 1024, 2048, 512
+    branch = (given_, size, (1, given_))
+    rollouts = made([[(PROMPT, 0), (sampled, sampled + size), *[branch] * 3]])
+    shape = PackShape(1, 1, 4224, tree=True)
+    placement = place_samples(rollouts, np.arange(1), shape)
+    layout = placement.layout(rollouts.tokens_BT)
+    assert placement.packed == given_ + 4 * size + 3
+    told = [jnp.asarray(x[0]) for x in (layout.segment_BT, layout.last_BT, layout.position_BT)]
+    n = -(-4224 // 512)
+    needed = needed_blocks(_told(*told, n * 512 - 4224), jnp.int32(GLOBAL_WINDOW), 512)
+    pairs = given_**2 / 2 + 4 * (size * given_ + size**2 / 2)
+    assert float(needed.sum()) * 512**2 < 1.5 * pairs  # blocks on the diagonal count whole, and branches lie askew
+    apart = place_samples(rollouts, np.arange(1), PackShape(1, 4, 2560))
+    assert apart.packed == 4 * (given_ + size)
+
+
+def test_pieces_of_a_group_share_what_they_begin_with():
+    """By hand: a system prompt of 6 tokens in two samples, a branch behind an answer, and one inside it."""
+    system = (6, 3, (4, 6))
+    rollouts = made([[(PROMPT, 0), (6, 4), (12, 2, (1, 10)), (9, 2, (2, 8))], [(PROMPT, 0), system]])
+    placement = place_samples(rollouts, np.arange(2), PackShape(1, 1, 64, tree=True))
+    np.testing.assert_array_equal(placement.pieces.length_B, [10, 14, 11, 9])
+    np.testing.assert_array_equal(placement.parent_B, [-1, 0, 0, 0])
+    np.testing.assert_array_equal(placement.shared_B, [0, 10, 8, 5])  # one token less before the first sampled token
+    np.testing.assert_array_equal(placement.segment_B, [1, 2, 3, 4])
+    assert placement.packed == 10 + 4 + 3 + 4
+    alone = place_samples(rollouts, np.arange(2), PackShape(1, 1, 64))
+    assert alone.packed == 44 and alone.layout(rollouts.tokens_BT).last_BT is None
 
 
 def test_a_row_holds_the_longest_piece_and_not_the_sum():
@@ -130,14 +178,15 @@ def test_a_piece_that_the_policy_did_not_speak_in_takes_no_room():
     assert placement.packed == 9 + PROMPT  # of the silent sample, its prompt
 
 
+# Branches of the first piece, of a branch, and of another sample's piece; and pieces that begin anew.
 CASE = made(
     [
         [(PROMPT, 4)],
         [(PROMPT, 2), (5, 3), (2, 6)],
         [(PROMPT, 0), (4, 6)],
-        [(PROMPT, 5), (1, 2)],
+        [(PROMPT, 5), (9, 2, (1, 8)), (5, 2, (3, 3))],
         [(PROMPT, 7)],
-        [(PROMPT, 1), (3, 3), (3, 3), (2, 1)],
+        [(PROMPT, 1), (6, 3), (8, 3, (1, 7)), (6, 1, (1, 2))],
     ]
 )
 LOSSES = {
@@ -151,7 +200,8 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_update_is_that_of_separate_rows(tiny, name):
+@pytest.mark.parametrize("levels", [1, 2])
+def test_the_update_is_that_of_separate_rows(tiny, name, levels):
     """Compares with the loss on padded samples, whose log-probabilities come from one padded row for each piece."""
     case, loss = tiny("fsdp=1"), PolicyLoss(LOSSES[name])
     rng = np.random.default_rng(1)
@@ -197,9 +247,7 @@ def test_the_update_is_that_of_separate_rows(tiny, name):
     shape = PackShape.for_worst_case(
         B, T, max_tokens_per_row=32, rows_per_micro_batch=2, shards=batch_shards(case.mesh)
     )
-    shape = PackShape(
-        shape.micro_batches, shape.rows, 32, shape.shards, shared=not loss.by_sample, whole=loss.by_sample
-    )
+    shape = dataclasses.replace(shape, shared=not loss.by_sample, whole=loss.by_sample, tree=levels == 2)
     placement = place_samples(CASE, np.arange(B), shape)
     batch = packed_rows(PolicyRows, placement, tokens_BT=CASE.tokens_BT, mask_BT=CASE.mask_BT, **values)
     before = jax.tree.map(np.asarray, case.state()[0].params)
@@ -207,6 +255,33 @@ def test_the_update_is_that_of_separate_rows(tiny, name):
     change = jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params)
     for x, y in zip(jax.tree.leaves(change), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=SAME, atol=SAME)
+
+
+def test_random_trees_have_the_gradient_of_separate_pieces(tiny):
+    """Trees of several levels in rows that hold a part of them; windows of 6 tokens lie across the forks."""
+    case, rng, saved = tiny(), np.random.default_rng(5), 0
+    step = case.step(PolicyLoss(LOSSES["token"]))
+    before = jax.tree.map(np.asarray, case.state()[0].params)
+    fork = lambda: (int(rng.integers(1, 5)), int(rng.integers(1, 14)))  # noqa: E731
+    piece = lambda: (int(rng.integers(3, 14)), int(rng.integers(1, 6)), fork())  # noqa: E731
+    for seed in range(6):
+        rollouts = made([[(PROMPT, 4), *[piece() for _ in range(rng.integers(1, 5))]] for _ in range(4)], seed=seed)
+        B, T = rollouts.tokens_BT.shape
+        values = {
+            "advantage_BT": np.repeat(rng.normal(size=(B, 1)), T, axis=1).astype(np.float32),
+            "old_logprob_BT": (-rng.uniform(3.6, 3.8, (B, T))).astype(np.float32),
+            "sampler_logprob_BT": (-rng.uniform(3.6, 3.8, (B, T))).astype(np.float32),
+        }
+        found = []
+        for tree in (False, True):
+            placement = place_samples(rollouts, np.arange(B), PackShape(4, 2, 48, tree=tree))
+            batch = packed_rows(PolicyRows, placement, tokens_BT=rollouts.tokens_BT, mask_BT=rollouts.mask_BT, **values)
+            state, _ = step(*case.state(), state_lib.put_batch(batch, case.mesh))
+            found.append(jax.tree.map(lambda old, new: old - np.asarray(new), before, state.params))
+        saved += placement.apart - placement.packed
+        for x, y in zip(*map(jax.tree.leaves, found), strict=True):
+            np.testing.assert_allclose(x, y, rtol=SAME, atol=SAME)
+    assert saved > 100
 
 
 def _real(rollouts):

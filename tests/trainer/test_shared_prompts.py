@@ -79,11 +79,14 @@ def test_every_token_is_packed_and_comes_back(drawn, row, shards):
     position_BT = placement.unpack(layout.position_BT, width)
     np.testing.assert_array_equal(position_BT, np.where(real_BT, np.arange(width), 0))
     assert rows.mask_BT.sum() == samples["mask_BT"].sum()
-    # Before its own segment a token sees one segment, earlier in its row.
-    for segment_T, prefix_T in zip(*(x.reshape(-1, row) for x in (layout.segment_BT, layout.prefix_BT)), strict=True):
-        for prefix in np.unique(prefix_T[prefix_T > 0]):
-            assert np.flatnonzero(segment_T == prefix).max() < np.flatnonzero(prefix_T == prefix).min()
-            assert (prefix_T[segment_T == prefix] == 0).all()
+    # A segment that others see is earlier in the row, and sees no other itself.
+    for segment_T, last_T in zip(*(x.reshape(-1, row) for x in (layout.segment_BT, layout.last_BT)), strict=True):
+        for segment in np.unique(segment_T[segment_T > 0]):
+            (last,) = set(last_T[segment_T == segment])
+            if last > segment:
+                inside = (segment_T > segment) & (segment_T <= last)
+                assert np.flatnonzero(segment_T == segment).max() < np.flatnonzero(inside).min()
+                assert (last_T[inside] == segment_T[inside]).all()
 
 
 def test_a_group_is_split_where_that_saves_more_padding_than_its_prompt_costs():
@@ -95,7 +98,8 @@ def test_a_group_is_split_where_that_saves_more_padding_than_its_prompt_costs():
     assert len(np.unique(placement.row_B)) == 2
     whole = place(length_B, PackShape(1, 3, 28, shared=True), alike)  # 4 are left: no room for another prompt
     assert whole.packed == 2 * 24
-    assert whole.layout(samples["tokens_BT"]).prefix().max() == 1
+    layout = whole.layout(samples["tokens_BT"])
+    assert layout.last_BT.max() == 5 and set(layout.segment_BT[layout.last_BT > layout.segment_BT]) == {1}
 
 
 def test_nothing_is_shared_where_that_needs_more_rows():
@@ -105,8 +109,8 @@ def test_nothing_is_shared_where_that_needs_more_rows():
     assert len(np.unique(sharing.row_B)) == 3 and sharing.packed == 10 + 10 + 4 + 2 + 2
     alone = place(length_B, PackShape(1, 2, 16, shared=True), alike)
     assert len(np.unique(alone.row_B)) == 2 and alone.packed == 32
-    assert not alone.shared_B.any() and not alone.prefix_B.any()
-    assert not alone.layout(samples["tokens_BT"]).prefix().any()
+    assert not alone.shared_B.any() and (alone.parent_B == -1).all()
+    np.testing.assert_array_equal(*(getattr(alone.layout(samples["tokens_BT"]), x) for x in ("last_BT", "segment_BT")))
 
 
 def test_a_loss_on_a_shared_token_is_refused():
@@ -223,5 +227,5 @@ def test_the_critics_update_is_the_same(tiny):
 
 def test_a_batch_that_shares_nothing_has_no_prefixes(tiny):
     (_, alone), (_, sharing) = batches(tiny(), 64, rows=2)
-    assert alone.rows.layout.prefix() is None and sharing.rows.layout.prefix() is not None
+    assert alone.rows.layout.last_BT is None and sharing.rows.layout.last_BT is not None
     assert len(jax.tree.leaves(alone)) == len(jax.tree.leaves(sharing)) - 1
