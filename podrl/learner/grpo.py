@@ -284,12 +284,10 @@ class GRPO:
             if weighed is not None:
                 weighed.append(self.cluster.actor.token_weights(batch))
             found.append(self.cluster.update_actor(batch))
-        apart, packed, computed = np.sum(self._packed, axis=0).tolist()
-        metrics: dict[str, Any] = {
-            **gathered(found),
-            "packing/shared": 1 - packed / apart,
-            "packing/padding": 1 - packed / computed,
-        }
+        metrics: dict[str, Any] = gathered(found)
+        if self._packed:  # batches that were packed by hand have no counts
+            apart, packed, computed = np.sum(self._packed, axis=0).tolist()
+            metrics |= {"packing/shared": 1 - packed / apart, "packing/padding": 1 - packed / computed}
         jax.block_until_ready(self.cluster.state.step)
         if self._loss_kl.active:
             metrics |= self._loss_kl.trained(metrics["actor/kl"], self._samples)
