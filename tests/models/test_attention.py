@@ -171,11 +171,12 @@ def test_sinks_take_weight_as_a_key_of_value_zero_does(how, shares):
     def definition(q_BTNH, k_BTKH, v_BTKH, sink_N):
         k_BTNH, v_BTNH = (jnp.repeat(x, 2, axis=2) for x in (k_BTKH, v_BTKH))
         score_BNTS = 3.0 * jnp.tanh(jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH) / 3.0)
-        prefix_BT, position_BT = shared
+        last_BT, position_BT = shared
         back_TS = jnp.arange(64)[:, None] - jnp.arange(64)
         seen_BTS = (segment_BT[:, :, None] == segment_BT[:, None]) & (back_TS >= 0)
         if shares:
-            seen_BTS |= (segment_BT[:, None] == prefix_BT[:, :, None]) & (segment_BT[:, None] > 0)
+            query_BT1 = segment_BT[:, :, None]
+            seen_BTS = (segment_BT[:, None] <= query_BT1) & (query_BT1 <= last_BT[:, None]) & (back_TS >= 0)
             back_TS = position_BT[:, :, None] - position_BT[:, None]
         weight_BNTS = jnp.exp(score_BNTS) * (seen_BTS & (back_TS < 9))[:, None]
         weight_BNTS /= jnp.sum(weight_BNTS, axis=-1, keepdims=True) + jnp.exp(sink_N)[:, None, None]
@@ -214,9 +215,9 @@ def test_mesh_does_not_change_attention(heads, spec):
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_sinks_in_the_tpu_kernels(shares):
-    _, (prefix_BT, position_BT) = _shared(T=128)
+    _, (last_BT, position_BT) = _shared(T=128)
     q_BTNH, k_BTKH, v_BTKH, segment_BT = _inputs(T=128, N=2, K=1, H=64)
-    shared = (prefix_BT, position_BT) if shares else None
+    shared = (last_BT, position_BT) if shares else None
     segment_BT = _shared(T=128)[0] if shares else segment_BT
     how = {"window": jnp.int32(40), "softcap": 0.0, "shared": shared}
 
