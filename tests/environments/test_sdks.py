@@ -122,3 +122,44 @@ def test_an_agent_of_openai_agents_uses_its_tool(desk, form):
 
     agents.set_tracing_disabled(True)
     assert asyncio.run(run()) == ("It is 9.", "It is 9.")
+
+
+def test_an_agent_of_smolagents_uses_its_tool(desk):
+    smolagents = pytest.importorskip("smolagents", reason="needs package smolagents, with package openai")
+    tool = smolagents.tool  # it warns of a decorator of another name
+
+    @tool
+    def calculator(query: str) -> str:
+        """Adds.
+
+        Args:
+            query: sum of whole numbers
+        """
+        return str(sum(map(int, query.split("+"))))
+
+    # The default of smolagents, tool_choice='required', is refused, because a sampled call cannot be forced.
+    given = {"api_base": desk.address, "api_key": desk.key, "tool_choice": "auto"}
+    model = smolagents.OpenAIModel("policy", **given, client_kwargs={"max_retries": 0})
+    agent = smolagents.ToolCallingAgent(tools=[calculator], model=model, max_steps=1, verbosity_level=0)
+    agent.run("What is 4+5?")
+    step = next(step for step in agent.memory.steps if isinstance(step, smolagents.ActionStep))
+    assert [call.name for call in step.tool_calls] == ["calculator"] and "9" in step.observations
+
+
+def test_an_agent_of_pydantic_ai_uses_its_tool(desk):
+    pydantic_ai = pytest.importorskip("pydantic_ai", reason="needs package pydantic-ai-slim[openai]")
+    import openai
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    def calculator(query: str) -> str:
+        """Adds."""
+        return str(sum(map(int, query.split("+"))))
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=desk.address, api_key=desk.key, max_retries=0) as client:
+            model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
+            agent = pydantic_ai.Agent(model, tools=[calculator])
+            return (await agent.run("What is 4+5?")).output
+
+    assert asyncio.run(run()) == "It is 9."
