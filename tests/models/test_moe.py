@@ -298,6 +298,27 @@ def test_the_tpu_form_equals_the_blocks(monkeypatch, oss):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), got, want)
 
 
+@pytest.mark.parametrize("tpu", [False, True])
+def test_parts_of_the_experts_add_up_to_all_of_them(monkeypatch, tpu):
+    """A device with some of the experts computes their share of outputs and gradients, in both forms of products."""
+    kernels = moe._kernels
+    monkeypatch.setattr(moe, "_kernels", lambda *args: kernels(*args, interpret=True))
+    draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape)  # noqa: E731
+    x_XD, w_in, w_out = draw(0, 40, 128), 0.1 * draw(1, 4, 2, 128, 128), 0.1 * draw(2, 4, 128, 128)
+    expert_Xk, weight_Xk = jax.lax.top_k(draw(3, 40, 4), 2)[1], draw(4, 40, 2)
+
+    def loss(args, first, count, parts):
+        x_XD, weight_Xk, *w = args
+        own = [a[first : first + count] for a in w]
+        out_XD = moe._apply(x_XD, expert_Xk - first, weight_Xk, *own, (), 0, count, "silu", tpu, parts)
+        return jnp.sum(out_XD * jnp.arange(128)), out_XD
+
+    args, of = (x_XD, weight_Xk, w_in, w_out), jax.value_and_grad(loss, has_aux=True)
+    halves = [of(args, first, 2, 2) for first in (0, 2)]
+    total = jax.tree.map(lambda *each: sum(each), *halves)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4), total, of(args, 0, 4, 1))
+
+
 def test_selection_biases_do_not_train():
     config = config_with(selection_bias=True)
     params = random_params(config)
