@@ -144,7 +144,7 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
             layer(name, shape, axes, std)
     if config.experts is not None:
         for name, (shape, axes, std) in moe.param_shapes(config).items():
-            layer(name, shape, axes, std)
+            layer(name, shape, axes, std, "float32" if name == "selection_bias" else "")
     if config.qkv_bias:
         for name in ("q", "k", "v"):
             _, letters, axes = _PROJECTIONS[name]
@@ -196,8 +196,8 @@ def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.f
 
     def init(spec: Param, key: PRNGKeyArray) -> Array:
         if spec.std > 0:
-            return (jax.random.normal(key, spec.shape, jnp.float32) * spec.std).astype(dtype)
-        return jnp.full(spec.shape, 0.0 if spec.std == 0 else 1.0, dtype)
+            return (jax.random.normal(key, spec.shape, jnp.float32) * spec.std).astype(spec.dtype_in(dtype))
+        return jnp.full(spec.shape, 0.0 if spec.std == 0 else 1.0, spec.dtype_in(dtype))
 
     return jax.tree.unflatten(treedef, [init(s, k) for s, k in zip(specs, keys, strict=True)])
 

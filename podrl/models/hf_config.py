@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from podrl.models.config import GLOBAL_WINDOW, Delta, Experts, Kind, ModelConfig, RopeScaling
-from podrl.models.hf_fields import COMPUTED, QWEN3_5, reads, refuse_unknown, refuse_unread
+from podrl.models.hf_fields import COMPUTED, PARTIAL_ROPE, QWEN3_5, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
 from podrl.storage.regular import load_object
 from podrl.storage.storage import locate
@@ -99,6 +99,19 @@ _QWEN3_MOE = _LLAMA | {
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,
 }
+_GLM4_MOE = _LLAMA | {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131_072,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": False,
+    "attention_bias": False,
+}
 _MIXTRAL = _LLAMA | {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
@@ -128,6 +141,9 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", True, True, False, False, _GEMMA2),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", True, True, True, False, _GEMMA3),
     "gemma4": Family("gemma4_text", "Gemma4ForCausalLM", True, True, True, False, _GEMMA4),
+    "glm4_moe": Family(
+        "glm4_moe", "Glm4MoeForCausalLM", False, False, False, False, _GLM4_MOE, ("n_routed_experts", 128)
+    ),
     "gpt_oss": Family("gpt_oss", "GptOssForCausalLM", False, False, False, True, _GPT_OSS, ("num_local_experts", 128)),
     "llama": Family("llama", "LlamaForCausalLM", False, False, False, False, _LLAMA),
     "mistral": Family("mistral", "MistralForCausalLM", False, False, False, False, _LLAMA | {"sliding_window": 4096}),
@@ -198,6 +214,8 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     kinds, kind_L = _kinds(name, known, fields, sliding, where)
     if name in QWEN3_5:
         kinds, kind_L = _linear_kinds(known, layers, head_dim, where)
+    if name == "glm4_moe":
+        kinds, kind_L = _dense_first(known, layers, head_dim, where)
     theta_L, scaling_L = _rope(name, known, read, sliding, where)
     given, activation = _activation(name, known, where)
     refuse_unread(
@@ -228,8 +246,8 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         norm_eps=need("rms_norm_eps"),
         norm_plus_one=(family.gemma and name != "gemma4") or name in QWEN3_5,
         post_norms=family.post_norms,
-        qk_norm=family.qk_norm,
-        qkv_bias=known["attention_bias"] if name == "gpt_oss" else family.qkv_bias,
+        qk_norm=known.get("use_qk_norm", family.qk_norm),
+        qkv_bias=bool(known["attention_bias"]) if name in ("glm4_moe", "gpt_oss") else family.qkv_bias,
         o_bias=name == "gpt_oss" and known["attention_bias"],
         sinks=name == "gpt_oss",
         embed_scale=model_dim**0.5 if family.gemma else 1.0,
@@ -244,7 +262,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         experts=experts,
         v_norm=name == "gemma4",
         layer_scalar=name == "gemma4",
-        rotary_dim=_rotary_dim(known, head_dim, where) if name in QWEN3_5 else 0,
+        rotary_dim=_rotary_dim(name, known, head_dim, where) if name in PARTIAL_ROPE else 0,
         gated_attention=name in QWEN3_5,
         delta=kinds[0].delta if kinds else None,
         kinds=kinds,
@@ -291,12 +309,12 @@ def _kinds(
 _LINEAR_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
-def _rotary_dim(known: Mapping[str, Any], head_dim: int, where: str) -> int:
+def _rotary_dim(name: str, known: Mapping[str, Any], head_dim: int, where: str) -> int:
     """Reads the number of leading dimensions of a head that rotary positions turn.
 
     Text has the same position on all three axes of mrope, so mrope is ordinary rotary embedding here.
     """
-    outer = known.get("partial_rotary_factor", 0.25)
+    outer = known.get("partial_rotary_factor", 0.25 if name in QWEN3_5 else 0.5)
     share = _given(known.get("rope_parameters")).get("partial_rotary_factor", outer)
     if "partial_rotary_factor" in known and share != outer:
         raise ValueError(
@@ -335,12 +353,23 @@ def _linear_kinds(
     return kinds, tuple(1 if kind == "linear_attention" else 0 for kind in types)
 
 
+def _dense_first(
+    known: Mapping[str, Any], layers: int, head_dim: int, where: str
+) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """Reads the two kinds of layers of a GLM 4.5: dense layers come first, and all others have experts."""
+    dense, heads = known["first_k_dense_replace"], known["num_key_value_heads"]
+    if dense >= layers:
+        raise ValueError(f"{where} has first_k_dense_replace={dense} for {layers} layers: one at least needs experts.")
+    kinds = (Kind("routed", heads, head_dim), Kind("dense", heads, head_dim, dense=True))
+    return (kinds, (1,) * dense + (0,) * (layers - dense)) if dense else ((), ())
+
+
 def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
     """Reads the experts of a model; None for a family without experts."""
     family = FAMILIES[name]
     if family.experts is None:
         return None
-    counts = {key: known[key] for key in ("num_experts", "num_local_experts") if key in known}
+    counts = {key: known[key] for key in ("num_experts", "n_routed_experts", "num_local_experts") if key in known}
     if len(set(counts.values())) > 1:
         raise ValueError(f"{where} has {' and '.join(f'{k}={v}' for k, v in counts.items())}: they must be the same.")
     key, count = next(iter(counts.items()), family.experts)
@@ -352,12 +381,16 @@ def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
         )
     if name == "gpt_oss":
         return Experts(count, chosen, known["intermediate_size"], score="chosen", normalize=False, bias=True)
+    shared = known.get("n_shared_experts", 0) * known.get("moe_intermediate_size", 0)
     return Experts(
         count,
         chosen,
         known["intermediate_size" if name == "mixtral" else "moe_intermediate_size"],
         normalize=known.get("norm_topk_prob", True),
-        shared_dim=known.get("shared_expert_intermediate_size", 0),
+        shared_dim=known.get("shared_expert_intermediate_size", 0) or shared,
+        score="sigmoid" if name == "glm4_moe" else "softmax",
+        selection_bias=name == "glm4_moe",
+        scale=float(known.get("routed_scaling_factor", 1.0)),
         shared_gate=name in QWEN3_5,
     )
 
@@ -441,7 +474,7 @@ def _rope(
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
     """Reads every layer's rotary base and scaling from rope_theta and rope_scaling, or from rope_parameters."""
     shared = _given(known.get("rope_parameters"))
-    if name in QWEN3_5:
+    if name in PARTIAL_ROPE:
         shared = {key: value for key, value in shared.items() if key not in _LINEAR_ROPE}
     theta = float(known.get("rope_theta", 10_000.0))
     local = known.get("rope_local_base_freq")
@@ -587,6 +620,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw |= _linear_fields(config)
     if config.family == "gpt_oss":
         raw |= {"attention_bias": config.qkv_bias, "swiglu_limit": 7.0}
+    if config.family == "glm4_moe":
+        raw["attention_bias"] = config.qkv_bias
     raw |= _window_fields(config) | _rope_fields(config) | _expert_fields(config)
     back = dataclasses.replace(config_from_hf(raw), lora=config.lora)
     same_scale = math.isclose(back.query_scale, config.query_scale, rel_tol=1e-6)
@@ -629,6 +664,10 @@ def _expert_fields(config: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": experts.ffn_dim,
         "norm_topk_prob": experts.normalize,
         "shared_expert_intermediate_size": experts.shared_dim,
+        "n_shared_experts": experts.shared_dim // experts.ffn_dim,
+        "routed_scaling_factor": experts.scale,
+        "first_k_dense_replace": sum(config.kinds[kind].dense for kind in config.kind_L),
+        "use_qk_norm": config.qk_norm,
     }
     return {key: value for key, value in values.items() if reads(config.family, key)}
 
@@ -663,7 +702,7 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_theta": theta}
     if old:
         fields["rope_scaling"] = old
-    if config.family in QWEN3_5:
+    if config.family in PARTIAL_ROPE:
         share = config.rotary_dim / config.head_dim
         return {"rope_parameters": {"rope_theta": theta, "rope_type": "default", **old, "partial_rotary_factor": share}}
     if config.family == "gpt_oss":  # without it, transformers takes the published scaling

@@ -8,13 +8,19 @@ from podrl.config import nearest
 # Fields of models with experts, each with the families whose models read the field.
 EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("qwen3_moe", "qwen3_5_moe"),
-    "num_local_experts": ("gpt_oss", "mixtral", "qwen3_moe"),
-    "num_experts_per_tok": ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_5_moe"),
-    "moe_intermediate_size": ("qwen3_moe", "qwen3_5_moe"),
-    "norm_topk_prob": ("qwen3_moe",),
+    "n_routed_experts": ("glm4_moe",),
+    "num_local_experts": ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe"),
+    "num_experts_per_tok": ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_5_moe", "glm4_moe"),
+    "moe_intermediate_size": ("qwen3_moe", "qwen3_5_moe", "glm4_moe"),
+    "norm_topk_prob": ("qwen3_moe", "glm4_moe"),
+    "n_shared_experts": ("glm4_moe",),
+    "routed_scaling_factor": ("glm4_moe",),
+    "first_k_dense_replace": ("glm4_moe",),
+    "use_qk_norm": ("glm4_moe",),
     "shared_expert_intermediate_size": ("qwen3_5_moe",),
 }
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
+PARTIAL_ROPE = (*QWEN3_5, "glm4_moe")  # rotary positions turn a part of each head
 _GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config")
 _CLAMPED = ("swiglu_limit", "swiglu_alpha")
 # Second spellings in gpt-oss's published file of fields that transformers reads elsewhere.
@@ -102,6 +108,8 @@ _IGNORABLE = frozenset(
         "use_double_wide_mlp",  # has no effect while num_kv_shared_layers is 0
         "top_k_experts",  # has no effect while enable_moe_block is false
         "mamba_ssm_dtype",  # type of the states, which are float32 in podrl
+        "num_nextn_predict_layers",  # podrl leaves these layers' tensors out
+        "num_mtp_layers",
         "mtp_num_hidden_layers",  # podrl leaves these layers' tensors out
         "mtp_use_dedicated_embeddings",
         "router_aux_loss_coef",  # coefficient of an auxiliary loss, which podrl does not add
@@ -127,12 +135,15 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "decoder_sparse_step": (1, None),  # every layer has experts
     "mlp_only_layers": ([], None),
     "router_jitter_noise": (0, 0.0, None),
+    "n_group": (1, None),  # experts are chosen among all, not group by group
+    "topk_group": (1, None),
 }
 # Further values that podrl computes for one family.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     # Gemma 4 is bidirectional on the tokens of images only, so text is computed as without; Gemma 3 is on all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",)},
     "gpt_oss": {"attention_bias": (True,)},
+    "glm4_moe": {"attention_bias": (True,)},
 }
 _GEMMA23 = ("gemma2", "gemma3")
 _GEMMA234 = (*_GEMMA23, "gemma4")
@@ -144,9 +155,9 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "query_pre_attn_scalar": _GEMMA23,
     "rope_local_base_freq": ("gemma3",),
     "hidden_activation": _GEMMA234,
-    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", *QWEN3_5, *_QWEN),
+    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", *PARTIAL_ROPE, *_QWEN),
     "layer_types": (*_GEMMA234, *_QWEN, *QWEN3_5, "gpt_oss"),
-    "partial_rotary_factor": QWEN3_5,
+    "partial_rotary_factor": PARTIAL_ROPE,
     "sliding_window": (*_GEMMA234, *_QWEN, "gpt_oss", "mistral", "mixtral", "qwen3_moe"),
     "sliding_window_pattern": ("gemma3",),
     "_sliding_window_pattern": (),
@@ -234,19 +245,28 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
             *_LINEAR,
             *_TWICE,
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-            "shared_expert_intermediate_size",
+            *("shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts"),
         ),
         _count,
     ),
     **dict.fromkeys(("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping"), _number),
     **dict.fromkeys(
-        ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "partial_rotary_factor"), _positive
+        (
+            "rope_theta",
+            "rope_local_base_freq",
+            "query_pre_attn_scalar",
+            "partial_rotary_factor",
+            "routed_scaling_factor",
+        ),
+        _positive,
     ),
-    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "attention_k_eq_v"), _flag),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "attention_k_eq_v", "use_qk_norm"), _flag
+    ),
     **dict.fromkeys(("hidden_act", "hidden_activation"), _text),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
     "layer_types": _texts,
-    "max_window_layers": _layers,
+    **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), _layers),
     "per_layer_config": _overrides,
 }
 

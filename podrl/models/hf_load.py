@@ -125,7 +125,7 @@ def load_entries(
         for key in entry.leaf[:-1]:
             node = node.setdefault(key, {})
         name = entry.leaf[-1]
-        node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, np.dtype(dtype), staging)
+        node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, entry.param.dtype_in(dtype), staging)
         refuse_nonfinite(node[name], entry.names(), where)
         if config.lora.base_dtype and name in PROJECTIONS:
             node |= quantized_leaves(entry.leaf, node[name], config, mesh)
@@ -137,6 +137,7 @@ def _match(
 ) -> dict[str, StoredTensor]:
     """Maps the tensor names of `wanted` to stored tensors; refuses missing, unknown and wrongly shaped tensors."""
     named = {_plain_name(name): tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.fullmatch(name)}
+    named = {name: tensor for name, tensor in named.items() if not _predicts_ahead(name, config)}
     shapes = {name: entry.stored_shape for entry in wanted for name in entry.names()}
     named = {part.name: part for name, tensor in named.items() for part in _experts_apart(name, tensor, shapes)}
     if config.tie_embeddings:
@@ -171,6 +172,12 @@ def _experts_apart(name: str, tensor: StoredTensor, wanted: Container[str]) -> l
     names = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
     each = [f"{match[1]}.{e}.{part}.weight" for e in range(tensor.shape[0]) for part in names]
     return tensor.split(each, (tensor.shape[1] // len(names), tensor.shape[2]))
+
+
+def _predicts_ahead(name: str, config: ModelConfig) -> bool:
+    """True for tensors of layers behind the last, with which GLM 4.5 predicts several tokens at once."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return config.family == "glm4_moe" and layer is not None and int(layer[1]) >= config.num_layers
 
 
 def _plain_name(name: str) -> str:

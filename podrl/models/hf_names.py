@@ -67,6 +67,12 @@ _EXPERTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "expert_in_bias": ("mlp.experts.gate_up_proj_bias",),
         "expert_out_bias": ("mlp.experts.down_proj_bias",),
     },
+    "glm4_moe": _QWEN3_MOE
+    | {
+        "selection_bias": ("mlp.gate.e_score_correction_bias",),
+        "shared_in": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+        "shared_out": ("mlp.shared_experts.down_proj.weight",),
+    },
     "mixtral": {
         "router": ("block_sparse_moe.gate.weight",),
         "expert_in": ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
@@ -212,8 +218,9 @@ def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
         return Entry(
             ("layers", key), f"model.layers.{{}}.{names[0]}", (0,), param, int(key == "router"), alternating=alternating
         )
+    inputs = 0 if key == "selection_bias" else 1
     first, *second = (f"model.layers.{{}}.{name}" for name in names)
-    return Entry(("layers", key), first, _EXPERT_STACKS.get(key, (0,)), param, 1, second[0] if second else "")
+    return Entry(("layers", key), first, _EXPERT_STACKS.get(key, (0,)), param, inputs, second[0] if second else "")
 
 
 def _layer_entry(key: str, param: Param, config: ModelConfig) -> Entry:

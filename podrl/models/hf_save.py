@@ -47,7 +47,7 @@ def save(
       directory: directory to write, which must not exist or be empty.
       config, params: configuration and parameters of a model without adapters (see `podrl.models.lora.merge`), as jax
         or numpy arrays.
-      dtype: type of the written weights.
+      dtype: type of the written weights, except leaves that are float32 in every model (`Param.dtype`).
       fields: further fields of config.json, such as token ids.
       extra_files: contents of further files by name, such as the tokenizer's.
       max_file_bytes: largest size of a weight file, bytes.
@@ -91,10 +91,10 @@ def write_entries(
       single_name: name of the only file, whatever its size; None to split weights into files of `max_file_bytes`.
     """
     source = {name: (entry, index) for entry in wanted for name, index in entry.places().items()}
-    outgoing = [Outgoing(name, entry.stored_shape, dtype) for name, (entry, _) in source.items()]
+    outgoing = [Outgoing(n, entry.stored_shape, entry.param.dtype_in(dtype)) for n, (entry, _) in source.items()]
     files = {single_name: outgoing} if single_name else split_into_files(outgoing, max_file_bytes)
     for file, tensors in files.items():
-        arrays = (_stored(params, *source[t.name], dtype) for t in tensors)
+        arrays = (_stored(params, *source[t.name], t.dtype) for t in tensors)
         if partial is None:
             for _ in arrays:
                 pass

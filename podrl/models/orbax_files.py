@@ -67,7 +67,7 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
 
     def shape(spec: Param) -> jax.ShapeDtypeStruct:
         place = rules.sharding_for(spec.axes, spec.shape, mesh)
-        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype), sharding=place)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype_in(dtype), sharding=place)
 
     def finish(path: tuple[str, ...], leaf: jax.Array) -> Mapping[str, jax.Array]:
         name = "/".join(path)

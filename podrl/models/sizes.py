@@ -131,6 +131,28 @@ def _gpt_oss(experts: int, layers: int) -> dict[str, Any]:
     }
 
 
+def _glm45_air() -> dict[str, Any]:
+    return {
+        "model_type": "glm4_moe",
+        "vocab_size": 151_552,
+        "hidden_size": 4096,
+        "intermediate_size": 10_944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+    }
+
+
 def _llama32(dim: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
     base = _llama31(dim, 8192, layers, heads)
     return base | {
@@ -173,6 +195,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "gemma3-4b": _gemma3(2560, 10_240, 34, 8, 4),
     "gemma3-12b": _gemma3(3840, 15_360, 48, 16, 8),
     "gemma3-27b": _gemma3(5376, 21_504, 62, 32, 16, head_dim=128, scalar=168),
+    "glm-4.5-air": _glm45_air(),
     "llama3-1b": _llama32(2048, 16, 32, 64),
     "llama3-3b": _llama32(3072, 28, 24, 128),
     "llama3-8b": _llama31(4096, 14_336, 32, 32),

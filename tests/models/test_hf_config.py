@@ -162,6 +162,57 @@ QWEN35_35B = {
     "use_cache": True,
     "vocab_size": 248320,
 }
+# The published config.json of GLM-4.5-Air.
+GLM45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0",
+    "use_cache": True,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
+
+def test_the_published_fields_of_glm_are_read():
+    config = config_from_hf(GLM45_AIR)
+    assert config == config_of("glm-4.5-air") == config_from_hf(config_to_hf(config))
+    assert config.experts == Experts(128, 8, 1408, score="sigmoid", selection_bias=True, shared_dim=1408)
+    dense, routed = config.alike()[1], config.alike()[0]
+    assert (dense.num_layers, dense.experts, dense.ffn_dim, routed.num_layers) == (1, None, 10944, 45)
+    assert config.rotary_dim == 64 and config.qkv_bias and not config.qk_norm
+    assert moe.route_bytes(config) == 45 * 8
+    with pytest.raises(ValueError, match="first_k_dense_replace=46 for 46 layers"):
+        config_from_hf(GLM45_AIR | {"first_k_dense_replace": 46})
+    assert not config_from_hf(GLM45_AIR | {"first_k_dense_replace": 0}).kinds
 
 
 def test_the_published_fields_of_qwen35_with_experts_are_read():
@@ -250,7 +301,9 @@ def test_the_published_fields_of_models_with_experts_are_read():
         assert config_from_hf(config_to_hf(config)) == config
 
 
-@pytest.mark.parametrize("raw", [QWEN3_30B, MIXTRAL_8X7B, QWEN35_35B, GPT_OSS_20B], ids=lambda raw: raw["model_type"])
+@pytest.mark.parametrize(
+    "raw", [QWEN3_30B, MIXTRAL_8X7B, QWEN35_35B, GPT_OSS_20B, GLM45_AIR], ids=lambda raw: raw["model_type"]
+)
 def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
     """Every field that may change the logits changes the configuration, or is refused by its name."""
     changes = {
@@ -263,6 +316,11 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
         "sliding_window": 64,
         "hidden_act": "gelu",
         "attention_bias": not raw.get("attention_bias"),
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "topk_group": 2,
+        "first_k_dense_replace": 3,
+        "use_qk_norm": True,
         "intermediate_size": 7,
         "rope_theta": 5.0,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
@@ -274,7 +332,7 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
         "tie_word_embeddings": True,
         "max_position_embeddings": 1 << 19,
         "shared_expert_intermediate_size": 8,
-        "partial_rotary_factor": 0.5,
+        "partial_rotary_factor": 0.25 if raw["model_type"] == "glm4_moe" else 0.5,
         "attn_output_gate": False,
         "linear_num_key_heads": 8,
         "linear_num_value_heads": 64,
@@ -304,7 +362,7 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
     if raw["model_type"] == "qwen3_moe":
         windowed = config_from_hf(raw | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None})
         assert set(windowed.window_L) == {64}
-    with pytest.raises(ValueError, match=r"num_experts_per_tok=500 and num_(local_)?experts="):
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=500 and (num|num_local|n_routed)_experts="):
         config_from_hf(raw | {"num_experts_per_tok": 500, "experts_per_token": None})
     with pytest.raises(ValueError, match="num_experts=128 and num_local_experts=4: they must be the same"):
         config_from_hf(QWEN3_30B | {"num_local_experts": 4})
@@ -340,6 +398,7 @@ def test_published_sizes_survive_a_round_trip(name):
         ("qwen3-235b-a22b", 235_093_634_560),
         ("qwen3.5-35b-a3b", 34_660_610_688),
         ("gpt-oss-20b", 20_914_757_184),
+        ("glm-4.5-air", 106_852_251_264),
     ],
 )
 def test_published_sizes_have_the_published_number_of_parameters(name, count):
@@ -459,7 +518,10 @@ def test_the_published_fields_of_qwen25_are_read():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'.*gemma2, gemma3_text, gemma4_text, gpt_oss, llama, mistral"),
+        (
+            {"model_type": "mamba"},
+            "model_type 'mamba'.*gemma2, gemma3_text, gemma4_text, glm4_moe, gpt_oss, llama, mistral",
+        ),
         ({"model_type": None}, "model_type None"),
         ({"residual_multiplier": 0.2}, "field residual_multiplier=0.2, which podrl does not know"),
         ({"attention_bias": True}, "attention_bias=True, which podrl does not compute: it must be False"),

@@ -73,6 +73,13 @@ GPT_OSS = {
     "num_experts_per_tok": 3,
     "rope_parameters": YARN | {"truncate": False},
 }
+GLM4 = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+}
 
 # (name, configuration class, differences from SMALL): GQA ratios, head sizes unlike dim / heads, windows shorter than
 # the sequences of the tests, tied and untied, biases, soft caps that bite, both rope bases and scalings.
@@ -131,6 +138,8 @@ CASES = [
         "Qwen3_5MoeTextConfig",
         QWEN3_5 | QWEN3_5_EXPERTS | {"num_hidden_layers": 5, "rms_norm_eps": 1e-2},
     ),
+    ("glm4_moe_dense_first", "Glm4MoeConfig", GLM4 | {"first_k_dense_replace": 2, "num_hidden_layers": 4}),
+    ("glm4_moe_norms", "Glm4MoeConfig", GLM4 | {"first_k_dense_replace": 0, "use_qk_norm": True, "head_dim": 16}),
     ("llama_untied", "LlamaConfig", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 500_000.0}}),
     ("llama3_rope", "LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
     ("llama_mha", "LlamaConfig", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
@@ -187,6 +196,7 @@ FIXTURE_CASES = [
     ("gemma2", "Gemma2Config", dict(BY_NAME["gemma2_caps"], num_key_value_heads=1)),
     ("gemma3", "Gemma3TextConfig", dict(BY_NAME["gemma3_windows"], num_key_value_heads=1)),
     ("gemma4", "Gemma4TextConfig", dict(BY_NAME["gemma4_shared_keys"], num_key_value_heads=2)),
+    ("glm4_moe", "Glm4MoeConfig", GLM4 | {"num_key_value_heads": 1, "use_qk_norm": True}),
     ("gpt_oss", "GptOssConfig", GPT_OSS | {"num_key_value_heads": 1, "num_hidden_layers": 2, "num_local_experts": 4}),
     ("llama", "LlamaConfig", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),
     ("qwen2", "Qwen2Config", {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}),
@@ -245,7 +255,7 @@ def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transform
             else:
                 value.add_(noise * 0.2)
         for name, value in model.named_buffers():
-            if name.endswith("layer_scalar"):
+            if name.endswith(("layer_scalar", "e_score_correction_bias")):
                 value.add_(torch.randn(value.shape, generator=generator) * 0.2)
     return model.eval()
 

@@ -228,17 +228,38 @@ QWEN3_5 = {
 }
 
 
-@pytest.mark.parametrize("unrolled", [12, 0])
-def test_layers_of_several_kinds_record_their_experts(tiny_on, tight_config, prompts_of, check, monkeypatch, unrolled):
+GLM4 = {
+    "model_type": "glm4_moe",
+    "vocab_size": 320,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "head_dim": 8,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.parametrize(("raw", "unrolled"), [(QWEN3_5, 12), (QWEN3_5, 0), (GLM4, 0)], ids=["kinds", "scan", "dense"])
+def test_layers_of_several_kinds_record_their_experts(
+    tiny_on, tight_config, prompts_of, check, monkeypatch, raw, unrolled
+):
     monkeypatch.setattr(engine_module, "UNROLLED_LAYERS", unrolled)
-    mixed = tiny_on("data=1", 1, config_from_hf(QWEN3_5))
+    mixed = tiny_on("data=1", 1, config_from_hf(raw))
     worker = mixed.worker(tight_config, warm=False)
     rollouts = worker.generate(Policy(mixed.params, 7), prompts_of([5, 20, 9]), group_size=4, step=3, sampling=SAMPLING)
     check(mixed, rollouts, SAMPLING)
-    known_BT = known(rollouts)
-    want_BTX = own_routes(mixed, mixed.params, rollouts)
+    known_BT, want_BTX = known(rollouts), own_routes(mixed, mixed.params, rollouts)
     np.testing.assert_array_equal(rollouts.route_BTX[known_BT], want_BTX[known_BT])
-    assert len({tuple(layer) for layer in np.moveaxis(want_BTX[known_BT].reshape(-1, 4, 2), 1, 0).reshape(4, -1)}) == 4
+    layers = 3 if raw is GLM4 else 4  # the first layer of the other model is dense
+    assert want_BTX.shape[2] == 2 * layers
+    routes_L = np.moveaxis(want_BTX[known_BT].reshape(-1, layers, 2), 1, 0).reshape(layers, -1)
+    assert len({tuple(layer) for layer in routes_L}) == layers
 
 
 @pytest.mark.parametrize("asked", [ASKED, "Else"])
