@@ -82,7 +82,8 @@ def test_every_mesh_computes_what_one_device_does(model, mesh):
     got, want = (
         jax.jit(jax.value_and_grad(total), static_argnums=1)(p, m) for p, m in ((params, mesh), (model.params, None))
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
+    # Gradients are as large as 20, where processors differ by 1e-5 of a number in the order of their sums.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
 def test_scalars_of_layers_do_not_train_and_are_joined_again(model):
