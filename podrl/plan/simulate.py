@@ -14,6 +14,7 @@ from jaxtyping import Int
 from podrl.engine.config import RolloutConfig
 from podrl.engine.sizes import engine_shape
 from podrl.engine.state import EngineShape
+from podrl.mesh.rules import batch_shards
 from podrl.plan.compile import Measured
 from podrl.plan.programs import ROLLOUT, TRAINER, Setting
 from podrl.rollout.clock import TokenClock
