@@ -174,7 +174,7 @@ def _compiled(name: str, chip: str, args: argparse.Namespace, done: set[tuple[st
     from podrl.plan.hlo import Cost
 
     case, setting = CASES[name], setting_of(name, chip)
-    if setting.job.kind.given:
+    if setting.job.kind.offline:
         listed = given_programs(setting)
     else:
         move = programs.weight_move(setting).programs

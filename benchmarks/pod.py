@@ -18,8 +18,8 @@ from podrl.groups import complete
 from podrl.learner.loop import Schedule, Start, train
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
-from podrl.rundir.accord import Accord
 from podrl.rundir.profiler import Profiler
+from podrl.rundir.step_barrier import StepBarrier
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import Hosts
@@ -130,7 +130,7 @@ def _play(pod: Pod, args: argparse.Namespace, recorder: "_Marks") -> None:
     """Runs the training loop as host `pod.seat.process` of the pod does."""
     run: Any = Run()
     cluster: Any = Cluster()
-    accord = Accord(pod, run, DEADLINE_S)
+    barrier = StepBarrier(pod, run, DEADLINE_S)
     schedule = Schedule(args.steps + _SKIPPED)
     if pod.seat.process in pod.seat.hosts.trainer:
         share, shares = pod.seat.hosts.rank(pod.seat.process), len(pod.seat.hosts.trainer)
@@ -141,7 +141,7 @@ def _play(pod: Pod, args: argparse.Namespace, recorder: "_Marks") -> None:
         kind = RemoteRollouts if share < args.gathering else _Words
         some: Any = {"needed": needed, "deadline_s": DEADLINE_S, "begun": schedule.begun}
         P = args.rollouts * args.prompts
-        rollouts: Any = kind(cluster, Data(P), run, pod, accord, prompts=P, **some)
+        rollouts: Any = kind(cluster, Data(P), run, pod, barrier, prompts=P, **some)
     else:
         made = experience(args, pod.seat.hosts.rank(pod.seat.process))
 
@@ -150,7 +150,7 @@ def _play(pod: Pod, args: argparse.Namespace, recorder: "_Marks") -> None:
             return made
 
         some = {"evaluator": None, "deadline_s": DEADLINE_S}
-        rollouts = HostRollouts(cluster, run, pod, accord, generate=generate, **some)
+        rollouts = HostRollouts(cluster, run, pod, barrier, generate=generate, **some)
     trains = pod.seat.process in pod.seat.hosts.trainer
     train(rollouts, _Sleeps(args.update_s if trains else 0.0), recorder, schedule)
     rollouts.close()
@@ -240,7 +240,7 @@ class Run:
     def stopping(self) -> bool:
         return False
 
-    def tell_taking(self) -> None: ...
+    def notify_takeover(self) -> None: ...
 
 
 class _Sleeps:
@@ -291,7 +291,7 @@ class _Marks:
     def stopping(self) -> bool:
         return False
 
-    def tell_taking(self) -> None: ...
+    def notify_takeover(self) -> None: ...
 
     def per_step(self) -> dict[str, float]:
         first, *_, last = self._marks[_SKIPPED - 1 :]

@@ -92,8 +92,8 @@ def is_secret(name: str) -> bool:
 
 def redacted(word: str) -> str:
     """Hides the values of variables with secret-sounding names in a flag, for printing."""
-    given = re.match(r"--env=(\w+)=", word)
-    return f"{given[0]}REDACTED" if given and is_secret(given[1]) else word
+    match = re.match(r"--env=(\w+)=", word)
+    return f"{match[0]}REDACTED" if match and is_secret(match[1]) else word
 
 
 def show(command: Sequence[str]) -> str:
@@ -121,8 +121,8 @@ def run(command: Sequence[str], *, stdin: str | bytes | None = None, missing: Ma
       missing: sentence that says how to install a program, by name of the program.
     """
     try:
-        given = stdin.encode() if isinstance(stdin, str) else stdin
-        return subprocess.run(command, input=given, check=False).returncode
+        content = stdin.encode() if isinstance(stdin, str) else stdin
+        return subprocess.run(command, input=content, check=False).returncode
     except FileNotFoundError:
         sys.stderr.write(f"{command[0]} is not on PATH: {missing[command[0]]}\n")
         return 1

@@ -155,25 +155,25 @@ def manifest(args: argparse.Namespace, extra: Sequence[str], code: submission.Co
             ],
         },
     }
-    for given in args.set:
-        _merge_given(document, given)
+    for setting in args.set:
+        _merge_setting(document, setting)
     return document
 
 
-def _merge_given(document: dict[str, Any], given: str) -> None:
+def _merge_setting(document: dict[str, Any], setting: str) -> None:
     """Merges a --set into a JobSet.
 
     Args:
       document: the JobSet, which is changed.
-      given: 'PATH=VALUE': PATH begins with metadata or spec of the JobSet, or with template or container of a role's
+      setting: 'PATH=VALUE': PATH begins with metadata or spec of the JobSet, or with template or container of a role's
         pods, of both roles unless 'trainer.' or 'rollout.' stands before it; VALUE is YAML.
 
     Raises:
-      ValueError: `given` has another form, or its path leads through a value that is no mapping.
+      ValueError: `setting` has another form, or its path leads through a value that is no mapping.
     """
     import yaml
 
-    path, separator, text = given.partition("=")
+    path, separator, text = setting.partition("=")
     roles, names = ("trainer", "rollout"), path.split(".")
     if names[0] in roles:
         roles, names = (names[0],), names[1:]
@@ -184,28 +184,28 @@ def _merge_given(document: dict[str, Any], given: str) -> None:
         places |= {name: [document[name]] for name in ("metadata", "spec")}
     if not separator or len(names) < 2 or names[0] not in places:
         raise ValueError(
-            f"--set={given} must be PATH=VALUE, where PATH begins with metadata, spec, template or container, and may "
-            "have trainer. or rollout. before the last two: --set=template.spec.priorityClassName=high."
+            f"--set={setting} must be PATH=VALUE, where PATH begins with metadata, spec, template or container, and "
+            "may have trainer. or rollout. before the last two: --set=template.spec.priorityClassName=high."
         )
     for place in places[names[0]]:
         try:
             value: dict[str, Any] = {names[-1]: yaml.safe_load(text)}
         except yaml.YAMLError as error:
-            raise ValueError(f"--set={given}: the value is no YAML ({str(error).splitlines()[0]}).") from None
+            raise ValueError(f"--set={setting}: the value is no YAML ({str(error).splitlines()[0]}).") from None
         for name in names[-2:0:-1]:
             value = {name: value}
-        _merge(place, value, given)
+        _merge(place, value, setting)
 
 
-def _merge(into: dict[str, Any], value: dict[str, Any], given: str) -> None:
+def _merge(into: dict[str, Any], value: dict[str, Any], setting: str) -> None:
     for name, new in value.items():
         old = into.get(name)
         if isinstance(old, list) and name == "replicatedJobs":
-            raise ValueError(f"--set={given}: set what differs in a role's pods by template or container.")
+            raise ValueError(f"--set={setting}: set what differs in a role's pods by template or container.")
         if isinstance(old, list | dict) and not isinstance(new, type(old)):
-            raise ValueError(f"--set={given}: {name} must stay a {'list' if isinstance(old, list) else 'mapping'}.")
+            raise ValueError(f"--set={setting}: {name} must stay a {'list' if isinstance(old, list) else 'mapping'}.")
         if isinstance(old, dict) and isinstance(new, dict):
-            _merge(old, new, given)
+            _merge(old, new, setting)
         else:
             into[name] = [*old, *new] if isinstance(old, list) else new
 
@@ -337,13 +337,13 @@ def channel_secret(args: argparse.Namespace) -> dict[str, Any]:
 
     Variables of --env whose names sound secret are in it, too.
     """
-    given = {name: value for name, value in command.environment(args.env).items() if command.is_secret(name)}
+    secret_values = {name: value for name, value in command.environment(args.env).items() if command.is_secret(name)}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {"name": args.channel, "namespace": args.namespace, "labels": _labels(args)},
         "type": "Opaque",
-        "stringData": {"secret": secrets.token_hex(16), **given},
+        "stringData": {"secret": secrets.token_hex(16), **secret_values},
     }
 
 

@@ -91,9 +91,9 @@ def manifest(args: argparse.Namespace, runs: Mapping[str, Any]) -> dict[str, Any
     own = {"PODRL_SLICES": str(args.slices), "PODRL_CHANNEL": channel}
     for variable in container["env"]:
         variable |= {"value": own[variable["name"]]} if variable["name"] in own else {}
-    given = batch["template"]["metadata"]["labels"]
-    batch["template"]["metadata"] = {"labels": {key: given[key] for key in (*_LABELS, _COMPONENT)}}
-    labels = {key: given[key] for key in _LABELS}
+    labels_of_pod = batch["template"]["metadata"]["labels"]
+    batch["template"]["metadata"] = {"labels": {key: labels_of_pod[key] for key in (*_LABELS, _COMPONENT)}}
+    labels = {key: labels_of_pod[key] for key in _LABELS}
     queue = runs["metadata"].get("labels", {}).get(_QUEUE, "") if args.queue is None else args.queue
     owner = {"apiVersion": gke.API, "kind": "JobSet", "name": args.join, "uid": runs["metadata"]["uid"]}
     return {

@@ -236,7 +236,7 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
         another size than the machines.
     """
     _check_config(config, code)
-    values = _values(config, code) | _given(extra)
+    values = _values(config, code) | _settings_in(extra)
     if values.get("model.path") == "":
         raise ValueError("model.path is empty: say which model after --, as --config.model.path=gs://BUCKET/MODEL.")
     for key, value in values.items():
@@ -251,13 +251,13 @@ def check_job(config: str, extra: Sequence[str], chips: Mapping[str, int], *, co
     for role, need in (sizes | together).items():
         if need and role in chips and need != chips[role]:
             meshes = {name: values.get(f"roles.{name}.mesh") for name in sizes if role in (name, "all")}
-            said = " and ".join(f"roles.{name}.mesh={mesh}" for name, mesh in meshes.items())
+            meshes_text = " and ".join(f"roles.{name}.mesh={mesh}" for name, mesh in meshes.items())
             raise ValueError(
-                f"{said} take {need} chips, and the machines asked for have {chips[role]}: change one of them."
+                f"{meshes_text} take {need} chips, and the machines asked for have {chips[role]}: change one of them."
             )
 
 
-def _given(extra: Sequence[str]) -> dict[str, str]:
+def _settings_in(extra: Sequence[str]) -> dict[str, str]:
     """Reads the settings among podrl's flags, in each form that podrl accepts: with or without '--config.' and '='."""
     found: dict[str, str] = {}
     for flag, after in zip(extra, [*extra, ""][1:], strict=True):
@@ -355,18 +355,18 @@ def main(argv: Sequence[str]) -> int:
     """Checks podrl's flags for tpu_vm.sh, writes the archive of --code and prints its URL; returns 3 for a refusal."""
     own, extra = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in own)
-    said = dict(flag.removeprefix("--").split("=", 1) for flag in extra if re.match(r"--\w+=", flag))
+    own_flags = dict(flag.removeprefix("--").split("=", 1) for flag in extra if re.match(r"--\w+=", flag))
     try:
         code = read_code(flags["code"]) if "code" in flags else None
-        check_job(said.get("config", ""), extra, {}, code=code)
+        check_job(own_flags.get("config", ""), extra, {}, code=code)
         if code is not None:
-            if not said.get("workdir", "").startswith("gs://"):
+            if not own_flags.get("workdir", "").startswith("gs://"):
                 raise ValueError(
-                    f"--code={flags['code']} goes to the bucket of the run, and --workdir={said.get('workdir', '')} is "
-                    "in none: say --workdir=gs://BUCKET/RUN after --."
+                    f"--code={flags['code']} goes to the bucket of the run, and "
+                    f"--workdir={own_flags.get('workdir', '')} is in none: say --workdir=gs://BUCKET/RUN after --."
                 )
             pathlib.Path(flags["archive"]).write_bytes(code.archive)
-            print(code.url(said["workdir"]))
+            print(code.url(own_flags["workdir"]))
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 3

@@ -309,7 +309,7 @@ class Scoring:
         # Fields that functions may take although records lack them: in training, episodes add 'turns' and 'model_text',
         # and every completion has 'sample_text'.
         given = {"turns": "", "model_text": "", "sample_text": ""}
-        fields_of = sources.made(source, lambda record: given | shape.fields(record))
+        fields_of = sources.make_all(source, lambda record: given | shape.fields(record))
         asked = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
         lacks = [
             f"{place} lacks 'answer' (it has {', '.join(record)})"
@@ -406,7 +406,7 @@ def _print(result: Mapping[str, Any], models: Mapping[str, str], sets: Mapping[s
             title,
             *(
                 f"{100 * one['mean']:.1f} "
-                + intervals.written((one["low"], one["high"]) if "low" in one else None, percent=True)
+                + intervals.format_interval((one["low"], one["high"]) if "low" in one else None, percent=True)
                 for one in found.values()
             ),
         ]

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
     environment.prepare(os.environ, fake_devices=args.devices)
-    environment.keep_compiled(os.environ, "auto")
+    environment.enable_compile_cache(os.environ, "auto")
     try:
         return _generate(args)
     except (ValueError, OSError, ImportError, StorageError) as error:

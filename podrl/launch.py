@@ -177,17 +177,17 @@ def _check_numbers(argv: Sequence[str]) -> None:
 
 def _early(argv: Sequence[str], key: str, default: Any, prefix: str = "--config.") -> Any:
     """Reads a key from the command line before all flags can be parsed."""
-    given = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{prefix}{key}=")]
+    values = [arg.partition("=")[2] for arg in argv if arg.startswith(f"{prefix}{key}=")]
     try:
-        return type(default)(given[-1]) if given else default
+        return type(default)(values[-1]) if values else default
     except ValueError:
-        raise ValueError(f"{prefix}{key}={given[-1]} must be {type(default).__name__}, such as {default!r}.") from None
+        raise ValueError(f"{prefix}{key}={values[-1]} must be {type(default).__name__}, such as {default!r}.") from None
 
 
 def _switched_on(argv: Sequence[str], key: str) -> bool:
     """True if the command line sets a switch, read before absl parses the flags."""
-    given = [arg.partition("=")[2].lower() for arg in argv if arg.partition("=")[0] == f"--{key}"]
-    return bool(given) and given[-1] in ("", "true", "t", "yes", "y", "1")
+    values = [arg.partition("=")[2].lower() for arg in argv if arg.partition("=")[0] == f"--{key}"]
+    return bool(values) and values[-1] in ("", "true", "t", "yes", "y", "1")
 
 
 def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
@@ -221,9 +221,9 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
       ValueError: settings that cannot work in this cluster.
     """
     topology = "auto" if joins else _early(argv, "topology", "auto", prefix="--")
-    given = {name: _early(argv, name, "", prefix="--") for name in detect.GIVEN}
-    metadata = {} if any(given.values()) else detect.tpu_vm_metadata(os.environ)
-    cluster = detect.detect(os.environ, topology=topology, metadata=metadata, given=given)
+    flags = {name: _early(argv, name, "", prefix="--") for name in detect.CLUSTER_FLAGS}
+    metadata = {} if any(flags.values()) else detect.tpu_vm_metadata(os.environ)
+    cluster = detect.detect(os.environ, topology=topology, metadata=metadata, flags=flags)
     detect.check_pathways(cluster)
     detect.check_fresh_jax(sys.modules)
     for name in cluster.unset:
@@ -241,10 +241,10 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
 
 def _hosts(argv: Sequence[str], config: ConfigDict) -> tuple[str, str, str, str]:
     """Reads the host lists of trainers and rollouts, the rollout mesh, and the evaluation hosts, as overridden."""
-    given = config.to_dict().get("roles", {})
+    role_settings = config.to_dict().get("roles", {})
 
     def value(role: str, name: str, default: str) -> str:
-        return _early(argv, f"roles.{role}.{name}", given.get(role, {}).get(name, default))
+        return _early(argv, f"roles.{role}.{name}", role_settings.get(role, {}).get(name, default))
 
     trainer, rollout, evaluates = (value(role, "hosts", "") for role in (roles.TRAINER, roles.ROLLOUT, roles.EVAL))
     return trainer, rollout, value(roles.ROLLOUT, "mesh", "auto"), evaluates
@@ -314,8 +314,8 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     parsed: list[str] = []
     emptied: dict[str, bool] = {}  # by key: whether its last override is None, which absl cannot read as a number
     for arg in argv:
-        key, given, text = arg.removeprefix("--config.").partition("=")
-        override = arg.startswith("--config.") and bool(given)
+        key, equals, text = arg.removeprefix("--config.").partition("=")
+        override = arg.startswith("--config.") and bool(equals)
         if override:
             emptied[key] = check_text(key, text, config.algorithm)
             arg = _quoted(key, text)
@@ -361,7 +361,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     if leader and processes > 1:
         devices = _share_of_devices(rest, config, processes)
     environment.prepare(os.environ, fake_devices=_early(rest, "fake_devices", devices, prefix="--"))
-    environment.keep_compiled(os.environ, _early(rest, "compile_cache", config.get("compile_cache", "auto")))
+    environment.enable_compile_cache(os.environ, _early(rest, "compile_cache", config.get("compile_cache", "auto")))
     if cluster.topology == "pathways":
         joining.start_pathways(cluster.coordinator)
     elif cluster.process_count > 1 or cluster.topology == "split":
@@ -420,16 +420,16 @@ def _report(error: BaseException, joined: Sequence[Pod]) -> tuple[int, str]:
     # Python names the module in an ImportError. podrl's own ImportErrors have no name: they say which extra to install.
     bug = not users or (isinstance(error, ImportError) and error.name is not None)
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    said = disk_trouble(error) or f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
+    text = disk_trouble(error) or f"{error}{notes}" if users else f"{type(error).__name__}: {error}"
     lost = joined and runtimes and _LOST.search(str(error))  # a lost rollout host may be replaced, and the job goes on
     first = not lost and all([pod.first_to_fail() for pod in joined])
     if (first and bug) or ((first or lost) and "--debug" in sys.argv):
         traceback.print_exception(error)
     if users or not first:
-        print("podrl: error:", said if first else said.partition("\n")[0], file=sys.stderr)
+        print("podrl: error:", text if first else text.partition("\n")[0], file=sys.stderr)
     if lost and _how_to_resume(error):
         print(*_how_to_resume(error), file=sys.stderr)
-    return EXIT_INFRASTRUCTURE if lost else EXIT_USER, said
+    return EXIT_INFRASTRUCTURE if lost else EXIT_USER, text
 
 
 def _how_to_resume(error: BaseException) -> list[str]:
@@ -443,16 +443,16 @@ def main() -> None:
     stacks_on_signal()  # before the first wait for other processes
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sys.unraisablehook = _unraisable
-    code, said = EXIT_USER, ""
+    code, text = EXIT_USER, ""
     joined: list[Pod] = []
     try:
         code = _run(sys.argv, joined)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_USER
     except BaseException as error:  # noqa: BLE001 - the last frame: say it once and leave
-        code, said = _report(error, joined)
+        code, text = _report(error, joined)
     for pod in joined:
-        pod.leave(code) if code in (EXIT_DONE, EXIT_PREEMPTED) and not said else pod.fail(code, said)
+        pod.leave(code) if code in (EXIT_DONE, EXIT_PREEMPTED) and not text else pod.fail(code, text)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -77,7 +77,7 @@ class Replayed:
     start: int
     recorded: Mapping[str, Any]
     found: Mapping[str, Any]
-    tokens: weights.Compared | str | None
+    tokens: weights.WeightComparison | str | None
 
 
 def replay(
@@ -148,7 +148,7 @@ def _done(workdir: pathlib.Path, step: int, saved: bool = False) -> bool:
     return _of_step(workdir, step) is not None and (not saved or step in complete_steps(workdir / "checkpoints"))
 
 
-def _tokens(before: pathlib.Path, now: pathlib.Path, *, step: int) -> weights.Compared | str:
+def _tokens(before: pathlib.Path, now: pathlib.Path, *, step: int) -> weights.WeightComparison | str:
     """Compares the tokens of a step in the traces of two runs; returns the reason as text if this is not possible."""
     try:
         return weights.compare(*(trace.read_step(workdir, step) for workdir in (before, now)))

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     """Serves the model until Ctrl-C or SIGTERM; returns the exit status."""
     args = _parser().parse_args(argv)
     environment.prepare(os.environ, fake_devices=args.devices)
-    environment.keep_compiled(os.environ, "auto")
+    environment.enable_compile_cache(os.environ, "auto")
     try:
         return _serve(args)
     except (ValueError, OSError, ImportError, StorageError, ServiceError) as error:

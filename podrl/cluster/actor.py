@@ -76,17 +76,17 @@ class Actor:
         self.mesh, self.loaded, self.training, self._seed = mesh, loaded, training, seed
         self._temperature = temperature
         self._param_dtype = jnp.dtype(training.param_dtype)
-        given: Any = source
+        decoder: Any = source
         is_path = isinstance(source, str | os.PathLike)
         if is_path and loaded:
-            given = from_pretrained(os.fspath(source), mesh=mesh, dtype=self._param_dtype, lora=lora, seed=seed)
+            decoder = from_pretrained(os.fspath(source), mesh=mesh, dtype=self._param_dtype, lora=lora, seed=seed)
         if is_path and not loaded:
             self.model: ModelConfig = dataclasses.replace(read_config(source), lora=lora or LoraConfig())
         else:
-            self.model = given.config
+            self.model = decoder.config
         self.optimizer = training.optimizer()
         if loaded:
-            self.state, self.frozen = init_state(self._placed(given.params), self.model, self.optimizer, mesh)
+            self.state, self.frozen = init_state(self._placed(decoder.params), self.model, self.optimizer, mesh)
         else:
             self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
         self.reference: PyTree | None = None
@@ -132,11 +132,11 @@ class Actor:
           ValueError: `source` has too few embeddings.
         """
         if source is not None:
-            given = from_pretrained(os.fspath(source), mesh=self.mesh, dtype=self._param_dtype)
-            check_vocab(given.config, ids)
-            self.reference, self._reference_model = given.params, given.config
-            if given.config != dataclasses.replace(self.model, lora=LoraConfig()):
-                self._reference_logprobs = self._logprob_fn(given.config)
+            loaded = from_pretrained(os.fspath(source), mesh=self.mesh, dtype=self._param_dtype)
+            check_vocab(loaded.config, ids)
+            self.reference, self._reference_model = loaded.params, loaded.config
+            if loaded.config != dataclasses.replace(self.model, lora=LoraConfig()):
+                self._reference_logprobs = self._logprob_fn(loaded.config)
         elif self.model.lora.rank:
             self.reference = self.frozen
         else:

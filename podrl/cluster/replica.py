@@ -97,10 +97,10 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
     name, address = pod.seat.hosts.name(head), pod.address(head)
     pod.channel.watch(address, lambda: pod.quit(f"{name} (host {head}), the head of this replica, is gone"))
     follower, told_stop, count = _Follower(cluster, run), False, 0
-    asked = collections.deque(pod.channel.request(address, "get", _key(n), Message()) for n in range(_AHEAD))
+    requests = collections.deque(pod.channel.request(address, "get", _key(n), Message()) for n in range(_AHEAD))
     while True:
         with run.watchdog.stage(f"following {name}"):
-            while not asked[0].arrived(_LOOK_S):
+            while not requests[0].arrived(_LOOK_S):
                 if run.stopping() and not told_stop:
                     told_stop = True
                     word = Message({"process": pod.seat.process, "step": 0, "stop": True})
@@ -108,8 +108,8 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
                         pod.call(head, "replica stops", word, deadline_s)
                     else:
                         pod.call(LEADER, "reached", word, deadline_s)
-            message = asked.popleft().wait(0.0, f"{name}: {_key(count)}")
-        asked.append(pod.channel.request(address, "get", _key(count + _AHEAD), Message()))
+            message = requests.popleft().wait(0.0, f"{name}: {_key(count)}")
+        requests.append(pod.channel.request(address, "get", _key(count + _AHEAD), Message()))
         count += 1
         if count % _ACK_EVERY == 0:
             read = {"process": pod.seat.process, "count": count}
@@ -142,27 +142,31 @@ class _Follower:
         elif name in CALLS and self._device is not None:
             CALLS[name](self._device, *args)
         else:
-            raise ValueError(f"The head of this replica told {name!r}, which cannot be run now: start the job again.")
+            raise ValueError(
+                f"The head of this replica sent the call {name!r}, which cannot run now: start the job again."
+            )
 
     def _step(self, step: int, profile: tuple[int, int] | None) -> None:
-        self._profiler.wanted = profile
+        self._profiler.planned = profile
         self._profiler.after(step)
 
     def _move(self, version: int, in_place: bool) -> None:
         self._policy = self._cluster.sync_weights(version, in_place=in_place)
 
-    def _held(self, version: int) -> Policy:
+    def _policy_of(self, version: int) -> Policy:
         if self._policy is None or self._policy.version != version:
-            held = "none" if self._policy is None else str(self._policy.version)
-            raise ValueError(f"The head of this replica generates by version {version}, and here is {held}.")
+            own = "no weights" if self._policy is None else f"version {self._policy.version}"
+            raise ValueError(
+                f"The head of this replica samples with weights of version {version}, but this host has {own}."
+            )
         return self._policy
 
     def _open(self, version: int) -> None:
-        self._device = self._cluster.rollout.device(self._held(version))
+        self._device = self._cluster.rollout.device(self._policy_of(version))
 
     def _use(self, version: int) -> None:
         assert self._device is not None
-        self._device.use(self._device.engine.prepare(self._held(version).params))
+        self._device.use(self._device.engine.prepare(self._policy_of(version).params))
 
     def _close(self) -> None:
         if self._device is not None:

@@ -74,11 +74,11 @@ class Teacher:
         """
         self.name, self.mesh, self.sources = os.fspath(source), mesh, tuple(sources)
         self.tokenizer = tokenizer_of(source, policy)
-        given = from_pretrained(self.name, mesh=mesh, dtype=jnp.dtype(training.param_dtype))
-        check_vocab(given.config, (self.tokenizer or policy).vocab_size)
-        check_positions(given.config, 1, longest)
-        self.model, self._params, self._backlog = given.config, given.params, Backlog()
-        self._score = make_logprob_fn(given.config, mesh, temperature=temperature, dtype=training.dtype)
+        decoder = from_pretrained(self.name, mesh=mesh, dtype=jnp.dtype(training.param_dtype))
+        check_vocab(decoder.config, (self.tokenizer or policy).vocab_size)
+        check_positions(decoder.config, 1, longest)
+        self.model, self._params, self._backlog = decoder.config, decoder.params, Backlog()
+        self._score = make_logprob_fn(decoder.config, mesh, temperature=temperature, dtype=training.dtype)
 
     def logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every token of a packed host batch of the teacher's own ids: log p (A, B, T), nats, on its mesh."""

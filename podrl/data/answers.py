@@ -100,9 +100,9 @@ def of_record(
     if not _has_turns(record, names) and (record.get("prompt") is not None or not render.in_turns):
         prompt = Part(record["prompt"]) if record.get("prompt") is not None else render.prompt(record)
         return [encode([prompt, turn(answer)], tokenizer, limit) for answer in answers]
-    given = _turns_before(record, answers[0], render)
-    whole = [[*given, *_as_turns(answer)] for answer in answers]
-    first = len(given) or _shared(whole)
+    before = _turns_before(record, answers[0], render)
+    whole = [[*before, *_as_turns(answer)] for answer in answers]
+    first = len(before) or _shared(whole)
     made = [turns(messages, tokenizer, limit, tools=record.get("tools"), first=first) for messages in whole]
     return [example if isinstance(example, TooLong) else _ended(example) for example in made]
 
@@ -127,8 +127,8 @@ def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> 
     elif isinstance(prompt, str) or not isinstance(record.get(before), str):
         if not all(whole) or len(names) < 2:
             return "an answer that is turns needs a 'prompt' that is turns"
-        asked = [str(message.get("content")).strip() for message in answers[0][: _shared(answers)]]
-        if isinstance(prompt, str) and prompt.strip() not in asked:
+        turns = [str(message.get("content")).strip() for message in answers[0][: _shared(answers)]]
+        if isinstance(prompt, str) and prompt.strip() not in turns:
             return "'prompt' is none of the turns that the answers share: leave it out, or give turns there, too"
     elif any(whole):
         return f"{before!r} is asked before the answers, which must begin with the assistant's turns"
@@ -138,9 +138,9 @@ def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> 
     if not all(any(map(shape.is_learned, answer[first:])) for answer in answers):
         return "each answer must have a turn of the assistant to learn" + (" that the other has not" if first else "")
     if all(whole) and any(answer[first]["role"] != "assistant" for answer in answers):
-        asks = " and ".join(str(dict(answer[first]))[:80] for answer in answers)
+        beginnings = " and ".join(str(dict(answer[first]))[:80] for answer in answers)
         both = " and ".join(map(repr, names))
-        return f"{both} must ask the same question; they differ in {asks} before the assistant's first turn"
+        return f"{both} must ask the same question; they differ in {beginnings} before the assistant's first turn"
     return ""
 
 

@@ -72,14 +72,14 @@ class ChatTemplate:
         Raises:
           ValueError: the template refuses these messages, fails on them, or exceeds a limit of memory or time.
         """
-        said = sum(len(str(value)) for message in messages for value in message.values())
-        most = MOST + 8 * (said + (len(json.dumps(list(tools))) if tools else 0))
+        length = sum(len(str(value)) for message in messages for value in message.values())
+        most = MOST + 8 * (length + (len(json.dumps(list(tools))) if tools else 0))
         self._environment.turns_left = most
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **tokens}
-        given |= {"tools": list(tools) or None, "documents": None}
-        given |= dict(zip(_MARKS, marks, strict=True))
+        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **tokens}
+        variables |= {"tools": list(tools) or None, "documents": None}
+        variables |= dict(zip(_MARKS, marks, strict=True))
         try:
-            return "".join(_bounded(self._template.generate(given), most))
+            return "".join(_bounded(self._template.generate(variables), most))
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             roles = [message.get("role") for message in messages]
             why = _said(error)

@@ -108,8 +108,8 @@ class SourceConfig:
     @property
     def fields(self) -> dict[str, Any]:
         """The fields that these settings add to the source's records."""
-        given = {"group": self.group, "env": self.env, "reward_fns": list(self.reward)}
-        return {name: value for name, value in given.items() if value}
+        settings = {"group": self.group, "env": self.env, "reward_fns": list(self.reward)}
+        return {name: value for name, value in settings.items() if value}
 
 
 @section("data")
@@ -205,12 +205,12 @@ def _check_arguments(section: str, path: str, arguments: Mapping[str, Any]) -> N
         raise ValueError(f"{section}: arguments of {path} set {', '.join(own)}: set data.seed and data.size instead.")
 
 
-def _check_mixture(given: Sequence[SourceConfig]) -> None:
-    names = [source.label for source in given]
+def _check_mixture(sources: Sequence[SourceConfig]) -> None:
+    names = [source.label for source in sources]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"data.sources has several sources called {', '.join(twice)}: give each a 'name' of its own.")
-    without = [source.label for source in given if source.weight is None]
-    if without and len(without) < len(given):
+    without = [source.label for source in sources if source.weight is None]
+    if without and len(without) < len(sources):
         raise ValueError(
             f"data.sources: no weight is set for {', '.join(without)}, but other sources have one: give every source a "
             "weight, or none."

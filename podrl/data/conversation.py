@@ -70,7 +70,7 @@ def parts(
     assert turns, "no turn of the assistant to learn"
     if spans := writing.marked():
         begin = writing.turn(turns[0]).start if first else 0
-        given = [
+        texts = [
             writing.turn(i)
             for i, message in enumerate(messages)
             if i >= first and message["role"] == "assistant" and i not in turns
@@ -78,7 +78,7 @@ def parts(
         spans = [
             span
             for span in spans
-            if span.start >= begin and not any(turn.start <= span.start < turn.end for turn in given)
+            if span.start >= begin and not any(turn.start <= span.start < turn.end for turn in texts)
         ]
         if not any(span.end > span.start for span in spans):
             raise writing.fault(turns[-1], "marks nothing of the turns that are to be learned as the model's words")
@@ -142,9 +142,9 @@ class _Writing:
         """
         self._tokenizer = tokenizer
         self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)
-        said = _json((messages, tools or tokenizer.tools))
+        key = _json((messages, tools or tokenizer.tools))
         # A word that occurs in no message: wherever a rendering holds it, the template wrote what it stands for.
-        self._word = next(word for n in range(len(said)) if (word := f"zq{n}x") not in said)
+        self._word = next(word for n in range(len(key)) if (word := f"zq{n}x") not in key)
         fault: ValueError | None = None
         for self.messages in _forms([_given(message) for message in messages]):
             try:
@@ -157,9 +157,9 @@ class _Writing:
             assert fault is not None
             raise fault
         if tools and self.whole == tokenizer.apply_chat_template(self.messages, add_generation_prompt=False, tools=()):
-            told = _json([message.get("content") for message in messages if message["role"] != "assistant"])
+            others = _json([message.get("content") for message in messages if message["role"] != "assistant"])
             names = [str(_function(tool).get("name", "")) for tool in tools]
-            if lost := [name for name in names if name not in told]:
+            if lost := [name for name in names if name not in others]:
                 raise ValueError(
                     f"The chat template of {tokenizer.directory} ignores 'tools', and no message names "
                     f"{', '.join(lost)}: describe them in a system message, or leave 'tools' out."
@@ -238,10 +238,10 @@ class _Writing:
     def _header(self) -> str:
         """The text that a generation prompt adds behind a question: the opening of the assistant's turn."""
         try:
-            asked, prompt = (self.write([_ASK], add_generation_prompt=opens) for opens in (False, True))
+            question, prompt = (self.write([_ASK], add_generation_prompt=opens) for opens in (False, True))
         except ValueError:
             return ""
-        return prompt[_shared(asked, prompt) :]
+        return prompt[_shared(question, prompt) :]
 
     def _before(self, i: int) -> Sequence[Message]:
         """Returns the messages before index i, and a question if the template demands one before the model's turn."""
@@ -291,9 +291,9 @@ class _Writing:
           before: messages before the turn.
           behind: messages behind the turn.
         """
-        given = self.messages[i]
-        message = {key: value for key, value in given.items() if key not in _REASONING} | {"content": self._word}
-        if calls := given.get("tool_calls"):
+        turn = self.messages[i]
+        message = {key: value for key, value in turn.items() if key not in _REASONING} | {"content": self._word}
+        if calls := turn.get("tool_calls"):
             message["tool_calls"] = [_called(call, self._word) for call in calls]
         spoken, word, _ = self.write([*before, message, *behind], add_generation_prompt=False).partition(self._word)
         if not word:
@@ -321,14 +321,14 @@ class _Writing:
         if not alone:
             raise self.fault(i, "writes nothing of the turn")
         mark, closing = self._ending
-        said = alone.removesuffix(closing)
+        text = alone.removesuffix(closing)
         if mark is None or self.messages[i].get("tool_calls"):  # a turn with calls may have another end mark
-            mark = next((said[a:b] for a, b in self._tokenizer.special_spans(said) if b == len(said)), "")
-        said = said.removesuffix(mark)
+            mark = next((text[a:b] for a, b in self._tokenizer.special_spans(text) if b == len(text)), "")
+        text = text.removesuffix(mark)
         whole = self.whole[start:]
-        stop = len(said)
-        if not whole.startswith(said):
-            stop = self._stop(i, said, start)
+        stop = len(text)
+        if not whole.startswith(text):
+            stop = self._stop(i, text, start)
         behind = [(a, b) for a, b in self._tokenizer.special_spans(whole[stop : stop + _MOST])]
         if behind and behind[0][0] == 0:
             end = stop + behind[0][1]
@@ -340,12 +340,12 @@ class _Writing:
                 return _Span(start, start + end)
         return _Span(start, start + stop, open=not mark)
 
-    def _stop(self, i: int, said: str, start: int) -> int:
+    def _stop(self, i: int, turn_text: str, start: int) -> int:
         """Counts the characters of the turn at index i in the whole text, which holds only a part of the turn.
 
         Args:
           i: index of the turn.
-          said: the turn's words, as the template writes them where the turn is the last one.
+          turn_text: the turn's words, as the template writes them where the turn is the last one.
           start: index in the whole text at which the turn's words begin.
         """
         message, whole = self.messages[i], self.whole[start:]
@@ -359,14 +359,16 @@ class _Writing:
         # A turn with calls ends at a special token: the one before which the text has the most of the turn's end, or
         # else the first one behind the turn's last call.
         called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
-        last = said[max(0, *(said.rfind(name) for name in called[-1:])) :] if called else said
-        places = [place for place, _ in self._tokenizer.special_spans(whole[: len(said) + _MOST])]
-        if cuts := [place for place in places if _is_cut(whole[:place], said)]:
-            return max(cuts, key=lambda place: _shared_end(whole[:place], said))
+        last = turn_text[max(0, *(turn_text.rfind(name) for name in called[-1:])) :] if called else turn_text
+        places = [place for place, _ in self._tokenizer.special_spans(whole[: len(turn_text) + _MOST])]
+        if cuts := [place for place in places if _is_cut(whole[:place], turn_text)]:
+            return max(cuts, key=lambda place: _shared_end(whole[:place], turn_text))
         if ends := [place for place in places if whole[:place].endswith(last)]:
             return ends[0]
         raise self.fault(
-            i, f"writes the turn as {said!r} when it is last, but as {whole[: len(said)]!r} when other turns follow"
+            i,
+            f"writes the turn as {turn_text!r} when it is last, but as {whole[: len(turn_text)]!r} when other "
+            "turns follow",
         )
 
     @functools.cached_property
@@ -376,9 +378,9 @@ class _Writing:
         The mark is the special token that ends the turn, or the last one of adjacent tokens that end it. It is '' if
         the template writes no mark, and None if the template refuses a conversation of a question and an answer.
         """
-        said = [_ASK, {"role": "assistant", "content": self._word}]
+        messages = [_ASK, {"role": "assistant", "content": self._word}]
         try:
-            last, earlier = (self.write(turns, add_generation_prompt=False) for turns in (said, [*said, _ASK]))
+            last, earlier = (self.write(turns, add_generation_prompt=False) for turns in (messages, [*messages, _ASK]))
         except ValueError:
             return None, ""
         last, earlier = (text.partition(self._word)[2] for text in (last, earlier))
@@ -542,23 +544,23 @@ def prompt(
         return Part(render(tokenizer, shape.conversation(record, name), tools=tools), rendered=True)
     if name == "prompt" and question_field != "prompt":
         return Part(value)
-    asks = plain.text(value).strip()
-    text = template.wrap(tokenizer, asks, system=system, form=form)
-    if "".join(asks.split()) not in "".join(text.split()):
+    question = plain.text(value).strip()
+    text = template.wrap(tokenizer, question, system=system, form=form)
+    if "".join(question.split()) not in "".join(text.split()):
         raise ValueError(
-            f"The chat template of {tokenizer.directory} leaves out the question: {asks[:80]!r} is not in the prompt "
-            f"{text[-160:]!r}. Correct the template, or set data.template=plain."
+            f"The chat template of {tokenizer.directory} leaves out the question: {question[:80]!r} is not in the "
+            f"prompt {text[-160:]!r}. Correct the template, or set data.template=plain."
         )
     return Part(text, rendered=form == "chat")
 
 
 def prompts_of(
-    given: Sequence[str | Sequence[Message]], tokenizer: Tokenizer, *, max_length: int, chat: bool = False
+    conversations: Sequence[str | Sequence[Message]], tokenizer: Tokenizer, *, max_length: int, chat: bool = False
 ) -> Prompts:
     """Makes prompts of plain texts and of conversations.
 
     Args:
-      given: prompts, each a text or a list of messages; the chat template renders messages.
+      conversations: prompts, each a text or a list of messages; the chat template renders messages.
       tokenizer: the model's tokenizer, whose chat template is used.
       max_length: most tokens that a prompt may have.
       chat: whether a text is a user's turn, which the chat template renders; if False, the model continues the text
@@ -567,10 +569,10 @@ def prompts_of(
     Raises:
       ValueError: a prompt is neither a text nor messages that can be rendered, or has more than `max_length` tokens.
     """
-    if isinstance(given, str):
-        raise ValueError(f"The prompts are the text {given[:80]!r}: give a list of texts or of conversations.")
+    if isinstance(conversations, str):
+        raise ValueError(f"The prompts are the text {conversations[:80]!r}: give a list of texts or of conversations.")
     texts, rows = [], []
-    for i, prompt in enumerate(given):
+    for i, prompt in enumerate(conversations):
         as_it_is = isinstance(prompt, str) and not chat
         try:
             texts.append(prompt if isinstance(prompt, str) and not chat else _rendered(prompt, tokenizer))
@@ -585,8 +587,8 @@ def prompts_of(
     return Prompts(tokens_PT, length_P, np.arange(len(texts)), texts, {}, b"")
 
 
-def _rendered(given: Any, tokenizer: Tokenizer) -> str:
-    turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
+def _rendered(conversation: Any, tokenizer: Tokenizer) -> str:
+    turns = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else conversation
     turns = shape.normal_turns(turns) if isinstance(turns, list | tuple) else turns
     if fault := shape.turns_fault(turns):
         raise ValueError(fault)

@@ -97,14 +97,14 @@ class ChosenStream(Stream[Item], Generic[Item]):
         wanted = _behind(self._wanted_of[part], [max(1.0 - sum(shares.values()), 0.0), *shares.values()])
         return part, [None, *shares][wanted]
 
-    def walk(self, part: int, taken: Callable[[int], bool], closed: int) -> tuple[int, Item] | None:
+    def walk(self, part: int, is_taken: Callable[[int], bool], closed: int) -> tuple[int, Item] | None:
         """Returns the next record of a source's walk that may be drawn, and its item; None if there is no such record.
 
         Args:
           part: number of the source.
-          taken: function that returns True for the number of a record that must be skipped.
-          closed: number of the source's records that `taken` skips. If these and the records known to be too long are
-            all of the source, the result is None without a walk.
+          is_taken: function that returns True for the number of a record that must be skipped.
+          closed: number of the source's records that `is_taken` skips. If these and the records known to be too long
+            are all of the source, the result is None without a walk.
 
         Raises:
           ValueError: MOST_IN_A_ROW records in a row are too long.
@@ -117,7 +117,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         # the next.
         for _ in range(2 * len(walk)):
             number = start + walk.next()
-            if taken(number):
+            if is_taken(number):
                 continue
             made = self.item(number)
             if not isinstance(made, TooLong):
@@ -136,7 +136,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
     def item(self, number: int) -> Item | TooLong:
         """Prepares a record, found by its number, for the batch that is being drawn."""
         part = self.part_of(number)
-        return self.made(self.emitted, part, number - self._starts[part])
+        return self.make_item(self.emitted, part, number - self._starts[part])
 
     def span(self, part: int) -> tuple[int, int]:
         """Returns the range of the numbers of a source's records: (first number, last number + 1)."""
@@ -217,8 +217,8 @@ class _Draw(Generic[Item]):
         if part not in self._shut_of:
             own_N = self._pool_N[slice(*self.stream.span(part))]
             self._shut_of[part] = sum(int(np.count_nonzero(own_N == pool)) for pool in self._closed)
-        taken = self._shut_of[part] + away.open_of.get(part, 0)
-        found = self.stream.walk(part, lambda number: number in away.numbers or self.shut(number), taken)
+        count = self._shut_of[part] + away.open_of.get(part, 0)
+        found = self.stream.walk(part, lambda number: number in away.numbers or self.shut(number), count)
         yield from [found] if found else []
 
     def _of_pool(self, part: int, pool: int, away: "_Away") -> Iterator[tuple[int, Item]]:
@@ -246,8 +246,8 @@ class _Queue:
     def __init__(self, ids_N: np.ndarray, last_N: np.ndarray, needed: int) -> None:
         self._ids_N, self._last_N, self._begun = ids_N, last_N, np.arange(0)
         if needed < len(ids_N):
-            begun = np.flatnonzero(last_N <= np.partition(last_N, needed)[needed])
-            self._begun = ids_N[begun[np.argsort(last_N[begun], kind="stable")]]
+            oldest = np.flatnonzero(last_N <= np.partition(last_N, needed)[needed])
+            self._begun = ids_N[oldest[np.argsort(last_N[oldest], kind="stable")]]
 
     def __iter__(self) -> Iterator[int]:
         yield from map(int, self._begun)

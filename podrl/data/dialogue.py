@@ -41,15 +41,15 @@ class Dialogue:
             texts = ["\n\n".join(texts)]
         if role == "raw":
             return self.tokenizer.encode_plain(texts[0], behind=ORDINARY if last is None else last)
-        written, given = [self._behind(role, texts)], []
+        written, values = [self._behind(role, texts)], []
         if any(map(self.tokenizer.holds_special, texts)):
-            written, given = self._around(role, texts)
+            written, values = self._around(role, texts)
         mark = "" if last is None else self.tokenizer.token_text(last)
         if mark and last in self.tokenizer.eos_ids:
             written[0] = written[0].removeprefix(mark)
         tokens = [ORDINARY if last is None else last]  # the sample's last token, which the return cuts off
         tokens += self.tokenizer.encode(written[0], behind=tokens[-1])
-        for inside, after in zip(given, written[1:], strict=True):
+        for inside, after in zip(values, written[1:], strict=True):
             tokens += self.tokenizer.encode_plain(inside, behind=tokens[-1])
             tokens += self.tokenizer.encode(after, behind=tokens[-1])
         return tokens[1:]
@@ -63,7 +63,8 @@ class Dialogue:
         """
         texts, ids = [], {}
         for string in strings:
-            special = [i for i in self.tokenizer.encode(string) if not self.tokenizer.decode([i]) and self._named(i)]
+            ids_of_string = self.tokenizer.encode(string)
+            special = [i for i in ids_of_string if not self.tokenizer.decode([i]) and self.tokenizer.token_text(i)]
             if not special:
                 texts.append(string)
             elif self.tokenizer.token_text(special[0]) == string:
@@ -99,9 +100,6 @@ class Dialogue:
                     "add the tag to the tokenizer as a token that is not special."
                 )
 
-    def _named(self, token: int) -> bool:
-        return bool(self.tokenizer.token_text(token))
-
     @functools.lru_cache  # noqa: B019 - one per tokenizer, of two roles
     def _role(self, role: str) -> str:
         """Returns the role under which the template writes a turn: 'user' for a tool's turn if it knows no tools.
@@ -110,11 +108,11 @@ class Dialogue:
           ValueError: the template refuses the role, or rewrites the model's earlier turns.
         """
         ask = {"role": "user", "content": "ask"}
-        said = {"role": "assistant", "content": _WORDS}
+        message = {"role": "assistant", "content": _WORDS}
         try:
-            once = self.tokenizer.apply_chat_template([ask, said, {"role": role, "content": "more"}])
+            once = self.tokenizer.apply_chat_template([ask, message, {"role": role, "content": "more"}])
             again = self.tokenizer.apply_chat_template(
-                [ask, said, {"role": role, "content": "more"}, said, {"role": role, "content": "last"}]
+                [ask, message, {"role": role, "content": "more"}, message, {"role": role, "content": "last"}]
             )
         except ValueError:
             if role != "tool":
@@ -124,9 +122,9 @@ class Dialogue:
             return self._role("user")
         # The two renderings may differ in the white space between turns, as in Hermes' form: a sample keeps the tokens
         # that it was given first. A prompt may end with the opening of a thought, which the model's words continue.
-        given, words = _packed(once), _packed(_WORDS)
-        opened = next(n for n in range(len(words), -1, -1) if given.endswith(words[:n]))
-        if again.count(_WORDS) != 2 or not _packed(again).startswith(given + words[opened:]):
+        packed, words = _packed(once), _packed(_WORDS)
+        opened = next(n for n in range(len(words), -1, -1) if packed.endswith(words[:n]))
+        if again.count(_WORDS) != 2 or not _packed(again).startswith(packed + words[opened:]):
             raise ValueError(
                 f"The chat template of {self.tokenizer.directory} rewrites the model's earlier turns (it makes "
                 f"{once!r} of two turns), so say(role={role!r}) cannot follow sampled tokens. "
@@ -147,14 +145,14 @@ class Dialogue:
         """Splits the rendering of `_behind`: (the template's text around the turns' texts, the turns' texts)."""
         texts = [text.replace(_OPEN, "").replace(_CLOSE, "") for text in texts]
         whole = self._behind(role, texts)
-        written, given = [whole], []
+        written, values = [whole], []
         for form in (str, str.strip):  # many templates strip a text; with marks around it they would not
             parts = self._behind(role, [_OPEN + form(text) + _CLOSE for text in texts]).split(_OPEN)
             pairs = [part.partition(_CLOSE)[::2] for part in parts[1:]]
-            written, given = [parts[0], *(after for _, after in pairs)], [inside for inside, _ in pairs]
+            written, values = [parts[0], *(after for _, after in pairs)], [inside for inside, _ in pairs]
             if "".join([written[0], *(inside + after for inside, after in pairs)]) == whole:
                 break
-        return written, given
+        return written, values
 
 
 def _packed(text: str) -> str:

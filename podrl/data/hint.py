@@ -27,31 +27,31 @@ def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, questi
         user's turn.
     """
     name = shape.asked(record, question_field)
-    asks = record[name]
-    if not isinstance(asks, list):
-        return {**record, name: _filled(plain.text(asks), fields, hint)}
-    last = max((i for i, turn in enumerate(asks) if turn["role"] == "user"), default=None)
+    messages = record[name]
+    if not isinstance(messages, list):
+        return {**record, name: _filled(plain.text(messages), fields, hint)}
+    last = max((i for i, turn in enumerate(messages) if turn["role"] == "user"), default=None)
     if last is None:
-        raise ValueError(f"data.hint has no place in a conversation without a user's turn: {str(asks)[:80]!r}.")
-    told = {**asks[last], "content": _filled(asks[last]["content"], fields, hint)}
-    return {**record, name: [*asks[:last], told, *asks[last + 1 :]]}
+        raise ValueError(f"data.hint has no place in a conversation without a user's turn: {str(messages)[:80]!r}.")
+    message = {**messages[last], "content": _filled(messages[last]["content"], fields, hint)}
+    return {**record, name: [*messages[:last], message, *messages[last + 1 :]]}
 
 
-def _filled(asks: str, fields: Mapping[str, Any], hint: str) -> str:
+def _filled(question: str, fields: Mapping[str, Any], hint: str) -> str:
     def text(slot: re.Match[str]) -> str:
         name = slot[1]
         if name == _ASKED:
-            return asks
+            return question
         value = fields.get(name)
         # Where several answers are right, the field is a list; the hint names the first answer.
         value = value[0] if isinstance(value, list | tuple) and value else value
         if not shape.is_text(value):
             named = ", ".join((_ASKED, *fields))
             raise ValueError(
-                f"data.hint names {{{name}}}, and it is {value!r} in the record {asks[:80]!r}: name a field of text "
-                f"that every record has, such as one of {named}."
+                f"data.hint names {{{name}}}, and it is {value!r} in the record {question[:80]!r}: name a field of "
+                f"text that every record has, such as one of {named}."
             )
         return plain.text(value)
 
-    told = _SLOT.sub(text, hint)
-    return told if f"{{{_ASKED}}}" in hint else f"{asks}\n\n{told}"
+    filled = _SLOT.sub(text, hint)
+    return filled if f"{{{_ASKED}}}" in hint else f"{question}\n\n{filled}"

@@ -10,7 +10,7 @@ from podrl.data import answers, pipeline, sources
 from podrl.data.answers import Example, encode
 from podrl.data.config import EMBEDDED, DataConfig
 from podrl.data.generated import Draw
-from podrl.data.sft import SFTBatch, by_part, forms, given_answers
+from podrl.data.sft import SFTBatch, by_part, forms, open_answers
 from podrl.data.stream import Batches, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ class LabelStream(Batches[_Labelled]):
           ValueError: the data cannot be read, or a record holds no labelled answer.
         """
         limit = Limit(max_length, "kto.max_length", data.long_prompts)
-        source, parts = given_answers(data, check_form)
+        source, parts = open_answers(data, check_form)
         writer = by_part([_Writer(part.config, tokenizer, limit) for part in parts])
         seed = data.seed if data.shuffle else None
         stream = Stream(source, writer, seed, limit, tools=tokenizer.tools_digest)
@@ -86,9 +86,9 @@ class LabelStream(Batches[_Labelled]):
         return self
 
     def __next__(self) -> LabelledBatch:
-        taken = self._stream.take(self._answers)
-        batch = SFTBatch.of([item.example for item in taken], self._max_length, self._pad_id, self.state())
-        return LabelledBatch(**vars(batch), desirable_B=np.array([item.desirable for item in taken]))
+        rows = self._stream.take(self._answers)
+        batch = SFTBatch.of([item.example for item in rows], self._max_length, self._pad_id, self.state())
+        return LabelledBatch(**vars(batch), desirable_B=np.array([item.desirable for item in rows]))
 
 
 class _Writer:

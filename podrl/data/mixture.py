@@ -34,7 +34,7 @@ class Part:
       name: name of the source; '' if it is the only source.
       config: settings of a job that has this source only.
       train: records to train on.
-      held: records held out.
+      held_out: records held out.
       weight: share of the prompts that are drawn from this source, relative to the other sources' weights.
       unanswered: place and fields of the source's first record without an answer, as a text; '' if all have one.
       counts: number of the source's records, by what became of them: 'used', 'held out', ...
@@ -45,7 +45,7 @@ class Part:
     name: str
     config: DataConfig
     train: Source
-    held: Source
+    held_out: Source
     weight: float
     unanswered: str = ""
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -82,9 +82,9 @@ class Opened:
         return Mixed([part.train for part in self.parts], [part.weight for part in self.parts], names)
 
     @property
-    def held(self) -> int:
+    def held_out(self) -> int:
         """Number of held-out records: those of data.eval_path, or those that the sources hold out."""
-        return sum(len(part.held) for part in self.parts) if self.evaluation is None else len(self.evaluation)
+        return sum(len(part.held_out) for part in self.parts) if self.evaluation is None else len(self.evaluation)
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
         """Counts what became of each source's records: one row for each source, for the run directory."""
@@ -130,16 +130,16 @@ class _Key:
 
 
 @functools.lru_cache(maxsize=64)  # a job opens its sources and each of its evaluation sets several times
-def _opened(asked: _Key) -> Opened:
-    config, cache = asked.config, Cache(asked.config.cache)
+def _opened(key: _Key) -> Opened:
+    config, cache = key.config, Cache(key.config.cache)
     evaluation, notes = None, Notes(config.question_field, config.answer_field)
     unanswered: list[tuple[str, Sequence[str]]] = []
     if config.eval_path:
-        evaluation = _read(config, config.eval_path, "", notes, cache, asked.form, asks=True)
+        evaluation = _read(config, config.eval_path, "", notes, cache, key.form, with_question=True)
         unanswered.append((notes.unanswered(evaluation), ()))
-    files = [_file(single, source, cache, asked.form) for single, source in _pairs(config)]
-    held = np.unique(np.concatenate([notes.hashes, *(file.hashes[file.is_held] for file in files if file)]))
-    parts = [_part(*pair, file, held, asked.form) for pair, file in zip(_pairs(config), files, strict=True)]
+    files = [_file(single, source, cache, key.form) for single, source in _pairs(config)]
+    held_out_hashes = np.unique(np.concatenate([notes.hashes, *(file.hashes[file.is_held] for file in files if file)]))
+    parts = [_part(*pair, file, held_out_hashes, key.form) for pair, file in zip(_pairs(config), files, strict=True)]
     unanswered += [(part.unanswered, part.fields.get("reward_fns", ())) for part in parts]
     return Opened(parts, evaluation, [(place, fns) for place, fns in unanswered if place])
 
@@ -175,7 +175,8 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
     path, part = config.path, source.split if source else ""
     if source and source.transforms:
         raw = sources.read(path, split=part, as_written=True)
-        content = [path] if path.startswith("tfds:") else _contents(path, part, cache)
+        files = () if path.startswith("tfds:") else sources.files(sources.of_split(path, part))
+        content = [cache.content(file) for file in files] or [path]
         file, dropped = transformed(raw, key(content), source.transforms, cache)
         path, part = str(file), ""
     try:
@@ -201,12 +202,12 @@ def _part(
     """Chooses a source's records to train on: none of them asks what a held-out record of any source asks."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
-        train, held = _generated(config)
+        train, held_out = _generated(config)
         lacks = _lacks(train, config, form)
         used = _chosen(np.arange(len(train)), source, config.seed)
         counts = {"records": len(train), "not chosen": len(train) - len(used), "used": len(used)}
         train = train if len(used) == len(train) else Subset(train, used)
-        return Part(name, config, train, held, (source and source.weight) or len(train), lacks, counts, fields)
+        return Part(name, config, train, held_out, (source and source.weight) or len(train), lacks, counts, fields)
     records, is_held = file.records, file.is_held
     leaks = ~is_held & np.isin(file.hashes, held_hashes)
     kept = np.flatnonzero(~is_held & ~leaks)
@@ -227,8 +228,8 @@ def _part(
     counts |= {"not chosen": len(kept) - len(used), "used": len(used)}
     train = records if len(used) == len(records) else Subset(records, used)
     weight = (source and source.weight) or len(used)
-    held = Subset(records, np.flatnonzero(is_held))
-    return Part(name, config, train, held, weight, file.unanswered, counts, fields, file.hashes[used])
+    held_out = Subset(records, np.flatnonzero(is_held))
+    return Part(name, config, train, held_out, weight, file.unanswered, counts, fields, file.hashes[used])
 
 
 def _generated(config: DataConfig) -> tuple[Any, Any]:
@@ -259,12 +260,15 @@ def _lacks(problems: Any, config: DataConfig, form: Form | None) -> str:
     return "" if "answer" in first else f"{config.path} lacks 'answer' (it has {', '.join(first)})"
 
 
-def _contents(path: str, part: str, cache: Cache) -> list[str]:
-    return [cache.content(file) for file in sources.files(sources.of_split(path, part))]
-
-
 def _read(
-    config: DataConfig, path: str, part: str, notes: Notes, cache: Cache, form: Form | None, *, asks: bool = False
+    config: DataConfig,
+    path: str,
+    part: str,
+    notes: Notes,
+    cache: Cache,
+    form: Form | None,
+    *,
+    with_question: bool = False,
 ) -> sources.Records:
     """Reads a file's records and takes notes of them; the cache has both if the file is large and was read before.
 
@@ -275,22 +279,22 @@ def _read(
       notes: object that takes the notes of the file's records.
       cache: cache of what reading large files found.
       form: function that refuses records of another form; None if records must ask.
-      asks: whether a record that asks is allowed whatever its form; so it is for an evaluation file, whose records may
-        be prompts or answers.
+      with_question: whether a record that asks is allowed whatever its form, as in an evaluation file, whose records
+        may be prompts or answers.
     """
 
     def check(record: Record, place: str) -> None:
-        if form is None or (asks and shape.asked(record, config.question_field)):
+        if form is None or (with_question and shape.asked(record, config.question_field)):
             notes.check(record, place)
         else:
             form(record, place, config)
-            notes.note_given(record, place)
+            notes.note_any_answer(record, place)
 
-    def known(file: epath.Path, lines: Any, read: Callable[[], None]) -> None:
+    def fill(file: epath.Path, lines: Any, read: Callable[[], None]) -> None:
         if sources.size(file) < WORTH:
             read()
             return
-        name = key("lines", cache.content(file), notes.key, getattr(form, "__module__", ""), asks)
+        name = key("lines", cache.content(file), notes.key, getattr(form, "__module__", ""), with_question)
         if (stored := cache.load(name)) is not None:
             lines.restore(stored)
             notes.extend(stored)
@@ -300,7 +304,7 @@ def _read(
         cache.store(name, lines.arrays() | notes.arrays(start))
 
     one_of = () if form else (config.question_field, "prompt", "messages", "conversations")
-    return sources.read(path, one_of, check, split=part, known=known)
+    return sources.read(path, one_of, check, split=part, cache=fill)
 
 
 def _chosen(indices: np.ndarray, source: SourceConfig | None, seed: int) -> np.ndarray:

@@ -42,7 +42,7 @@ class Notes:
         """
         self._note(record, answered=shape.answers(record, place, self._answer))
 
-    def note_given(self, record: Record, place: str) -> None:
+    def note_any_answer(self, record: Record, place: str) -> None:
         """Adds the notes of a record with its own completion; nobody trains on its answer field, of any content."""
         try:
             answered = shape.answers(record, place, self._answer)

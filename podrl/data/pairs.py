@@ -11,7 +11,7 @@ from podrl.data.answers import Example, encode
 from podrl.data.config import EMBEDDED, DataConfig
 from podrl.data.generated import Draw
 from podrl.data.mixture import interleaved, split
-from podrl.data.sft import SFTBatch, by_part, forms, given_answers
+from podrl.data.sft import SFTBatch, by_part, forms, open_answers
 from podrl.data.stream import Batches, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ class PairStream(Batches[_Pair]):
           ValueError: the data cannot be read, or a record holds no pair.
         """
         limit = Limit(max_length, key, data.long_prompts)
-        source, parts = given_answers(data, check_form)
+        source, parts = open_answers(data, check_form)
         writer = by_part([_Writer(part.config, tokenizer, limit) for part in parts])
         seed = data.seed if data.shuffle else None
         stream = Stream(source, writer, seed, limit, tools=tokenizer.tools_digest)
@@ -79,7 +79,7 @@ def held_out_pairs(
         whole = dataclasses.replace(data, path=data.eval_path, eval_path="", eval_fraction=0.0, sources=())
         opened = [(part.config, part.train) for part in split(whole, check_form).parts]
     else:
-        opened = [(part.config, part.held) for part in split(data, check_form).parts]
+        opened = [(part.config, part.held_out) for part in split(data, check_form).parts]
     made = interleaved([_made(_Writer(config, tokenizer, limit), records) for config, records in opened])
     chosen = list(itertools.islice((pair for pair in made if not isinstance(pair, TooLong)), count))
     cuts = [chosen[i : i + pairs] for i in range(0, len(chosen), pairs)]

@@ -169,8 +169,8 @@ class PromptStream(Batches[_Task]):
 
         def render(record: Record) -> tuple[template.Part, Mapping[str, Any]]:
             prompt = conversation.prompt(record, tokenizer, system=system, form=form)
-            given = {key: value for key, value in record.items() if key != shape.asked(record)}
-            return prompt, {shape.QUESTION: shape.question(record), **given}
+            others = {key: value for key, value in record.items() if key != shape.asked(record)}
+            return prompt, {shape.QUESTION: shape.question(record), **others}
 
         return cls(
             sources.Records("the list of prompts", records),
@@ -221,10 +221,10 @@ def held_out_prompts(
     opened = split(config)
     rendered: Iterator[tuple[template.Part, Mapping[str, Any]]]
     if opened.evaluation is not None:
-        rendered = sources.made(opened.evaluation, Renderer(config, tokenizer))
+        rendered = sources.make_all(opened.evaluation, Renderer(config, tokenizer))
     else:
-        held = [sources.made(_held_out(part, count), PartRenderer(part, tokenizer)) for part in opened.parts]
-        rendered = interleaved(held)
+        streams = [sources.make_all(_held_out(part, count), PartRenderer(part, tokenizer)) for part in opened.parts]
+        rendered = interleaved(streams)
     return _fixed(rendered, config, tokenizer, count, max_prompt_length, batch_size)
 
 
@@ -236,7 +236,7 @@ def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_pro
     (part,) = split(config).parts
     records = _held_out(part, count) if is_generated(part.config.path) else part.train
     return _fixed(
-        sources.made(records, PartRenderer(part, tokenizer)), config, tokenizer, count, max_prompt_length, None
+        sources.make_all(records, PartRenderer(part, tokenizer)), config, tokenizer, count, max_prompt_length, None
     )
 
 
@@ -301,7 +301,7 @@ def _key_of_longest(config: DataConfig, tokenizer: Tokenizer, look: int, cache: 
 def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> int:
     longest = 1
     for part in (opened := split(config)).parts:
-        rendered = sources.made(part.train, Renderer(part.config, tokenizer))
+        rendered = sources.make_all(part.train, Renderer(part.config, tokenizer))
         some = itertools.islice(rendered, -(-look // len(opened.parts)))
         longest = max(longest, *(len(_tokens_of(prompt, tokenizer)) for prompt, _ in some))
     return -(-longest // 64) * 64
@@ -313,7 +313,7 @@ def _held_out(part: Part, count: int) -> Any:
         return list(reasoning_gym(part.config).distinct(count))
     if part.config.path in EMBEDDED:
         return EMBEDDED[part.config.path].distinct("held_out", count, part.config.seed)
-    return part.held
+    return part.held_out
 
 
 def has_format(config: DataConfig) -> bool:
@@ -385,12 +385,12 @@ class Renderer:
 
     def __call__(self, record: Record | Problem) -> tuple[template.Part, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
-        asked = record if isinstance(record, Mapping) else fields
+        question = record if isinstance(record, Mapping) else fields
         if self._reader is not None:
             hint = self._config.hint
-            told = with_hint(asked, fields, hint, self._field_of(asked)) if hint else asked
-            fields = {**fields, TEACHER_PROMPT: _tokens_of(self.prompt(told, self._reader), self._reader)}
-        return self.prompt(asked), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
+            prompt = with_hint(question, fields, hint, self._field_of(question)) if hint else question
+            fields = {**fields, TEACHER_PROMPT: _tokens_of(self.prompt(prompt, self._reader), self._reader)}
+        return self.prompt(question), ({"system_prompt": self._system} if self._system else {}) | dict(fields)
 
     def _field_of(self, record: Record) -> str:
         return self._config.question_field if self._config.question_field in record else shape.QUESTION
@@ -412,8 +412,8 @@ class Renderer:
 
     def turns(self, record: Record) -> list[dict[str, str]]:
         """Writes a record's question as the turns of a conversation: one user's turn, with the instructions."""
-        asks = shape.question(record, self._field_of(record))
-        return [{"role": "user", "content": template.user_turn(asks, self._system)}]
+        question = shape.question(record, self._field_of(record))
+        return [{"role": "user", "content": template.user_turn(question, self._system)}]
 
 
 def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
@@ -424,10 +424,10 @@ def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
 
 
 def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    given = {"prompt": item} if isinstance(item, str) else item
-    if not isinstance(given, Mapping):
+    raw = {"prompt": item} if isinstance(item, str) else item
+    if not isinstance(raw, Mapping):
         raise ValueError(f"Prompt {index} is {item!r}: it must be a text, or a record with 'prompt' or 'question'.")
-    record = shape.normal(given)
+    record = shape.normal(raw)
     shape.check(record, f"Prompt {index}")
     return record
 

@@ -75,8 +75,8 @@ class CurriculumConfig:
     @property
     def shares(self) -> dict[int, float]:
         """Maps each pool that has a share of the prompts to its share."""
-        given = {EASY: self.easy_share, HARD: self.hard_share}
-        return {pool: share for pool, share in given.items() if share is not None}
+        share_of_pool = {EASY: self.easy_share, HARD: self.hard_share}
+        return {pool: share for pool, share in share_of_pool.items() if share is not None}
 
     @property
     def closed(self) -> tuple[int, ...]:

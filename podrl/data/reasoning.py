@@ -25,7 +25,7 @@ _AT_ONCE = 64  # largest number of records that one request asks for
 def _process() -> Functions:
     spec = {"module": reasoning_worker.__name__, "name": reasoning_worker.records.__name__}
     return Functions(
-        reasoning_worker.__name__, Limits(), {"records": spec}, size=1, what="The worker of reasoning-gym: "
+        reasoning_worker.__name__, Limits(), {"records": spec}, size=1, label="The worker of reasoning-gym: "
     )
 
 

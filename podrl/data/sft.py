@@ -123,7 +123,7 @@ class SFTStream(Batches[Example]):
             )
         assert 0 <= shard_index < shard_count, (shard_index, shard_count)
         limit = Limit(config.max_length, "sft.max_length", data.long_prompts)
-        source, parts = given_answers(data, check_form)
+        source, parts = open_answers(data, check_form)
         writer = by_part([_Writer(part.config, config, tokenizer, limit) for part in parts])
         seed = data.seed if data.shuffle else None
         stream = Stream(source, writer, seed, limit, tools=tokenizer.tools_digest)
@@ -161,8 +161,8 @@ class _Writer:
         reference, plain = forms(record, fields, draw)
         parts = reference if tagged else plain
         if isinstance(record, Mapping) and self._render.in_turns:
-            said = {"role": "assistant", "content": "".join(part.text for part in parts)}
-            return answers.turns([*self._render.turns(record), said], self._tokenizer, self._limit)
+            message = {"role": "assistant", "content": "".join(part.text for part in parts)}
+            return answers.turns([*self._render.turns(record), message], self._tokenizer, self._limit)
         return encode([prompt, *parts], self._tokenizer, self._limit)
 
 
@@ -210,7 +210,7 @@ def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
         )
 
 
-def given_answers(data: DataConfig, check_form: Form) -> tuple[Any, Sequence[mixture.Part]]:
+def open_answers(data: DataConfig, check_form: Form) -> tuple[Any, Sequence[mixture.Part]]:
     """Opens records for learning answers, without the questions that an evaluation uses.
 
     Args:

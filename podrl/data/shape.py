@@ -270,16 +270,16 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
       ValueError: the answer is neither a text nor a finite number nor a list of these.
     """
     name = asked(record, question_field)
-    given = {"messages", "prompt", QUESTION, ANSWER}
-    others = {key: value for key, value in record.items() if key not in given & {question_field, answer_field, name}}
-    asks = {QUESTION: question(record, question_field)}
+    names = {"messages", "prompt", QUESTION, ANSWER}
+    others = {key: value for key, value in record.items() if key not in names & {question_field, answer_field, name}}
+    own = {QUESTION: question(record, question_field)}
     if not answers(record, "A record", answer_field):
-        return {**others, **asks}
+        return {**others, **own}
     solution = plain.reference(record[answer_field])
     if others.get("solution") is None:
         others.pop("solution", None)
     final = final_answer(solution) if isinstance(solution, str) else [final_answer(one) for one in solution]
-    return {"solution": solution, **others, **asks, ANSWER: final}
+    return {"solution": solution, **others, **own, ANSWER: final}
 
 
 def final_answer(solution: str) -> str:

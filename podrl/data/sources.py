@@ -59,7 +59,7 @@ def make(source: Source, index: int, writer: Callable[[Record], Made]) -> Made:
         raise ValueError(f"{where(index)}: {error}") from error
 
 
-def made(source: Source, writer: Callable[[Record], Made]) -> Iterator[Made]:
+def make_all(source: Source, writer: Callable[[Record], Made]) -> Iterator[Made]:
     """Applies a function to every record, in order; its errors get the record's place, as in `make`."""
     return (make(source, i, writer) for i in range(len(source)))
 
@@ -120,7 +120,7 @@ class _Lines(Records):
         super().__init__(str(file), ())
         self._file, self._parse = file, parse
         # Every read of a file in a bucket would be a request, so its content is kept in memory.
-        self._held = file.read_bytes() if is_remote(file) else None
+        self._content = file.read_bytes() if is_remote(file) else None
         self._starts, self._sizes = array.array("q"), array.array("I")
         self._lines, self._sums = array.array("I"), array.array("I")
 
@@ -136,7 +136,7 @@ class _Lines(Records):
 
     def open(self) -> io.BufferedIOBase:
         """Opens the file's bytes at the beginning."""
-        return open(self._file, "rb") if self._held is None else io.BytesIO(self._held)
+        return open(self._file, "rb") if self._content is None else io.BytesIO(self._content)
 
     def add(self, start: int, raw: bytes, line: int) -> None:
         """Appends the next record: `start` is its offset in bytes, `raw` its bytes, `line` the number of its line."""
@@ -204,7 +204,7 @@ class _Normal(Records):
         return self._written.place(index)
 
 
-class Known(Protocol):
+class RecordCache(Protocol):
     """A memory of files that were read before."""
 
     def __call__(self, file: epath.Path, lines: _Lines, read: Callable[[], None]) -> None:
@@ -218,7 +218,7 @@ def read(
     check: Check | None = None,
     *,
     split: str = "",
-    known: Known | None = None,
+    cache: RecordCache | None = None,
     as_written: bool = False,
 ) -> Records:
     """Opens a file of records, and writes their conversations in one form (podrl.data.shape.normal).
@@ -230,7 +230,7 @@ def read(
       one_of: names of columns; a table (.csv, .parquet) must have at least one of them.
       check: function of (record, its place) that is called with every record in order, and raises ValueError.
       split: beginning of the names of the files to read, if `path` is a directory.
-      known: memory of .jsonl files that were read before, which need not be read again.
+      cache: memory of .jsonl files that were read before, which need not be read again.
       as_written: whether to leave conversations in the form of the file.
 
     Raises:
@@ -240,12 +240,12 @@ def read(
     """
     accept: Check = check or (lambda record, place: None)
     if not as_written:
-        written = _read(path, one_of, lambda record, place: accept(shape.normal(record), place), split, known)
+        written = _read(path, one_of, lambda record, place: accept(shape.normal(record), place), split, cache)
         return _Normal(written)
-    return _read(path, one_of, accept, split, known)
+    return _read(path, one_of, accept, split, cache)
 
 
-def _read(path: str, one_of: Sequence[str], accept: Check, split: str, known: Known | None) -> Records:
+def _read(path: str, one_of: Sequence[str], accept: Check, split: str, cache: RecordCache | None) -> Records:
     path = of_split(path, split)
     suffix = "" if path.startswith("tfds:") else _suffix(str(files(path)[0]) if path.startswith(hub.DATA) else path)
     if path.startswith("tfds:") or suffix == _ARRAY_RECORD:
@@ -263,7 +263,7 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, known: Kn
         raise ValueError(f"{path} ends in {suffix!r}, which is no known format: use {usable}, or tfds:NAME/SPLIT.")
     parts = []
     for file in files(path):
-        parts.append(_READERS[suffix](file, one_of, accept) if suffix != _JSONL else _jsonl(file, accept, known))
+        parts.append(_READERS[suffix](file, one_of, accept) if suffix != _JSONL else _jsonl(file, accept, cache))
         if not len(parts[-1]):
             raise ValueError(f"{file} is empty: it must hold at least one record.")
     return parts[0] if len(parts) == 1 else _Joined(path, parts)
@@ -349,7 +349,7 @@ def of_split(path: str, split: str) -> str:
     return f"{path.rstrip('/')}/{split}*{suffixes[0]}"
 
 
-def _jsonl(file: epath.Path, accept: Check, known: Known | None) -> Records:
+def _jsonl(file: epath.Path, accept: Check, cache: RecordCache | None) -> Records:
     records = _Lines(file, _object)
 
     def read() -> None:
@@ -362,10 +362,10 @@ def _jsonl(file: epath.Path, accept: Check, known: Known | None) -> Records:
                 accept(_object(text, place), place)
                 records.add(start, raw, number)
 
-    if known is None:
+    if cache is None:
         read()
     else:
-        known(file, records, read)
+        cache(file, records, read)
     return records
 
 
@@ -393,10 +393,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
       ValueError: a key occurs twice.
     """
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    make_all = dict(pairs)
+    if len(make_all) < len(pairs):
         _refuse_twice([name for name, _ in pairs], "keys of an object")
-    return made
+    return make_all
 
 
 def _refuse_twice(names: Sequence[str], what: str) -> None:
@@ -409,19 +409,19 @@ def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
     header: list[str] = []
     records = _Lines(file, lambda text, _: dict(zip(header, next(_csv_rows([text])), strict=True)))
     # The lines that the csv reader has taken for the row that it is reading: a quoted value may have line feeds.
-    taken: list[tuple[int, int, bytes]] = []
+    rows: list[tuple[int, int, bytes]] = []
 
     def lines(content: io.BufferedIOBase) -> Iterator[str]:
         for start, number, raw in _numbered(content):
-            taken.append((start, number, raw))
+            rows.append((start, number, raw))
             yield _decoded_line(raw, file, number)
 
     with records.open() as content:
         try:
             for row in _csv_rows(lines(content)):
-                (start, _, _), (_, last, _) = taken[0], taken[-1]
-                raw, place = b"".join(raw for _, _, raw in taken), f"{file} line {last}"
-                taken.clear()
+                (start, _, _), (_, last, _) = rows[0], rows[-1]
+                raw, place = b"".join(raw for _, _, raw in rows), f"{file} line {last}"
+                rows.clear()
                 if not row:
                     continue
                 if not header:
@@ -435,7 +435,7 @@ def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:
                     accept(dict(zip(header, row, strict=True)), place)
                     records.add(start, raw, last)
         except csv.Error as error:
-            raise ValueError(f"{file} line {taken[-1][1] if taken else 1} is not CSV: {error}.") from error
+            raise ValueError(f"{file} line {rows[-1][1] if rows else 1} is not CSV: {error}.") from error
     return records
 
 
@@ -577,11 +577,7 @@ def _tfds(path: str) -> Records:
     except ImportError as error:
         raise ImportError(f"{path} needs TensorFlow Datasets: pip install 'podrl[tfds]'.") from error
     stored = tfds.data_source(name, split=split, builder_kwargs={"file_format": "array_record"})
-    return ParsedOnAccess(path, stored, lambda raw, _: _decoded(raw))
-
-
-def _decoded(raw: Mapping[str, Any]) -> Record:
-    return {key: _plain(value) for key, value in raw.items()}
+    return ParsedOnAccess(path, stored, lambda raw, _: {key: _plain(value) for key, value in raw.items()})
 
 
 def _plain(value: Any) -> Any:

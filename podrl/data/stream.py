@@ -137,7 +137,7 @@ class Stream(Generic[Item]):
             dataset = grain.MapDataset.mix(datasets, weights=mixed.weights)
         else:
             (dataset,) = datasets
-        dataset = dataset.map_with_index(lambda position, at: self.made(position, *at))
+        dataset = dataset.map_with_index(lambda position, at: self.make_item(position, *at))
         # Reading ahead in threads would cost more than these few tokens; the position is exact either way.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
         self._iterator = iter(dataset.to_iter_dataset(options))
@@ -152,7 +152,7 @@ class Stream(Generic[Item]):
         self.emitted += count
         return items
 
-    def made(self, position: int, part: int, number: int) -> Item | TooLong:
+    def make_item(self, position: int, part: int, number: int) -> Item | TooLong:
         """Prepares record `number` of source `part` for a position of the walk.
 
         Raises:
@@ -177,7 +177,7 @@ class Stream(Generic[Item]):
         for part, (source, name) in enumerate(zip(self._sources, self._names, strict=True)):
             looked, long = min(most, len(source)), 0
             for i in range(looked):
-                long += isinstance(self.made(i, part, i), TooLong)
+                long += isinstance(self.make_item(i, part, i), TooLong)
                 if (i + 1) % _TOLD == 0:
                     _log.info("%d of %d records%s are checked.", i + 1, looked, f" of {name}" * bool(name))
             if long:

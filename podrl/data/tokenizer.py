@@ -343,23 +343,23 @@ class Tokenizer:
         token = self._tokens.get(f"{name}_token")
         if token is not None:
             return self._backend.token_id(token)
-        given = (config.get(key) for config in configs for key in [f"{name}_token_id"])
+        values = (config.get(key) for config in configs for key in [f"{name}_token_id"])
         none = (None, -1) if name == "pad" else (None,)  # old conversions of Llama write -1 for no padding token
-        found = next((i for i in given if i not in none), None)
+        found = next((i for i in values if i not in none), None)
         return None if found is None else self._checked(f"{name}_token_id", found)
 
-    def _checked(self, key: str, given: Any) -> int:
-        """Returns the id `given`, the value of `key` in a file, after a check.
+    def _checked(self, key: str, value: Any) -> int:
+        """Returns the id `value`, the value of `key` in a file, after a check.
 
         Raises:
           ValueError: the value is no id of the vocabulary.
         """
-        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < self._rows:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self._rows:
             raise ValueError(
-                f"{self.directory} has {key}={given!r} in config.json, generation_config.json or tokenizer.json: it "
+                f"{self.directory} has {key}={value!r} in config.json, generation_config.json or tokenizer.json: it "
                 f"must be an id of the vocabulary, from 0 to {self._rows - 1}."
             )
-        return given
+        return value
 
     def _end_ids(
         self, generation: Mapping[str, Any], model: Mapping[str, Any], turns: Sequence[int]
@@ -409,11 +409,11 @@ class Tokenizer:
         tokenizer.json says which. tokenizer.model cannot say it: there it is the start token, unless add_bos_token in
         tokenizer_config.json is false.
         """
-        given = self._backend.start
-        if given is None:
+        start = self._backend.start
+        if start is None:
             bos = self._backend.token_id(self._tokens.get("bos_token", ""))
-            given = [] if self._config.get("add_bos_token") is False or bos is None else [bos]
-        return tuple(self._checked("start token of the post-processor", i) for i in given)
+            start = [] if self._config.get("add_bos_token") is False or bos is None else [bos]
+        return tuple(self._checked("start token of the post-processor", i) for i in start)
 
     def _read_templates(self) -> dict[str, ChatTemplate]:
         """Reads the chat templates by their names: 'default', and 'tool_use' if there is one for prompts with tools.
@@ -436,8 +436,8 @@ class Tokenizer:
                 "text, or a list of objects with the texts 'name' and 'template'."
             )
         named |= {"tool_use": _read_text(tools)} if tools else {}
-        given = {name: text for name in ("default", "tool_use") if isinstance(text := named.get(name), str)}
-        return {name: ChatTemplate(text, str(self.directory)) for name, text in given.items()}
+        templates = {name: text for name in ("default", "tool_use") if isinstance(text := named.get(name), str)}
+        return {name: ChatTemplate(text, str(self.directory)) for name, text in templates.items()}
 
 
 def _rows_of(model: Mapping[str, Any]) -> int | None:
@@ -489,12 +489,12 @@ def _added_tokens(config: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
     Raises:
       ValueError: the field `added_tokens_decoder` does not hold objects with 'content' and 'special' by id.
     """
-    given = config.get("added_tokens_decoder") or {}
+    entries = config.get("added_tokens_decoder") or {}
     try:
-        return {int(i): (_token_text(token), bool(token.get("special"))) for i, token in given.items()}
+        return {int(i): (_token_text(token), bool(token.get("special"))) for i, token in entries.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"added_tokens_decoder in tokenizer_config.json is {str(given)[:80]!r}: it must hold objects with "
+            f"added_tokens_decoder in tokenizer_config.json is {str(entries)[:80]!r}: it must hold objects with "
             f"'content' and 'special' by their ids ({error})."
         ) from None
 
@@ -511,10 +511,12 @@ def _added_elsewhere(directory: epath.Path) -> dict[int, tuple[str, bool]]:
     Raises:
       ValueError: an id is no integer.
     """
-    given = _read_json(directory / "added_tokens.json")
-    if wrong := [name for name, i in given.items() if isinstance(i, bool) or not isinstance(i, int)]:
-        raise ValueError(f"{directory / 'added_tokens.json'} gives {wrong[0]!r} the id {given[wrong[0]]!r}, no number.")
-    return {i: (text, True) for text, i in given.items()}
+    entries = _read_json(directory / "added_tokens.json")
+    if wrong := [name for name, i in entries.items() if isinstance(i, bool) or not isinstance(i, int)]:
+        raise ValueError(
+            f"{directory / 'added_tokens.json'} gives {wrong[0]!r} the id {entries[wrong[0]]!r}, no number."
+        )
+    return {i: (text, True) for text, i in entries.items()}
 
 
 class _Json:
@@ -538,7 +540,9 @@ class _Json:
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokens = self._tokenizer.get_added_tokens_decoder()
         # As in transformers, a token is special where either file says so.
-        special = {i for i, token in tokens.items() if token.special} | {i for i, (_, said) in named.items() if said}
+        special = {i for i, token in tokens.items() if token.special} | {
+            i for i, (_, is_special) in named.items() if is_special
+        }
         self.added: Mapping[int, str] = {i: token.content for i, token in tokens.items() if i in special}
         self.special: Mapping[int, str] = self.added
         self.marks: Mapping[int, str] = {i: token.content for i, token in tokens.items()}

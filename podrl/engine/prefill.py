@@ -6,7 +6,7 @@ import numpy as np
 
 from podrl.engine.device import Device
 from podrl.engine.state import Chunk, EngineShape
-from podrl.mesh.backlog import UNDER_WAY
+from podrl.mesh.backlog import IN_FLIGHT
 
 
 def cut_chunks(
@@ -80,5 +80,5 @@ def run_chunks(device: Device, sequences: Sequence[Sequence[Chunk]]) -> int:
     number = 0
     calls = packed_calls(device.engine.shape, device.engine.shards, sequences)
     for number, (bucket, flat_BI) in enumerate(calls, 1):
-        device.prefill(bucket, flat_BI, number % UNDER_WAY == 0)
+        device.prefill(bucket, flat_BI, number % IN_FLIGHT == 0)
     return number

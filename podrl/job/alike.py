@@ -52,16 +52,16 @@ def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> No
       ValueError: a setting differs; the message names the settings, both values and this host.
       ChannelError: the leader did not answer.
     """
-    mine = json.loads(json.dumps(values, default=_told))
+    mine = json.loads(json.dumps(values, default=_plain))
     if pod.leads:
         pod.channel.put("settings", Message(mine))
         return
-    told = pod.get(LEADER, "settings", deadline_s).value
-    differ = [change for changes in identity.changes(told, mine, {}) for change in changes]
+    settings = pod.get(LEADER, "settings", deadline_s).value
+    differ = [change for changes in identity.changes(settings, mine, {}) for change in changes]
     if differ := [change for change in differ if not change.startswith(_OWN)]:
         how = f", with --join={pod.seat.leader}" if pod.seat.late else " on every host"
         raise ValueError(
-            f"{_here(pod)}: This is not the job's configuration: {'; '.join(differ[:_SHOWN])}{_more(differ)}. Start "
+            f"{_label(pod)}: This is not the job's configuration: {'; '.join(differ[:_SHOWN])}{_more(differ)}. Start "
             f"the job's own command{how}."
         )
 
@@ -82,20 +82,20 @@ def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
     """
     mine = facts(job)
     if pod.leads:
-        pod.channel.serve("alike", Compared(pod.seat.process, mine))
+        pod.channel.serve("alike", SettingsComparison(pod.seat.process, mine))
         return
-    told = pod.call(LEADER, "alike", Message({"process": pod.seat.process, "facts": mine}), deadline_s).value
+    answer = pod.call(LEADER, "alike", Message({"process": pod.seat.process, "facts": mine}), deadline_s).value
     if differ := [
         f"{key} is {mine[key]} here, and {value} on {pod.seat.hosts.name(other)} (host {other})"
-        for key, (value, other) in told["differ"].items()
+        for key, (value, other) in answer["differ"].items()
     ]:
         raise ValueError(
-            f"{_here(pod)} is not as the other hosts are: {'; '.join(differ[:_SHOWN])}{_more(differ)}. All hosts of a "
+            f"{_label(pod)} is not as the other hosts are: {'; '.join(differ[:_SHOWN])}{_more(differ)}. All hosts of a "
             "job need the same files and versions: copy them from one host, or put them where all hosts read them."
         )
 
 
-class Compared:
+class SettingsComparison:
     """Compares the facts of all hosts, on the leader: the first host to report a fact sets its value for the others."""
 
     def __init__(self, process: int, facts: Mapping[str, str]):
@@ -104,9 +104,9 @@ class Compared:
 
     def __call__(self, message: Message) -> Message:
         """Answers the facts of a host with the known value of each that differs, and the host that reported it."""
-        process, told = int(message.value["process"]), message.value["facts"]
-        first = {key: self._known.setdefault(key, (value, process)) for key, value in told.items()}
-        return Message({"differ": {key: known for key, known in first.items() if known[0] != told[key]}})
+        process, facts = int(message.value["process"]), message.value["facts"]
+        first = {key: self._known.setdefault(key, (value, process)) for key, value in facts.items()}
+        return Message({"differ": {key: known for key, known in first.items() if known[0] != facts[key]}})
 
 
 def facts(job: Job) -> dict[str, str]:
@@ -142,7 +142,7 @@ def facts(job: Job) -> dict[str, str]:
     return found
 
 
-def _told(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Replaces a value that JSON cannot hold, in the same way on all hosts."""
     if isinstance(value, set | frozenset):  # the order of a set depends on the hash seed of the process
         return sorted(map(str, value))
@@ -164,7 +164,7 @@ def _scripts(text: str) -> set[str]:
     return {one for one in (*named, *_SCRIPT.findall(text)) if one.endswith(".py")}
 
 
-def _here(pod: Pod) -> str:
+def _label(pod: Pod) -> str:
     return f"{pod.name} (host {pod.seat.process}, {socket.gethostname()})"
 
 
@@ -189,7 +189,7 @@ def _models(job: Job) -> Iterator[tuple[str, str]]:
     teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
     for key, path in [*named.items(), *teachers]:
         path = "tiny" if path == SCRATCH else path  # the scratch model has the tokenizer of 'tiny'
-        if path and not is_remote(path) and not hub.named(path):
+        if path and not is_remote(path) and not hub.parse_name(path):
             yield key, str(MODELS.get(path) or path)
 
 

@@ -98,6 +98,11 @@ class ModelSource:
 
     @property
     def directory(self) -> Place:
+        """Returns the checkpoint's directory, after fetching it from the hub if `path` names a repository.
+
+        Raises:
+          ValueError: `path` is no directory.
+        """
         path = EMBEDDED.get(self.path) or locate(hub.local(self.path))
         if not path.is_dir():
             raise ValueError(
@@ -204,8 +209,8 @@ class Kind:
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def given(self) -> bool:
-        """True if the job trains on given answers, as SFT does; it then samples only for evaluations, if at all."""
+    def offline(self) -> bool:
+        """True if the job trains on answers from data, as SFT does; it then samples only for evaluations, if at all."""
         return self.answers > 0
 
     @property
@@ -332,7 +337,7 @@ class Job:
 
     @property
     def max_staleness(self) -> int:
-        return 0 if self.kind.given else self.algo.max_staleness
+        return 0 if self.kind.offline else self.algo.max_staleness
 
     @property
     def kept_versions(self) -> int:
@@ -345,41 +350,42 @@ class Job:
 
     @property
     def group_size(self) -> int:
-        """Number of samples of a prompt, which may share the tokens of the prompt; 1 for given answers."""
-        return 1 if self.kind.given else self.algo.num_generations
+        """Number of samples of a prompt, which may share the tokens of the prompt; 1 for answers from data."""
+        return 1 if self.kind.offline else self.algo.num_generations
 
     @property
     def samples_per_step(self) -> int:
-        if self.kind.given:
+        """Number of samples, or of answers from data, in a step."""
+        if self.kind.offline:
             return self.algo.batch_size * self.kind.answers
         return self.rollout.prompts_per_step * self.algo.num_generations
 
     @property
     def mini_batch_size(self) -> int:
         """Sequences of one optimizer update."""
-        prompts = 0 if self.kind.given else self.trainer.mini_batch_size or 0
+        prompts = 0 if self.kind.offline else self.trainer.mini_batch_size or 0
         return prompts * self.group_size or self.samples_per_step
 
     @property
     def updates_per_step(self) -> int:
-        passes = 1 if self.kind.given else self.algo.num_iterations
+        passes = 1 if self.kind.offline else self.algo.num_iterations
         return passes * (self.samples_per_step // self.mini_batch_size)
 
     @property
     def has_accuracies(self) -> bool:
         """True if answers can be expected between the reference tags, where accuracies look for them."""
-        asked = any(
+        needed = any(
             template.ANSWER_START in one.system_prompt
             or (one.system_prompt in ("", AUTO) and one.path in EMBEDDED_TASKS)
             for one in self.data.singles()
         )
         named = {fn.partition("@")[0] for fn in self.reward.fns if isinstance(fn, str)}
-        return self.kind.given or asked or bool(named & {"answer", "number", "recipe_number"})
+        return self.kind.offline or needed or bool(named & {"answer", "number", "recipe_number"})
 
     @property
     def longest(self) -> int:
         """Length of the longest training sequence, in tokens."""
-        if self.kind.given:
+        if self.kind.offline:
             return self.algo.max_length
         return self.rollout.longest
 
@@ -391,7 +397,7 @@ class Job:
             sequences=self.mini_batch_size,
             max_length=self.longest + more,
             group_size=self.group_size,
-            max_prompt_length=0 if self.kind.given else self.rollout.max_prompt_length + more,
+            max_prompt_length=0 if self.kind.offline else self.rollout.max_prompt_length + more,
         )
 
     def as_mapping(self) -> dict[str, Any]:
@@ -403,27 +409,27 @@ class Job:
 
 def _unread(kind: Kind) -> tuple[str, ...]:
     """Lists the sections of the configuration that jobs of a kind do not have."""
-    return ("reward",) if kind.given else ()
+    return ("reward",) if kind.offline else ()
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fills a configuration: defaults, then the algorithm's preset, then `values`."""
     name = values.get("algorithm", "grpo")
     section = section_of(name)
-    kind, given = KINDS[section], dict(values)
+    kind, values_of_section = KINDS[section], dict(values)
     base = merge({key: value for key, value in defaults(Job).items() if key not in _unread(kind)}, kind.base)
-    for key, value in given.items():
+    for key, value in values_of_section.items():
         if isinstance(base.get(key), Mapping) and not isinstance(value, Mapping):
             raise ValueError(f"config.{key}={value!r} must be a group of keys, which are {', '.join(base[key])}.")
     fields: Mapping[str, Any] = {}
-    if not kind.given:
+    if not kind.offline:
         other = "grpo" if section == "ppo" else "ppo"
         # A configuration written for the other kind of algorithm keeps the values of keys that both kinds have, except
         # those that the preset sets.
         common = {f.name for f in dataclasses.fields(AlgorithmConfig)}
-        carried = {key: value for key, value in given.pop(other, {}).items() if key in common}
+        carried = {key: value for key, value in values_of_section.pop(other, {}).items() if key in common}
         fields = merge(carried, preset(name).settings)
-    whole = merge(merge(base, {section: merge(defaults(kind.settings), fields)}), given)
+    whole = merge(merge(base, {section: merge(defaults(kind.settings), fields)}), values_of_section)
     return merge(whole, {section: custom.completed(whole[section], section)})
 
 
@@ -464,7 +470,7 @@ def parse(values: Mapping[str, Any]) -> Job:
             )
     algo = build(kind.settings, _with_sources(values, section), f"config.{section}")
     job = build(Job, common | {"algo": algo})
-    if kind.given and job.trainer.mini_batch_size is not None:
+    if kind.offline and job.trainer.mini_batch_size is not None:
         raise ValueError(
             f"trainer.mini_batch_size={job.trainer.mini_batch_size} means nothing with algorithm={section}, where "
             f"every batch makes one update: set {section}.batch_size={job.algo.batch_size} instead."
@@ -483,13 +489,13 @@ def parse(values: Mapping[str, Any]) -> Job:
     job.rollout.require(environment=job.env.used)
     _check_environments(job)
     if job.data.curriculum.used:
-        if job.kind.given:
+        if job.kind.offline:
             raise ValueError(
                 f"data.curriculum chooses prompts by how their samples pass, and algorithm={section} learns from given "
                 "answers: leave it out."
             )
         job.algo.check_curriculum(job.rollout)
-    if not job.kind.given:
+    if not job.kind.offline:
         job.reward.require(environment=job.env.used)
         job.algo.check_clock(job.rollout, job.env.calls_per_window)
         _check_program(job)
@@ -500,18 +506,18 @@ def _with_sources(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     """Returns the algorithm's section, with the settings that data sources have for themselves under `sources`."""
     sources = build(DataConfig, values.get("data", {}), "config.data").sources
     own = {source.label: dict(source.grpo) for source in sources if source.grpo}
-    given = values.get(section, {})
+    settings = values.get(section, {})
     if own and section != "grpo":
         raise ValueError(
             f"data.sources: {', '.join(own)} has settings 'grpo', and algorithm={section!r} is not of that kind: leave "
             "them out, or choose algorithm=grpo."
         )
-    if given.get("sources"):
+    if settings.get("sources"):
         raise ValueError(
-            f"{section}.sources={dict(given['sources'])!r}: a job takes them from its data, so say 'grpo' in "
+            f"{section}.sources={dict(settings['sources'])!r}: a job takes them from its data, so say 'grpo' in "
             "data.sources."
         )
-    return {**given, "sources": own} if own else given
+    return {**settings, "sources": own} if own else settings
 
 
 def _check_program(job: Job) -> None:
@@ -538,10 +544,10 @@ def _in_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Translates the aggregation mode from the name in the preset's framework to podrl's."""
     algorithm = values.get("algorithm", "grpo")
     section = section_of(algorithm)
-    given = values.get(section, {}).get("loss_agg_mode")
-    if not isinstance(given, str):
+    name = values.get(section, {}).get("loss_agg_mode")
+    if not isinstance(name, str):
         return dict(values)
-    mode = preset(algorithm).mode(given, key=f"{section}.loss_agg_mode")
+    mode = preset(algorithm).mode(name, key=f"{section}.loss_agg_mode")
     return merge(values, {section: {"loss_agg_mode": mode}})
 
 
@@ -559,7 +565,7 @@ def _check_models(job: Job) -> None:
             "none: set env.environment (and env.tools), or grpo.observation_coef=0."
         )
     critic, reward = job.roles.critic.mesh, job.roles.reward.mesh
-    if job.kind.given and (critic, reward) != (TRAINER, ROLLOUT):
+    if job.kind.offline and (critic, reward) != (TRAINER, ROLLOUT):
         raise ValueError(
             f"roles.critic.mesh={critic!r}, roles.reward.mesh={reward!r}: supervised training has neither model, so "
             f"leave them at {TRAINER!r} and {ROLLOUT!r}."
@@ -656,15 +662,15 @@ def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     A record that is scored by the user's functions alone gets no words that the user did not write, and neither do
     given answers and embedded tasks.
     """
-    if KINDS[section_of(values.get("algorithm", "grpo"))].given:
+    if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         return dict(values)
     data = build(DataConfig, values.get("data", {}), "config.data")
     evaluation = build(EvalConfig, values.get("eval", {}), "config.eval")
     fns = build(RewardConfig, values.get("reward", {}), "config.reward").fns
-    asked = data.system_prompt
+    prompt = data.system_prompt
 
     def decided(path: str, own: str, own_fns: Sequence[Any]) -> str:
-        if own != AUTO or asked != AUTO or path in EMBEDDED_TASKS:
+        if own != AUTO or prompt != AUTO or path in EMBEDDED_TASKS:
             return own
         return words_for(own_fns or fns)
 
@@ -673,7 +679,7 @@ def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
             dataclasses.replace(one, system_prompt=decided(one.path, one.system_prompt, one.reward)) for one in items
         )
 
-    changed: dict[str, Any] = {"data": {"system_prompt": decided(data.path, asked, ())} if data.path else {}}
+    changed: dict[str, Any] = {"data": {"system_prompt": decided(data.path, prompt, ())} if data.path else {}}
     if data.sources:
         changed["data"]["sources"] = all_decided(data.sources)
     if evaluation.sets:
@@ -687,7 +693,7 @@ def _with_scorers(values: Mapping[str, Any]) -> dict[str, Any]:
     It scores the records of every such source and evaluation set that names no functions of its own. It replaces the
     default of reward.fns if all of the job's records are such problems.
     """
-    if KINDS[section_of(values.get("algorithm", "grpo"))].given:
+    if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         return dict(values)
     data = build(DataConfig, values.get("data", {}), "config.data")
     evaluation = build(EvalConfig, values.get("eval", {}), "config.eval")

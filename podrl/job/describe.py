@@ -68,11 +68,11 @@ def _processes(role: str, pod: Pod | None, shown: int = 8) -> str:
     all_hosts = pod.seat.hosts
     of_trainer = dict.fromkeys((TRAINER, "critic", "teacher"), all_hosts.trainer)
     hosts = {**of_trainer, EVAL: all_hosts.eval}.get(role, all_hosts.rollout)
-    here, said = socket.gethostname(), []
+    here, names = socket.gethostname(), []
     for host in [host for host in hosts if host in pod.ids][:shown]:
         number, machine = pod.ids[host]
-        said.append(f"host {host}: {number}" + (f" on {machine}" if machine != here else ""))
-    return ", ".join(said) + (f" and {len(hosts) - shown} more" if len(hosts) > shown else "")
+        names.append(f"host {host}: {number}" + (f" on {machine}" if machine != here else ""))
+    return ", ".join(names) + (f" and {len(hosts) - shown} more" if len(hosts) > shown else "")
 
 
 def _ranges(ids: Sequence[int]) -> str:
@@ -92,7 +92,7 @@ def print_plan(
     """Prints the tables that a run starts with, and that a dry run ends with."""
     if not console.quiet:
         print_about(console, about_job(job, on, pod))
-    if not job.kind.given and not console.quiet:
+    if not job.kind.offline and not console.quiet:
         for line in (*weight_lines(job, on, pod, dry=dry), *data_lines(job)):
             console.print(line)
     if dry:  # a run itself warns at its start
@@ -103,7 +103,7 @@ def print_plan(
 
 def unmoved_lines(job: Job) -> list[str]:
     """Lists the reasons why the job cannot change its weights; empty if it can."""
-    if job.kind.given:
+    if job.kind.offline:
         return unmoved(job.trainer)
     of_job = (job.algo, job.rollout, job.reward, job.env)
     return unmoved_by_samples(job.trainer, *of_job, steps=job.max_steps)
@@ -121,12 +121,12 @@ def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> A
     header = ["role", "mesh", "devices", "ids", "process", "does"]
     rows = role_rows(on, _auxiliary_models(job), pod, job.roles.eval)
     tables = [Table(f"Roles ({device_line()})", header, rows)]
-    rows = given_rows(job, on) if job.kind.given else batch_rows(job, on)
+    rows = offline_rows(job, on) if job.kind.offline else batch_rows(job, on)
     tables.append(Table("Batch arithmetic", ["what", "number", "from"], rows))
     if job.data.sources:
         tables.append(_sources(job))
     sent = [f"Code of the user, with its SHA-256: {code}"] if code else []
-    lines = given_lines(job) if job.kind.given else [*algorithm_lines(job, on), *_route_lines(job)]
+    lines = offline_lines(job) if job.kind.offline else [*algorithm_lines(job, on), *_route_lines(job)]
     return About(tables, [*lines, *sent])
 
 
@@ -134,9 +134,9 @@ def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[st
     """Describes the copies of the weights besides those that train; a dry run does not know the topology."""
     if not job.model.path and not job.model.size:
         return []
-    held, split = copies(job, on.trainer, on.rollout), pod is not None and pod.seat.disposable
-    generating = f"Weights of a rollout device while it generates: {held.of_rollout()} in all."
-    kept = f"trainer device keeps for other hosts {held.of_trainer()} in all."
+    trees, split = copies(job, on.trainer, on.rollout), pod is not None and pod.seat.disposable
+    generating = f"Weights of a rollout device while it generates: {trees.of_rollout()} in all."
+    kept = f"trainer device keeps for other hosts {trees.of_trainer()} in all."
     if dry:
         return [generating, *([] if job.roles.colocated else [f"With topology=split a {kept}"])]
     return [f"A {kept}"] if split else [generating]
@@ -166,29 +166,29 @@ def data_lines(job: Job) -> list[str]:
         fields |= dict.fromkeys(["system_prompt"] if system_prompt(part.config) else [])
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
     fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
-    given = f"Reward functions are given prompts, completions, and of every record: {', '.join(fields)}."
+    about = f"Reward functions are given prompts, completions, and of every record: {', '.join(fields)}."
     if why := unmeasured(job, data) if job.eval.problems else "eval.problems=0":
-        given += f"\nNo accuracies: {why}."
-    given += "".join(f"\nQuestions are preceded by {text!r} (data.system_prompt)." for text in before)
+        about += f"\nNo accuracies: {why}."
+    about += "".join(f"\nQuestions are preceded by {text!r} (data.system_prompt)." for text in before)
     if not before:
-        given += "\nNothing precedes a question (data.system_prompt)."
+        about += "\nNothing precedes a question (data.system_prompt)."
     count = f"Data: {sum(len(part.train) for part in opened.parts):,} records to train on, "
-    given += "".join(f"\n{line}" for line in _set_lines(job))
+    about += "".join(f"\n{line}" for line in _set_lines(job))
     if not job.eval.problems:
-        return [f"{count}no evaluation on held-out records (eval.problems=0).", given]
-    if not opened.held:
+        return [f"{count}no evaluation on held-out records (eval.problems=0).", about]
+    if not opened.held_out:
         return [
             f"{count}none held out, so there is no evaluation before and after: data.path={data.path} is too small for "
             f"data.eval_fraction={data.eval_fraction:g}. Raise it, or give data.eval_path.",
-            given,
+            about,
         ]
-    held_out = min(opened.held, job.eval.problems)
+    held_out = min(opened.held_out, job.eval.problems)
     source = "data.eval_path" if data.eval_path else "held out from training"
     few = ""
     if held_out < min(_FEW, job.eval.problems):
         fraction = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
         few = f" That is too few to tell before from after. {'' if data.eval_path else fraction}".rstrip()
-    return [f"{count}{held_out} to evaluate on ({source}).{few}", given]
+    return [f"{count}{held_out} to evaluate on ({source}).{few}", about]
 
 
 def _set_lines(job: Job) -> list[str]:
@@ -244,7 +244,7 @@ def _guarantee(job: Job) -> str:
     return "Guarantee (rollout.clock='tokens'): a run that is killed and started again ends bitwise the same."
 
 
-def given_rows(job: Job, on: Meshes) -> list[list[str]]:
+def offline_rows(job: Job, on: Meshes) -> list[list[str]]:
     """Explains how given answers become updates."""
     section, batch, shape = job.section, job.algo.batch_size, job.pack_shape(on.trainer)
     what = "pairs" if job.kind.answers == 2 else "examples"
@@ -258,7 +258,7 @@ def given_rows(job: Job, on: Meshes) -> list[list[str]]:
     ]
 
 
-def given_lines(job: Job) -> list[str]:
+def offline_lines(job: Job) -> list[str]:
     """Describes the loss of given answers, and the parameters it trains."""
     rank = job.model.lora.rank
     trained = f"adapters of rank {rank}" if rank else "all parameters"

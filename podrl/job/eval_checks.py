@@ -30,11 +30,11 @@ def _check_hosts(job: Any) -> None:
     """Refuses evaluation hosts that would have nothing to do."""
     if not (hosts := job.roles.eval.hosts):
         return
-    asks = f"roles.eval.hosts={hosts!r} names hosts that evaluate and do nothing else"
-    if job.kind.given:
+    text = f"roles.eval.hosts={hosts!r} names hosts that evaluate and do nothing else"
+    if job.kind.offline:
         raise ValueError(
-            f"{asks}, and with algorithm={job.section} the rollout mesh does nothing else: leave it empty, and give "
+            f"{text}, and with algorithm={job.section} the rollout mesh does nothing else: leave it empty, and give "
             "roles.rollout.hosts these hosts."
         )
     if not (job.eval.problems or job.eval.sets):
-        raise ValueError(f"{asks}, and eval.problems=0 leaves evaluations out: leave it empty.")
+        raise ValueError(f"{text}, and eval.problems=0 leaves evaluations out: leave it empty.")

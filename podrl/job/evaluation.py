@@ -55,7 +55,7 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
         )
         try:
             unanswered = split(data).unanswered
-            if job.kind.given and unanswered and not data.eval_path:
+            if job.kind.offline and unanswered and not data.eval_path:
                 raise ValueError(
                     f"{unanswered[0][0]}: records without an answer cannot be held out. Add the answers, "
                     "or set data.eval_path."
@@ -92,7 +92,7 @@ def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
         max_prompt_length=rollout.max_prompt_length,
     )
     scorer = _scorer(job, data)
-    if not batches or (job.kind.given and scorer is None):
+    if not batches or (job.kind.offline and scorer is None):
         raise ValueError(
             f"eval.sets: {one.name} has nothing to score: none of {one.path} fits rollout.max_prompt_length="
             f"{rollout.max_prompt_length}."

@@ -51,12 +51,12 @@ def run(
     """
     child.refuse_inside()
     path = find_config(config)
-    given, changed = load_config(path).to_dict(), _nested(overrides or {})
-    first = merge(given, changed)
+    of_file, changed = load_config(path).to_dict(), _nested(overrides or {})
+    first = merge(of_file, changed)
     _refuse_pods()
     devices = check(first.get("fake_devices", 0), Devices, "fake_devices")
     process_environment.prepare(os.environ, fake_devices=devices)
-    process_environment.keep_compiled(os.environ, first.get("compile_cache", "auto"))
+    process_environment.enable_compile_cache(os.environ, first.get("compile_cache", "auto"))
     import jax
 
     from podrl.job import job
@@ -73,7 +73,7 @@ def run(
         if function is not None:
             changed = merge(changed, {section: {name: user_objects.name_of(function) or function}})
     own = {name: value for name, value in changed.get(section, {}).items() if name in ARGUMENTS}
-    whole = ConfigDict(complete(merge(given, {"algorithm": algorithm, section: own}))).to_dict()
+    whole = ConfigDict(complete(merge(of_file, {"algorithm": algorithm, section: own}))).to_dict()
     for key in changed.keys() - whole.keys():
         if hint := elsewhere(key, whole):
             raise ValueError(f"The configuration has no key {key!r}.{hint}")

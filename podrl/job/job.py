@@ -46,7 +46,7 @@ from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.service import ServiceError
-from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED, told_if_long
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_PREEMPTED, announce_if_long
 from podrl.storage import hub, storage
 from podrl.storage.storage import StorageError, is_remote
 from podrl.view.report import write_ending
@@ -146,11 +146,11 @@ def _train_scorer(job: Job, on: Meshes, link: PullLink | None, current: Run, pod
         return _follow(None, current, pod)
     with current.watchdog.stage("start-up"):
         cluster = build_scorer(job, on, None if link is None else link.trains)
-        stream, held = None, ()
+        stream, eval_sets = None, ()
         if cluster.trains:
-            stream, held = job.kind.stream(job, cluster.tokenizer), held_out(job, cluster.tokenizer)
+            stream, eval_sets = job.kind.stream(job, cluster.tokenizer), held_out(job, cluster.tokenizer)
     shape = job.pack_shape(on.trainer)
-    step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, None, pod, held)
+    step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, None, pod, eval_sets)
     _write_sources(current, job, {} if stream is None else stream.too_long)
     return step
 
@@ -207,7 +207,7 @@ def run(
     values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)
     say = make_console(quiet=pod is not None and not pod.leads).print
-    with told_if_long("Reading the configuration, and the data for its longest prompt ...", say):
+    with announce_if_long("Reading the configuration, and the data for its longest prompt ...", say):
         job = parse(with_prompt_length(values, tools))
     check_models(job, _loads(pod))
     if pod is not None:
@@ -218,12 +218,12 @@ def run(
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
     # A record that cannot be rendered, or a reward that is misspelt, fails before models are loaded.
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
-    with told_if_long("Checking the records of the data ...", say):
+    with announce_if_long("Checking the records of the data ...", say):
         if role == TRAINER:
             check_records(job, tokenizer)
-    if not job.kind.given:
+    if not job.kind.offline:
         others = {REWARD_NAME: job.env.reward_weight} if job.env.used else {}
-        with told_if_long("Trying the reward functions ...", say), Rewards(job.reward, others) as rewards:
+        with announce_if_long("Trying the reward functions ...", say), Rewards(job.reward, others) as rewards:
             check_rewards(job, rewards, tokenizer)
     with _open_run(job, workdir, pod, command) as current:
         current.profiler = Profiler(workdir, pod.name if pod else "trainer 0", steps)
@@ -251,8 +251,8 @@ def _pinned(values: Mapping[str, Any], workdir: str, pod: Pod | None) -> Mapping
         if pod is not None:
             pod.channel.put("hub", Message({"names": hub.names(values)}))
         return values
-    told = pod.get(LEADER, "hub", 4 * build(LogConfig, values["log"], "config.log").stall_s).value["names"]
-    return hub.renamed(values, told)
+    names = pod.get(LEADER, "hub", 4 * build(LogConfig, values["log"], "config.log").stall_s).value["names"]
+    return hub.renamed(values, names)
 
 
 def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools:
@@ -275,7 +275,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
         return _train_scorer(job, on, link, current, pod)
     with current.watchdog.stage("start-up"):
         cluster = build_cluster(job, on, link, tools)
-        if job.kind.given:  # a rollout host only evaluates; the first evaluation compiles
+        if job.kind.offline:  # a rollout host only evaluates; the first evaluation compiles
             stream = job.kind.stream(job, cluster.tokenizer) if cluster.trains else None
         else:
             stream = job.kind.stream(job, cluster.tokenizer)
@@ -288,7 +288,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
     evaluator = make_evaluator(cluster, job)
     if evaluator is not None and current.workdir is not None and current.leads:
         evaluator.keep = functools.partial(summary.keep_evaluation, current.workdir)
-    if job.kind.given:
+    if job.kind.offline:
         shape = job.pack_shape(on.trainer)
         with playing(cluster, environment_config(job.env), job.reward.limits, current, pod):
             step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, evaluator, pod)
@@ -358,7 +358,7 @@ def _open_run(job: Job, workdir: str, pod: Pod | None, command: str) -> Iterator
     current = _make_run(job, workdir, pod)
     current.command = command
     if pod is not None:
-        current.watchdog.waits_for.append(pod.waits)
+        current.watchdog.wait_sources.append(pod.describe_waits)
         pod.last_words = current.how_to_resume
     try:
         with current:

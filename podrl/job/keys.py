@@ -23,7 +23,7 @@ from podrl.job.config import KINDS, Job, section_of, unset
 _ATTRIBUTE = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): +(.*)")
 # Beginnings of keys that only some algorithms read, and the sections of these algorithms. An algorithm also reads its
 # own section.
-_GENERATING = tuple(name for name, kind in KINDS.items() if not kind.given)
+_GENERATING = tuple(name for name, kind in KINDS.items() if not kind.offline)
 _SECTIONS = {
     "data.curriculum": _GENERATING,
     "model.critic": ("ppo",),
@@ -107,7 +107,7 @@ def _keys(
     cls: type, prefix: str, readers: tuple[str, ...], start: typing.Any = None, leave_out: tuple[str, ...] = ()
 ) -> Iterator[Key]:
     """Lists the keys of the settings `cls`; `start` has their default values, or is None for those of `cls` itself."""
-    said, fields = meanings(cls), {field.name: field for field in dataclasses.fields(cls)}
+    meanings_of_fields, fields = meanings(cls), {field.name: field for field in dataclasses.fields(cls)}
     groups: list[tuple[str, type, typing.Any]] = []
     for name, hint in types_of(cls).items():
         path = prefix + name
@@ -119,7 +119,7 @@ def _keys(
             groups.append((path, inner, default if isinstance(default, inner) else None))
             continue
         text = "" if default is dataclasses.MISSING else getattr(default, "__name__", None) or repr(default)
-        yield Key(path, described(hint), text, said.get(name, ""), _readers(path, readers))
+        yield Key(path, described(hint), text, meanings_of_fields.get(name, ""), _readers(path, readers))
         if inner is not None:
             groups.append((f"{path}[]", inner, None))
     for path, inner, default in groups:  # after the keys above, so that the keys of a group stay together

@@ -77,10 +77,10 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     Raises:
       ValueError: a record cannot be used; the message names the record, and the function or the template.
     """
-    given = {"turns": "", "model_text": "", "sample_text": ""} if job.env.used else {}  # episodes give these
+    episode_fields = {"turns": "", "model_text": "", "sample_text": ""} if job.env.used else {}  # episodes give these
     opened = split(job.data)
     rewards.check_answers(opened.unanswered)
-    shown = [(part, [(at, given | fields) for at, fields in _shown(part, tokenizer)]) for part in opened.parts]
+    shown = [(part, [(at, episode_fields | fields) for at, fields in _shown(part, tokenizer)]) for part in opened.parts]
     everywhere = set[str]().union(*(fields for _, records in shown for _, fields in records))
     for part, records in shown:
         rewards.check_fields(records, part.fields.get("reward_fns", ()), everywhere)
@@ -89,7 +89,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
         opened = split(one.data(job.data))
         rewards.check_answers(opened.unanswered)
         for part in opened.parts:
-            records = [(at, given | fields) for at, fields in _shown(part, tokenizer)]
+            records = [(at, episode_fields | fields) for at, fields in _shown(part, tokenizer)]
             own = set[str]().union(*(fields for _, fields in records))
             rewards.check_fields(records, part.fields.get("reward_fns", ()), own)
             sets.append((part, records))
@@ -129,7 +129,7 @@ def check_all(job: Job) -> None:
             pass
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
     check_records(job, tokenizer, _MANY)
-    if not job.kind.given:
+    if not job.kind.offline:
         others = {"environment": job.env.reward_weight} if job.env.used else {}
         with Rewards(job.reward, others) as rewards:
             check_rewards(job, rewards, tokenizer)
@@ -147,7 +147,7 @@ def _shown(part: Part, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]
     """Returns places and fields of the first records of a source, as reward functions get them."""
     source: Any = part.train
     place = (lambda i: f"{part.config.path} record {i}") if is_generated(part.config.path) else source.place
-    rendered = itertools.islice(sources.made(source, PartRenderer(part, tokenizer)), _LOOK)
+    rendered = itertools.islice(sources.make_all(source, PartRenderer(part, tokenizer)), _LOOK)
     shown = [(place(i), dict(fields)) for i, (_, fields) in enumerate(rendered)]
     for where, fields in shown:
         sources.check_json(fields, where)

@@ -191,8 +191,8 @@ class Distilled(GRPO):
             theirs = packing.place_samples(read, chosen, longer)
             number_ABT = theirs.scatter(their_number_BT[chosen])
             id_ABTK: Any = id_XK[number_ABT]
-            asked = actor.put(theirs.batch(IdRows(theirs.layout(read.tokens_BT[chosen]), id_ABTK)))
-            keep(theirs_XK, number_ABT, actor.teacher_id_logprobs(self._teacher.teacher, asked))
+            rows = actor.put(theirs.batch(IdRows(theirs.layout(read.tokens_BT[chosen]), id_ABTK)))
+            keep(theirs_XK, number_ABT, actor.teacher_id_logprobs(self._teacher.teacher, rows))
         return IdScores(rollouts.logprob_BT, number_BT, id_XK, theirs_XK)
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
@@ -207,13 +207,13 @@ class Distilled(GRPO):
         read = dataclasses.replace(experience, rollouts=Hinted.of(experience.rollouts).rollouts)
         every_B = np.ones(len(experience.rollouts.length_B), bool)
         where = [(teacher.mesh, of_B) for teacher, of_B in self._taught_by(experience)] if teachers else []
-        held = [
-            self.held(read, chosen[of_B[chosen]], self._shape_on(mesh), mesh)
+        rows = [
+            self.rows_of_update(read, chosen[of_B[chosen]], self._shape_on(mesh), mesh)
             for mesh, of_B in where or [(self.cluster.actor_mesh, every_B)]
             for chosen in self.mini_batches(step, 0, len(every_B))
             if of_B[chosen].any()
         ]
-        return np.unique(np.concatenate([own, *held]))
+        return np.unique(np.concatenate([own, *rows]))
 
     def update(self, step: int, batches: Sequence[Batch[Any]], weighed: list[Any] | None = None) -> Mapping[str, Any]:
         """Makes the updates of a step, and then moves the teacher if it is the policy's moving average."""
@@ -230,12 +230,12 @@ class Distilled(GRPO):
         by_reward_BT = np.zeros_like(mask_BT)
         if np.any(teacher.reward_coef):
             by_reward_BT = self._by_rewards(experience, rewards)
-        own_BT, told = teacher.rewards(by_reward_BT, mask_BT), self._told(experience)
+        own_BT, of_sources = teacher.rewards(by_reward_BT, mask_BT), self._source_metrics(experience)
         if self._exact:
-            return own_BT, {**told, **self._told_of_hints(experience)}
+            return own_BT, {**of_sources, **self._hint_metrics(experience)}
         taught_BT = mask_BT * (np.asarray(teacher.coef) > 0)
         theirs_BT, metrics = teacher.advantages(*_compared(scores), taught_BT, _spans(scores))
-        return own_BT + theirs_BT, {**told, **metrics}
+        return own_BT + theirs_BT, {**of_sources, **metrics}
 
     def _of(self, experience: Experience) -> Distillation:
         """Returns the teacher's settings with the weights of each sample, which depend on its source."""
@@ -302,7 +302,7 @@ class Distilled(GRPO):
         hinted_P = np.array([hint is not None for hint in hints], bool)
         return np.where(hinted_P[experience.rollouts.group_B][:, None], counted_BT, np.float32(0))
 
-    def _told_of_hints(self, experience: Experience) -> Mapping[str, float]:
+    def _hint_metrics(self, experience: Experience) -> Mapping[str, float]:
         """Computes the share of the tokens with a teacher's weight that the policy can teach itself."""
         if self._teacher.teacher == "reference":
             return {}

@@ -230,39 +230,39 @@ class Evaluator:
         """
         found: dict[str, np.ndarray] = {}
         shown: list[dict[str, Any]] = []
-        for held in self._sets:
-            batches = [cut for prompts in held.batches if len((cut := share_of(prompts, *part)).length_P)]
-            if not batches or self._nth(step) % held.every:
+        for eval_set in self._sets:
+            batches = [cut for prompts in eval_set.batches if len((cut := share_of(prompts, *part)).length_P)]
+            if not batches or self._nth(step) % eval_set.every:
                 continue
             whole = batches
-            greedy = _Scores(held, "greedy", 1)
-            sampled = _Scores(held, "sampled", held.samples)
+            greedy = _Scores(eval_set, "greedy", 1)
+            sampled = _Scores(eval_set, "sampled", eval_set.samples)
             while batches:
-                piece, batches = _cut(batches, 1 + held.samples, most())
-                for scores, rollouts in zip((greedy, sampled), self._drawn(policy, piece, held), strict=False):
+                piece, batches = _cut(batches, 1 + eval_set.samples, most())
+                for scores, rollouts in zip((greedy, sampled), self._drawn(policy, piece, eval_set), strict=False):
                     scores.add(rollouts, self.rewards(rollouts) if self.rewards else {}, self._show)
                 yield
             scored = greedy.by_metric() | sampled.by_metric()
-            if held.name:
-                scored = _renamed(scored, held.name)
+            if eval_set.name:
+                scored = _renamed(scored, eval_set.name)
             found |= scored
             named_P = [one for p in whole for one in p.fields.get("group", [None] * len(p.length_P))]
-            for group in () if held.name else self._groups:
+            for group in () if eval_set.name else self._groups:
                 own_P = np.array([one == group for one in named_P])
                 if own_P.any():
                     found |= _renamed({key: value_PG[own_P] for key, value_PG in scored.items()}, f"{_GROUP}{group}")
-            shown += [{"set": held.name, **one} if held.name else one for one in greedy.shown]
+            shown += [{"set": eval_set.name, **one} if eval_set.name else one for one in greedy.shown]
         return found, shown
 
-    def _drawn(self, policy: Policy, prompts: Prompts, held: HeldOut) -> list[Rollouts]:
+    def _drawn(self, policy: Policy, prompts: Prompts, eval_set: HeldOut) -> list[Rollouts]:
         """Draws the greedy sample of each prompt and the others, in one call if the engine can do so."""
-        G = held.samples
+        G = eval_set.samples
         if able(self._cluster.config.rollout_engine, "greedy_members"):
-            both = self._draw(policy, prompts, dataclasses.replace(held.sampled, greedy=1), 1 + G)
+            both = self._draw(policy, prompts, dataclasses.replace(eval_set.sampled, greedy=1), 1 + G)
             return [places(both, slice(0, 1)), *([places(both, slice(1, None))] if G else [])]
-        greedy = dataclasses.replace(held.sampled, temperature=0.0)
+        greedy = dataclasses.replace(eval_set.sampled, temperature=0.0)
         drawn = [self._draw(policy, prompts, greedy, 1)]
-        return [*drawn, *([self._draw(policy, prompts, held.sampled, G)] if G else [])]
+        return [*drawn, *([self._draw(policy, prompts, eval_set.sampled, G)] if G else [])]
 
     def _draw(self, policy: Policy, prompts: Prompts, sampling: Sampling, group_size: int) -> Rollouts:
         return self._cluster.generate(
@@ -273,30 +273,30 @@ class Evaluator:
 class _Scores:
     """Collects the scores of a set's greedy completions, or of its sampled completions."""
 
-    def __init__(self, held: HeldOut, name: str, samples: int):
+    def __init__(self, eval_set: HeldOut, name: str, samples: int):
         """Begins without scores; `samples` is the number of samples per prompt."""
         self.samples, self.shown = samples, list[dict[str, Any]]()
-        self._held, self._name = held, name
+        self._set, self._name = eval_set, name
         self._values: dict[str, list[float]] = {}
 
     def add(self, rollouts: Rollouts, rewards: Mapping[str, np.ndarray], show: int) -> None:
         """Scores the samples of further prompts; `show` is the largest number of samples kept as text, in all."""
-        held, prompts, values = self._held, rollouts.prompts, self._values
+        eval_set, prompts, values = self._set, rollouts.prompts, self._values
         texts = [scored_text(*sample) for sample in zip(rollouts.completions, rollouts.episodes, strict=True)]
         for b, (p, completion) in enumerate(zip(rollouts.group_B.tolist(), rollouts.completions, strict=True)):
             record = {"evaluation": self._name, "prompt": prompts.text[p], "completion": completion}
             found: dict[str, float] = {}
-            if held.scorer is not None:
+            if eval_set.scorer is not None:
                 record["truth"] = prompts.fields["answer"][p]
-                found = held.scorer(texts[b], record["truth"])
-            given = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
-            for key, value in (found | given).items():
+                found = eval_set.scorer(texts[b], record["truth"])
+            values_of_reward = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
+            for key, value in (found | values_of_reward).items():
                 values.setdefault(key, []).append(value)
             if len(self.shown) < show:
                 turns = rollouts.episodes[b]["turns"]
-                told = {"rewards": given} if given else {}
-                self.shown.append({**record, **found, **told, **({"turns": turns} if turns else {})})
-        if held.name and self.samples > 1 and held.scorer is not None:
+                entry = {"rewards": values_of_reward} if values_of_reward else {}
+                self.shown.append({**record, **found, **entry, **({"turns": turns} if turns else {})})
+        if eval_set.name and self.samples > 1 and eval_set.scorer is not None:
             votes = [_ANSWERS.vote_of(text) for text in texts]
             right = values["answer"][-len(votes) :]
             for rows_B in (np.flatnonzero(rollouts.group_B == p) for p in range(len(prompts.length_P))):

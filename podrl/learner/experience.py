@@ -72,10 +72,10 @@ def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
         if isinstance(getattr(parts[0], field.name), np.ndarray)
     }
     arrays["group_B"] = joined_groups([part.group_B for part in parts], [len(part.prompts.length_P) for part in parts])
-    asked = sum(len(part.prompts.length_P) for part in parts)
+    count = sum(len(part.prompts.length_P) for part in parts)
     return dataclasses.replace(
         parts[0],
-        prompts=take_prompts(prompts, np.arange(asked)),
+        prompts=take_prompts(prompts, np.arange(count)),
         completions=[text for part in parts for text in part.completions],
         episodes=[episode for part in parts for episode in part.episodes],
         seconds=sum(part.seconds for part in parts),
@@ -220,7 +220,7 @@ def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Me
         getattr(rollouts, name)[chosen[row_X], column_X] = values_X
 
 
-def fill_prompts(experience: Experience, held: Int[np.ndarray, " n"]) -> None:
+def fill_prompts(experience: Experience, rows: Int[np.ndarray, " n"]) -> None:
     """Copies prompt tokens from samples whose rows were received to the others of their groups, in place.
 
     Packing compares the prompt tokens of all samples of a group that share them. Some of these samples train on other
@@ -228,10 +228,10 @@ def fill_prompts(experience: Experience, held: Int[np.ndarray, " n"]) -> None:
 
     Args:
       experience: the batch.
-      held: numbers of the samples whose rows were received.
+      rows: numbers of the samples whose rows were received.
     """
     tokens_BT, length_P = experience.rollouts.tokens_BT, experience.rollouts.prompts.length_P
-    group_B, held_B = experience.rollouts.group_B, np.isin(np.arange(len(tokens_BT)), held)
+    group_B, held_B = experience.rollouts.group_B, np.isin(np.arange(len(tokens_BT)), rows)
     first_P, of_held = np.unique(group_B[held_B], return_index=True)
     source_P = dict(zip(first_P.tolist(), np.flatnonzero(held_B)[of_held].tolist(), strict=True))
     for b in np.flatnonzero(~held_B & groups.any_of(held_B, group_B)):
@@ -255,8 +255,8 @@ def with_texts(experience: Experience, messages: Sequence[Message]) -> Experienc
         text=joined("text"),
         fields=fields,
     )
-    said = {name: joined(name) for name in ("completions", "episodes")}
-    rollouts = dataclasses.replace(experience.rollouts, prompts=prompts, **said)
+    texts = {name: joined(name) for name in ("completions", "episodes")}
+    rollouts = dataclasses.replace(experience.rollouts, prompts=prompts, **texts)
     return dataclasses.replace(experience, rollouts=rollouts)
 
 
@@ -344,9 +344,9 @@ def _group(message: Message) -> np.ndarray:
 
 def _fields(headers: Sequence[Message]) -> dict[str, Sequence[Any]]:
     """Joins the fields of prompts that training reads; a host's prompts without a field that others have get None."""
-    given = [(h.value.get("fields", {}), [None] * len(h.arrays["length_P"])) for h in headers]
-    names = dict.fromkeys(name for fields, _ in given for name in fields)
-    return {name: [value for fields, none in given for value in fields.get(name, none)] for name in names}
+    fields_of_headers = [(h.value.get("fields", {}), [None] * len(h.arrays["length_P"])) for h in headers]
+    names = dict.fromkeys(name for fields, _ in fields_of_headers for name in fields)
+    return {name: [value for fields, none in fields_of_headers for value in fields.get(name, none)] for name in names}
 
 
 def _lost(message: Message, mask_BT: np.ndarray) -> np.ndarray:

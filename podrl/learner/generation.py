@@ -18,7 +18,7 @@ from podrl.learner.settings import AlgorithmConfig
 from podrl.learner.words import scored_text
 from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
-from podrl.rollout.group_player import noted
+from podrl.rollout.group_player import with_counts
 from podrl.rollout.integrity import ages, beyond, faults
 from podrl.rollout.partial import Partial, join_prompts
 from podrl.rollout.players import Player
@@ -29,15 +29,15 @@ from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, LeftOut, Policy,
 
 
 @dataclasses.dataclass(eq=False)
-class Making:
-    """A batch that is made in windows.
+class GroupInFlight:
+    """The samples of some prompts, which are drawn and scored in windows.
 
     Attributes:
       prompts: prompts of the batch, those in reserve for dynamic sampling included.
       step: step that trains on the batch.
       player: samples of the batch on the engine.
       rewards: scores samples that have ended.
-      given: number of samples that have been passed to `rewards`.
+      scored_count: number of samples that have been passed to `rewards`.
       model_reward_B: the reward model's score of each sample; None until all samples have ended, and without a model.
       seconds: duration of the last window.
       worked: metrics of the engine's work in the last window.
@@ -47,7 +47,7 @@ class Making:
     step: int
     player: Player
     rewards: OpenBatch
-    given: int = 0
+    scored_count: int = 0
     model_reward_B: np.ndarray | None = None
     seconds: float = 0.0
     worked: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -108,10 +108,10 @@ class Generator:
         """
         started, self._worked = time.monotonic(), {}
         if self._sees_signals():
-            drawn = self._refilling(prompts, policy, step)
+            first = self._sample_refilling(prompts, policy, step)
         else:
-            drawn = self._scored(self._asked(prompts), policy, step)
-        experience = self._completed(prompts, policy, step, drawn)
+            first = self._sample_and_score(self._first_prompts(prompts), policy, step)
+        experience = self._complete(prompts, policy, step, first)
         scoring = time.monotonic() - experience.seconds
         self._note("rollout", started, step, ended=scoring)
         self._note("reward", scoring, step)
@@ -124,7 +124,7 @@ class Generator:
 
     # In windows.
 
-    def begin(self, prompts: Prompts, step: int, partial: Partial | None = None) -> Making:
+    def begin(self, prompts: Prompts, step: int, partial: Partial | None = None) -> GroupInFlight:
         """Opens a batch that is sampled under several policies.
 
         Args:
@@ -135,72 +135,72 @@ class Generator:
         Raises:
           ValueError: `partial` has another number of samples than the settings ask for.
         """
-        asked = self._asked(prompts)
-        samples = len(asked.length_P) * (self._beside + self._group_size)
+        first = self._first_prompts(prompts)
+        samples = len(first.length_P) * (self._beside + self._group_size)
         if partial is not None and len(partial.samples) != samples:
             raise ValueError(
                 f"The checkpoint holds {len(partial.samples)} samples of the batch of step {step}, which now has "
                 f"{samples}: resume with the rollout.prompts_per_step and "
                 f"{self._config.section}.num_generations that it was begun with."
             )
-        return self._making(prompts, asked, step, partial)
+        return self._open_group(prompts, first, step, partial)
 
-    def _making(self, prompts: Prompts, asked: Prompts, step: int, partial: Partial | None = None) -> Making:
+    def _open_group(self, prompts: Prompts, first: Prompts, step: int, partial: Partial | None = None) -> GroupInFlight:
         of = {"group_size": self._beside + self._group_size, "sampling": self._sampling}
-        player = self._cluster.rollout.player(asked, step=step, partial=partial, **of)
-        return Making(prompts, step, player, self._open(asked, self._index(asked), self._beside))
+        player = self._cluster.rollout.player(first, step=step, partial=partial, **of)
+        return GroupInFlight(prompts, step, player, self._open(first, self._index(first), self._beside))
 
     def play(
         self,
-        makings: Sequence[tuple[Making, int | Points | None]],
+        in_flight: Sequence[tuple[GroupInFlight, int | Points | None]],
         policy: Policy,
         *,
         halt: Callable[[], bool] | None = None,
-        took: Callable[[], None] = lambda: None,
+        on_ended: Callable[[], None] = lambda: None,
     ) -> None:
         """Plays batches under one policy until each sample has ended or has drawn its tokens of this window.
 
         Args:
-          makings: the batches, each with the number of tokens that a sample draws, None for all that it has left, or
+          in_flight: the batches, each with the number of tokens that a sample draws, None for all that it has left, or
             with the points where its samples stop.
           policy: weights on the rollout mesh.
           halt: function called between dispatches; the call ends when it returns True. None never ends the call early.
-          took: function called when samples of a batch have ended, once all of these are with the reward functions.
+          on_ended: function called when samples of a batch have ended, once all of these are with the reward functions.
         """
         started = time.monotonic()
-        by_player = {id(making.player): making for making, _ in makings}
-        players = [(making.player, quantum) for making, quantum in makings]
+        by_player = {id(group.player): group for group, _ in in_flight}
+        players = [(group.player, quantum) for group, quantum in in_flight]
         for player, sample in self._cluster.rollout.advance(policy, players, calls=self._calls, halt=halt):
-            making = by_player[id(player)]
-            self._take(making.rewards, sample, self._beside + self._group_size)
-            making.given += 1
-            if making.given == player.request.samples:
-                self._score_by_model(making)
-            if making.given == len(player.done):  # else more samples have ended at the same time, and come next
-                took()
-        for making, _ in makings:
-            making.seconds, making.worked = time.monotonic() - started, self._cluster.rollout.stats.metrics()
-        self._note("rollout", started, makings[0][0].step)
+            group = by_player[id(player)]
+            self._take(group.rewards, sample, self._beside + self._group_size)
+            group.scored_count += 1
+            if group.scored_count == player.request.samples:
+                self._score_by_model(group)
+            if group.scored_count == len(player.done):  # else more samples have ended at the same time, and come next
+                on_ended()
+        for group, _ in in_flight:
+            group.seconds, group.worked = time.monotonic() - started, self._cluster.rollout.stats.metrics()
+        self._note("rollout", started, in_flight[0][0].step)
 
-    def finish(self, making: Making, policy: Policy) -> Experience:
+    def finish(self, group: GroupInFlight, policy: Policy) -> Experience:
         """Completes a batch all of whose samples have ended; raises what `__call__` raises."""
-        made = self._gather([making], making.prompts, policy, making.step, making.seconds, making.worked)
-        return noted(made, {"time/window": making.seconds})
+        experience = self._gather([group], group.prompts, policy, group.step, group.seconds, group.worked)
+        return with_counts(experience, {"time/window": group.seconds})
 
-    def gather(self, makings: Sequence[Making], step: int, seconds: float) -> Experience:
+    def gather(self, in_flight: Sequence[GroupInFlight], step: int, seconds: float) -> Experience:
         """Joins requests all of whose samples have ended into one batch; raises what `__call__` raises.
 
         Args:
-          makings: the requests, in the order of the batch.
+          in_flight: the requests, in the order of the batch.
           step: step that trains on the batch.
           seconds: wall time that sampling the batch took.
         """
-        prompts = join_prompts([making.player.request.prompts for making in makings])
-        return self._gather(makings, prompts, Policy({}, step), step, seconds, {})
+        prompts = join_prompts([group.player.request.prompts for group in in_flight])
+        return self._gather(in_flight, prompts, Policy({}, step), step, seconds, {})
 
     def _gather(
         self,
-        makings: Sequence[Making],
+        in_flight: Sequence[GroupInFlight],
         prompts: Prompts,
         policy: Policy,
         step: int,
@@ -208,51 +208,51 @@ class Generator:
         worked: Mapping[str, float],
     ) -> Experience:
         started, self._worked = time.monotonic(), dict(worked)
-        scored = self._gathered(makings, prompts, seconds)
+        scored = self._join_samples(in_flight, prompts, seconds)
         self._note("reward", started, step)
-        return self._completed(prompts, policy, step, scored)
+        return self._complete(prompts, policy, step, scored)
 
-    def _gathered(
-        self, makings: Sequence[Making], prompts: Prompts, seconds: float
+    def _join_samples(
+        self, in_flight: Sequence[GroupInFlight], prompts: Prompts, seconds: float
     ) -> tuple[Rollouts, np.ndarray, float]:
-        """Joins the samples of requests, whose prompts are the first of `prompts`; returns what `_scored` returns."""
+        """Joins requests, whose prompts are the first of `prompts`; returns the same as `_sample_and_score`."""
         started = time.monotonic()
         try:
-            parts = [self._cluster.rollout.rows(making.player, 0.0) for making in makings]
+            parts = [self._cluster.rollout.rows(group.player, 0.0) for group in in_flight]
             rewards = [
-                self._scores(part, making.rewards, making.model_reward_B, beside=self._beside)
-                for part, making in zip(parts, makings, strict=True)
+                self._scores(part, group.rewards, group.model_reward_B, beside=self._beside)
+                for part, group in zip(parts, in_flight, strict=True)
             ]
         finally:
-            for making in makings:
-                making.rewards.cancel()
+            for group in in_flight:
+                group.rewards.cancel()
         rollouts = dataclasses.replace(join(parts, prompts), seconds=seconds)
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
-    def give_up(self, making: Making) -> None:
+    def give_up(self, group: GroupInFlight) -> None:
         """Cancels the open samples of a batch, and the reward calls that have not begun."""
-        making.player.abandon()
-        making.rewards.cancel()
+        group.player.abandon()
+        group.rewards.cancel()
 
     def _index(self, prompts: Prompts, group_size: int = 0) -> np.ndarray:
         """Returns the row of each sample's prompt, `group_B`, for equally many samples of each prompt."""
         return groups.complete(len(prompts.length_P), group_size or self._beside + self._group_size)
 
-    def _asked(self, prompts: Prompts) -> Prompts:
+    def _first_prompts(self, prompts: Prompts) -> Prompts:
         """Returns the prompts of a batch that are sampled first; the others are in reserve for dynamic sampling."""
         return take_prompts(prompts, np.arange(len(prompts.length_P) // self._config.prompt_batches))
 
-    def _completed(
+    def _complete(
         self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
     ) -> Experience:
         """Replaces groups without a signal, and computes the rewards that the algorithm sees.
 
-        `first`: samples, rewards and scoring seconds of the prompts that were sampled first, as `_scored` returns them.
+        `first`: result of `_sample_and_score` for the prompts that were sampled first.
         """
         rollouts, reward_FB, seconds = first
         counts: dict[str, float] = {}
         if self._config.dynamic_sampling:
-            rollouts, reward_FB, seconds, counts = self._refilled(prompts, policy, step, first)
+            rollouts, reward_FB, seconds, counts = self._refill(prompts, policy, step, first)
         rollouts, reward_FB, greedy_P = self._without_greedy(rollouts, reward_FB)
         counts |= self._worked
         counts |= faults(rollouts, step=step, max_staleness=self._config.max_staleness)
@@ -270,7 +270,7 @@ class Generator:
         reward_B = of_the_others(reward_B, rollouts.stop_B, rollouts.group_B)
         turn_reward_BT = np.float32(self._environment_weight) * rollouts.turn_reward_BT
         rollouts = dataclasses.replace(rollouts, turn_reward_BT=turn_reward_BT)
-        lost_B = self._lost(rollouts, reward_B, greedy_B)
+        lost_B = self._left_out(rollouts, reward_B, greedy_B)
         if (gone_B := lost_B != LeftOut.NOT).any():
             kept = {name: np.where(gone_B[:, None], np.float32(0), getattr(rollouts, name)) for name in _OF_TOKENS}
             rollouts = dataclasses.replace(rollouts, **kept)
@@ -299,7 +299,7 @@ class Generator:
         reward_P = self._config.shaped(reward_P, places(rollouts, slice(0, self._beside)), self._limit)
         return places(rollouts, slice(self._beside, None)), reward_FB[:, ~greedy_B], reward_P
 
-    def _lost(self, rollouts: Rollouts, reward_B: np.ndarray, greedy_B: np.ndarray) -> np.ndarray:
+    def _left_out(self, rollouts: Rollouts, reward_B: np.ndarray, greedy_B: np.ndarray) -> np.ndarray:
         """Returns each sample's LeftOut code: samples that failed or have no reward leave the loss with their groups.
 
         A sample has no reward if its own reward is NaN, or the greedy reward of its prompt.
@@ -315,7 +315,7 @@ class Generator:
         with_them_B = groups.any_of(own_B != LeftOut.NOT, rollouts.group_B)
         return np.where(with_them_B & (own_B == LeftOut.NOT), LeftOut.GROUP, own_B).astype(np.int32)
 
-    def _scored(
+    def _sample_and_score(
         self, prompts: Prompts, policy: Policy, step: int, *, group_size: int = 0, sampling: Sampling | None = None
     ) -> tuple[Rollouts, np.ndarray, float]:
         """Samples prompts, and scores samples that have ended while others are still sampled.
@@ -383,23 +383,23 @@ class Generator:
           episode: record of the sample's episode.
           own: token ids that the model sampled.
         """
-        said, text = {}, completion
+        fields, text = {}, completion
         if self._cluster.partner is not None:
             text, words = scored_text(completion, episode), self._cluster.tokenizer.decode(own)
-            said = {"turns": list(episode["turns"]), "model_text": words, "sample_text": completion}
+            fields = {"turns": list(episode["turns"]), "model_text": words, "sample_text": completion}
         if stop == STOP_FAILED:
             batch.leave_out(b)
         else:
-            batch.add(b, text, said)
+            batch.add(b, text, fields)
 
-    def _score_by_model(self, making: Making) -> None:
+    def _score_by_model(self, group: GroupInFlight) -> None:
         """Scores a batch whose samples have all ended with the reward model, on the thread that uses the rollout mesh.
 
         Under the wall clock another thread puts the batch together while the engine goes on. If both threads launched
         programs on the same devices, the programs could wait for each other.
         """
         if self._cluster.reward_model is not None:
-            making.model_reward_B = self._model_rewards(self._cluster.rollout.rows(making.player, 0.0))
+            group.model_reward_B = self._model_rewards(self._cluster.rollout.rows(group.player, 0.0))
 
     def _model_rewards(self, rollouts: Rollouts) -> np.ndarray | None:
         if self._cluster.reward_model is None:
@@ -433,38 +433,38 @@ class Generator:
             return False
         return able(self._cluster.config.rollout_engine, "windows")
 
-    def _refilling(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
+    def _sample_refilling(self, prompts: Prompts, policy: Policy, step: int) -> tuple[Rollouts, np.ndarray, float]:
         """Samples a batch, and adds further prompts as soon as groups turn out to have no signal."""
         started = time.perf_counter()
-        asked = wanted = len(self._asked(prompts).length_P)
-        makings = [self._making(prompts, self._asked(prompts), step)]
-        players: list[tuple[Player, None]] = [(makings[0].player, None)]
+        count = wanted = len(self._first_prompts(prompts).length_P)
+        in_flight = [self._open_group(prompts, self._first_prompts(prompts), step)]
+        players: list[tuple[Player, None]] = [(in_flight[0].player, None)]
         try:
             for player, sample in self._cluster.rollout.advance(policy, players):
-                making = next(making for making in makings if making.player is player)
-                self._take(making.rewards, sample, self._beside + self._group_size)
-                signal = np.concatenate([self._signals_known(making) for making in makings])
+                group = next(group for group in in_flight if group.player is player)
+                self._take(group.rewards, sample, self._beside + self._group_size)
+                signal = np.concatenate([self._known_signals(group) for group in in_flight])
                 # The share of groups with a signal is not trusted before half as many groups are known as are wanted.
-                more = _further(signal, wanted, asked) if 2 * len(signal) >= wanted else 0
-                if (end := min(asked + more, len(prompts.length_P))) > asked:
-                    makings.append(self._making(prompts, take_prompts(prompts, np.arange(asked, end)), step))
-                    players.append((makings[-1].player, None))
-                    asked = end
+                more = _further(signal, wanted, count) if 2 * len(signal) >= wanted else 0
+                if (end := min(count + more, len(prompts.length_P))) > count:
+                    in_flight.append(self._open_group(prompts, take_prompts(prompts, np.arange(count, end)), step))
+                    players.append((in_flight[-1].player, None))
+                    count = end
         except BaseException:
-            for making in makings:
-                making.rewards.cancel()
+            for group in in_flight:
+                group.rewards.cancel()
             raise
         self._count_work()
-        return self._gathered(makings, prompts, time.perf_counter() - started)
+        return self._join_samples(in_flight, prompts, time.perf_counter() - started)
 
-    def _signals_known(self, making: Making) -> np.ndarray:
+    def _known_signals(self, group: GroupInFlight) -> np.ndarray:
         """Marks which groups have unequal rewards, among the groups of a request that are fully scored."""
-        reward_FB, known_B = making.rewards.known()
-        group_B = self._index(making.player.request.prompts)
+        reward_FB, known_B = group.rewards.known()
+        group_B = self._index(group.player.request.prompts)
         whole_B = ~groups.any_of(~known_B, group_B)
         return self._signal(reward_FB[:, whole_B], group_B[whole_B])
 
-    def _refilled(
+    def _refill(
         self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
     ) -> tuple[Rollouts, np.ndarray, float, dict[str, float]]:
         """Samples more prompts until a batch of groups has unequal rewards, or no prompt is left (DAPO, eq. 11).
@@ -472,21 +472,21 @@ class Generator:
         Each round samples as many prompts as are likely to be enough, by the share of groups with a signal so far. If
         too few groups have a signal, the first groups without one fill the batch; the loss ignores them.
         """
-        wanted = len(self._asked(prompts).length_P)
+        wanted = len(self._first_prompts(prompts).length_P)
         parts, seconds = [first], first[2]
         signal = self._signal(first[1], first[0].group_B)
-        asked = len(signal)
-        while signal.sum() < wanted and asked < len(prompts.length_P):
-            rows = np.arange(asked, min(asked + _further(signal, wanted, asked), len(prompts.length_P)))
-            parts.append(self._scored(take_prompts(prompts, rows), policy, step))
+        count = len(signal)
+        while signal.sum() < wanted and count < len(prompts.length_P):
+            rows = np.arange(count, min(count + _further(signal, wanted, count), len(prompts.length_P)))
+            parts.append(self._sample_and_score(take_prompts(prompts, rows), policy, step))
             signal = np.concatenate([signal, self._signal(parts[-1][1], parts[-1][0].group_B)])
             seconds += parts[-1][2]
-            asked += len(rows)
+            count += len(rows)
         rollouts = join([part[0] for part in parts], prompts)
         reward_FB = np.concatenate([part[1] for part in parts], axis=1)
         chosen = np.sort(np.concatenate([np.flatnonzero(signal)[:wanted], np.flatnonzero(~signal)])[:wanted])
         # Groups after the last one kept do not count: how many there are depends on when rewards were known.
-        drawn = int(chosen[-1]) + 1 if signal[chosen].all() else asked
+        drawn = int(chosen[-1]) + 1 if signal[chosen].all() else count
         counts = {
             "dynamic_sampling/groups_drawn": float(drawn),
             "dynamic_sampling/groups_replaced": float((~signal[:wanted]).sum() - (~signal[chosen]).sum()),
@@ -514,21 +514,21 @@ class Generator:
         sampling = Sampling(
             temperature=0.0, max_new=self._limit, stop_strings=self._cluster.config.rollout().stop_strings
         )
-        rollouts, reward_FB, seconds = self._scored(prompts, policy, step, group_size=1, sampling=sampling)
+        rollouts, reward_FB, seconds = self._sample_and_score(prompts, policy, step, group_size=1, sampling=sampling)
         reward_P = self._config.shaped(self._rewards.combine(reward_FB), rollouts, self._limit)
         return reward_P, seconds + rollouts.seconds
 
 
-def _further(signal: np.ndarray, wanted: int, asked: int) -> int:
+def _further(signal: np.ndarray, wanted: int, count: int) -> int:
     """Estimates how many more groups to sample to get `wanted` groups with a signal.
 
     Args:
       signal: whether rewards are unequal, for each group whose rewards are known.
       wanted: number of groups with a signal to reach.
-      asked: number of groups sampled or being sampled, known or not.
+      count: number of groups sampled or being sampled, known or not.
     """
     share = max(float(signal.mean()), _LEAST_SHARE) if len(signal) else 1.0
-    lacking = wanted - int(signal.sum()) - share * (asked - len(signal))
+    lacking = wanted - int(signal.sum()) - share * (count - len(signal))
     return max(0, math.ceil(lacking / share))
 
 

@@ -124,7 +124,7 @@ class GRPO:
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes every sampled token's advantage over the other samples of its prompt, times `reward_coef`."""
         weight = self._of_samples("reward_coef", experience)
-        return weight * self._by_rewards(experience, rewards), self._told(experience)
+        return weight * self._by_rewards(experience, rewards), self._source_metrics(experience)
 
     @property
     def _mixed(self) -> bool:
@@ -151,7 +151,7 @@ class GRPO:
             return getattr(self._config, name)
         return self._config.of_samples(lambda part: getattr(part, name), experience)[chosen, None]
 
-    def _told(self, experience: Experience) -> Mapping[str, Any]:
+    def _source_metrics(self, experience: Experience) -> Mapping[str, Any]:
         """Counts the tokens of each component of a mixture's loss, and the samples and rewards of each source."""
         if not self._mixed:
             return {}
@@ -160,15 +160,15 @@ class GRPO:
         of = functools.partial(self._of_samples, experience=experience)
         weights = {"rl": (of("reward_coef"), counted_BT), "teacher": (of("teacher_coef"), self._teachable(experience))}
         weights |= {"ce": (of("observation_coef"), config.observed(experience))}
-        told = {f"loss/tokens/{name}": float(((w_B1 > 0) * x_BT).sum()) for name, (w_B1, x_BT) in weights.items()}
+        metrics = {f"loss/tokens/{name}": float(((w_B1 > 0) * x_BT).sum()) for name, (w_B1, x_BT) in weights.items()}
         names_B = np.array([str(name) for name in rollouts.prompts.fields[SOURCE]])[rollouts.group_B]
         for name in config.number_of:
             own_B = names_B == name
             reward_B = experience.reward_B[own_B & experience.rewarded()]
-            told[f"source/{name}/samples"] = float(own_B.sum())
-            told[f"source/{name}/reward"] = float(reward_B.mean()) if len(reward_B) else 0.0
-            told[f"source/{name}/tokens"] = float(counted_BT[own_B].sum())
-        return told
+            metrics[f"source/{name}/samples"] = float(own_B.sum())
+            metrics[f"source/{name}/reward"] = float(reward_B.mean()) if len(reward_B) else 0.0
+            metrics[f"source/{name}/tokens"] = float(counted_BT[own_B].sum())
+        return metrics
 
     def _teachable(self, experience: Experience) -> np.ndarray:
         """Marks the tokens (B, T) that a teacher may teach: those that count in the loss."""
@@ -327,11 +327,11 @@ class GRPO:
             return np.arange(len(experience.rollouts.length_B))
         passes, samples = range(self._config.num_iterations), len(experience.rollouts.length_B)
         updates = [chosen for i in passes for chosen in self.mini_batches(step, i, samples)]
-        held = [self.held(experience, chosen, *layout) for layout in self.layouts for chosen in updates]
-        return np.unique(np.concatenate(held))
+        rows = [self.rows_of_update(experience, chosen, *layout) for layout in self.layouts for chosen in updates]
+        return np.unique(np.concatenate(rows))
 
     @staticmethod
-    def held(experience: Experience, chosen: np.ndarray, shape: PackShape, mesh: Mesh) -> np.ndarray:
+    def rows_of_update(experience: Experience, chosen: np.ndarray, shape: PackShape, mesh: Mesh) -> np.ndarray:
         """Selects from samples that are packed together those whose rows lie on this process's devices."""
         placement = packing.place_samples(experience.rollouts, chosen, shape)
         here_B = np.isin(placement.row_B, local_rows(shape, mesh))

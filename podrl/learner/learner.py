@@ -19,12 +19,12 @@ from podrl.learner.distilled import make_grpo
 from podrl.learner.evaluate import EvalConfig, Evaluator
 from podrl.learner.generation import Generator
 from podrl.learner.loop import Schedule
-from podrl.learner.place import Makes, evaluate_alone, place_of
 from podrl.learner.playing import REWARD_NAME, environment_config, playing
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import HostRecorder, Recorder, Report
 from podrl.learner.report import MetricFn, SampleReport
-from podrl.learner.rollouts import GivenAnswers
+from podrl.learner.rollout_source import Workload, evaluate_alone, rollout_source
+from podrl.learner.rollouts import OfflineBatches
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.learner.traced import Traced
 from podrl.learner.unmoved import unmoved, unmoved_by_samples
@@ -85,10 +85,10 @@ def fit(
     stream: recorder.Stream | None,
     run: Run,
     schedule: Schedule,
-    makes: Makes,
+    workload: Workload,
     *,
     trained: Trained | None,
-    given: bool,
+    offline: bool,
     pod: Pod | None,
 ) -> int:
     """Runs the loop for this process; returns the step reached.
@@ -98,9 +98,9 @@ def fit(
       stream: the data; None on a rollout host that needs none.
       run: files, checkpoints and signals, entered.
       schedule: steps at which the loop saves, evaluates and stops, and the staleness.
-      makes: samples and evaluations of the job.
+      workload: samples and evaluations of the job.
       trained: the algorithm and its report; None on a rollout host.
-      given: whether batches are answers from data, so that nothing is generated but for evaluations.
+      offline: whether batches are answers from data, so that nothing is generated but for evaluations.
       pod: the job's processes; None if there is one process.
 
     Raises:
@@ -108,16 +108,16 @@ def fit(
     """
     on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # True if the job has evaluation hosts
     if pod is not None and pod.seat.hosts.role(pod.seat.process) == EVAL:
-        return evaluate_alone(cluster, makes.evaluator, run, pod)
+        return evaluate_alone(cluster, workload.evaluator, run, pod)
     if on_hosts and trained is None:
-        makes = dataclasses.replace(makes, evaluator=None)
-    place, stopping = place_of(cluster, stream, run, schedule, makes, trained, pod, given=given)
-    rollouts = GivenAnswers(place) if given else place
-    evaluate = (trained and trained.evaluate) or (None if makes.evaluator is None else rollouts.evaluate)
+        workload = dataclasses.replace(workload, evaluator=None)
+    source, stopping = rollout_source(cluster, stream, run, schedule, workload, trained, pod, offline=offline)
+    rollouts = OfflineBatches(source) if offline else source
+    evaluate = (trained and trained.evaluate) or (None if workload.evaluator is None else rollouts.evaluate)
     records: Any
     if trained is None:
         assert pod is not None
-        records = HostRecorder(run, schedule, enter=place.enter, evaluate=evaluate, stopping=stopping)
+        records = HostRecorder(run, schedule, enter=source.enter, evaluate=evaluate, stopping=stopping)
     else:
         assert stream is not None
         records = Recorder(
@@ -129,8 +129,8 @@ def fit(
             controllers=trained.algorithm,
             evaluate=evaluate,
             stopping=stopping,
-            beside=place if on_hosts else None,
-            curriculum=makes.curriculum,
+            beside=source if on_hosts else None,
+            curriculum=workload.curriculum,
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.spans.compiles())
@@ -176,13 +176,13 @@ def learn_answers(
     )
     trained = None
     if cluster.trains:
-        made = algorithm(cluster, settings, shape)
-        evaluate = made.evaluator(held_out) if held_out else None
-        trained = Trained(made, AnswerReport(made.watched()), evaluate=evaluate)
+        own = algorithm(cluster, settings, shape)
+        evaluate = own.evaluator(held_out) if held_out else None
+        trained = Trained(own, AnswerReport(own.watched()), evaluate=evaluate)
     with run:
         for text in unmoved(training):
             run.console.print(f"Warning: {text}")
-        return fit(cluster, stream, run, schedule, Makes(None, evaluator), trained=trained, given=True, pod=pod)
+        return fit(cluster, stream, run, schedule, Workload(None, evaluator), trained=trained, offline=True, pod=pod)
 
 
 class SampleLearner:
@@ -210,8 +210,8 @@ class SampleLearner:
         self.cluster, self.config = rl_cluster, algo_config
         self._metric_fns = tuple(metric_fns or ())
         self._shuffle_seed = data_shuffle_seed
-        given = None if reward_config is None else as_settings(RewardConfig, reward_config, "reward_config")
-        config = given or (RewardConfig(fns=()) if self._environment.used else RewardConfig())
+        settings = None if reward_config is None else as_settings(RewardConfig, reward_config, "reward_config")
+        config = settings or (RewardConfig(fns=()) if self._environment.used else RewardConfig())
         fns = (reward_fns,) if callable(reward_fns) or isinstance(reward_fns, str) else tuple(reward_fns)
         config = dataclasses.replace(config, fns=fns) if fns else config
         config.check_weights()
@@ -301,7 +301,7 @@ class SampleLearner:
             if self._pod is None or not self.cluster.trains:
                 rewards: Rewards | NamedRewards = stack.enter_context(Rewards(self._reward_config, others))
                 rewards.check_answers(train_ds.unanswered)
-                run.watchdog.waits_for.append(rewards.waits)
+                run.watchdog.wait_sources.append(rewards.describe_waits)
                 self._generate = Generator(self.cluster, rewards, self.config, self._environment, spans=run.spans)
                 self._prompts = prompts
                 stack.callback(setattr, self, "_generate", None)
@@ -310,7 +310,7 @@ class SampleLearner:
             if (curriculum := train_ds.curriculum) is not None:
                 self.config.check_curriculum(self.cluster.config.rollout())
                 curriculum.begin(lag=self.config.max_staleness, names=rewards.names)
-            makes = Makes(
+            workload = Workload(
                 self._generate,
                 evaluator,
                 prompts=train_ds.prompts_per_step,
@@ -319,7 +319,7 @@ class SampleLearner:
                 curriculum=curriculum,
             )
             trained = self._trained(train_ds, rewards.names, run) if self.cluster.trains else None
-            step = fit(self.cluster, train_ds, run, schedule, makes, trained=trained, given=False, pod=self._pod)
+            step = fit(self.cluster, train_ds, run, schedule, workload, trained=trained, offline=False, pod=self._pod)
             if own and run.leads and run.workdir is not None and step == schedule.max_steps:
                 write_ending(run, {"seed": self.cluster.seed, "wall_s": round(time.monotonic() - started, 1)})
             return step
@@ -370,8 +370,8 @@ class SampleLearner:
     def _whole(self) -> bool:
         """True if a share must be made as a whole: groups may be replaced, or reward functions get whole batches."""
         config = self._reward_config
-        given = any(not isinstance(fn, str) for fn in config.fns)  # such functions are called with whole batches
-        return self.config.dynamic_sampling or given or config.calls == "batch"
+        in_process = any(not isinstance(fn, str) for fn in config.fns)  # such functions are called with whole batches
+        return self.config.dynamic_sampling or in_process or config.calls == "batch"
 
     def _settings(self, prompts_per_step: int) -> dict[str, Any]:
         """Returns the content of config.json for a run without a configuration file, under the keys of such a file."""

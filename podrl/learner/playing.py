@@ -20,24 +20,24 @@ from podrl.workers.user_code import Limits
 
 REWARD_NAME = "environment"  # name of the environments' reward among the rewards
 
-SAID = "servers"  # folder of the standard error of MCP servers that are started by command
+ERRORS = "servers"  # folder of the standard error of MCP servers that are started by command
 
 
-def environment_config(given: Any) -> EnvironmentConfig:
+def environment_config(environment: Any) -> EnvironmentConfig:
     """Returns the settings of an environment: a name, settings, a ToolEnvironment, or None for no environment.
 
     Raises:
-      ValueError: `given` is none of these.
+      ValueError: `environment` is none of these.
     """
-    if given is None or isinstance(given, EnvironmentConfig):
-        config = given or EnvironmentConfig()
-    elif isinstance(given, str | os.PathLike):
-        config = EnvironmentConfig(environment=os.fspath(given))
+    if environment is None or isinstance(environment, EnvironmentConfig):
+        config = environment or EnvironmentConfig()
+    elif isinstance(environment, str | os.PathLike):
+        config = EnvironmentConfig(environment=os.fspath(environment))
     else:
-        config = getattr(given, "config", None)
+        config = getattr(environment, "config", None)
         if not isinstance(config, EnvironmentConfig):
             raise ValueError(
-                f"environment={given!r} is neither 'file.py:Name', an EnvironmentConfig nor a ToolEnvironment: "
+                f"environment={environment!r} is neither 'file.py:Name', an EnvironmentConfig nor a ToolEnvironment: "
                 "environments run in processes of their own, which find them by file and name."
             )
     if config.used and not config.environment:
@@ -89,7 +89,7 @@ def playing(
             exact = cluster.config.rollout().clock == "tokens"
             if exact:
                 files.drop(run.saved_step())
-            run.passed.append(files.drop if exact else files.release)
+            run.on_saved.append(files.drop if exact else files.release)
             journal = Journal(files, exact=exact)
             if pod is not None:
                 files.serve(pod.channel)
@@ -99,21 +99,21 @@ def playing(
             yield
             return
         if journal is not None:
-            run.passed.append(journal.forget)
-            run.taking.append(journal.read_again)
+            run.on_saved.append(journal.forget)
+            run.on_takeover.append(journal.read_again)
 
         def called(task: Task, name: str, started: float, ended: float, failed: str) -> None:
             step = task.step + 1 if task.mode == "train" else None  # an evaluation's calls belong to the step before
             run.spans.add_call(name, started, ended, step=step, failed=failed)
 
-        said = None if run.workdir is None else run.workdir / SAID
-        host = Episodes(config, limits, journal=journal, called=called, said=said)
+        errors = None if run.workdir is None else run.workdir / ERRORS
+        host = Episodes(config, limits, journal=journal, called=called, said=errors)
         stack.callback(host.close)
         clock = cluster.config.rollout().clock
         partner = Partner(host, Dialogue(cluster.tokenizer), clock=clock, failed_share=config.failed_share)
         cluster.play(partner)
         stack.callback(cluster.play, None)
-        run.watchdog.waits_for.append(lambda: partner.waits_for)
+        run.watchdog.wait_sources.append(lambda: partner.waits_for)
         check(host, partner.dialogue)
         yield
 

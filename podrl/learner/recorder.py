@@ -234,7 +234,7 @@ class Recorder:
             self._run.checkpoints.save(step, saved(self._cluster), content, arrays)
             if step == self._schedule.max_steps or self.stopping():
                 self._run.checkpoints.wait()
-            self._run.tell_saved(self._run.saved_step())
+            self._run.notify_saved(self._run.saved_step())
 
     def rescue(self) -> None:
         """Saves the steps done, when the next batch could not be scored; a resumed run draws that batch again."""
@@ -279,10 +279,10 @@ class Recorder:
         if self._beside is None:
             return
         with self._run.watchdog.stage("evaluation"):
-            made = self._beside.evaluated(wait=wait)
-        if made is not None:
-            self._evaluated.add(made[0])  # only now, as in `evaluate`
-            self._write_evaluation(*made, times={})
+            result = self._beside.evaluated(wait=wait)
+        if result is not None:
+            self._evaluated.add(result[0])  # only now, as in `evaluate`
+            self._write_evaluation(*result, times={})
 
     def _write_evaluation(
         self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]], times: dict[str, float]
@@ -414,7 +414,7 @@ class HostRecorder:
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:
         for batch in in_flight:
             batch.complete()
-        self._run.tell_saved(step)
+        self._run.notify_saved(step)
 
     def evaluate(self, policy: Policy, step: int) -> None:
         postponed = self.stopping() and step < self._schedule.max_steps

@@ -140,8 +140,8 @@ class SampleReport:
         """Calls the user's metric functions on a batch."""
         if not self._metric_fns:
             return {}
-        asked, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()
-        prompts, fields = repeated(asked.text, asked.fields, experience.rollouts.group_B)
+        batch_prompts, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()
+        prompts, fields = repeated(batch_prompts.text, batch_prompts.fields, experience.rollouts.group_B)
         chosen = {name: [values[b] for b in counted] for name, values in fields.items()}
         named: dict[str, Any] = {}
         for fn in self._metric_fns:

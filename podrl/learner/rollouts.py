@@ -17,8 +17,8 @@ from podrl.types import Experience, Policy, Prompts
 Generate = Callable[[Prompts, Policy, int], Experience]
 
 
-class Place(Protocol):
-    """A source that generates, in this process or in a pod; GivenAnswers wraps one.
+class RolloutSource(Protocol):
+    """A source that generates, in this process or in a pod; OfflineBatches wraps one.
 
     Its `publish` calls `agree`, then `move`.
     """
@@ -98,7 +98,7 @@ class LocalRollouts:
             return self._thread.submit(self._cluster.sync_weights, step, in_place=in_place).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        assert self._generate is not None, "given answers are not generated"
+        assert self._generate is not None, "answers from data are not generated"
         return self._batches.submit(self.next_batch(), step)
 
     def next_batch(self) -> Any:
@@ -115,27 +115,27 @@ class LocalRollouts:
         self._batches.close()
 
 
-class GivenAnswers:
+class OfflineBatches:
     """Reads batches from data (SFT, DPO), the same on every trainer host; weights move only to be evaluated."""
 
-    def __init__(self, place: Place):
-        """Wraps `place`, the source that would generate; it reads the data, moves weights and evaluates."""
-        self._place = place
+    def __init__(self, source: RolloutSource):
+        """Wraps `source`, the source that would generate; it reads the data, moves weights and evaluates."""
+        self._source = source
 
     def resume(self, start: Start) -> Sequence[InFlight]:
-        return self._place.resume(start)
+        return self._source.resume(start)
 
     def publish(self, step: int) -> Policy:
-        self._place.agree(step)
+        self._source.agree(step)
         return Policy({}, step)
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        return ready(self._place.next_batch())
+        return ready(self._source.next_batch())
 
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
         """Moves the weights, which `publish` does not do here, and evaluates them."""
         del policy
-        return self._place.evaluate(self._place.move(step, in_place=False), step)
+        return self._source.evaluate(self._source.move(step, in_place=False), step)
 
     def close(self) -> None:
-        self._place.close()
+        self._source.close()

@@ -512,6 +512,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     @functools.cached_property
     def number_of(self) -> Mapping[str, int]:
+        """Maps each source with settings of its own to their index in `parts`."""
         return {name: self.parts.index(self._part(own)) for name, own in self.sources.items()}
 
     @functools.cached_property
@@ -569,7 +570,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
 
     def describe(self, max_tokens: int) -> list[str]:
         own = {name: ", ".join(f"{key}={value!r}" for key, value in of.items()) for name, of in self.sources.items()}
-        lines = [f"samples of {name} have settings of their own: {said}" for name, said in own.items()]
+        lines = [f"samples of {name} have settings of their own: {settings}" for name, settings in own.items()]
         if self.reward_coef != 1.0 and not self.teacher_coef:
             lines.append(f"advantages times {self.reward_coef:g}")
         return [*lines, *super().describe(max_tokens)]

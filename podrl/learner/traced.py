@@ -45,7 +45,7 @@ class Traced:
         self._algorithm, self._policy = algorithm, algorithm.policy
         self._run, self._curriculum = run, curriculum
         self._names, self._warm = reward_names, False
-        self._noted: tuple[Experience, trace.Noted] | None = None
+        self._extras: tuple[Experience, trace.TraceExtras] | None = None
         self.rewards, self.advantages = algorithm.rewards, algorithm.advantages
         self.state, self.restore = algorithm.state, algorithm.restore
 
@@ -55,7 +55,7 @@ class Traced:
         if traced is None or not traced.wants(step + 1):
             return needed
         chosen = self._scored(experience, traced.share)
-        return np.union1d(needed, self._policy.held(experience, chosen, *self._policy.layouts[0]))
+        return np.union1d(needed, self._policy.rows_of_update(experience, chosen, *self._policy.layouts[0]))
 
     def score(self, step: int, experience: Experience) -> Any:
         if self._curriculum is not None:
@@ -72,9 +72,9 @@ class Traced:
             scores_of = self._token_scores(experience, traced.share)
             if tracing is not None:
                 trained = {"trained": self._config.loss_mask(experience)}
-                noted = trace.Noted(self._names, columns | trained, scores_of)
-                tracing.note(done, noted)
-                self._noted = (experience, noted)
+                extras = trace.TraceExtras(self._names, columns | trained, scores_of)
+                tracing.note(done, extras)
+                self._extras = (experience, extras)
         elif traced is not None and traced.ever and not self._warm:
             self._token_scores(experience, 0.0)  # compiles the program in the first step after a start, not later
         self._warm = True
@@ -82,15 +82,15 @@ class Traced:
             return self._algorithm.pack(step, experience, scores, advantages)
 
     def update(self, step: int, batches: Any) -> Mapping[str, Any]:
-        tracing, traced, noted = self._run.tracing, self._run.traced, self._noted
-        self._noted = None
+        tracing, traced, extras = self._run.tracing, self._run.traced, self._extras
+        self._extras = None
         if traced is None or not traced.weighs(step + 1):
             return {**self._algorithm.update(step, batches), **self._counted}
         weighed: list[Any] = []
         metrics = self._algorithm.update(step, batches, weighed)
-        if weighed and tracing is not None and noted is not None:
-            columns = {**noted[1].columns, **self._weights(step, noted[0], weighed)}
-            tracing.note(step + 1, dataclasses.replace(noted[1], columns=columns))
+        if weighed and tracing is not None and extras is not None:
+            columns = {**extras[1].columns, **self._weights(step, extras[0], weighed)}
+            tracing.note(step + 1, dataclasses.replace(extras[1], columns=columns))
         return {**metrics, **self._counted}
 
     def _scored(self, experience: Experience, share: float) -> np.ndarray:

@@ -57,9 +57,9 @@ class Translated:
                 spans.append(np.array([-1]))
                 continue
             prompt = list(prompts[rollouts.group_B[b]])
-            said = rollouts.tokens_BT[b, begin:end].tolist()
+            tokens = rollouts.tokens_BT[b, begin:end].tolist()
             sampled = (rollouts.mask_BT[b, begin:end] > 0).tolist()
-            ids, own_n, their_n = aligned(said, sampled, own, theirs, behind=prompt[-1], most=longest - len(prompt))
+            ids, own_n, their_n = aligned(tokens, sampled, own, theirs, behind=prompt[-1], most=longest - len(prompt))
             span_BT[b, begin : begin + len(own_n)] = own_n
             rows.append(prompt + ids)
             spans.append(np.concatenate([np.full(len(prompt), -1), their_n]))
@@ -96,12 +96,12 @@ class Translated:
 
 
 def aligned(
-    said: Sequence[int], sampled: Sequence[bool], own: Tokenizer, theirs: Tokenizer, *, behind: int, most: int
+    tokens: Sequence[int], sampled: Sequence[bool], own: Tokenizer, theirs: Tokenizer, *, behind: int, most: int
 ) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Translates the tokens that follow a prompt.
 
     Args:
-      said: the policy's ids behind the prompt.
+      tokens: the policy's ids behind the prompt.
       sampled: True for each id that the policy drew.
       own: the policy's tokenizer.
       theirs: the teacher's tokenizer.
@@ -113,24 +113,24 @@ def aligned(
       teacher's tokens. A span of -1 is none.
     """
     pieces: list[bytes] = []
-    for token, drawn in zip(said, sampled, strict=True):
+    for token, drawn in zip(tokens, sampled, strict=True):
         if not drawn or not (piece := own.token_bytes(token)):
             break
         pieces.append(piece)
     whole = b"".join(pieces)
     text = _whole_characters(whole)
-    given = theirs.encode_plain(text, behind=behind) if text else []
+    ids = theirs.encode_plain(text, behind=behind) if text else []
     end_X = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    end_Y = np.cumsum([len(theirs.token_bytes(i)) for i in given], dtype=np.int64)
-    if b"".join(map(theirs.token_bytes, given)) != text.encode():
-        given, end_Y = [], end_Y[:0]  # the teacher's tokens spell another text
-    given, end_Y = given[: max(most, 0)], end_Y[: max(most, 0)]
+    end_Y = np.cumsum([len(theirs.token_bytes(i)) for i in ids], dtype=np.int64)
+    if b"".join(map(theirs.token_bytes, ids)) != text.encode():
+        ids, end_Y = [], end_Y[:0]  # the teacher's tokens spell another text
+    ids, end_Y = ids[: max(most, 0)], end_Y[: max(most, 0)]
     span_X, span_Y = common_spans(end_X, end_Y)
     stop, compared = len(pieces), bool((span_X >= 0).all())
-    if compared and len(given) < most and stop < len(said) and sampled[stop] and said[stop] in own.eos_ids:
+    if compared and len(ids) < most and stop < len(tokens) and sampled[stop] and tokens[stop] in own.eos_ids:
         last = int(span_X[-1]) + 1 if stop else 0
-        return [*given, theirs.turn_end_id], np.append(span_X, last), np.append(span_Y, last)
-    return given, span_X, span_Y
+        return [*ids, theirs.turn_end_id], np.append(span_X, last), np.append(span_Y, last)
+    return ids, span_X, span_Y
 
 
 def _whole_characters(text: bytes) -> str:

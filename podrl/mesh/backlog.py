@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-UNDER_WAY = 4
+IN_FLIGHT = 4
 
 
 class Backlog:
@@ -16,7 +16,7 @@ class Backlog:
     program holds a thread until an older program ends. A collective whose devices wait for those threads never ends.
     """
 
-    def __init__(self, limit: int = UNDER_WAY):
+    def __init__(self, limit: int = IN_FLIGHT):
         self._limit = limit
         self._results: deque[Any] = deque()
 

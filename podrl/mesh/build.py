@@ -346,7 +346,7 @@ def _hosts(devices: Sequence[Any]) -> str:
     """Names hosts in errors: 'host 0 has' or 'hosts 2-3 have'."""
     hosts = sorted({d.process_index for d in devices})
     if not hosts:
-        return "no host is given, which makes"
+        return "there are"
     if len(hosts) == 1:
         return f"host {hosts[0]} has"
     dense = hosts[-1] - hosts[0] + 1 == len(hosts)

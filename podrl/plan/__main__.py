@@ -64,7 +64,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     from podrl.plan.simulate import outlook
 
     say = say or (lambda line: None)
-    if KINDS[section_of(values.get("algorithm", "grpo"))].given:
+    if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         raise ValueError(
             f"podrl.plan plans reinforcement learning: give a configuration of another algorithm than "
             f"{values['algorithm']}."

@@ -32,8 +32,8 @@ def is_right(answer: str | None, truth: str) -> bool:
     wanted = numbers.of_reference(truth)
     if wanted is None:
         return _words(answer) == _words(truth)
-    given = numbers.read(answer)
-    return given is not None and given.equals(wanted)
+    number = numbers.read(answer)
+    return number is not None and number.equals(wanted)
 
 
 def vote(answer: str) -> str:

@@ -100,14 +100,14 @@ class Part:
         )
 
 
-class Asked:
+class CallsInFlight:
     """Records which calls of reward functions are under way, for messages about what a job waits for."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[float, str]] = {}  # start and description of the call, by thread id
 
     def call(self, name: str, part: Part, score: Callable[[], list[float]]) -> list[float]:
-        """Runs `score`, which calls the function `name` with `part`; `waits` names the call until it returns."""
+        """Runs `score`, which calls the function `name` with `part`; `describe_waits` names the call meanwhile."""
         thread = threading.get_ident()
         self._calls[thread] = (time.monotonic(), f"reward function {name} of {len(part.completions)} samples")
         try:
@@ -115,7 +115,7 @@ class Asked:
         finally:
             del self._calls[thread]
 
-    def waits(self) -> str:
+    def describe_waits(self) -> str:
         """Names the three calls that have been running longest; '' if none is running."""
         now = time.monotonic()
         return "; ".join(f"{what}, for {now - since:.0f} s" for since, what in sorted(list(self._calls.values()))[:3])

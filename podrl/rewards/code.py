@@ -106,7 +106,7 @@ class CodeTests:
             "disk_mb": config.disk_mb,
         }
         self._sandboxes = Sandboxes(limits, at_once=config.at_once, packages=config.packages)
-        self._told = False
+        self._warned = False
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
         """Scores every completion from 0 to 1 by the tests of its record.
@@ -128,12 +128,12 @@ class CodeTests:
         for own, verdict in zip(tests, self._sandboxes.test(jobs), strict=True):
             if "error" in verdict or "refused" in verdict:
                 raise ValueError(verdict.get("error") or f"a sandbox was refused: {verdict.get('refused')}")
-            self._tell(verdict)
+            self._warn(verdict)
             share = sum(verdict["passed"]) / len(own)
             rewards.append(share if config.score == "share" else float(share == 1))
         return rewards
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _warn(self, verdict: Verdict) -> None:
         """Warns, once in a job, that a test failed for a reason that may lie in the test and not in the program.
 
         Such a reason is a test that gives the program a value that is not plain data, such as a function. The test is
@@ -142,8 +142,8 @@ class CodeTests:
         Args:
           verdict: the sandbox's result for one sample; 'unusable' holds such a reason, '' if there is none.
         """
-        if (why := verdict.get("unusable")) and not self._told:
-            self._told = True
+        if (why := verdict.get("unusable")) and not self._warned:
+            self._warned = True
             _log.warning(
                 "A sample failed a test for this reason: %s. If its tests (reward.code.tests) always do so, no program "
                 "passes them.",
@@ -304,7 +304,7 @@ def tests_of(value: object, field: str) -> list[str] | list[Printed]:
             tests = [value]
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-        tests = [{"input": given, "output": wanted} for given, wanted in pairs]
+        tests = [{"input": stdin, "output": wanted} for stdin, wanted in pairs]
     tests = tests if isinstance(tests, list) and tests else [None]
     if all(isinstance(test, str) and test.strip() for test in tests):
         return tests

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from podrl.config import Finite, Positive, Workers, section
 from podrl.rewards import citations, formats, math_answer, reasoning, reference, text, turns, worker
-from podrl.rewards.batch import Asked, OpenBatch, Part, RewardError, Scorer
+from podrl.rewards.batch import CallsInFlight, OpenBatch, Part, RewardError, Scorer
 from podrl.rewards.code import CodeConfig, CodeTests
 from podrl.rewards.judge import JudgeConfig, judge, judge_by_rubric
 from podrl.rewards.text import TextConfig
@@ -119,7 +119,7 @@ class _Function:
         class, which the worker makes with these settings. None if the function runs in this process.
       here: the function itself if it runs in this process, else None.
       dataset: name of the data set whose records the function scores; '' for all data sets.
-      given: the function as the configuration or a record's `reward_fns` names it.
+      spec_text: the function as the configuration or a record's `reward_fns` names it.
       general: whether the function also scores records that name no functions.
     """
 
@@ -127,7 +127,7 @@ class _Function:
     spec: Mapping[str, Any] | None
     here: Callable[..., Any] | None
     dataset: str = ""
-    given: str = ""
+    spec_text: str = ""
     general: bool = True
 
     def scores(self, names: Sequence[str] | None) -> bool:
@@ -135,7 +135,7 @@ class _Function:
 
         The record's data set is not looked at.
         """
-        return self.given in names if names else self.general
+        return self.spec_text in names if names else self.general
 
 
 _OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # these tags are escaped in the text of the tool itself
@@ -181,7 +181,7 @@ class Rewards:
 
     Attributes:
       names: names of the rows of rewards, for metrics and samples: each function, then the reward model and the others.
-      waits: names the calls that have been running longest, see `podrl.rewards.batch.Asked.waits`.
+      describe_waits: names the calls that have been running longest (podrl.rewards.batch.CallsInFlight).
     """
 
     def __init__(self, config: RewardConfig, others: Mapping[str, float] | None = None) -> None:
@@ -216,10 +216,10 @@ class Rewards:
         self._pool = None
         if specs:
             refuse_inside()
-            self._pool = Functions(worker.__name__, config.limits, specs, size=size, what="Reward function ")
+            self._pool = Functions(worker.__name__, config.limits, specs, size=size, label="Reward function ")
         self._lock, self._late_samples = threading.Lock(), 0
-        self._asked = Asked()
-        self.waits = self._asked.waits
+        self._calls = CallsInFlight()
+        self.describe_waits = self._calls.describe_waits
         threads = max(len(self._functions) * config.workers, 1)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="podrl-reward")
 
@@ -249,15 +249,15 @@ class Rewards:
                 )
 
     def check_fields(
-        self, records: Sequence[tuple[str, Mapping[str, Any]]], own: Sequence[str], given: Collection[str]
+        self, records: Sequence[tuple[str, Mapping[str, Any]]], own: Sequence[str], fields_of_job: Collection[str]
     ) -> None:
         """Refuses records without a field that a function takes.
 
         Args:
           records: place and fields of some records of a source.
           own: names of the source's own functions, empty if the source has none.
-          given: names of all fields that any record of the job has; a function gets None where a record lacks one of
-            these fields.
+          fields_of_job: names of all fields that any record of the job has; a function gets None where a record lacks
+            one of these fields.
 
         Raises:
           ValueError: a record lacks a field; the message names the record, the function and the field.
@@ -269,7 +269,7 @@ class Rewards:
             always = (function.spec or {}).get("module", "").startswith(f"{__package__}.")
             for name in needs[function.name]:
                 lacks = [(place, fields) for place, fields in mine if fields.get(name) is None]
-                if name != "answer" and lacks and (always or name not in given):
+                if name != "answer" and lacks and (always or name not in fields_of_job):
                     place, fields = lacks[0]
                     raise ValueError(
                         f"{place} has no field {name!r} (it has {', '.join(fields)}), which {function.name} of "
@@ -331,14 +331,16 @@ class Rewards:
                 reply = self._call(function, part, self._config.deadline_s)
             except (LateError, DiedError):
                 continue
-            said = reply.get("bad")
+            problem = reply.get("bad")
             if raised := reply.get("raised"):
                 lines = re.findall(r'File "(.+)", line (\d+)', raised)
-                said = "raised " + raised.strip().splitlines()[-1] + "".join(f" ({f}, line {n})" for f, n in lines[-1:])
-            if said:
+                problem = (
+                    "raised " + raised.strip().splitlines()[-1] + "".join(f" ({f}, line {n})" for f, n in lines[-1:])
+                )
+            if problem:
                 raise ValueError(
                     f"Reward function {function.name}, tried on {place} with the completions '' and 'an answer': it "
-                    f"{said}."
+                    f"{problem}."
                 )
 
     def _needs(self) -> dict[str, list[str]]:
@@ -430,12 +432,12 @@ class Rewards:
             self._pool.close()
 
     def _submit(self, function: _Function, part: Part) -> Future[list[float]]:
-        return self._threads.submit(self._asked.call, function.name, part, lambda: self._score(function, part))
+        return self._threads.submit(self._calls.call, function.name, part, lambda: self._score(function, part))
 
     def _score(self, function: _Function, part: Part) -> list[float]:
         """Computes a function's rewards of a batch; 0 for the samples of records that the function does not score."""
         own = part.fields.get("reward_fns") or [None] * len(part.completions)
-        known = {one.given for one in self._functions}
+        known = {one.spec_text for one in self._functions}
         for names in own:
             if unknown := [name for name in names or () if name not in known]:
                 raise RewardError(
@@ -618,8 +620,8 @@ class Rewards:
         if withheld:
             names = ", ".join(withheld)
             return f"\nReward functions do not see {names}: name what they need in reward.limits.environment."
-        for said, key in _LIMITS.items():
-            if said in what:
+        for phrase, key in _LIMITS.items():
+            if phrase in what:
                 return f"\nThe limit may be reward.limits.{key}={getattr(self._config.limits, key)}."
         return ""
 
@@ -632,8 +634,8 @@ class _Judge:
         self._rubric = config.judge.rubric if rubric else ""
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
-        given = fields.get("answer", [None] * len(prompts))
-        answers = ["" if one is None else " or ".join(plain.references(one)) for one in given]
+        references = fields.get("answer", [None] * len(prompts))
+        answers = ["" if one is None else " or ".join(plain.references(one)) for one in references]
         if not self._rubric:
             return judge(prompts, completions, answers, **self._settings)
         rubrics = fields.get(self._rubric) or [None] * len(prompts)
@@ -705,9 +707,9 @@ def _functions(config: RewardConfig) -> list[_Function]:
     _check_read(config)
     named = [fn for fn in config.named if fn not in config.fns]
     found = [_resolve(fn, config) for fn in (*config.fns, *named)]
-    told = zip(found, (*config.fns, *named), strict=True)
+    pairs = zip(found, (*config.fns, *named), strict=True)
     general = len(config.fns)
-    return _unique([dataclasses.replace(f, given=str(fn), general=i < general) for i, (f, fn) in enumerate(told)])
+    return _unique([dataclasses.replace(f, spec_text=str(fn), general=i < general) for i, (f, fn) in enumerate(pairs)])
 
 
 def _names(functions: Sequence[_Function], config: RewardConfig, others: Mapping[str, float]) -> tuple[str, ...]:

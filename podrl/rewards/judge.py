@@ -192,9 +192,9 @@ def _scores(config: JudgeConfig, template: str, shown: Sequence[dict[str, Any]],
 
 
 def _score_of(config: JudgeConfig, question: str, end: float) -> float:
-    problem, asked, misunderstood = "there was no time for one", 0, 0
+    problem, requests, misunderstood = "there was no time for one", 0, 0
     while (left := end - time.monotonic()) > 0:
-        asked += 1
+        requests += 1
         try:
             reply = _post(config, question, min(config.timeout_s, left))
             return _score(reply, config.max_score)
@@ -212,10 +212,12 @@ def _score_of(config: JudgeConfig, question: str, end: float) -> float:
             final = misunderstood > config.retries
         if final:
             raise JudgeError(
-                f"the judge at {config.url} (reward.judge.url) gave no score in {asked} requests; {problem}"
+                f"the judge at {config.url} (reward.judge.url) gave no score in {requests} requests; {problem}"
             )
-        time.sleep(max(min(0.25 * 2.0**asked * random.uniform(0.5, 1.0), _LONGEST_PAUSE_S, end - time.monotonic()), 0))
-    raise ServiceError(f"the judge at {config.url} (reward.judge.url) gave no score in {asked} requests; {problem}")
+        time.sleep(
+            max(min(0.25 * 2.0**requests * random.uniform(0.5, 1.0), _LONGEST_PAUSE_S, end - time.monotonic()), 0)
+        )
+    raise ServiceError(f"the judge at {config.url} (reward.judge.url) gave no score in {requests} requests; {problem}")
 
 
 def _filled(template: str, shown: Mapping[str, Any]) -> str:

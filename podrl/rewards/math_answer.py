@@ -68,13 +68,13 @@ def _answers(completion: str, gold: list[Any], truth: str) -> bool:
     text = guess if guess is not None else next((one for one in reversed(found) if isinstance(one, str)), "")
     if _NEGATED.match(text) or len({_named(truth), _named(text)} - {""}) > 1:
         return False
-    wanted, given = numbers.of_reference(truth), numbers.of_reference(text)
+    wanted, number = numbers.of_reference(truth), numbers.of_reference(text)
     *others, last = re.split(r"(?<![<>!:])=", text) if "=" not in truth else [text]
-    if wanted is not None and given is not None:
-        return given.equals(wanted) and all(
+    if wanted is not None and number is not None:
+        return number.equals(wanted) and all(
             _same(gold, _parsed(f"${side}$")) for side in others if _CALCULATES.fullmatch(side)
         )
-    if (given is not None and numbers.has_unknowns(truth)) or (wanted is not None and numbers.has_unknowns(last)):
+    if (number is not None and numbers.has_unknowns(truth)) or (wanted is not None and numbers.has_unknowns(last)):
         return False  # math-verify takes the unknowns of '4ab' for a unit, and the number of 'x + y = 7' for its value
     if others:
         return all(_same(gold, _parsed(f"${side}$")) for side in [*filter(_is_value, others), last])

@@ -105,12 +105,12 @@ def accuracies(completion: str, truth: Any, *, has_format: bool = True) -> dict[
       (the answer is right, or the ratio of the numbers is within 0.9-1.1), and, if `has_format`, 'format' (the
       completion has the exact format). If there are several references, any of them will do.
     """
-    given = last_answer(completion)
-    guess = None if given is None else read(given)
+    answer = last_answer(completion)
+    guess = None if answer is None else read(answer)
     right = close = False
     for one in references(truth):
         target = of_reference(one)
-        right |= is_right(given, one)
+        right |= is_right(answer, one)
         close |= guess is not None and target is not None and guess.close(target, 90, 110)
     scores = {"answer": float(right), "partial": float(right or close)}
     return scores | ({"format": float(answer_of(completion) is not None)} if has_format else {})

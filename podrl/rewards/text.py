@@ -96,24 +96,24 @@ def exact_match(answer: str, reference: str, config: TextConfig) -> float:
 
 def token_f1(answer: str, reference: str, config: TextConfig) -> float:
     """Computes the F1 of the words that answer and reference share (SQuAD, arXiv 1606.05250), from 0 to 1."""
-    given, wanted = config.words(answer), config.words(reference)
-    shared = sum((collections.Counter(given) & collections.Counter(wanted)).values())
-    return 2 * shared / (len(given) + len(wanted)) if given and wanted else float(given == wanted)
+    answer_words, wanted = config.words(answer), config.words(reference)
+    shared = sum((collections.Counter(answer_words) & collections.Counter(wanted)).values())
+    return 2 * shared / (len(answer_words) + len(wanted)) if answer_words and wanted else float(answer_words == wanted)
 
 
 def rouge_l(answer: str, reference: str, config: TextConfig) -> float:
     """Computes the F1 of the longest common subsequence of words (ROUGE-L, Lin 2004, without stemming), from 0 to 1."""
-    given, wanted = config.words(answer), config.words(reference)
-    if not given or not wanted:
-        return float(given == wanted)
+    answer_words, wanted = config.words(answer), config.words(reference)
+    if not answer_words or not wanted:
+        return float(answer_words == wanted)
     row = [0] * (len(wanted) + 1)
-    for word in given:
+    for word in answer_words:
         diagonal = 0
         for column, other in enumerate(wanted, 1):
             above = row[column]
             row[column] = diagonal + 1 if word == other else max(above, row[column - 1])
             diagonal = above
-    return 2 * row[-1] / (len(given) + len(wanted))
+    return 2 * row[-1] / (len(answer_words) + len(wanted))
 
 
 def regex(answer: str, pattern: str, config: TextConfig) -> float:

@@ -68,7 +68,7 @@ class Batches:
             generator,
             clock.mode,
             weights=lambda version: self._playing,
-            took=self._take,
+            on_ended=self._take,
             closed=self._closing.is_set,
         )
         cuts = {"ends": lambda prompts: (0, prompts)} if self._by_tokens else {}
@@ -95,7 +95,7 @@ class Batches:
                 self._clock.restore(step, batch.longest)
             else:
                 own = (batch.rollouts.prompts, i, step + i, False, None, None)
-                self._open.groups.append(TokenGroup(*own, made=batch))
+                self._open.groups.append(TokenGroup(*own, experience=batch))
         self._open.resume(step, [batch for batch in pending if isinstance(batch, Partial)])
         return [self._batch(step + i) for i in range(len(pending))]
 
@@ -133,7 +133,7 @@ class Batches:
             groups = self._waited[step].result()
         del self._waited[step]
         self._clock.forget(step + 1)
-        made = self._player.made(groups, step, self._open.rest())
+        made = self._player.experience(groups, step, self._open.rest())
         self._clock.saw(step, longest_of(made))
         return dataclasses.replace(made, counts={**made.counts, **self._open.counts(step)})
 
@@ -147,9 +147,9 @@ class Batches:
             raise self._failed
         if not self._by_tokens:
             return self._open.state(step, step - min(self._waited), last=step == max(self._waited))
-        [group] = [group for group in self._open.groups if group.asked == step]
-        if isinstance(group, TokenGroup) and group.made is not None:
-            return group.made
+        [group] = [group for group in self._open.groups if group.submit_step == step]
+        if isinstance(group, TokenGroup) and group.experience is not None:
+            return group.experience
         return dataclasses.replace(group.part(step), longest=self._clock.state(self._at))
 
     def closing(self) -> None:
@@ -161,10 +161,12 @@ class Batches:
         for group in self._open.groups:
             self._player.give_up(group)
 
-    def _group(self, prompts: Prompts, number: int, asked: int, repeated: bool, origin: Partial | None) -> OwnGroup:
+    def _group(
+        self, prompts: Prompts, number: int, submit_step: int, repeated: bool, origin: Partial | None
+    ) -> OwnGroup:
         quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
-        recorded = self._clock.recorded(int(prompts.index_P[0]), asked, self._at)
-        return self._player.open(prompts, number, asked, repeated, origin, quantum=quantum, recorded=recorded)
+        recorded = self._clock.recorded(int(prompts.index_P[0]), submit_step, self._at)
+        return self._player.open(prompts, number, submit_step, repeated, origin, quantum=quantum, recorded=recorded)
 
     def _batch(self, step: int) -> Batch:
         self._waited[step] = Future()
@@ -178,7 +180,7 @@ class Batches:
             return
         step, self._playing = policy.version, policy
         try:
-            self._open.ask_again(self._clock.stale(step, self._open.groups), step, self._player.give_up)
+            self._open.resubmit(self._clock.stale(step, self._open.groups), step, self._player.give_up)
             repeats = self._clock.known(step) > step
             self._take()
             self._player.play(self._open.groups, step, halt=self._halted, repeats=repeats)

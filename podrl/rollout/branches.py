@@ -24,7 +24,7 @@ Fork = Literal["history", "tools", "template", "concurrent"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """A request to the branches of an episode; exactly one of `messages`, `text` and `ids` is set.
 
     Attributes:
@@ -131,7 +131,7 @@ class Branches:
         self._branches: list[_Branch] = []
         self._asides: list[Track] = []
         self._opened: collections.Counter[bytes] = collections.Counter()
-        self._asked: Asked | None = None  # newest request
+        self._newest: ChatRequest | None = None  # newest request
         self._requests = 0
         self._toolsets: list[Sequence[Mapping[str, Any]]] = []  # the different tools of answered requests
         self.forks: collections.Counter[Fork] = collections.Counter()
@@ -141,13 +141,13 @@ class Branches:
         self.read: Sequence[int] = ()
 
     def ask(
-        self, session: Session, asked: Asked, strings: tuple[str, ...], ids: Sequence[int], *, urgent: bool
+        self, session: Session, request: ChatRequest, strings: tuple[str, ...], ids: Sequence[int], *, urgent: bool
     ) -> list[int] | None:
         """Goes on with a branch, or opens one.
 
         Args:
           session: engine's session.
-          asked: the request.
+          request: the request.
           strings: stop strings of ordinary text.
           ids: token ids that end the answer, besides the end of the model's turn.
           urgent: whether a new branch gets a lane before samples that are not urgent.
@@ -158,16 +158,16 @@ class Branches:
         Raises:
           Refused: the conversation cannot be rendered.
         """
-        tokens = self._encoded(asked)
-        branch = None if asked.aside else self._continued(tokens)
+        tokens = self._encode(request)
+        branch = None if request.aside else self._find_continued(tokens)
         first = not self._branches and tokens[: len(self._prompt)] == self._prompt.tolist()
-        known = len(branch.tokens()) if branch else len(self._prompt) if first or asked.aside else 0
-        left = self._response - (0 if asked.aside else self._used()) - (len(tokens) - known)
+        known = len(branch.tokens()) if branch else len(self._prompt) if first or request.aside else 0
+        left = self._response - (0 if request.aside else self._used()) - (len(tokens) - known)
         sampled = sum(version >= 0 for one in self._branches for version in one.kept(one.track.versions))
         assert self._sampling.max_new is not None
-        most = [left, self._sampling.max_new - (0 if asked.aside else sampled)]
-        if asked.max_new is not None:
-            most.append(asked.max_new)
+        most = [left, self._sampling.max_new - (0 if request.aside else sampled)]
+        if request.max_new is not None:
+            most.append(request.max_new)
         if branch is not None:
             most.append(session.room(branch.track) - (len(tokens) - known))
         if min(most) <= 0:
@@ -179,38 +179,38 @@ class Branches:
         else:
             head = self._prompt if first else np.asarray(tokens[: self._head], np.int32)
             opening = dataclasses.replace(opening, tokens=tokens[len(head) :])
-            recording = self._recording and not asked.aside
-            key_2 = self._key(tokens, asked.aside)
+            recording = self._recording and not request.aside
+            key_2 = self._key(tokens, request.aside)
             track = session.track(head, key_2, self._sampling, opening, recording=recording)
             if not track.limit:
                 return None
             session.seat([track], urgent=urgent)
             branch = _Branch(track, self._requests)
-            if asked.aside:
+            if request.aside:
                 self._asides.append(track)
             else:
                 if self._branches:
-                    self.forks[self._reason(asked, tokens)] += 1
+                    self.forks[self._reason(request, tokens)] += 1
                 self._branches.append(branch)
-        self.current, self._asked, self.read = branch, asked, tokens
+        self.current, self._newest, self.read = branch, request, tokens
         self._requests += 1
         return tokens[known:]
 
-    def answered(self, session: Session, turn: Turn) -> None:
+    def take_answer(self, session: Session, turn: Turn) -> None:
         """Takes the answer to the last request."""
-        assert self.current is not None and self._asked is not None
-        asked, track = self._asked, self.current.track
-        if asked.aside:
+        assert self.current is not None and self._newest is not None
+        request, track = self._newest, self.current.track
+        if request.aside:
             session.end(track, STOP_ENV)
             return
         choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
-        if asked.messages is None:
-            self.text = visible_text(choice, asked.stop)
+        if request.messages is None:
+            self.text = visible_text(choice, request.stop)
             return
-        if asked.tools not in self._toolsets:
-            self._toolsets.append(asked.tools)
-        message = chat.message(choice, stop=asked.stop, tools=asked.tools, parser=asked.parser, id=asked.id)
-        self._of(asked.parser).remember(asked.messages, asked.tools, [(message, self.current.tokens())])
+        if request.tools not in self._toolsets:
+            self._toolsets.append(request.tools)
+        message = chat.message(choice, stop=request.stop, tools=request.tools, parser=request.parser, id=request.id)
+        self._of(request.parser).remember(request.messages, request.tools, [(message, self.current.tokens())])
         self.text = str(message["content"] or "")
 
     def drop(self, session: Session, request: int) -> None:
@@ -230,10 +230,10 @@ class Branches:
             self._branches.remove(branch)
 
     @property
-    def asked(self) -> Asked:
+    def newest(self) -> ChatRequest:
         """The newest request."""
-        assert self._asked is not None
-        return self._asked
+        assert self._newest is not None
+        return self._newest
 
     def metrics(self) -> dict[str, float]:
         """Counts all requests, the requests that are not trained, forks by reason, and answers that nobody received."""
@@ -262,13 +262,13 @@ class Branches:
         first = self._branches[0].track.prompt is not self._prompt
         for number, branch in enumerate(self._branches, int(first)):
             track = branch.track
-            given, kept = track.prompt.tolist() if number else [], branch.kept(track.versions)
-            whole.tokens += [*given, *branch.kept(track.tokens)]
-            whole.versions += [*[-1] * len(given), *kept]
+            prompt, kept = track.prompt.tolist() if number else [], branch.kept(track.versions)
+            whole.tokens += [*prompt, *branch.kept(track.tokens)]
+            whole.versions += [*[-1] * len(prompt), *kept]
             for name, values in whole.drawn.items():
-                values += [*[DRAWN[name].fill] * len(given), *branch.kept(track.drawn[name])]
+                values += [*[DRAWN[name].fill] * len(prompt), *branch.kept(track.drawn[name])]
             whole.sampled += sum(version >= 0 for version in kept)
-            piece_X += [number] * (len(given) + len(kept))
+            piece_X += [number] * (len(prompt) + len(kept))
         whole.paused = self._branches[-1].track.paused
         self._join_routes(session, whole)
         return whole, piece_X, [turn for branch in self._branches for turn in branch.turns]
@@ -292,18 +292,18 @@ class Branches:
                 part[:] = track.routes
                 track.routes = part  # routes that arrive later are written into the row
 
-    def _encoded(self, asked: Asked) -> list[int]:
+    def _encode(self, request: ChatRequest) -> list[int]:
         """Encodes a request.
 
         Raises:
           Refused: the conversation cannot be rendered, or the request has no tokens, or a token that the model lacks.
         """
-        if asked.messages is not None:
-            return self._of(asked.parser).encode(asked.messages, asked.tools)
-        tokens = list(asked.ids or ())
-        if asked.text is not None:
+        if request.messages is not None:
+            return self._of(request.parser).encode(request.messages, request.tools)
+        tokens = list(request.ids or ())
+        if request.text is not None:
             try:
-                tokens = self._tokenizer.encode(asked.text, start=True)
+                tokens = self._tokenizer.encode(request.text, start=True)
             except ValueError as error:
                 raise Refused(400, "invalid_prompt", str(error), "prompt") from None
         if not tokens or max(tokens) >= self._tokenizer.vocab_size:
@@ -312,25 +312,25 @@ class Branches:
             raise Refused(400, "invalid_prompt", why)
         return tokens
 
-    def _reason(self, asked: Asked, tokens: list[int]) -> "Fork":
+    def _reason(self, request: ChatRequest, tokens: list[int]) -> "Fork":
         """Finds out why a request goes on with no branch."""
-        if asked.messages is not None:
-            histories = self._of(asked.parser)
+        if request.messages is not None:
+            histories = self._of(request.parser)
             if histories.forked:
                 return "template"
             if histories.continued:
                 return "concurrent"
-            if any(histories.knows(asked.messages, tools) for tools in self._toolsets):
+            if any(histories.knows(request.messages, tools) for tools in self._toolsets):
                 return "tools"
-        begun = any(one.tokens()[: len(tokens)] == tokens for one in self._branches)
-        return "concurrent" if begun else "history"
+        concurrent = any(one.tokens()[: len(tokens)] == tokens for one in self._branches)
+        return "concurrent" if concurrent else "history"
 
     def _of(self, parser: str) -> Histories:
         if parser not in self._histories:
             self._histories[parser] = Histories(self._tokenizer, parser)
         return self._histories[parser]
 
-    def _continued(self, tokens: list[int]) -> _Branch | None:
+    def _find_continued(self, tokens: list[int]) -> _Branch | None:
         """Returns the longest open branch whose tokens are a proper prefix of `tokens`; None if there is none."""
         open_ = [branch for branch in self._branches if branch.count is None]
         fits = [(known, branch) for branch in open_ if tokens[: len(known := branch.tokens())] == known]

@@ -58,7 +58,7 @@ class TokenClock:
         """Returns a step after all others: every decision follows from the samples, so every step can be repeated."""
         return sys.maxsize
 
-    def recorded(self, index: int, asked: int, step: int) -> None:
+    def recorded(self, index: int, submit_step: int, step: int) -> None:
         """Returns None, as this clock has no journal."""
 
     def forget(self, before: int) -> None:
@@ -94,7 +94,7 @@ class TokenClock:
 
     def batch(self, step: int, groups: Sequence["_C"], size: int, *, over: bool = False) -> list["_C"]:
         """Returns the groups that were opened for a step, in their order; no groups until all of them have ended."""
-        own = [group for group in groups if group.asked == step]
+        own = [group for group in groups if group.submit_step == step]
         return own if all(group.ended for group in own) else []
 
     def decide(self, step: int, chosen: Sequence["Candidate"], left: Sequence["Candidate"]) -> Mapping[str, float]:
@@ -120,9 +120,9 @@ class Candidate(Protocol):
 
     Attributes:
       index: position of the prompt in the data.
-      asked: step at which the prompt was asked; a part of the samples' random keys.
+      submit_step: step at which the prompt was submitted; a part of the samples' random keys.
       number: place of the group in the order of submission.
-      repeated: whether the prompt was asked before, and the samples of then became too old.
+      repeated: whether the prompt was submitted before, and its earlier samples became too old.
       ended: whether all samples have ended.
       drawn: oldest version known to have drawn a token of the group; None if no token is known.
       oldest: `drawn`, or where it is not known the oldest version that may have drawn a token.
@@ -132,7 +132,7 @@ class Candidate(Protocol):
     def index(self) -> int: ...
 
     @property
-    def asked(self) -> int: ...
+    def submit_step(self) -> int: ...
 
     @property
     def number(self) -> int: ...
@@ -185,9 +185,9 @@ class WallClock:
         """Returns the first step, from `step` on, whose batch is not decided; the steps before it are repeated."""
         return self._journal.known(step)
 
-    def recorded(self, index: int, asked: int, step: int) -> Mapping[str, Any] | None:
+    def recorded(self, index: int, submit_step: int, step: int) -> Mapping[str, Any] | None:
         """Returns the journal's entry of a group in a batch of `step` or later; None if no such batch has the group."""
-        return self._journal.group(index, asked, step)
+        return self._journal.group(index, submit_step, step)
 
     def forget(self, before: int) -> None:
         """Frees the memory of decisions for steps before `before`."""
@@ -245,7 +245,7 @@ class WallClock:
         """
         if (known := self._journal.batch(step)) is None:
             return choose(groups, step, size, self._staleness)
-        places, chosen = {(group.index, group.asked): group for group in groups}, []
+        places, chosen = {(group.index, group.submit_step): group for group in groups}, []
         for record in known["groups"]:
             group = places.get((record["index"], record["asked"]))
             if group is None or (over and not group.ended) or (group.ended and group.record() != record):

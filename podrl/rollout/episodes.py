@@ -16,7 +16,7 @@ from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.asks import Refused
 from podrl.environments.workers import Anew, Done, Message, Say
-from podrl.rollout.branches import Asked, Branches
+from podrl.rollout.branches import Branches, ChatRequest
 from podrl.rollout.partial import Partial, fill
 from podrl.rollout.points import Points
 from podrl.types import (
@@ -139,7 +139,7 @@ class Episode:
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
       answered: whether the environment gave `text`.
       full: whether the sample had no room for the environment's last message.
-      told: messages to the environment. With them another process can bring a new environment to the same point.
+      sent_turns: messages to the environment. With them another process can bring a new environment to the same point.
       heard: number of messages from the environment.
       repeated: number of messages that an environment which began again has repeated so far; None once it has repeated
         all of them, or if it did not begin again.
@@ -163,7 +163,7 @@ class Episode:
     text: str = ""
     answered: bool = False
     full: bool = False
-    told: list[Turn] = dataclasses.field(default_factory=list)
+    sent_turns: list[Turn] = dataclasses.field(default_factory=list)
     heard: int = 0
     repeated: int | None = None
     calls: int = 0
@@ -175,9 +175,9 @@ class Episode:
     def state(self) -> dict[str, Any]:
         """Returns the episode's part of a checkpoint, as values for JSON; its track is not included."""
         kept = {name: getattr(self, name) for name in _STATE}
-        told = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.told]
+        sent_turns = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.sent_turns]
         kept |= {"answered": self.answered, "reward": self.reward}
-        return kept | {"stops": list(self.stops.items()), "told": told}
+        return kept | {"stops": list(self.stops.items()), "told": sent_turns}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over the values that `state` returned in another process; the environment will begin again."""
@@ -186,7 +186,7 @@ class Episode:
         self.answered, self.reward = state.get("answered", False), state.get("reward")  # older checkpoints lack them
         self.strings, self.rewards = tuple(self.strings), [(place, reward) for place, reward in self.rewards]
         self.stops = {int(id_): text for id_, text in state["stops"]}
-        self.told = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
+        self.sent_turns = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
         self.repeated = 0 if self.heard else None
 
     def record(self) -> dict[str, Any]:
@@ -212,9 +212,9 @@ class Pump:
         self._partial = partial
         self._session: Any = None
         self._episodes = {b: Episode() for b in range(len(request.prompts.length_P) * request.group_size)}
-        self._unasked: dict[int, set[int]] = {}  # by prompt: samples that their environments have not opened yet
+        self._unopened: dict[int, set[int]] = {}  # by prompt: samples that their environments have not opened yet
         self._ended: list[int] = []
-        self._owed: set[int] = set()  # samples that wait for a message of their environments
+        self._waiting: set[int] = set()  # samples that wait for a message of their environments
         self._inboxes: dict[int, list[Message]] = {}  # by row: the episode's inbox in `Partner.inboxes`
         self._points = Points()
         self._calls: int | None = None
@@ -250,16 +250,18 @@ class Pump:
                 self._ended.append(b)
                 continue
             if episode.track is None:
-                self._unasked.setdefault(b // G, set()).add(b)
-            if episode.heard == len(episode.told):
-                self._owed.add(b)
+                self._unopened.setdefault(b // G, set()).add(b)
+            if episode.heard == len(episode.sent_turns):
+                self._waiting.add(b)
             self._partner.inboxes[self._first + b] = self._inboxes[b] = []
             self._host.start(self._first + b, self._task(*divmod(b, G)))
 
     def _track(self, session: Session, p: int, g: int, opening: Opening) -> Track:
-        asked = self.request
-        recording = asked.route_bytes > 0
-        return session.track(asked.tokens(p), asked.keys_PG2[p, g], asked.sampling.of(g), opening, recording=recording)
+        request = self.request
+        recording = request.route_bytes > 0
+        return session.track(
+            request.tokens(p), request.keys_PG2[p, g], request.sampling.of(g), opening, recording=recording
+        )
 
     def _restore(self, session: Session, b: int, episode: Episode, partial: Partial) -> None:
         state = partial.samples[b]
@@ -285,14 +287,14 @@ class Pump:
     def _rests(self, b: int, episode: Episode) -> bool:
         """Returns True if a sample has left the session: within a turn, or to get its answer in the next session."""
         left = episode.track is not None and episode.track.held and episode.track.stop is None
-        return left and (b not in self._owed or self._parked(episode))
+        return left and (b not in self._waiting or self._parked(episode))
 
     def _parked(self, episode: Episode) -> bool:
         """Returns True if messages of the sample's environment are left to the next session."""
         return self._calls is not None and episode.calls >= self._calls
 
     def owed(self) -> int:
-        return sum(not self._parked(self._episodes[b]) for b in self._owed)
+        return sum(not self._parked(self._episodes[b]) for b in self._waiting)
 
     def take(self) -> list[tuple[int, Any]]:
         ended, self._ended = self._ended, []
@@ -328,13 +330,13 @@ class Pump:
                     self._begin_anew(b)
                     continue
                 if self._episodes[b].stop is None and not self._repeats(b, message):
-                    self._owed.discard(b)
+                    self._waiting.discard(b)
                     if isinstance(message, Say):
-                        self._on_say(b, message)
+                        self._on_observation(b, message)
                     else:
                         self._on_done(b, message)
-        for p in [p for p, unasked in self._unasked.items() if not unasked]:
-            del self._unasked[p]
+        for p in [p for p, unasked in self._unopened.items() if not unasked]:
+            del self._unopened[p]
             self._begin(p)
 
     def _repeats(self, b: int, message: Say | Done) -> bool:
@@ -352,8 +354,8 @@ class Pump:
                 f"{self._name(b)} ended earlier than in the run that is repeated. An environment must repeat its "
                 "messages: take random numbers from Task.seed, and outside answers through Model.outside."
             )
-        if episode.repeated < len(episode.told):
-            self._host.turn(self._first + b, episode.told[episode.repeated])
+        if episode.repeated < len(episode.sent_turns):
+            self._host.turn(self._first + b, episode.sent_turns[episode.repeated])
         episode.repeated += 1
         if episode.repeated == episode.heard:
             episode.repeated = None
@@ -364,34 +366,36 @@ class Pump:
         if (branches := self._episodes[b].branches) is not None:
             branches.joined(self._session)
         self._episodes[b] = Episode(started=self._episodes[b].started)
-        self._owed.add(b)
+        self._waiting.add(b)
 
-    def _on_say(self, b: int, say: Say) -> None:
+    def _on_observation(self, b: int, message: Say) -> None:
         episode = self._episodes[b]
-        if say.chat is not None:
-            self._on_chat(b, say, Asked(**say.chat))
+        if message.chat is not None:
+            self._on_chat(b, message, ChatRequest(**message.chat))
             return
         if episode.branches is not None:
             raise BatchError(f"{self._name(b)} asks by model.chat and by model.say: an episode may use one of them.")
-        self._reward(b, say.reward)
-        tokens, texts = self._read(b, say)
+        self._reward(b, message.reward)
+        tokens, texts = self._encode_observation(b, message)
         used = 0 if episode.track is None else len(episode.track.tokens)
         left = self.request.response - used
         if len(tokens) > left:
             tokens = tokens[:left]
         left -= len(tokens)
-        self._record_given(episode, say, len(tokens))
-        opening = Opening(tokens, texts, tuple(episode.stops), left if say.max_new is None else min(left, say.max_new))
+        self._record_observation(episode, message, len(tokens))
+        opening = Opening(
+            tokens, texts, tuple(episode.stops), left if message.max_new is None else min(left, message.max_new)
+        )
         if episode.track is None:
             episode.opening = opening
-            self._unasked[b // self.request.group_size].discard(b)
+            self._unopened[b // self.request.group_size].discard(b)
             return
         if episode.track.stop is None:
             self._session.extend(episode.track, opening)
         if episode.track.stop is not None:
             self._fill(b)
 
-    def _read(self, b: int, say: Say) -> tuple[list[int], tuple[str, ...]]:
+    def _encode_observation(self, b: int, message: Say) -> tuple[list[int], tuple[str, ...]]:
         """Encodes an observation.
 
         Returns:
@@ -400,20 +404,20 @@ class Pump:
         episode, dialogue = self._episodes[b], self._dialogue
         last = episode.track.tokens[-1] if episode.track and episode.track.tokens else None
         try:
-            text, tokens = say.observation, []
-            if say.cuts:
-                text = shortened(text, say.cuts, say.cut_tokens, dialogue.encode, dialogue.decode)
-            if text or say.role != "raw":
-                texts = text.split(SEPARATOR) if say.role == "tool" else text
-                tokens = dialogue.encode(texts, say.role, last=last)
+            text, tokens = message.observation, []
+            if message.cuts:
+                text = shortened(text, message.cuts, message.cut_tokens, dialogue.encode, dialogue.decode)
+            if text or message.role != "raw":
+                texts = text.split(SEPARATOR) if message.role == "tool" else text
+                tokens = dialogue.encode(texts, message.role, last=last)
         except ValueError as error:
             raise BatchError(f"{self._name(b)}: {error}") from error
-        return tokens, self._stops(b, say)
+        return tokens, self._stops(b, message)
 
-    def _stops(self, b: int, say: Say) -> tuple[str, ...]:
+    def _stops(self, b: int, message: Say) -> tuple[str, ...]:
         """Sets the stop strings of the next turn; returns the strings that are not a single special token."""
         try:
-            texts, ids = self._dialogue.stops((*self.request.sampling.stop_strings, *say.stop))
+            texts, ids = self._dialogue.stops((*self.request.sampling.stop_strings, *message.stop))
         except ValueError as error:
             raise BatchError(f"{self._name(b)}: {error}") from error
         if (most := self._session.spare_stop_ids(self.request.sampling)) < len(ids):
@@ -424,13 +428,13 @@ class Pump:
         self._episodes[b].stops, self._episodes[b].strings = dict(ids), texts
         return texts
 
-    def _on_chat(self, b: int, say: Say, asked: Asked) -> None:
+    def _on_chat(self, b: int, message: Say, chat: ChatRequest) -> None:
         """Handles a request by conversation: goes on with the branch that it continues, or opens a branch."""
         episode, request, session = self._episodes[b], self.request, self._session
         p, g = divmod(b, request.group_size)
         if self._points.quantum is not None or self._partial is not None or self._partner.clock != "tokens":
             raise self._no_chat(b)
-        self._unasked.get(p, set()).discard(b)
+        self._unopened.get(p, set()).discard(b)
         if episode.branches is None:
             if episode.track is not None or episode.opening is not None:
                 raise BatchError(
@@ -445,10 +449,10 @@ class Pump:
                 head=int(np.max(request.prompts.length_P)),
                 recording=request.route_bytes > 0,
             )
-        for number in say.dropped:
+        for number in message.dropped:
             episode.branches.drop(session, number)
-        texts = self._stops(b, say)
-        ids = tuple(dict.fromkeys((*episode.stops, *asked.stop_ids)))
+        texts = self._stops(b, message)
+        ids = tuple(dict.fromkeys((*episode.stops, *chat.stop_ids)))
         try:
             if (most := session.spare_stop_ids(request.sampling)) < len(ids):
                 why = (
@@ -456,17 +460,19 @@ class Pump:
                     f"{most} are possible: give fewer."
                 )
                 raise Refused(400, "unsupported_parameter", why, "stop_token_ids")
-            given = episode.branches.ask(session, asked, texts, ids, urgent=self._points.urgent)
+            new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=self._points.urgent)
         except Refused as error:
-            self._tell(b, Turn(json.dumps(error.fields()), REFUSED))
+            self._send_turn(b, Turn(json.dumps(error.fields()), REFUSED))
             return
-        if given is None:
+        if new_tokens is None:
             self._fill(b)
             return
         assert episode.branches.current is not None
         branch = episode.branches.current
         episode.track, episode.turns, self.rows[branch.track] = branch.track, branch.turns, b
-        self._record_given(episode, dataclasses.replace(say, observation=self._dialogue.decode(given)), len(given))
+        self._record_observation(
+            episode, dataclasses.replace(message, observation=self._dialogue.decode(new_tokens)), len(new_tokens)
+        )
 
     def _no_chat(self, b: int) -> BatchError:
         return BatchError(
@@ -498,7 +504,7 @@ class Pump:
             episode.reward = sum((reward for _, reward in episode.rewards), 0.0)
         counted = {} if episode.branches is None else episode.branches.metrics()
         episode.metrics = {**counted, **done.metrics}
-        self._unasked.get(b // self.request.group_size, set()).discard(b)
+        self._unopened.get(b // self.request.group_size, set()).discard(b)
         track = episode.track
         stop = STOP_DEADLINE if done.reason in ("deadline", "failed") else self._why(episode, done)
         if track is not None and track.stop is None:
@@ -508,7 +514,7 @@ class Pump:
     def _run_out(self, b: int) -> None:
         """Ends a sample at the point at which its environment ran out of time in the run that is repeated."""
         self._host.cancel(self._first + b)
-        self._owed.discard(b)
+        self._waiting.discard(b)
         self._on_done(b, Done(self._first + b, None, {}, None, "deadline"))
 
     def _why(self, episode: Episode, done: Done) -> int:
@@ -583,14 +589,16 @@ class Pump:
             self._session.hold(track)
         turn = Turn(text, stop, tuple(tokens))
         if episode.branches is not None:
-            episode.branches.answered(self._session, turn)
-            turn = dataclasses.replace(turn, prompt=episode.branches.read, **self._shown(episode.branches.asked, track))
-        self._tell(b, turn)
+            episode.branches.take_answer(self._session, turn)
+            turn = dataclasses.replace(
+                turn, prompt=episode.branches.read, **self._answer_details(episode.branches.newest, track)
+            )
+        self._send_turn(b, turn)
 
-    def _shown(self, asked: Asked, track: Track) -> dict[str, Sequence[Any]]:
+    def _answer_details(self, request: ChatRequest, track: Track) -> dict[str, Sequence[Any]]:
         """Returns the log-probabilities and texts of the newest turn's tokens, as far as the request asks for them."""
-        logprobs = track.drawn["raw_logprob"][track.first :] if asked.logprobs else ()
-        tokenizer, tokens = self._dialogue.tokenizer, track.tokens[track.first :] if asked.pieces else ()
+        logprobs = track.drawn["raw_logprob"][track.first :] if request.logprobs else ()
+        tokenizer, tokens = self._dialogue.tokenizer, track.tokens[track.first :] if request.pieces else ()
         pieces = [tokenizer.decode([token]) or tokenizer.token_text(token) for token in tokens]
         return {"logprobs": tuple(logprobs), "pieces": tuple(pieces)}
 
@@ -599,16 +607,16 @@ class Pump:
     def _fill(self, b: int) -> None:
         """Tells the environment that its sample is full, so that the environment returns."""
         self._episodes[b].full = True
-        self._tell(b, Turn("", FULL))
+        self._send_turn(b, Turn("", FULL))
 
-    def _tell(self, b: int, turn: Turn) -> None:
+    def _send_turn(self, b: int, turn: Turn) -> None:
         """Sends a turn to the environment of a sample; the sample waits for the answer from then on."""
         track = self._episodes[b].track
         if track is not None and self._points.late.get(b) == len(track.tokens):
             self._run_out(b)
             return
-        self._owed.add(b)
-        self._episodes[b].told.append(turn)
+        self._waiting.add(b)
+        self._episodes[b].sent_turns.append(turn)
         if self._episodes[b].repeated is None:
             self._host.turn(self._first + b, turn)
 
@@ -621,32 +629,32 @@ class Pump:
           BatchError: the reward is for a turn, and the model has had no turn yet.
         """
         episode = self._episodes[b]
-        said = [turn for turn in episode.turns if turn["by"] == "model" and turn["tokens"]]
+        model_turns = [turn for turn in episode.turns if turn["by"] == "model" and turn["tokens"]]
         if not reward:
             return
-        if (episode.track is None or not said) and whole:
+        if (episode.track is None or not model_turns) and whole:
             episode.rewards.append((-1, reward))
             return
-        if episode.track is None or not said:
+        if episode.track is None or not model_turns:
             raise BatchError(
                 f"{self._name(b)} gave the reward {reward:g} before the model's first turn. say(reward=...) rewards "
                 "the turn before it; use Result(reward) for the whole sample."
             )
-        said[-1]["reward"] += reward
+        model_turns[-1]["reward"] += reward
         place = max(i for i, version in enumerate(episode.track.versions) if version >= 0)
         episode.rewards.append((place, reward))
 
-    def _record_given(self, episode: Episode, say: Say, tokens: int) -> None:
+    def _record_observation(self, episode: Episode, message: Say, tokens: int) -> None:
         """Adds the records of an observation; the first record counts all its tokens, which are encoded together."""
-        made = [dict(record) for record in say.records]
-        if not made and tokens:
-            made = [{"by": "environment", "text": say.observation}]
-        for i, record in enumerate(made):
+        records = [dict(record) for record in message.records]
+        if not records and tokens:
+            records = [{"by": "environment", "text": message.observation}]
+        for i, record in enumerate(records):
             episode.turns.append(record | {"tokens": tokens if i == 0 else 0})
 
     def _end(self, b: int, stop: int, text: str | None) -> None:
         episode = self._episodes[b]
-        self._owed.discard(b)
+        self._waiting.discard(b)
         self._partner.inboxes.pop(self._first + b, None)
         self._inboxes.pop(b, None)
         episode.stop, episode.seconds = stop, time.monotonic() - episode.started

@@ -23,20 +23,20 @@ class OwnGroup(Group):
     """A group whose samples this process makes.
 
     Attributes:
-      making: the samples (podrl.learner.generation.Making); None if one version draws all of them in one call.
+      samples: the samples (podrl.learner.generation.GroupInFlight); None if one version draws all of them in one call.
       recorded: the journal's entry of the group, which the samples must reproduce; None if the journal has none.
       since: first version of the weights under which this process still has to play the group, if it is `fixed`.
-      taken: whether a batch holds the group.
-      told: whether the leader of a pod knows that the group has ended.
-      told_drawn: whether the leader of a pod knows the oldest version that drew one of the group's tokens.
+      in_batch: whether a batch holds the group.
+      ended_reported: whether the leader of a pod knows that the group has ended.
+      oldest_reported: whether the leader of a pod knows the oldest version that drew one of the group's tokens.
     """
 
-    making: Any
+    samples: Any
     recorded: Mapping[str, Any] | None = None
     since: int = 0
-    taken: bool = False
-    told: bool = False
-    told_drawn: bool = False
+    in_batch: bool = False
+    ended_reported: bool = False
+    oldest_reported: bool = False
 
     @property
     def fixed(self) -> bool:
@@ -45,7 +45,7 @@ class OwnGroup(Group):
 
     @property
     def ended(self) -> bool:
-        return len(self.making.player.done) == self.making.player.request.samples
+        return len(self.samples.player.done) == self.samples.player.request.samples
 
     @property
     def drawn(self) -> int | None:
@@ -55,7 +55,7 @@ class OwnGroup(Group):
         return self.looked_up
 
     def states(self) -> Sequence[tuple[Mapping[str, Any], Track | None]]:
-        return self.making.player.state()
+        return self.samples.player.state()
 
     def sessions(self, version: int) -> list[Points]:
         """Lists, for each session of a version, the points at which the samples of a fixed group stop."""
@@ -65,18 +65,18 @@ class OwnGroup(Group):
     def row(self, points: Points) -> tuple[Any, Points]:
         """Returns the samples and the points to play them to, as a pair for podrl.learner.generation.Generator.play."""
         self.origin = None
-        return self.making, points
+        return self.samples, points
 
     def record(self) -> Mapping[str, Any]:
         states = self.states()
         runs = [[] if track is None else runs_of(track.versions, track.breaks) for _, track in states]
         late = [b for b, (value, _) in enumerate(states) if value.get("episode", {}).get("stop") == STOP_DEADLINE]
         tokens = [0 if track is None else len(track.tokens) for _, track in states]
-        return {"index": self.index, "asked": self.asked, "runs": runs, "tokens": tokens, "late": late}
+        return {"index": self.index, "asked": self.submit_step, "runs": runs, "tokens": tokens, "late": late}
 
     def check(self) -> None:
         """Raises ValueError if a batch holds the group, and its samples differ from the journal's entry of it."""
-        if self.taken and self.record() != self.recorded:
+        if self.in_batch and self.record() != self.recorded:
             raise ValueError(
                 f"The samples of prompt {self.index}, which this host took over, differ from the journal's entry: "
                 f"{self.recorded}"
@@ -89,11 +89,11 @@ class TokenGroup(OwnGroup):
 
     Attributes:
       quantum: number of tokens that a sample draws in each window but the last; 0 if one version draws all its tokens.
-      made: experience of the group; None as long as the group has not ended.
+      experience: experience of the group; None as long as the group has not ended.
     """
 
     quantum: int = 0
-    made: Experience | None = None
+    experience: Experience | None = None
 
     @property
     def fixed(self) -> bool:
@@ -101,14 +101,14 @@ class TokenGroup(OwnGroup):
 
     @property
     def ended(self) -> bool:
-        return self.made is not None
+        return self.experience is not None
 
     @property
     def drawn(self) -> None:
         return None
 
     def sessions(self, version: int) -> list[Points]:
-        return [points(stop_at(self.asked, version, self.quantum))]
+        return [points(stop_at(self.submit_step, version, self.quantum))]
 
     def part(self, step: int) -> Partial:
         """Copies the samples as they are, for a checkpoint.
@@ -116,9 +116,11 @@ class TokenGroup(OwnGroup):
         With dynamic sampling the last prompts may not have been asked yet: these have no samples.
         """
         del step
-        asked = len(self.making.player.request.prompts.length_P)
-        part = of_tracks(self.prompts, self.states(), asked=asked, step=self.asked, quantum=self.quantum)
-        return self.marked(part, self.asked)
+        prompt_count = len(self.samples.player.request.prompts.length_P)
+        part = of_tracks(
+            self.prompts, self.states(), prompt_count=prompt_count, step=self.submit_step, quantum=self.quantum
+        )
+        return self.marked(part, self.submit_step)
 
 
 class GroupPlayer:
@@ -135,7 +137,7 @@ class GroupPlayer:
         mode: Mode,
         *,
         weights: Callable[[int], Policy],
-        took: Callable[[], None],
+        on_ended: Callable[[], None],
         closed: Callable[[], bool],
     ):
         """Plays nothing yet.
@@ -145,12 +147,12 @@ class GroupPlayer:
             batch.
           mode: clock, and number of versions that draw a sample (`Mode`).
           weights: function that returns the weights of a version.
-          took: function that is called when a group may have ended.
+          on_ended: function that is called when a group may have ended.
           closed: function that returns True once nothing more may be played.
         """
         self._generator, self._mode = generator, mode
-        self._weights, self._took, self._closed = weights, took, closed
-        self._made_at = time.monotonic()
+        self._weights, self._on_ended, self._closed = weights, on_ended, closed
+        self._joined_at = time.monotonic()
         self._began: float | None = None  # time at which the present window began
         self._window_s: float | None = None  # seconds of the window before the present one
 
@@ -158,24 +160,24 @@ class GroupPlayer:
         self,
         prompts: Prompts,
         number: int,
-        asked: int,
+        submit_step: int,
         repeated: bool,
         origin: Partial | None,
         *,
         quantum: int = 0,
         recorded: Mapping[str, Any] | None = None,
         since: int = 0,
-        taken: bool = False,
+        in_batch: bool = False,
     ) -> OwnGroup:
         """Opens a group, which the next window begins; arguments are the attributes of OwnGroup and TokenGroup."""
-        making = None if self._mode == "whole" else self._generator.begin(prompts, asked, origin)
-        own = (prompts, number, asked, repeated, origin, making, recorded, since, taken)
+        samples = None if self._mode == "whole" else self._generator.begin(prompts, submit_step, origin)
+        own = (prompts, number, submit_step, repeated, origin, samples, recorded, since, in_batch)
         return OwnGroup(*own) if self._mode == "wall" else TokenGroup(*own, quantum=quantum)
 
     def give_up(self, group: OwnGroup) -> None:
         """Cancels the open samples of a group."""
-        if group.making is not None:
-            self._generator.give_up(group.making)
+        if group.samples is not None:
+            self._generator.give_up(group.samples)
 
     def begin_window(self) -> None:
         """Records the start of a window."""
@@ -187,7 +189,7 @@ class GroupPlayer:
             self._window_s = time.monotonic() - self._began
         self._began = None
 
-    def made(self, groups: Sequence[OwnGroup], step: int, position: bytes) -> Experience:
+    def experience(self, groups: Sequence[OwnGroup], step: int, position: bytes) -> Experience:
         """Returns the experience of groups that have ended, as the batch of a step or a part of it.
 
         Args:
@@ -200,14 +202,14 @@ class GroupPlayer:
           BatchError: a reward function failed, or too many samples did.
         """
         if isinstance(groups[0], TokenGroup):
-            assert groups[0].made is not None
-            return groups[0].made
+            assert groups[0].experience is not None
+            return groups[0].experience
         now = time.monotonic()
-        seconds, self._made_at = now - self._made_at, now
-        made = self._generator.gather([group.making for group in groups], step, seconds)
-        prompts = dataclasses.replace(made.rollouts.prompts, data_state=position)
-        made = dataclasses.replace(made, rollouts=dataclasses.replace(made.rollouts, prompts=prompts))
-        return made if self._window_s is None else noted(made, {"time/window": self._window_s})
+        seconds, self._joined_at = now - self._joined_at, now
+        experience = self._generator.gather([group.samples for group in groups], step, seconds)
+        prompts = dataclasses.replace(experience.rollouts.prompts, data_state=position)
+        experience = dataclasses.replace(experience, rollouts=dataclasses.replace(experience.rollouts, prompts=prompts))
+        return experience if self._window_s is None else with_counts(experience, {"time/window": self._window_s})
 
     # Methods for the thread that uses the rollout mesh.
 
@@ -242,7 +244,7 @@ class GroupPlayer:
             for chosen in in_sessions([(group, group.sessions(version)) for group in known]):
                 rows = [group.row(where) for group, where in chosen if not group.ended]
                 if rows and not self._closed():
-                    self._generator.play(rows, policy, halt=halt, took=self._took)
+                    self._generator.play(rows, policy, halt=halt, on_ended=self._on_ended)
         for group in known:
             if isinstance(group, TokenGroup) and not self._closed():
                 self._finish(group, policy)
@@ -251,7 +253,7 @@ class GroupPlayer:
     def _play_on(self, groups: Sequence[OwnGroup], version: int, halt: Callable[[], bool]) -> None:
         rows = [group.row(Points(urgent=group.oldest is not None)) for group in groups]
         if rows:
-            self._generator.play(rows, self._weights(version), halt=halt, took=self._took)
+            self._generator.play(rows, self._weights(version), halt=halt, on_ended=self._on_ended)
 
     def _in_order(self, groups: Sequence[OwnGroup], version: int) -> list[list[OwnGroup]]:
         """Splits the fixed groups into sets that are played together, and puts these in order.
@@ -261,21 +263,21 @@ class GroupPlayer:
         fixed = [group for group in groups if group.fixed]
         if self._mode == "wall":
             return [fixed]
-        fixed.sort(key=lambda group: (group.asked, group.number))
+        fixed.sort(key=lambda group: (group.submit_step, group.number))
         if self._mode == "whole":
             return [[group] for group in fixed]
-        return [[g for g in fixed if g.asked <= version], [g for g in fixed if g.asked > version]]
+        return [[g for g in fixed if g.submit_step <= version], [g for g in fixed if g.submit_step > version]]
 
     def _finish(self, group: TokenGroup, policy: Policy) -> None:
         """Makes the experience of a group by the clock of tokens, if this window is the last one that draws it."""
         if self._mode == "whole":
-            group.made = self._generator(group.prompts, policy, group.asked)
-        elif policy.version >= last_window(group.asked):
-            group.made = self._generator.finish(group.making, policy)
-        self._took()
+            group.experience = self._generator(group.prompts, policy, group.submit_step)
+        elif policy.version >= last_window(group.submit_step):
+            group.experience = self._generator.finish(group.samples, policy)
+        self._on_ended()
 
 
-def noted(experience: Experience, worked: Mapping[str, float]) -> Experience:
+def with_counts(experience: Experience, worked: Mapping[str, float]) -> Experience:
     """Adds metrics of a window to a batch, such as its seconds, `time/window`."""
     return dataclasses.replace(experience, counts={**experience.counts, **worked})
 

@@ -46,7 +46,7 @@ class Histories:
           parser: format in which the model writes a tool call (env.parser).
         """
         self._tokenizer, self._parser = tokenizer, parser
-        self._known: collections.OrderedDict[bytes, np.ndarray] = collections.OrderedDict()
+        self._answers: collections.OrderedDict[bytes, np.ndarray] = collections.OrderedDict()
         self._tokens = self.extended = self.forks = 0
         self.continued = self.forked = False
 
@@ -92,12 +92,12 @@ class Histories:
         for message, ids in answers:
             whole = prompt.copy()
             whole.update(_line(message))
-            if (old := self._known.pop(key := whole.digest(), None)) is not None:
+            if (old := self._answers.pop(key := whole.digest(), None)) is not None:
                 self._tokens -= len(old)
-            self._known[key] = np.asarray(ids, np.int32)
+            self._answers[key] = np.asarray(ids, np.int32)
             self._tokens += len(ids)
         while self._tokens > _MOST:
-            self._tokens -= len(self._known.popitem(last=False)[1])
+            self._tokens -= len(self._answers.popitem(last=False)[1])
 
     def _last_answer(self, messages: Sequence[Message], tools: Tools) -> tuple[np.ndarray | None, int]:
         """Looks up a conversation up to its last answer.
@@ -109,9 +109,9 @@ class Histories:
         last = max((i for i, message in enumerate(messages) if message["role"] in ("assistant", "system")), default=-1)
         if not 0 <= last < len(messages) - 1 or messages[last]["role"] != "assistant":
             return None, 0
-        if (ids := self._known.get(key := _digest(messages[: last + 1], tools).digest())) is None:
+        if (ids := self._answers.get(key := _digest(messages[: last + 1], tools).digest())) is None:
             return None, 0
-        self._known.move_to_end(key)
+        self._answers.move_to_end(key)
         return ids, last + 1
 
     def _new(
@@ -130,8 +130,8 @@ class Histories:
           Token ids; None if the chat template now renders the known answer or a message before it differently, or
           renders nothing after it.
         """
-        said = str(messages[count - 1].get("content") or "")
-        words = _THOUGHTS if "</think>" in said else _WORDS
+        answer = str(messages[count - 1].get("content") or "")
+        words = _THOUGHTS if "</think>" in answer else _WORDS
         stand_in = {"role": "assistant", "content": words}
         try:
             whole = self._parts(_folded([*messages[: count - 1], stand_in, *messages[count:]], form), tools)
@@ -141,11 +141,11 @@ class Histories:
         at = next((i for i, (text, _) in enumerate(whole) if words in text), None)
         if at is None:
             return None
-        (head, _, tail), given = whole[at][0].rpartition(words), whole[at][1]
+        (head, _, tail), is_given = whole[at][0].rpartition(words), whole[at][1]
         shown = "".join(text for text, _ in whole[:at]) + head
         if shown != "".join(text for text, _ in before):
             return None
-        rest = [(tail, given), *whole[at + 1 :]]
+        rest = [(tail, is_given), *whole[at + 1 :]]
         if last in self._tokenizer.eos_ids:  # the answer has its end token already
             place = next((i for i, (text, _) in enumerate(rest) if text), None)
             if place is None:
@@ -200,11 +200,11 @@ class Histories:
     def _encoded(self, parts: Sequence[tuple[str, bool]], last: int | None) -> list[int]:
         """Encodes the output of `_parts`; `last` is the token before the text, None if the text begins the sequence."""
         ids: list[int] = []
-        for text, given in parts:
+        for text, is_given in parts:
             if not text:
                 continue
             before = ids[-1] if ids else last
-            if given:
+            if is_given:
                 ids += self._tokenizer.encode_plain(text, behind=ORDINARY if before is None else before)
             else:
                 ids += self._tokenizer.encode(text, behind=before)
@@ -273,8 +273,8 @@ def _with_objects(message: Message) -> Message:
     """Replaces the JSON text of a message's calls by objects, which most chat templates need."""
     if not (calls := message.get("tool_calls")):
         return message
-    made = [{**c, "function": {**c["function"], "arguments": _object(c["function"]["arguments"])}} for c in calls]
-    return {**message, "tool_calls": made}
+    calls_of = [{**c, "function": {**c["function"], "arguments": _object(c["function"]["arguments"])}} for c in calls]
+    return {**message, "tool_calls": calls_of}
 
 
 def _object(arguments: str) -> Any:

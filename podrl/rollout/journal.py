@@ -70,17 +70,17 @@ class WallJournal:
         """Returns the data positions of the prompts that are asked again when `step` steps are done."""
         return self._again.get(step, ())
 
-    def group(self, index: int, asked: int, step: int) -> Mapping[str, Any] | None:
+    def group(self, index: int, submit_step: int, step: int) -> Mapping[str, Any] | None:
         """Returns the entry of a group in a batch of `step` or later; None if no such batch has the group.
 
         Args:
           index: position of the prompt in the data.
-          asked: the step at which the prompt was asked.
+          submit_step: the step at which the prompt was asked.
           step: the first step whose batch is looked at.
         """
         later = (batch for s, batch in self._batches.items() if s >= step)
         groups = (group for batch in later for group in batch["groups"])
-        return next((group for group in groups if (group["index"], group["asked"]) == (index, asked)), None)
+        return next((group for group in groups if (group["index"], group["asked"]) == (index, submit_step)), None)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Adds a line, and returns once it is on disk: it survives the process and a power failure."""

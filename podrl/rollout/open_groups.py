@@ -22,16 +22,16 @@ class Group(abc.ABC):
     Attributes:
       prompts: the prompts.
       number: position of the group in the order of submission.
-      asked: step in the random keys of the samples: the step of the prompts' batch, or the step at which the prompt was
-        asked again.
-      repeated: whether the prompt was asked before, and the samples of then became too old.
+      submit_step: step in the random keys of the samples: the step of the prompts' batch, or the step at which the
+        prompt was submitted again.
+      repeated: whether the prompt was submitted before, and its earlier samples became too old.
       origin: the samples as a checkpoint or another host has them; None if they begin here, or have gone on since.
       looked_up: oldest version known to have drawn a token; None if no token is known.
     """
 
     prompts: Prompts
     number: int
-    asked: int
+    submit_step: int
     repeated: bool
     origin: Partial | None
     looked_up: int | None = dataclasses.field(init=False, default=None)
@@ -46,8 +46,8 @@ class Group(abc.ABC):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Identity of the group: position of the first prompt in the data, and the step at which it was asked."""
-        return self.index, self.asked
+        """Identity of the group: position of the first prompt in the data, and the step at which it was submitted."""
+        return self.index, self.submit_step
 
     @property
     @abc.abstractmethod
@@ -75,12 +75,12 @@ class Group(abc.ABC):
     def part(self, step: int) -> Partial:
         """Copies the samples as they are now, for a checkpoint, as a part of the batch of a step."""
         states = self.states() if self.origin is None else ()
-        whole = self.origin or of_tracks(self.prompts, states, asked=bool(states), step=step, quantum=0)
+        whole = self.origin or of_tracks(self.prompts, states, prompt_count=bool(states), step=step, quantum=0)
         return self.marked(whole, step)
 
     def marked(self, part: Partial, step: int) -> Partial:
-        """Adds `asked` and `repeated` to a copy of the samples, and makes it a part of the batch of a step."""
-        own = {"asked": self.asked, "repeated": self.repeated}
+        """Adds `submit_step` and `repeated` to a copy of the samples, and makes it a part of the batch of a step."""
+        own = {"asked": self.submit_step, "repeated": self.repeated}
         return dataclasses.replace(part, step=step, samples=[{**sample, **own} for sample in part.samples])
 
 
@@ -132,10 +132,10 @@ class OpenGroups(Generic[_G]):
             self.position = part.prompts.data_state
             for first, prompts in self._cut(part.prompts):
                 origin = cut(part, prompts, first)
-                said = {"asked": part.step, "repeated": False, **origin.samples[0]}
-                record = self._clock.recorded(int(prompts.index_P[0]), int(said["asked"]), step)
+                values = {"asked": part.step, "repeated": False, **origin.samples[0]}
+                record = self._clock.recorded(int(prompts.index_P[0]), int(values["asked"]), step)
                 known = record is None or agrees(record, _runs(origin), step)
-                self._add(prompts, int(said["asked"]), bool(said["repeated"]), origin if known else None)
+                self._add(prompts, int(values["asked"]), bool(values["repeated"]), origin if known else None)
 
     def submit(self, prompts: Prompts, step: int) -> None:
         """Opens the groups of a step's batch, made from its prompts."""
@@ -143,7 +143,7 @@ class OpenGroups(Generic[_G]):
         for _, part in self._cut(prompts):
             self._add(part, step)
 
-    def ask_again(self, old: Sequence[_G], step: int, give_up: Callable[[_G], None]) -> None:
+    def resubmit(self, old: Sequence[_G], step: int, give_up: Callable[[_G], None]) -> None:
         """Cancels groups that are too old for a step, and asks their prompts again in new groups at the same places.
 
         Args:
@@ -193,8 +193,8 @@ class OpenGroups(Generic[_G]):
         ends = self._ends(len(prompts.length_P))
         return [(i, take_prompts(prompts, np.arange(i, j))) for i, j in itertools.pairwise(ends)]
 
-    def _add(self, prompts: Prompts, asked: int, repeated: bool = False, origin: Partial | None = None) -> None:
-        self.groups.append(self._make(prompts, self._submitted, asked, repeated, origin))
+    def _add(self, prompts: Prompts, submit_step: int, repeated: bool = False, origin: Partial | None = None) -> None:
+        self.groups.append(self._make(prompts, self._submitted, submit_step, repeated, origin))
         self._submitted += 1
 
 

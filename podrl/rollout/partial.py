@@ -81,7 +81,7 @@ def of_tracks(
     prompts: Prompts,
     states: Sequence[tuple[Mapping[str, Any], Track | None]],
     *,
-    asked: int,
+    prompt_count: int,
     step: int,
     quantum: int,
     longest: Sequence[int] = (),
@@ -91,7 +91,7 @@ def of_tracks(
     Args:
       prompts: prompts of the batch.
       states: values and records of the samples, as `Player.state` returns them.
-      asked: number of prompts that were asked, which are the first ones.
+      prompt_count: number of prompts that were asked, which are the first ones.
       step: the step that trains on the batch.
       quantum: number of tokens that each sample draws in a window.
       longest: tokens of the longest sample of each of the batches trained last.
@@ -104,7 +104,7 @@ def of_tracks(
         for name, values in ({} if track is None else _columns(track)).items():
             lists[name].extend(values)
     rows = {f"{name}_X": np.asarray(lists[name], column.dtype) for name, column in TOKENS.items()}
-    rows["count_B"], rows["asked_P"] = np.asarray(counts, np.int32), np.arange(len(prompts.length_P)) < asked
+    rows["count_B"], rows["asked_P"] = np.asarray(counts, np.int32), np.arange(len(prompts.length_P)) < prompt_count
     routes = [None if track is None else track.routes for _, track in states]
     if any(r is not None for r in routes):  # a checkpoint cannot hold an empty array
         rows["route_YX"] = np.concatenate([r for r in routes if r is not None])

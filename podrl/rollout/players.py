@@ -104,12 +104,14 @@ class Unanswered:
             session.seat(tracks, pieces=self.request.pieces, urgent=points.urgent)
 
     def _make(self, session: Session) -> None:
-        self._entered, asked = True, self.request
-        samplings = [asked.sampling.of(g) for g in range(asked.group_size)]
-        for b in range(asked.samples) if asked.sampling.max_new else ():
-            p, g = divmod(b, asked.group_size)
-            track = session.track(asked.tokens(p), asked.keys_PG2[p, g], samplings[g], recording=asked.route_bytes > 0)
-            track.expected = asked.expected.get(b)
+        self._entered, request = True, self.request
+        samplings = [request.sampling.of(g) for g in range(request.group_size)]
+        for b in range(request.samples) if request.sampling.max_new else ():
+            p, g = divmod(b, request.group_size)
+            track = session.track(
+                request.tokens(p), request.keys_PG2[p, g], samplings[g], recording=request.route_bytes > 0
+            )
+            track.expected = request.expected.get(b)
             if self._partial is not None and self._partial.samples[b]["track"] is not None:
                 fill(track, self._partial, b)
             self._open[b], self.rows[track] = track, b
@@ -167,9 +169,9 @@ def play(
     pace, every = Pace(session), list[Player]()
 
     def enter() -> None:
-        for player, given in players[len(every) :]:
+        for player, quantum in players[len(every) :]:
             every.append(player)
-            player.enter(session, points(given), calls)
+            player.enter(session, points(quantum), calls)
 
     try:
         enter()
@@ -252,13 +254,13 @@ class Pace:
         """Waits for answers while the device is idle, not longer than the answered samples' lanes are worth."""
         lane_s = min(self._session.took, default=0.0) / self._samples  # value of a lane, in seconds of the device
         since = self._since - 2 * max(self._session.planned, default=0.0)  # the next launch costs idle time as well
-        asked = left = _owed(players)
+        before = left = _waiting(players)
         while left and (rest := since + lane_s * self._paused - self._clock()) > 0:
             if not _hear(partner, players, min(rest, lane_s * left)):
                 break
-            left = _owed(players)
-        if asked:
-            paid = lane_s * (asked - left) > self._clock() - since
+            left = _waiting(players)
+        if before:
+            paid = lane_s * (before - left) > self._clock() - since
             self._failed = 0 if paid else min(self._failed + 1, _RARELY)
             self._rest = 2**self._failed // 2  # after a single failure the next dispatch is a trial again
 
@@ -267,7 +269,7 @@ def _mean(values: Collection[float]) -> float:
     return sum(values) / len(values)
 
 
-def _owed(players: Sequence[Player]) -> int:
+def _waiting(players: Sequence[Player]) -> int:
     return sum(player.owed() for player in players)
 
 
@@ -277,10 +279,10 @@ def _hear(partner: Partner, players: Sequence[Player], wait_s: float) -> int:
     Returns:
       The number of messages.
     """
-    heard = partner.poll(wait_s)
+    count = partner.poll(wait_s)
     for player in players:
         player.hear()
-    return heard
+    return count
 
 
 def _listen(session: Session, partner: Partner, players: Sequence[Player], most_s: float) -> None:
@@ -290,9 +292,9 @@ def _listen(session: Session, partner: Partner, players: Sequence[Player], most_
     it. It notes in `partner.waits_for` whom the samples wait for if none came.
     """
     idle = not session.busy
-    heard = _hear(partner, players, most_s if idle else 0.0)
-    partner.waits_for = ", ".join(partner.host.waiting()[:3]) if idle and not heard else ""
-    while _owed(players) and (heard or not idle):
+    count = _hear(partner, players, most_s if idle else 0.0)
+    partner.waits_for = ", ".join(partner.host.waiting()[:3]) if idle and not count else ""
+    while _waiting(players) and (count or not idle):
         if (wait := _BUNCH_S if idle else session.slack_s) <= 0:
             break
-        heard = _hear(partner, players, wait)
+        count = _hear(partner, players, wait)

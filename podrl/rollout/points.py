@@ -32,6 +32,6 @@ class Points:
         return self.recorded.get(b, None if self.quantum is None else sampled + self.quantum)
 
 
-def points(given: "int | Points | None") -> Points:
+def points(quantum: "int | Points | None") -> Points:
     """Makes points of a plain quantum; samples without a quantum (None) are urgent. Points stay as they are."""
-    return Points(given, urgent=given is None) if given is None or isinstance(given, int) else given
+    return Points(quantum, urgent=quantum is None) if quantum is None or isinstance(quantum, int) else quantum

@@ -24,12 +24,14 @@ class Lengths:
         # Lengths of a prompt's samples, by the samples' random keys and the prompt's tokens.
         self._of_prompt: dict[bytes, list[int]] = {}
 
-    def noted(self, asked: Request, rollouts: Rollouts) -> Rollouts:
+    def remember(self, request: Request, rollouts: Rollouts) -> Rollouts:
         """Returns the samples of a request unchanged, and remembers their lengths if they belong to an evaluation."""
-        if asked.mode == "eval":
-            length_PG = rollouts.length_B.reshape(-1, asked.group_size) - np.asarray(asked.prompts.length_P)[:, None]
+        if request.mode == "eval":
+            length_PG = (
+                rollouts.length_B.reshape(-1, request.group_size) - np.asarray(request.prompts.length_P)[:, None]
+            )
             for p, lengths in enumerate(length_PG.tolist()):
-                self._of_prompt[_name(asked.prompts, p, asked.keys_PG2)] = lengths
+                self._of_prompt[_name(request.prompts, p, request.keys_PG2)] = lengths
             while len(self._of_prompt) > _PROMPTS_KEPT:
                 del self._of_prompt[next(iter(self._of_prompt))]
         return rollouts
@@ -45,7 +47,7 @@ def _name(prompts: Prompts, p: int, keys_PG2: np.ndarray) -> bytes:
 
 
 def collect(
-    asked: Request,
+    request: Request,
     samples: Mapping[int, Track | Episode],
     *,
     answered: bool,
@@ -56,20 +58,20 @@ def collect(
     """Makes one batch of B = P * G finished samples.
 
     Args:
-      asked: the request.
+      request: the request.
       samples: samples by row; samples without any tokens may be missing.
       answered: whether the samples have environments, so that `samples` are episodes.
       longest: most tokens of a completion; rows are as long as this plus the width of the prompts.
       pad_id: id that fills the rows.
       seconds: time that the generation took.
     """
-    prompts, group_size = asked.prompts, asked.group_size
+    prompts, group_size = request.prompts, request.group_size
     episodes: Any = samples if answered else {}
     tracks: Any = {b: episode.track for b, episode in episodes.items()} if answered else samples
     P, width = prompts.tokens_PT.shape
     B, T = P * group_size, width + longest
     columns = blank_columns((B, T), pad_id=pad_id)
-    route_BTX = np.zeros((B, T, asked.route_bytes), np.uint8) if asked.route_bytes else None
+    route_BTX = np.zeros((B, T, request.route_bytes), np.uint8) if request.route_bytes else None
     mask_BT, turn_reward_BT = np.zeros((B, T), np.float32), np.zeros((B, T), np.float32)
     group_B = complete(P, group_size)
     length_B = np.asarray(prompts.length_P, np.int32)[group_B]

@@ -76,7 +76,7 @@ class Serving:
         self._dialogue, self.histories = Dialogue(tokenizer), Histories(tokenizer, parser)
         self._context, self._vocab = worker.config.kv_cache_size, worker.model.vocab_size
         self._session: Session | None = None
-        self._asked = 0  # requests of the present session
+        self._request_count = 0  # requests of the present session
         self._requests: dict[int, _Request] = {}
         self._repeated: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
@@ -116,7 +116,7 @@ class Serving:
         index = int.from_bytes(digest, "big") >> 1
         keys_G2 = sample_keys(seed, repeated, np.asarray(index), np.arange(ask.samples))
         tracks = session.add(prompt, keys_G2, sampling)
-        self._asked += 1
+        self._request_count += 1
         named = hashlib.blake2b(digest + keys_G2.tobytes(), digest_size=12).hexdigest()
         self._requests[number] = _Request(
             wanted,
@@ -158,7 +158,7 @@ class Serving:
                 self.drop(number)
             elif request.wanted.ask.parts:
                 news += [(number, part) for i in range(len(request.tracks)) if (part := self._part(request, i))]
-        if not self._requests and not session.busy and self._asked >= _PER_SESSION:
+        if not self._requests and not session.busy and self._request_count >= _PER_SESSION:
             self.close()
         return news
 
@@ -167,7 +167,7 @@ class Serving:
         for number in list(self._requests):
             self.drop(number)
         if self._session is not None:
-            session, self._session, self._asked = self._session, None, 0
+            session, self._session, self._request_count = self._session, None, 0
             self._worker.close(session)
             if session.open or session.busy or session.stats.failed:
                 self._worker.sleep()  # a lane may still decode, and the cache of a failed sample may hold NaN
@@ -217,9 +217,9 @@ class Serving:
             )
             raise Refused(400, "unsupported_parameter", why, "stop_token_ids")
         names = ("temperature", "top_p", "top_k", "min_p")
-        given = {name: value for name in names if (value := getattr(ask, name)) is not None}
+        values = {name: value for name in names if (value := getattr(ask, name)) is not None}
         limits = {"max_new": most, "stop_strings": strings, "stop_ids": stop_ids}
-        return dataclasses.replace(self._sampling, **given, **limits), ids
+        return dataclasses.replace(self._sampling, **values, **limits), ids
 
     def _count(self, digest: bytes) -> int:
         """Counts the requests without a seed for one prompt; returns the number of earlier ones."""

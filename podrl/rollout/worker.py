@@ -258,8 +258,8 @@ class RolloutWorker:
           ValueError: the engine cannot serve the request.
         """
         version = policy.version if policy is not None else step
-        asked = self._request(version, prompts, group_size, step, sampling, mode)
-        return Unanswered(asked, partial) if self.partner is None else Pump(self.partner, asked, partial)
+        request = self._request(version, prompts, group_size, step, sampling, mode)
+        return Unanswered(request, partial) if self.partner is None else Pump(self.partner, request, partial)
 
     def advance(
         self, policy: Policy, players: Chosen, *, calls: int | None = None, halt: Callable[[], bool] | None = None
@@ -294,11 +294,11 @@ class RolloutWorker:
           player: player of the request.
           seconds: time that the request took.
         """
-        asked = player.request
-        longest = asked.response if self.partner else asked.sampling.max_new or 0
+        request = player.request
+        longest = request.response if self.partner else request.sampling.max_new or 0
         answered, pad_id = bool(self.partner), self._pad_id
-        made = collect(asked, player.done, answered=answered, longest=longest, pad_id=pad_id, seconds=seconds)
-        return self._lengths.noted(asked, made)
+        rollouts = collect(request, player.done, answered=answered, longest=longest, pad_id=pad_id, seconds=seconds)
+        return self._lengths.remember(request, rollouts)
 
     def session(self, policy: Policy) -> Session:
         """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done.

@@ -43,10 +43,10 @@ def card(workdir: Place, config: Mapping[str, Any], step: int) -> str:
     if shared := [name for name in before if name in after]:
         lines += ["", "## Results on held-out records", "", "| | before | after |", "|---|---|---|"]
         lines += [
-            f"| {name.removeprefix('eval/')} | {_shown(before[name])} | {_shown(after[name])} |" for name in shared
+            f"| {name.removeprefix('eval/')} | {_format(before[name])} | {_format(after[name])} |" for name in shared
         ]
     return "\n".join(lines) + "\n"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)

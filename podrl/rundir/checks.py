@@ -64,11 +64,11 @@ def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[
     The order in the file matters: checks of causes come before checks of consequences.
     """
 
-    def put(look: Callable[[Record, Past], str]) -> Callable[[Record, Past], str]:
+    def add(look: Callable[[Record, Past], str]) -> Callable[[Record, Past], str]:
         CHECKS.append(Check(name, kind, meaning, key, look))
         return look
 
-    return put
+    return add
 
 
 # The checks, by subject. First: are samples and weights what their records say?
@@ -91,13 +91,13 @@ def _prompts(now: Record, past: Past) -> str:
 
 
 @check(
-    "weights that are not the version said",
-    meaning="samples carry a version of the weights that the trainer had not made yet, or none",
+    "tokens of unknown weights",
+    meaning="samples name a version of the weights that the trainer had not made yet, or no version",
     key="report it: versions are checked on arrival; until then, another transfer (roles.colocated=True)",
 )
 def _version(now: Record, past: Past) -> str:
     count = number(now, "rollout/unknown_version") or 0
-    return f"{count:.0f} sampled tokens are of weights that the trainer had not made" if count else ""
+    return f"{count:.0f} sampled tokens name weights that the trainer had not made" if count else ""
 
 
 @check(
@@ -197,8 +197,8 @@ def _function_constant(now: Record, past: Past) -> str:
     same = [f"reward/{fn}" for fn in fns if len(set(past.recent(now, f"reward/{fn}", SETTLED))) == 1]
     # The next check reports functions that give 0 to every sample.
     same = [name for name in same if number(now, name.replace("/", "/zero/", 1)) != 1]
-    said = ", ".join(f"{name} is {number(now, name):.4g}" for name in same)
-    return f"{said} in every one of the first {SETTLED} steps" if same else ""
+    text = ", ".join(f"{name} is {number(now, name):.4g}" for name in same)
+    return f"{text} in every one of the first {SETTLED} steps" if same else ""
 
 
 @check(
@@ -216,18 +216,18 @@ def _function_constant(now: Record, past: Past) -> str:
     ),
 )
 def _unpaid(now: Record, past: Past) -> str:
-    named = [name.removeprefix("reward/zero/") for name in now if name.startswith("reward/zero/")]
-    for name in named:
+    names = [name.removeprefix("reward/zero/") for name in now if name.startswith("reward/zero/")]
+    for name in names:
         shares = past.recent(now, f"reward/zero/{name}")
         if not shares or average(shares) < UNPAID or (number(now, f"reward/{name}") or 0) < 0:
             continue
-        said = f"reward function {name} gave 0 to {average(shares):.0%} of the samples of {WINDOW} steps"
-        found = next((sample for sample in reversed(past.samples) if number(sample, name) == 0), None)
-        return said if found is None else f"{said}, such as (step {found['step']}) {_shown(found)}"
+        text = f"reward function {name} gave 0 to {average(shares):.0%} of the samples of {WINDOW} steps"
+        example = next((sample for sample in reversed(past.samples) if number(sample, name) == 0), None)
+        return text if example is None else f"{text}, such as (step {example['step']}) {_in_one_line(example)}"
     return ""
 
 
-def _shown(sample: Record) -> str:
+def _in_one_line(sample: Record) -> str:
     """Returns a sample in one line: the end of its prompt, the beginning of its answer, the reference."""
     prompt, text = str(sample.get("prompt", "")), str(sample.get("completion", ""))
     prompt, text = ("..." * (len(prompt) > 160) + prompt[-160:], text[:240] + "..." * (len(text) > 240))
@@ -354,7 +354,7 @@ def _repetition(now: Record, past: Past) -> str:
     times = len(match[0]) // len(match[1])
     return (
         f"{sum(past.repeating)} of the last {len(past.repeating)} recorded samples repeat themselves, this one "
-        f"{match[1]!r} {times} times one behind the other"
+        f"{match[1]!r} {times} times in a row"
     )
 
 
@@ -378,10 +378,10 @@ def _nonfinite(now: Record, past: Past) -> str:
 )
 def _spike(now: Record, past: Past) -> str:
     value, before = number(now, "actor/grad_norm"), [number(record, "actor/grad_norm") for record in past.last]
-    known = [norm for norm in before if norm is not None]
-    if value is None or len(known) < WINDOW or value <= SPIKE * statistics.median(known) or not any(known):
+    norms = [norm for norm in before if norm is not None]
+    if value is None or len(norms) < WINDOW or value <= SPIKE * statistics.median(norms) or not any(norms):
         return ""
-    median = statistics.median(known)
+    median = statistics.median(norms)
     return f"actor/grad_norm is {value:.3g}, more than {SPIKE:g} times the {median:.3g} of the steps before (median)"
 
 
@@ -394,10 +394,7 @@ def _spike(now: Record, past: Past) -> str:
     ),
 )
 def _entropy(now: Record, past: Past) -> str:
-    values, start = past.recent(now, "actor/entropy"), past.at_first("actor/entropy")
-    if not values or not start or average(values) >= COLLAPSED * start:
-        return ""
-    return f"actor/entropy is {average(values):.3g} nats over {WINDOW} steps, and was {start:.3g} in the first ones"
+    return _since_first(now, past, "actor/entropy", lambda mean, first: mean < COLLAPSED * first)
 
 
 @check(
@@ -406,10 +403,7 @@ def _entropy(now: Record, past: Past) -> str:
     key="trainer.learning_rate lower, SECTION.beta higher; adapters (model.lora.rank) leave routers as they are",
 )
 def _router(now: Record, past: Past) -> str:
-    values, start = past.recent(now, "moe/evenness"), past.at_first("moe/evenness")
-    if not values or not start or average(values) >= UNEVEN * start:
-        return ""
-    return f"moe/evenness is {average(values):.3g} over {WINDOW} steps, and was {start:.3g} in the first ones"
+    return _since_first(now, past, "moe/evenness", lambda mean, first: mean < UNEVEN * first, unit="")
 
 
 @check(
@@ -454,10 +448,7 @@ def _taught(now: Record, past: Past) -> str:
     ),
 )
 def _apart(now: Record, past: Past) -> str:
-    values, start = past.recent(now, "opd/reverse_kl"), past.at_first("opd/reverse_kl")
-    if not values or start is None or average(values) <= APART * max(start, 10 * TAUGHT):
-        return ""
-    return f"opd/reverse_kl is {average(values):.3g} nats over {WINDOW} steps, and was {start:.3g} in the first ones"
+    return _since_first(now, past, "opd/reverse_kl", lambda mean, first: mean > APART * max(first, 10 * TAUGHT))
 
 
 @check(
@@ -466,10 +457,9 @@ def _apart(now: Record, past: Past) -> str:
     key="SECTION.observation_coef lower, or 0",
 )
 def _observed(now: Record, past: Past) -> str:
-    values, start = past.recent(now, "echo/nll"), past.at_first("echo/nll")
-    if past.steps + 1 < 2 * SETTLED or not values or not start or average(values) < 0.95 * start:
+    if past.steps + 1 < 2 * SETTLED:
         return ""
-    return f"echo/nll is {average(values):.3g} nats over {WINDOW} steps, and was {start:.3g} in the first ones"
+    return _since_first(now, past, "echo/nll", lambda mean, first: first > 0 and mean >= 0.95 * first)
 
 
 @check(
@@ -478,11 +468,8 @@ def _observed(now: Record, past: Past) -> str:
     key="dpo.beta higher, trainer.learning_rate lower, or algorithm=orpo, where the policy writes no such answers yet",
 )
 def _chosen(now: Record, past: Past) -> str:
-    for name in ("dpo/chosen_logprob", "orpo/chosen_logprob"):
-        values, start = past.recent(now, name), past.at_first(name)
-        if values and start and start < 0 and average(values) < UNLIKELY * start:
-            return f"{name} is {average(values):.4g} nats over {WINDOW} steps, and was {start:.4g} in the first ones"
-    return ""
+    name = "dpo/chosen_logprob" if "dpo/chosen_logprob" in now else "orpo/chosen_logprob"
+    return _since_first(now, past, name, lambda mean, first: first < 0 and mean < UNLIKELY * first)
 
 
 @check(
@@ -509,8 +496,8 @@ def _served(now: Record, past: Past) -> str:
     if not (past.setting("model.lora", {}) or {}).get("rank") or not past.evaluations:
         return ""
     before = past.evaluations[-1]
-    drawn = {name for name in now if name.startswith("eval/error/sampled")}
-    varies = any(number(now, name) for name in drawn)
+    sampled = {name for name in now if name.startswith("eval/error/sampled")}
+    varies = any(number(now, name) for name in sampled)
     same = all(now.get(name) == before.get(name) for name in now if name.startswith("eval/"))
     if not (varies and same and now["step"] > before["step"]):
         return ""
@@ -529,8 +516,8 @@ def _tools(now: Record, past: Past) -> str:
     for name in sorted(name for name in now if re.fullmatch(r"tools/.+/calls", name)):
         tool = name.split("/")[1]
         calls, failures = (
-            [number(record, f"tools/{tool}/{what}") or 0.0 for record in [*past.last, now][-WINDOW:]]
-            for what in ("calls", "failures")
+            [number(record, f"tools/{tool}/{count_name}") or 0.0 for record in [*past.last, now][-WINDOW:]]
+            for count_name in ("calls", "failures")
         )
         if tool != "unknown" and len(calls) == WINDOW and sum(calls) >= 10 and sum(failures) > FAILING * sum(calls):
             return f"{sum(failures):.0f} of {sum(calls):.0f} calls of {tool} in {WINDOW} steps failed"
@@ -603,8 +590,8 @@ def _waits(now: Record, past: Past) -> str:
     uneven = average(longest) / average(mean) if longest and mean and average(mean) > 0 else 0.0
     if not past.setting("algo.max_staleness", 0) and uneven < LONGEST:
         return ""  # without staleness the update always waits; only a tail makes it worth overlapping
-    said = f"perf/waits_samples is {average(waits):.2f} over {SETTLED} steps"
-    return f"{said}, the longest sample {uneven:.2g} times the mean" if uneven else said
+    text = f"perf/waits_samples is {average(waits):.2f} over {SETTLED} steps"
+    return f"{text}, the longest sample {uneven:.2g} times the mean" if uneven else text
 
 
 @check(
@@ -624,6 +611,14 @@ def _bottleneck(now: Record, past: Past) -> str:
                 f"time/{stage} is {spent / total:.0%} of time/step over {SETTLED} steps ({spent:.3g} of {total:.3g} s)"
             )
     return ""
+
+
+def _since_first(now: Record, past: Past, name: str, wrong: Callable[[float, float], bool], unit: str = " nats") -> str:
+    """Describes a metric if `wrong` holds of its mean over WINDOW steps and its mean in the first steps; '' if not."""
+    values, first = past.recent(now, name), past.at_first(name)
+    if not values or first is None or not wrong(average(values), first):
+        return ""
+    return f"{name} is {average(values):.3g}{unit} over {WINDOW} steps, and was {first:.3g} in the first ones"
 
 
 def _saturated(now: Record, past: Past) -> bool:

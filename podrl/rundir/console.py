@@ -81,7 +81,7 @@ class Progress:
         """
         self._console, self._total, self._every, self._updates = console, total, max(every, 1), updates
         self._name = description
-        self._seen: dict[str, list[float]] = {}
+        self._history: dict[str, list[float]] = {}
         self._live = None
         if console.is_terminal:
             self._bar = rich.progress.Progress(
@@ -112,13 +112,13 @@ class Progress:
         """
         left = "" if seconds_left is None else f"left {int(seconds_left) // 60}:{int(seconds_left) % 60:02d}"
         each = self._updates
-        made = f" ({step * each} of {self._total * each} updates)" if each > 1 else ""
+        updates = f" ({step * each} of {self._total * each} updates)" if each > 1 else ""
         if self._live is not None:
-            self._bar.update(self._task, completed=step, left=f"{made} {left}".strip())
+            self._bar.update(self._task, completed=step, left=f"{updates} {left}".strip())
             self._live.update(rich.console.Group(self._bar, self._table({**numbers, **more})))
         elif step % self._every == 0 or step in (1, self._total):
             text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
-            self._console.print(f"{self._name} {step}/{self._total}{made}  {text}" + (f"  {left}" if left else ""))
+            self._console.print(f"{self._name} {step}/{self._total}{updates}  {text}" + (f"  {left}" if left else ""))
             self._console.file.flush()
 
     def close(self) -> None:
@@ -136,11 +136,11 @@ class Progress:
         for title in ("now", f"last {_LAST}", f"first {_LAST}") if wide else ("now",):
             table.add_column(title, justify="right", no_wrap=True)
         for name, value in numbers.items():
-            seen = self._seen.setdefault(name, [])
-            seen.append(value)
-            means = [_short(sum(part) / len(part)) for part in (seen[-_LAST:], seen[:_LAST])] if wide else []
+            history = self._history.setdefault(name, [])
+            history.append(value)
+            means = [_short(sum(part) / len(part)) for part in (history[-_LAST:], history[:_LAST])] if wide else []
             table.add_row(rich.text.Text(name), _short(value), *means)
-            del seen[_LAST:-_LAST]
+            del history[_LAST:-_LAST]
         return table
 
 

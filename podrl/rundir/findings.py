@@ -82,14 +82,14 @@ def examine(run: str) -> list[Finding]:
     samples = enumerate(read_records(run, "samples.jsonl"), 1)
     records: list[Record] = [{**record, "sample": f"line {line} of samples.jsonl"} for line, record in samples]
     records += read_records(run, "metrics.jsonl")
-    records += [_traced(place, step) for step in traced_steps(place)]
+    records += [_trace_record(place, step) for step in traced_steps(place)]
     records.sort(key=lambda record: (record["step"], KINDS.index(kind_of(record))))
     return [finding for record in records for finding in examination.see(record)]
 
 
-def _traced(place: Place, step: int) -> Record:
-    where = f"{FOLDER}/{file_name(step)}"
+def _trace_record(place: Place, step: int) -> Record:
+    file = f"{FOLDER}/{file_name(step)}"
     try:
-        return {"step": step, "trace": read_step(place, step), "sample": where}
+        return {"step": step, "trace": read_step(place, step), "sample": file}
     except ValueError as error:
-        return {"step": step, "trace": None, "sample": where, "unreadable": str(error)}
+        return {"step": step, "trace": None, "sample": file, "unreadable": str(error)}

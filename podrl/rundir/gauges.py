@@ -14,7 +14,7 @@ _STARTS = "starts.jsonl"
 PLAN = "plan.json"  # in a run directory: the plan that log.plan names
 _BEGINNING = ("time/start-up", "time/restoring", "time/opening the run directory")
 # By metric: the kind of time that a run spends on something other than useful steps.
-_LOST = {
+_LOST_TIME = {
     "perf/lost_start": "start",
     "perf/lost_compile": "compile",
     "perf/lost_checkpoint": "checkpoint",
@@ -83,7 +83,7 @@ class Gauges:
           now: function that returns the present time in seconds since 1970.
         """
         self._work, self._plan, self._first_start, self._now = work, plan, first_start, now
-        self._spent = dict.fromkeys(("useful", *_LOST.values()), 0.0)
+        self._spent = dict.fromkeys(("useful", *_LOST_TIME.values()), 0.0)
         for record in earlier:
             self.see({name: value for name, value in record.items() if isinstance(value, int | float)})
 
@@ -95,9 +95,9 @@ class Gauges:
         # An evaluation's record has no time/step, but times between the step (or the start) before it and itself.
         if "time/step" not in values:
             spent["checkpoint"] += values.get("time/checkpoint", 0.0)
-            named = (*_BEGINNING, "time/evaluation", "time/checkpoint")
+            counted = (*_BEGINNING, "time/evaluation", "time/checkpoint")
             kind = "start" if any(name in values for name in _BEGINNING) else "useful"
-            spent[kind] += sum(s for name, s in values.items() if name.startswith("time/") and name not in named)
+            spent[kind] += sum(s for name, s in values.items() if name.startswith("time/") and name not in counted)
             return
         step = values["time/step"]
         compiled = min(values.get("perf/compile", 0.0), step)
@@ -121,24 +121,24 @@ class Gauges:
         self.see(values)
         step = max(values["time/step"], 1e-9)
         tokens = values.get("tokens/completion", values.get("tokens/all", 0.0))
-        found = {"perf/tokens_per_s_per_device": tokens / step / self._work.devices}
+        perf = {"perf/tokens_per_s_per_device": tokens / step / self._work.devices}
         if self._work.peak:
-            found["perf/mfu"] = self._work.flops(values) / (step * self._work.devices * self._work.peak)
+            perf["perf/mfu"] = self._work.flops(values) / (step * self._work.devices * self._work.peak)
         if memory is not None:
-            found["perf/memory_peak"] = memory / 2**30
+            perf["perf/memory_peak"] = memory / 2**30
         wall = max((self._now() if at is None else at) - self._first_start, sum(self._spent.values()), 1e-9)
-        found["perf/goodput"] = self._spent["useful"] / wall
-        found |= {name: self._spent[kind] / wall for name, kind in _LOST.items()}
-        found["perf/lost_restart"] = 1.0 - sum(self._spent.values()) / wall
+        perf["perf/goodput"] = self._spent["useful"] / wall
+        perf |= {name: self._spent[kind] / wall for name, kind in _LOST_TIME.items()}
+        perf["perf/lost_restart"] = 1.0 - sum(self._spent.values()) / wall
         if "time/rollout" in values:
-            found["perf/waits_samples"] = values.get("time/waiting", 0.0) / step
+            perf["perf/waits_samples"] = values.get("time/waiting", 0.0) / step
             busy = values["time/rollout"] + values.get("time/reward", 0.0)
-            found["perf/waits_rollout"] = max(0.0, 1.0 - busy / step)
-        found["perf/waits_weights"] = values.get("time/publish", 0.0) / step
+            perf["perf/waits_rollout"] = max(0.0, 1.0 - busy / step)
+        perf["perf/waits_weights"] = values.get("time/publish", 0.0) / step
         host = sum(values.get(name, 0.0) for name in ("time/data", "time/metrics", "time/other"))
-        found["perf/waits_host"] = host / step
+        perf["perf/waits_host"] = host / step
         measured = {name: values.get(name.replace("perf/plan_", "time/")) for name in self._plan}
-        return found | {name: value / self._plan[name] for name, value in measured.items() if value is not None}
+        return perf | {name: value / self._plan[name] for name, value in measured.items() if value is not None}
 
 
 def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:

@@ -59,7 +59,7 @@ def read(workdir: Place, checkpoints: Place) -> dict[str, Any] | None:
             return copy
     if values is None and path.exists():
         raise ValueError(
-            f"{path} {problem} and no checkpoint holds a copy, so it cannot be told whether the run in this directory "
+            f"{path} {problem} and no checkpoint holds a copy, so podrl cannot know whether the run in this directory "
             "is the same: restore the file, remove it if you are sure, or give another --workdir."
         )
     return values
@@ -72,7 +72,7 @@ def write(workdir: pathlib.Path, config: Mapping[str, Any], defaults: Mapping[st
         write_whole(workdir / DEFAULTS, json.dumps(defaults, indent=2, sort_keys=True) + "\n")
 
 
-def has_past(workdir: Place, checkpoints: Place) -> bool:
+def has_steps(workdir: Place, checkpoints: Place) -> bool:
     """Returns whether the run in a directory has made a step: only then must its settings be kept."""
     return bool(complete_steps(checkpoints)) or any("time/step" in record for record in read_metrics(workdir))
 
@@ -93,8 +93,8 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
     allowed: list[str] = []
     refused: list[str] = []
     theirs = _in_sequences(_in_prompts(theirs))
-    read = {key: value for key, value in theirs.items() if key in mine or not isinstance(value, Mapping)}
-    for key, was, now in _differences(read, mine, defaults):
+    settings = {key: value for key, value in theirs.items() if key in mine or not isinstance(value, Mapping)}
+    for key, was, now in _differences(settings, mine, defaults):
         free = key.startswith(_FREE) or key.endswith(_DEADLINE)
         note = ""
         if key == "trainer.max_steps":
@@ -168,9 +168,9 @@ def _differences(theirs: Any, mine: Any, defaults: Any, prefix: str = "") -> Ite
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping | None):
         theirs, defaults = theirs or {}, defaults if isinstance(defaults, Mapping) else {}
         for key in sorted({*theirs, *mine}):
-            there = (
+            their_value = (
                 theirs[key] if key in theirs else defaults.get(key, None if isinstance(mine[key], Mapping) else _ABSENT)
             )
-            yield from _differences(there, mine.get(key, _ABSENT), defaults.get(key), f"{prefix}{key}.")
+            yield from _differences(their_value, mine.get(key, _ABSENT), defaults.get(key), f"{prefix}{key}.")
     elif theirs != mine:
         yield prefix.removesuffix("."), theirs, mine

@@ -36,8 +36,8 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
 
 def mean(mean: float, error: float | None) -> tuple[float, float] | None:
     """Returns the normal interval of a mean; None if all records have the same value, which tells nothing of others."""
-    known = error is not None and error > _ROUNDING * abs(mean)
-    return (mean - Z * error, mean + Z * error) if error and known else None
+    varies = error is not None and error > _ROUNDING * abs(mean)
+    return (mean - Z * error, mean + Z * error) if error and varies else None
 
 
 def share_difference(value_P: Sequence[float]) -> tuple[float, float]:
@@ -55,7 +55,7 @@ def share_difference(value_P: Sequence[float]) -> tuple[float, float]:
     return max(middle - half, -1.0), min(middle + half, 1.0)
 
 
-def written(low_high: tuple[float, float] | None, *, percent: bool, signed: bool = False) -> str:
+def format_interval(low_high: tuple[float, float] | None, *, percent: bool, signed: bool = False) -> str:
     """Returns an interval in brackets, such as '[64.6, 100.0]'; '[?]' if it is not known."""
     if low_high is None:
         return "[?]"

@@ -36,9 +36,9 @@ def evaluation(step: int) -> str:
     return f"evaluation/{step}"
 
 
-def is_over(name: str, taken: int) -> bool:
-    """Returns whether the task called `name`, a batch or an evaluation, belongs to a step before step `taken`."""
-    return step_of(name) < taken
+def is_over(name: str, step: int) -> bool:
+    """Returns whether the task called `name`, a batch or an evaluation, belongs to a step before `step`."""
+    return step_of(name) < step
 
 
 def step_of(task: str) -> int:
@@ -114,8 +114,8 @@ class Leases:
         self._pod, self._deadline_s = pod, deadline_s
         self._tasks: dict[str, Task] = {}
         self._changed = threading.Condition(threading.RLock())
-        pod.waiting.append(self._waits)
-        self._lacking = ""  # name of the task for which this process waits until a host joins
+        pod.wait_sources.append(self._describe_wait)
+        self._hostless_task = ""  # name of the task for which this process waits until a host joins
 
     def task(self, name: str) -> Task | None:
         """Returns the task of a name; None if this process knows no task of that name."""
@@ -131,7 +131,7 @@ class Leases:
         task = self._tasks.get(lease.task)
         return task is not None and lease in task.leases
 
-    def held(self, name: str) -> list[Lease]:
+    def await_leases(self, name: str) -> list[Lease]:
         """Waits until all leases of a task have hosts; returns the leases in order.
 
         Raises:
@@ -141,7 +141,7 @@ class Leases:
         with self._changed:
             try:
                 while (task := self._tasks.get(name)) is None or any(x.host == NOBODY for x in task.leases):
-                    self._lacking = name if task is not None else ""
+                    self._hostless_task = name if task is not None else ""
                     if not self._changed.wait(max(end - time.monotonic(), 0.0)) and time.monotonic() >= end:
                         raise LateError(
                             f"{self._pod.name} waited {self._deadline_s:.0f} s for a rollout host: there is none in "
@@ -149,7 +149,7 @@ class Leases:
                         )
                 return list(task.leases)
             finally:
-                self._lacking = ""
+                self._hostless_task = ""
 
     def await_task(self, name: str) -> None:
         """Waits until this process knows a task.
@@ -159,7 +159,7 @@ class Leases:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: name in self._tasks, self._deadline_s):
-                raise LateError(f"{self._pod.name} waited {self._deadline_s:.0f} s to be told of {name} by trainer 0.")
+                raise LateError(f"{self._pod.name} waited {self._deadline_s:.0f} s for trainer 0 to announce {name}.")
 
     def forget(self, names: Iterable[str]) -> None:
         """Removes finished tasks from the table."""
@@ -171,11 +171,11 @@ class Leases:
         """Lists the names of the tasks that have not been forgotten."""
         return list(self._tasks)
 
-    def _waits(self) -> str:
-        return f"a rollout host for {self._lacking}: none is in the job" if self._lacking else ""
+    def _describe_wait(self) -> str:
+        return f"a rollout host for {self._hostless_task}: none is in the job" if self._hostless_task else ""
 
 
-class Told(Leases):
+class LeaseClient(Leases):
     """A copy of the leader's table in another process, kept up to date by the leader's messages."""
 
     def __init__(self, pod: Pod, deadline_s: float, *, changed: Callable[[str], None] = lambda task: None):
@@ -196,14 +196,15 @@ class Told(Leases):
         """Asks the leader to admit this process, and takes over its table.
 
         Returns:
-          The leader's answer: the step at which this process begins, and what else `Given.serve` was told to send.
+          The leader's answer: the step at which this process begins, and the entries that the function `start` of
+          `LeaseServer.serve` adds.
 
         Raises:
           ChannelError: no answer within the deadline.
         """
         me = Message({"process": self._pod.seat.process, "address": self._pod.channel.address})
-        told = self._pod.call(LEADER, "enter", me, self._deadline_s)
-        start = {**told.value, "arrays": told.arrays}
+        answer = self._pod.call(LEADER, "enter", me, self._deadline_s)
+        start = {**answer.value, "arrays": answer.arrays}
         self._change = int(start["change"])
         self.take(start["tasks"])
         return start
@@ -233,8 +234,8 @@ class Told(Leases):
         news = []
         with self._changed:
             for name, value in tasks.items():
-                task, known = Task.of(name, value), self._tasks.get(name)
-                if known is None or task.change > known.change:
+                task, old = Task.of(name, value), self._tasks.get(name)
+                if old is None or task.change > old.change:
                     self._tasks[name] = task
                     news.append(name)
             self._changed.notify_all()
@@ -254,11 +255,11 @@ class Told(Leases):
             self.take(tasks)
 
 
-class Given(Leases):
+class LeaseServer(Leases):
     """The leader's table, in which it gives leases to hosts.
 
     Attributes:
-      taken_over: number of leases and groups that have gone from a lost host to another, so far.
+      reassigned: number of leases and groups of lost hosts that other hosts have got so far.
       regroup: function that is called under `lock` when a host has joined or was lost, after the leases without a host
         have been given to hosts.
     """
@@ -285,8 +286,8 @@ class Given(Leases):
         self._starts: dict[int, Callable[[], dict[str, Any]]] = {}
         self._change = 0
         self._dropped = 0  # number of the last change that is no longer offered
-        self._told: dict[int, int] = {}  # by step: number of the change that announced its batch
-        self.taken_over = 0
+        self._change_of_batch: dict[int, int] = {}  # by step: number of the change that announced its batch
+        self.reassigned = 0
         self.regroup: Callable[[], None] = lambda: None
 
     @property
@@ -313,12 +314,12 @@ class Given(Leases):
         """
         with self._changed:
             self._begins(step, start)
-            there = [host for host in self._pod.seat.hosts.heads if not self._pod.is_lost(host)]
-            self._members, self._entered = dict.fromkeys(there, step), dict.fromkeys(there, step)
-        self._pod.on_lost = self._lost
+            present = [host for host in self._pod.seat.hosts.heads if not self._pod.is_lost(host)]
+            self._members, self._entered = dict.fromkeys(present, step), dict.fromkeys(present, step)
+        self._pod.on_lost = self._remove_host
         for host in self._pod.seat.hosts.heads:
             if self._pod.is_lost(host):
-                self._lost(host)
+                self._remove_host(host)
         with self._changed:
             self.regroup()
         self._pod.channel.serve("enter", self._enter)
@@ -344,7 +345,7 @@ class Given(Leases):
         groups: Sequence[tuple[int, int]],
         position: str,
     ) -> None:
-        """Opens a batch whose samples exist already: gives its leases to the hosts that made them, and tells all.
+        """Opens a batch whose samples exist already: gives its leases to the hosts that made them, and announces it.
 
         Args:
           name: name of the task.
@@ -357,30 +358,30 @@ class Given(Leases):
         with self._changed:
             leases = tuple(Lease(name, i, j, hosts[i]) for i, j in zip(starts, ends, strict=True))
             self._tasks[name] = Task(leases, since, groups=tuple(groups), position=position)
-            self._tell([name])
-            self._told[step_of(name)] = self._change
+            self._announce([name])
+            self._change_of_batch[step_of(name)] = self._change
 
-    def passed(self, step: int, heard: int) -> None:
+    def passed(self, step: int, last_change: int) -> None:
         """Stops offering changes that every process has heard.
 
         Args:
           step: the first step whose batch may still be asked for; changes up to the batches before it are dropped.
           heard: number of the last change that every host has heard; later changes are kept.
         """
-        for old in [s for s, change in self._told.items() if s < step and change <= heard]:
-            change = self._told.pop(old)
+        for old in [s for s, change in self._change_of_batch.items() if s < step and change <= last_change]:
+            change = self._change_of_batch.pop(old)
             while self._dropped < change:
                 self._dropped += 1
                 self._pod.channel.drop(f"leases/{self._dropped}")
 
     def open_shares(self, name: str, shares: int, since: int) -> None:
-        """Opens an evaluation: cuts it into `shares` leases for the hosts in the job, and tells every process."""
+        """Opens an evaluation: cuts it into `shares` leases for the hosts in the job, and announces it."""
         with self._changed:
             leases = cut(name, shares, sorted(self._members))
             self._tasks[name] = Task(tuple(leases), since)
-            self._tell([name])
+            self._announce([name])
 
-    def advance(self, step: int, start: Callable[[], dict[str, Any]], *, waits: bool) -> None:
+    def advance(self, step: int, start: Callable[[], dict[str, Any]], *, wait: bool) -> None:
         """Goes on to a step once every host has reached the previous step, so that no host misses messages or weights.
 
         Args:
@@ -392,10 +393,10 @@ class Given(Leases):
           LateError: a host had not reached the previous step within the deadline.
         """
         with self._changed:
-            if waits and not self._changed.wait_for(lambda: not self._behind(step - 1), self._deadline_s):
+            if wait and not self._changed.wait_for(lambda: not self._behind(step - 1), self._deadline_s):
                 names = ", ".join(f"{self._pod.seat.hosts.name(p)} (host {p})" for p in self._behind(step - 1))
                 raise LateError(
-                    f"{self._pod.name} waited {self._deadline_s:.0f} s for {names} to come to step {step - 1}: see "
+                    f"{self._pod.name} waited {self._deadline_s:.0f} s for {names} to reach step {step - 1}: see "
                     "what it is doing (kill -USR1 prints its stacks), or raise log.stall_s."
                 )
             self._begins(step, start)
@@ -419,15 +420,17 @@ class Given(Leases):
         host = int(message.value["process"])
         with self._changed:
             # A host may ask twice. Once it was let go the answer must stay yes, even if the other hosts are lost now.
-            gone = host not in self._members
-            goes = gone or (not self._ending() and any(other != host for other in self._members))
-            if goes and not gone:
+            has_left = host not in self._members
+            may_leave = has_left or (not self._ending() and any(other != host for other in self._members))
+            if may_leave and not has_left:
                 for process in self._pod.seat.hosts.replica_of(host):
                     self._pod.let_go(process)
                 name = f"{self._pod.seat.hosts.name(host)} (host {host})"
-                _log.warning("%s was asked to stop, and leaves; %d hosts stay.", name, len(set(self._members) - {host}))
-                self._lost(host)
-        return Message({"goes": goes})
+                _log.warning(
+                    "%s was asked to stop and leaves; %d rollout hosts stay.", name, len(set(self._members) - {host})
+                )
+                self._remove_host(host)
+        return Message({"goes": may_leave})
 
     def _enter(self, message: Message) -> Message:
         """Answers, on the channel's thread, at which step a process begins; a rollout host gets leases from then on."""
@@ -439,37 +442,37 @@ class Given(Leases):
             elif process not in self._pod.seat.hosts.trainer and self._pod.is_at(process, message.value["address"]):
                 self._members[process] = self._entered[process] = step
                 name = f"{self._pod.seat.hosts.name(process)} (host {process})"
-                _log.warning("%s makes samples from now on, one of %d hosts.", name, len(self._members))
-                self._give_again()
+                _log.warning("%s joined: the job has %d rollout hosts now.", name, len(self._members))
+                self._reassign()
             start = self._starts.get(step, self._starts[min(self._starts)])()
             arrays = start.pop("arrays", {})
             tasks = {name: task.value() for name, task in self._tasks.items()}
             return Message({**start, "change": self._change, "tasks": tasks}, arrays)
 
-    def _lost(self, host: int) -> None:
+    def _remove_host(self, host: int) -> None:
         """Removes a lost host and gives its leases to others, on the channel's thread."""
         with self._changed:
             self._members.pop(host, None)
             self._changed.notify_all()
-            self._give_again()
+            self._reassign()
 
-    def _give_again(self) -> None:
+    def _reassign(self) -> None:
         """Gives the leases without a host, or of hosts that are gone, to the hosts in the job."""
         changed = []
         for name, task in self._tasks.items():
-            there = {*self._members, *self._pod.seat.hosts.trainer}
-            if all(lease.host in there for lease in task.leases):
+            present = {*self._members, *self._pod.seat.hosts.trainer}
+            if all(lease.host in present for lease in task.leases):
                 continue
-            kept = [lease for lease in task.leases if lease.host in there]
+            staying = [lease for lease in task.leases if lease.host in present]
             leases: list[Lease] = []
             for lease in task.leases:
-                leases.append(lease if lease in kept else self._moved(lease, kept + leases))
-            self.taken_over += sum(lease not in task.leases for lease in leases if lease.host != NOBODY)
+                leases.append(lease if lease in staying else self._moved(lease, staying + leases))
+            self.reassigned += sum(lease not in task.leases for lease in leases if lease.host != NOBODY)
             if tuple(leases) != task.leases:
                 self._tasks[name] = dataclasses.replace(task, leases=tuple(leases))
                 changed.append(name)
         if changed:
-            self._tell(changed)
+            self._announce(changed)
         self.regroup()
 
     def _moved(self, lease: Lease, others: Sequence[Lease]) -> Lease:
@@ -483,7 +486,7 @@ class Given(Leases):
         hosts = sorted(of, key=lambda host: (evaluates and self._entered[host] > since, of[host], host))
         return dataclasses.replace(lease, host=hosts[0] if hosts else NOBODY)
 
-    def _tell(self, names: Sequence[str]) -> None:
+    def _announce(self, names: Sequence[str]) -> None:
         """Announces changed tasks to all other processes."""
         self._change += 1
         for name in names:

@@ -70,7 +70,7 @@ class MetricsLog:
     written once. A full disk stops nothing: lines wait in memory until there is space.
 
     Attributes:
-      lost: sentences that name the files in which a resumed run did not find the lines that it had written.
+      problems: sentences that name the files in which a resumed run did not find the lines that it had written.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class MetricsLog:
         self._metrics, self._samples = (
             Lines(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
         )
-        self.lost = [
-            f"{file.path.name} {file.differs}: it is not complete for the steps up to {start - 1}. The run goes on."
+        self.problems = [
+            f"{file.path.name} {file.difference}: it is not complete for the steps up to {start - 1}. The run goes on."
             for file in (self._metrics, self._samples)
-            if file.differs
+            if file.difference
         ]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -166,7 +166,7 @@ class Lines:
     Attributes:
       path: the file.
       size: bytes of all lines so far, those that wait included.
-      differs: difference between the lines that were found and the mark, such as 'is gone'; '' if there is none.
+      difference: difference between the lines that were found and the mark, such as 'is gone'; '' if there is none.
     """
 
     def __init__(self, path: pathlib.Path, start: int, mark: Mapping[str, Any] | None = None):
@@ -178,19 +178,19 @@ class Lines:
           mark: result of `mark` after step `start` - 1, with which the kept lines are compared; None for no mark.
         """
         self.path, self._waiting, self._failing = path, b"", False
-        there = path.exists()
-        found = path.read_bytes() if there else b""
-        kept = b"".join(line + b"\n" for line, record in _records(found) if record["step"] < start)
-        self.differs = ""
-        if not there and (start if mark is None else mark["size"]):
-            self.differs = "is gone"
-        elif mark is not None and hashlib.sha256(kept[: mark["size"]]).hexdigest() != mark["sha256"]:
-            self.differs = "is not what this run wrote"
-        if not found.startswith(kept):
-            write_whole(path, kept)
-        elif len(found) > len(kept):
-            os.truncate(path, len(kept))  # unlike writing the file anew it needs no space on a full disk
-        self.size, self._sha256 = len(kept), hashlib.sha256(kept)
+        exists = path.exists()
+        content = path.read_bytes() if exists else b""
+        lines = b"".join(line + b"\n" for line, record in _records(content) if record["step"] < start)
+        self.difference = ""
+        if not exists and (start if mark is None else mark["size"]):
+            self.difference = "is gone"
+        elif mark is not None and hashlib.sha256(lines[: mark["size"]]).hexdigest() != mark["sha256"]:
+            self.difference = "is not what this run wrote"
+        if not content.startswith(lines):
+            write_whole(path, lines)
+        elif len(content) > len(lines):
+            os.truncate(path, len(lines))  # unlike writing the file anew it needs no space on a full disk
+        self.size, self._sha256 = len(lines), hashlib.sha256(lines)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -225,6 +225,7 @@ class Lines:
         return {"size": self.size, "sha256": self._sha256.hexdigest()}
 
     def close(self) -> None:
+        """Writes the lines that wait, and closes the file; an error is logged if they still cannot be written."""
         self._append("")
         if self._waiting:
             log.error("%s lacks its last %d bytes.", self.path, len(self._waiting))
@@ -250,14 +251,14 @@ class UserMetrics:
             Several numbers of one name are averaged.
           prefix: text to put before each name.
         """
-        for name, given in metrics.items():
-            value, reduce = given if isinstance(given, tuple) else (float(given), None)
+        for name, entry in metrics.items():
+            value, reduce = entry if isinstance(entry, tuple) else (float(entry), None)
             self._added.setdefault(prefix + name, ([], reduce or statistics.fmean))[0].append(value)
 
     def take(self) -> dict[str, float]:
         """Returns the values added since the last call, one reduced value per name."""
-        taken, self._added = self._added, {}
-        return {name: float(reduce(values)) for name, (values, reduce) in taken.items()}
+        added, self._added = self._added, {}
+        return {name: float(reduce(values)) for name, (values, reduce) in added.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Passes a step's record to all loggers."""

@@ -34,11 +34,11 @@ def parse_steps(text: str) -> tuple[int, int] | None:
 class Profiler:
     """Writes profile/HOST/ in the run directory, for XProf and TensorBoard.
 
-    Each process profiles itself. All processes of a pod have the same `wanted`: the leader decides it and sends it to
-    the others before the step (podrl/rundir/accord.py). A profile that cannot be written never ends a run.
+    Each process profiles itself. All processes of a pod have the same `planned`: the leader decides it and sends it to
+    the others before the step (podrl/rundir/step_barrier.py). A profile that cannot be written never ends a run.
 
     Attributes:
-      wanted: (first, last) step of the profile that is planned or under way; None for no profile.
+      planned: (first, last) step of the profile that is planned or under way; None for no profile.
     """
 
     def __init__(self, place: str, host: str = "trainer 0", steps: tuple[int, int] | None = None):
@@ -49,14 +49,14 @@ class Profiler:
           host: name of this process, for its directory.
           steps: (first, last) step to profile; None for none.
         """
-        self._place, self._host, self.wanted = place, host.replace(" ", "_"), steps
-        self._asked = False
+        self._place, self._host, self.planned = place, host.replace(" ", "_"), steps
+        self._requested = False
         self._folder: pathlib.Path | None = None  # where the profile under way is written; None without one
         self._marked = contextlib.ExitStack()  # marks the present step's number in the profile, for times per step
 
     def ask(self) -> None:
         """Requests a profile of the next steps; may be called from a signal handler."""
-        self._asked = True
+        self._requested = True
 
     def decide(self, step: int) -> tuple[int, int] | None:
         """Returns the (first, last) step that all processes shall profile, or None; on the leader.
@@ -64,16 +64,16 @@ class Profiler:
         Args:
           step: number of steps done; after a request by `ask` the steps that follow it are profiled.
         """
-        if self._asked and self._folder is None:
-            self.wanted = (step + 1, step + _STEPS)
-        self._asked = False
-        return self.wanted
+        if self._requested and self._folder is None:
+            self.planned = (step + 1, step + _STEPS)
+        self._requested = False
+        return self.planned
 
     def after(self, step: int) -> None:
         """Starts or ends a profile, if one is due, after `step` steps are done."""
-        if self.wanted is None or not self._place:
+        if self.planned is None or not self._place:
             return
-        first, last = self.wanted
+        first, last = self.planned
         self._marked.close()
         if self._folder is not None and step >= last:
             self.close()
@@ -87,14 +87,14 @@ class Profiler:
         if self._folder is None:
             return
         self._marked.close()
-        folder, self._folder, self.wanted = self._folder, None, None
+        folder, self._folder, self.planned = self._folder, None, None
         with self._forgiven():
             jax.profiler.stop_trace()
             if is_remote(self._place):
                 for path in [path for path in folder.rglob("*") if path.is_file()]:
-                    there = locate(self._place) / FOLDER / self._host / path.relative_to(folder).as_posix()
-                    there.parent.mkdir(parents=True, exist_ok=True)
-                    there.write_bytes(path.read_bytes())
+                    target = locate(self._place) / FOLDER / self._host / path.relative_to(folder).as_posix()
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(path.read_bytes())
         if is_remote(self._place):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -109,7 +109,7 @@ class Profiler:
             jax.profiler.start_trace(str(folder), profiler_options=options)
             self._folder = folder
             return
-        self.wanted = None
+        self.planned = None
 
     @contextlib.contextmanager
     def _forgiven(self) -> Iterator[None]:
@@ -117,4 +117,4 @@ class Profiler:
         try:
             yield
         except (RuntimeError, OSError, ValueError, StorageError) as error:
-            _log.warning("Steps %s are not profiled: %s: %s", self.wanted, type(error).__name__, error)
+            _log.warning("Steps %s are not profiled: %s: %s", self.planned, type(error).__name__, error)

@@ -49,8 +49,8 @@ class Run:
       profiler: profiler that writes jax's profile of the requested steps.
       spans: record of what this process did at what time, its stages included.
       tracing: records spans and samples; None if this process writes no metrics or log.trace is 'off'.
-      passed: functions that are called after a save with the newest step that has a complete checkpoint.
-      taking: functions that are called before this process takes over samples that another process had begun.
+      on_saved: functions that are called after a save with the newest step that has a complete checkpoint.
+      on_takeover: functions that are called before this process takes over samples that another process had begun.
     """
 
     def __init__(
@@ -95,18 +95,18 @@ class Run:
         self.config, self._defaults = dict(config or {}), dict(defaults or {})
         self.console = console or make_console(quiet=not leads)
         self.watchdog = Watchdog(self.log_config.stall_s)
-        self.watchdog.tells, self.watchdog.last_words = leads, self.how_to_resume
+        self.watchdog.informs, self.watchdog.last_words = leads, self.how_to_resume
         self.watchdog.say = self.console.print
         self.command = "the same script"
-        self._told = 0  # newest step known to have a complete checkpoint
+        self._last_saved = 0  # newest step known to have a complete checkpoint
         self.profiler = Profiler(self.place)
         self.spans = Spans()
-        self.watchdog.ended = self.spans.add
+        self.watchdog.on_stage_end = self.spans.add
         self.tracing: Tracing | None = None
         self.checkpoints: Checkpoints | None = None
         self.metrics: MetricsLog | None = None
-        self.passed: list[Callable[[int], None]] = []
-        self.taking: list[Callable[[], None]] = []
+        self.on_saved: list[Callable[[int], None]] = []
+        self.on_takeover: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._handlers: dict[int, Any] = {}
         self._entered = 0
@@ -117,7 +117,7 @@ class Run:
                     self._open(workdir, savers)
                 self.watchdog.expected = self._last_times()
             except BaseException as error:
-                self._give_back()
+                self._release_lock()
                 if trouble := disk_trouble(error):
                     raise ValueError(f"--workdir={workdir} cannot be a run directory. {trouble}") from error
                 raise
@@ -150,7 +150,7 @@ class Run:
                     self.tracing.close()
                 self._close_mirror(failed=exc[0] is not None)
         finally:
-            self._give_back()
+            self._release_lock()
             self.watchdog.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -209,21 +209,21 @@ class Run:
         """
         if self.checkpoints is None or not self.leads:
             return ""
-        step = self._told if is_remote(self.place) else self.saved_step()
+        step = self._last_saved if is_remote(self.place) else self.saved_step()
         if not step:
             return f"No step is saved in {self.place} yet. Start again with: {self.command}"
         return f"Step {step} is saved in {self.place}. Resume with: {self.command}"
 
-    def tell_saved(self, step: int) -> None:
-        """Calls the functions of `passed`: a complete checkpoint of `step` exists, so what was kept for it can go."""
-        self._told = max(self._told, step)
-        for passed in self.passed:
-            passed(step)
+    def notify_saved(self, step: int) -> None:
+        """Calls the functions of `on_saved`: `step` has a complete checkpoint, so files kept for it can be deleted."""
+        self._last_saved = max(self._last_saved, step)
+        for call in self.on_saved:
+            call(step)
 
-    def tell_taking(self) -> None:
-        """Calls the functions of `taking`, which read again what other processes have recorded since."""
-        for taking in self.taking:
-            taking()
+    def notify_takeover(self) -> None:
+        """Calls the functions of `on_takeover`, which read again what other processes have recorded since."""
+        for call in self.on_takeover:
+            call()
 
     def open_metrics(self, start: int, marks: Mapping[str, Any] | None = None) -> None:
         """Opens the metric files, and drops records of step `start` and later that an earlier start of this run wrote.
@@ -239,7 +239,7 @@ class Run:
                 write_whole(self.workdir / gauges.PLAN, self._plan)
             if self.log_config.trace != "off":
                 self.tracing = Tracing(self.workdir, self.log_config, start=start)
-            for sentence in self.metrics.lost:
+            for sentence in self.metrics.problems:
                 self.console.print(sentence)
 
     def marks(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class Run:
         stages = ("start-up", "restoring", "evaluation")
         return {stage: record[name] for record in earlier for stage in stages if (name := f"time/{stage}") in record}
 
-    def _give_back(self) -> None:
+    def _release_lock(self) -> None:
         if self._lock is not None:
             self._lock.release()
         self._lock = None
@@ -332,12 +332,12 @@ class Run:
           ValueError: the directory belongs to a run of another configuration; the error names the keys that differ.
         """
         assert self.workdir is not None
-        mine, known = (json.loads(json.dumps(values, default=_name)) for values in (self.config, self._defaults))
+        mine, defaults = (json.loads(json.dumps(values, default=_name)) for values in (self.config, self._defaults))
         checkpoints = locate(self.place) / "checkpoints"
-        if identity.has_past(self.workdir, checkpoints):
+        if identity.has_steps(self.workdir, checkpoints):
             theirs = identity.read(self.workdir, checkpoints)
             theirs = theirs or mine  # a run without a configuration can be resumed with any
-            allowed, refused = identity.changes(theirs, mine, known)
+            allowed, refused = identity.changes(theirs, mine, defaults)
             if refused:
                 raise ValueError(
                     f"{self.place} holds a run of another configuration: " + "; ".join(refused[:8]) + ". "
@@ -347,21 +347,21 @@ class Run:
                 self.console.print("Changed since this run was last started: " + "; ".join(allowed) + ".")
             if new := list(identity.unknown(theirs, mine)):
                 self.console.print(
-                    "Not known when this run was last started, and so by default: " + ", ".join(new) + "."
+                    "Keys that are new since this run was last started have their defaults: " + ", ".join(new) + "."
                 )
-        identity.write(self.workdir, mine, known)
+        identity.write(self.workdir, mine, defaults)
 
     def _checkpoints(self, savers: Sequence[int]) -> Checkpoints:
         config = json.loads(json.dumps(self.config, default=_name))
         directory = locate(self.place) / "checkpoints"
-        given = self.checkpoint_config
+        keep = self.checkpoint_config
         return Checkpoints(
             directory,
             processes=savers,
             config=config,
-            keep=given.keep,
-            keep_every=given.keep_every,
-            keep_hours=given.keep_hours,
+            keep=keep.keep,
+            keep_every=keep.keep_every,
+            keep_hours=keep.keep_hours,
         )
 
 

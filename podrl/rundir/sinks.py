@@ -88,22 +88,22 @@ class Remote:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = dict(metrics)
-        self._put(lambda sink: sink.write(step, values))
+        self._enqueue(lambda sink: sink.write(step, values))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        self._put(lambda sink: sink.write_samples(step, samples))
+        self._enqueue(lambda sink: sink.write_samples(step, samples))
 
     def close(self, end: End) -> None:
         """Waits at most 30 s until the thread has passed on the queued records."""
         self._end = end
-        self._put(None)
+        self._enqueue(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             self._warn(f"did not take the last records in {_CLOSE_S:.0f} s")
 
-    def _put(self, what: Callable[[Sink], None] | None) -> None:
+    def _enqueue(self, call: Callable[[Sink], None] | None) -> None:
         try:
-            self._queue.put_nowait(what)
+            self._queue.put_nowait(call)
         except queue.Full:
             self._warn(f"is {_WAITING} records behind")
 
@@ -113,15 +113,15 @@ class Remote:
             sink = self._make()
         except Exception as error:  # noqa: BLE001 - a client raises anything
             self._warn(f"cannot be opened: {type(error).__name__}: {error}")
-        while (what := self._queue.get()) is not None:
+        while (call := self._queue.get()) is not None:
             if sink is not None:
-                self._try(what, sink)
+                self._try(call, sink)
         if sink is not None:
             self._try(lambda sink: sink.close(self._end), sink)
 
-    def _try(self, what: Callable[[Sink], None], sink: Sink) -> None:
+    def _try(self, call: Callable[[Sink], None], sink: Sink) -> None:
         try:
-            what(sink)
+            call(sink)
         except Exception as error:  # noqa: BLE001 - a client raises anything
             self._warn(f"failed: {type(error).__name__}: {error}")
 
@@ -165,9 +165,9 @@ class TensorBoard:
         self._append(step, summary={"value": scalars})
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        made = self._text("samples", markdown(*table(samples)))
-        made.value[0].tag = "samples"
-        self._append(step, summary=made)
+        summary = self._text("samples", markdown(*table(samples)))
+        summary.value[0].tag = "samples"
+        self._append(step, summary=summary)
 
     def close(self, end: End) -> None:
         self._file.close()
@@ -185,7 +185,7 @@ class WandB:
         import wandb
 
         self._wandb = wandb
-        name = kept_id(workdir / "wandb_id") or os.urandom(6).hex()
+        name = read_id(workdir / "wandb_id") or os.urandom(6).hex()
         self._run = wandb.init(project=project, dir=str(workdir), config=dict(run_config), id=name, resume="allow")
         write_whole(workdir / "wandb_id", name)
         # W&B drops records of an earlier step than its last, such as those of an evaluation beside training.
@@ -211,23 +211,23 @@ class MLflow:
     def __init__(self, workdir: pathlib.Path, project: str, run_config: Mapping[str, Any]):
         from mlflow import MlflowClient, entities
 
-        self._metric, here = entities.Metric, workdir.absolute()
+        self._metric, folder = entities.Metric, workdir.absolute()
         server = os.environ.get("MLFLOW_TRACKING_URI", "")
-        self._client = MlflowClient(server or f"sqlite:///{here / 'mlflow.db'}")
-        known = kept_id(workdir / "mlflow_id")
-        if known:
-            self._client.update_run(known, status="RUNNING")
+        self._client = MlflowClient(server or f"sqlite:///{folder / 'mlflow.db'}")
+        run_id = read_id(workdir / "mlflow_id")
+        if run_id:
+            self._client.update_run(run_id, status="RUNNING")
         else:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
-            found = self._client.get_experiment_by_name(name)
-            artifacts = None if server else (here / "mlflow").as_uri()
-            experiment = found.experiment_id if found else self._client.create_experiment(name, artifacts)
-            known = self._client.create_run(experiment, run_name=here.name).info.run_id
-            write_whole(workdir / "mlflow_id", known)
+            old = self._client.get_experiment_by_name(name)
+            artifacts = None if server else (folder / "mlflow").as_uri()
+            experiment = old.experiment_id if old else self._client.create_experiment(name, artifacts)
+            run_id = self._client.create_run(experiment, run_name=folder.name).info.run_id
+            write_whole(workdir / "mlflow_id", run_id)
             params = [entities.Param(key, str(value)[:500]) for key, value in _flat(run_config)]
             for first in range(0, len(params), 100):  # a request may hold at most 100
-                self._client.log_batch(known, params=params[first : first + 100])
-        self._id = known
+                self._client.log_batch(run_id, params=params[first : first + 100])
+        self._id = run_id
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -247,12 +247,12 @@ class MLflow:
 _MAKERS: dict[str, Callable[[pathlib.Path, str, Mapping[str, Any]], Sink]] = {"wandb": WandB, "mlflow": MLflow}
 
 
-def kept_id(path: pathlib.Path) -> str:
+def read_id(path: pathlib.Path) -> str:
     """Reads the id of the tracker's run that a resumed run continues; '' if the file is missing or holds no id."""
-    found = path.read_bytes() if path.exists() else b""
-    if re.fullmatch(rb"[0-9a-f]{12}|[0-9a-f]{32}", found):
-        return found.decode()
-    if found:
+    content = path.read_bytes() if path.exists() else b""
+    if re.fullmatch(rb"[0-9a-f]{12}|[0-9a-f]{32}", content):
+        return content.decode()
+    if content:
         log.warning("%s holds no id of a run: metrics go to a new one.", path)
     return ""
 
@@ -278,10 +278,10 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _plain(text: str) -> str:
     """Escapes text for Markdown and HTML: punctuation becomes numbered entities, a line break an arrow."""
-    shown = text.replace("\r\n", "\n").replace("\n", " ↵ ")
+    text = text.replace("\r\n", "\n").replace("\n", " ↵ ")
     return "".join(
         (c if c.isalnum() or c == " " or ord(c) > 127 else f"&#{ord(c)};") if c.isprintable() else "\ufffd"
-        for c in shown
+        for c in text
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 NAME = "spans.jsonl"
-_KEPT = 20_000  # the most spans that wait to be taken
+_MOST_WAITING = 20_000  # the most spans that wait to be taken
 TOOLS = "tools"  # lane of the calls of tools, which overlap
 CALLS = 200  # calls of tools that are kept between two steps; the longest stay
 _EVERY = 5  # steps between messages to the process that writes
@@ -34,12 +34,12 @@ class Spans:
         self.compiled = 0.0
         self.send: Callable[[list[dict[str, Any]]], None] | None = None
         self._clock = time.time() - time.monotonic()  # one offset for all spans, so that they never jump
-        self._found: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._spans: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
         self._calls: list[tuple[float, int, dict[str, Any]]] = []  # a heap of (seconds, number, span), shortest first
-        self._called = 0
+        self._call_count = 0
         self._lock = threading.Lock()  # guards _calls and _called
         self._step = 0
-        self._held: list[dict[str, Any]] = []  # spans to send next
+        self._unsent: list[dict[str, Any]] = []  # spans to send next
 
     def add(self, name: str, started: float, ended: float, *, lane: str = "loop", step: int | None = None) -> None:
         """Adds a span.
@@ -52,7 +52,7 @@ class Spans:
         """
         start, name = round(started + self._clock, 6), _LATER.sub("", name)
         span = {"step": step, "host": self.host, "lane": lane, "name": name, "start": start}
-        self._found.append(span | {"s": round(ended - started, 6)})
+        self._spans.append(span | {"s": round(ended - started, 6)})
 
     def add_call(self, name: str, started: float, ended: float, *, step: int | None, failed: str = "") -> None:
         """Adds a call of a tool.
@@ -66,18 +66,20 @@ class Spans:
         span = {"step": step, "host": self.host, "lane": TOOLS, "name": name[:80]}
         span |= {"start": round(started + self._clock, 6), "s": round(ended - started, 6)}
         with self._lock:
-            self._called += 1
-            heapq.heappush(self._calls, (ended - started, self._called, span | ({"failed": failed} if failed else {})))
+            self._call_count += 1
+            heapq.heappush(
+                self._calls, (ended - started, self._call_count, span | ({"failed": failed} if failed else {}))
+            )
             if len(self._calls) > CALLS:
                 heapq.heappop(self._calls)
 
-    def _take_calls(self) -> list[dict[str, Any]]:
+    def _collect_calls(self) -> list[dict[str, Any]]:
         """Returns the calls since the last time, by start; `left_out` in one of them counts shorter calls left out."""
         with self._lock:
-            calls, called = [span for *_, span in self._calls], self._called
-            self._calls, self._called = [], 0
-        if called > len(calls):
-            calls[0]["left_out"] = called - len(calls)
+            calls, count = [span for *_, span in self._calls], self._call_count
+            self._calls, self._call_count = [], 0
+        if count > len(calls):
+            calls[0]["left_out"] = count - len(calls)
         return sorted(calls, key=lambda span: span["start"])
 
     @contextlib.contextmanager
@@ -94,22 +96,22 @@ class Spans:
 
         None for `step` repeats the last one: the spans were made after that step.
         """
-        taken, self._step = [], self._step if step is None else step
+        spans, self._step = [], self._step if step is None else step
         step = self._step
-        self._found.extend(self._take_calls())
-        while self._found:
-            span = self._found.popleft()
-            taken.append(span if span["step"] is not None else span | {"step": step})
-        return taken
+        self._spans.extend(self._collect_calls())
+        while self._spans:
+            span = self._spans.popleft()
+            spans.append(span if span["step"] is not None else span | {"step": step})
+        return spans
 
     def pass_on(self, step: int, *, last: bool = False) -> None:
         """Sends the spans collected so far, every few steps and after the last step, if `send` is set."""
         if self.send is None:
             return
-        self._held += self.take(step)
+        self._unsent += self.take(step)
         if step % _EVERY == 0 or step == 1 or last:
-            self.send(self._held)
-            self._held = []
+            self.send(self._unsent)
+            self._unsent = []
 
     @contextlib.contextmanager
     def compiles(self) -> Iterator[None]:
@@ -148,7 +150,7 @@ def chrome_trace(spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     spans = list(spans)
     hosts: dict[str, int] = {}
     lanes: dict[tuple[str, str], int] = {}
-    named: set[int] = set()
+    named_lanes: set[int] = set()
     events: list[dict[str, Any]] = []
     for span, row in zip(spans, rows(spans), strict=True):
         host, lane = str(span["host"]), str(span["lane"]) + (f" {row + 1}" if row else "")
@@ -156,10 +158,10 @@ def chrome_trace(spans: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             hosts[host] = len(hosts) + 1
             events.append({"ph": "M", "name": "process_name", "pid": hosts[host], "args": {"name": host}})
         at = {"pid": hosts[host], "tid": lanes.setdefault((host, lane), len(lanes) + 1)}
-        if at["tid"] not in named:
-            named.add(at["tid"])
+        if at["tid"] not in named_lanes:
+            named_lanes.add(at["tid"])
             events.append({"ph": "M", "name": "thread_name", **at, "args": {"name": lane}})
         times = {"ts": round(1e6 * span["start"]), "dur": max(round(1e6 * span["s"]), 1)}
-        told = {key: span[key] for key in ("step", "failed") if key in span}
-        events.append({"ph": "X", "name": str(span["name"]), "cat": str(span["lane"]), **at, **times, "args": told})
+        args = {key: span[key] for key in ("step", "failed") if key in span}
+        events.append({"ph": "X", "name": str(span["name"]), "cat": str(span["lane"]), **at, **times, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

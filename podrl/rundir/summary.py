@@ -12,7 +12,7 @@ import rich.console
 
 from podrl.rundir import intervals
 from podrl.rundir.console import print_table
-from podrl.rundir.intervals import is_share
+from podrl.rundir.intervals import format_interval, is_share
 from podrl.rundir.metrics import read_metrics
 from podrl.storage.seal import seal, unseal
 from podrl.storage.storage import write_whole
@@ -46,7 +46,7 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
         "steps": max((r["step"] for r in steps), default=0),
         "before": _eval_values(evals[0]) if evals else {},
         "after": _eval_values(evals[-1]) if evals else {},
-        "change": _paired(workdir, evals[0]["step"], evals[-1]["step"]) if evals else {},
+        "change": _paired_intervals(workdir, evals[0]["step"], evals[-1]["step"]) if evals else {},
         "evaluated_at": [r["step"] for r in evals],
         "throughput": {
             "rollout_tokens_per_s": rate("tokens/completion", "time/rollout"),
@@ -60,7 +60,7 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
     return summary
 
 
-_KEPT = "evaluations"
+_FOLDER = "evaluations"
 
 
 def keep_evaluation(workdir: pathlib.Path, step: int, means: Mapping[str, Sequence[float | None]]) -> None:
@@ -71,43 +71,43 @@ def keep_evaluation(workdir: pathlib.Path, step: int, means: Mapping[str, Sequen
       step: step that was evaluated.
       means: values of the records, one per record, by metric; None for a record without a value.
     """
-    place = workdir / _KEPT
+    place = workdir / _FOLDER
     place.mkdir(exist_ok=True)
     write_whole(place / f"{step}.json", json.dumps(seal(means)) + "\n")
     for between in sorted(place.glob("*.json"), key=lambda path: int(path.stem))[1:-1]:
         between.unlink()
 
 
-def _paired(workdir: pathlib.Path, first: int, last: int) -> dict[str, tuple[float, float]]:
+def _paired_intervals(workdir: pathlib.Path, first: int, last: int) -> dict[str, tuple[float, float]]:
     """Returns the paired 95 % interval of the change of each mean between two evaluations, by metric.
 
     Returns {} if the records' values of either evaluation are not there or damaged.
     """
-    paths = [workdir / _KEPT / f"{step}.json" for step in (first, last)]
+    paths = [workdir / _FOLDER / f"{step}.json" for step in (first, last)]
     if first == last or not all(path.exists() for path in paths):
         return {}
     try:
         was, now = (unseal(dict(json.loads(path.read_text()))) for path in paths)
     except (ValueError, TypeError):  # a damaged file: the table shows the wider, unpaired interval
         return {}
-    found: dict[str, tuple[float, float] | None] = {}
+    intervals_by_name: dict[str, tuple[float, float] | None] = {}
     for name in was:
         pairs = list(zip(was[name], now.get(name, ()), strict=False))
         changes = [b - a for a, b in pairs if a is not None and b is not None]
         if len(changes) < 2 or len(was[name]) != len(now[name]):
             continue
         if is_share(name):
-            found[name] = intervals.share_difference(changes)
+            intervals_by_name[name] = intervals.share_difference(changes)
         else:
             error = statistics.stdev(changes) / math.sqrt(len(changes))
-            found[name] = intervals.mean(statistics.fmean(changes), error)
-    return {name.removeprefix("eval/"): ends for name, ends in found.items() if ends is not None}
+            intervals_by_name[name] = intervals.mean(statistics.fmean(changes), error)
+    return {name.removeprefix("eval/"): ends for name, ends in intervals_by_name.items() if ends is not None}
 
 
 def brief(metrics: Mapping[str, float]) -> str:
     """Returns one line with an evaluation's accuracies and total rewards; the final table shows every mean."""
-    told = {n: v for n, v in _means(_eval_values(metrics)).items() if not _BESIDE.search(n)}
-    return "  ".join(f"{n} {v:.1%}" if is_share(n) else f"{n} {v:.3f}" for n, v in told.items())
+    means = {n: v for n, v in _means(_eval_values(metrics)).items() if not _BESIDE.search(n)}
+    return "  ".join(f"{n} {v:.1%}" if is_share(n) else f"{n} {v:.3f}" for n, v in means.items())
 
 
 _BESIDE = re.compile(r"_reward/|_(partial|format|pass)$")  # rewards by function, and means that explain an accuracy
@@ -127,7 +127,7 @@ def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]
         share = is_share(name)
         unit, scale, digits = ("%", 100, 1) if share else ("", 1, 3)
         cells = [
-            f"{scale * values[name]:.{digits}f}{unit} {intervals.written(interval_of(values, name), percent=share)}"
+            f"{scale * values[name]:.{digits}f}{unit} {format_interval(interval_of(values, name), percent=share)}"
             if values.get(name) is not None
             else "not measured"
             for values in (before, after)
@@ -136,7 +136,7 @@ def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]
             rows.append([name, *cells, ""])
             continue
         paired = summary.get("change", {}).get(name) or _change(before, after, name)
-        moved = intervals.written(paired, percent=share, signed=True)
+        moved = format_interval(paired, percent=share, signed=True)
         change = f"{scale * (end - start):+.{digits}f}{' points' * share} {moved}"
         rows.append([name, *cells, change])
     if rows:

@@ -30,14 +30,14 @@ def _unreadable(now: Record, past: Past) -> str:
     key="report it with the sample; an environment or a template of your own is the first suspect (env.environment)",
 )
 def _sampled(now: Record, past: Past) -> str:
-    step = _traced(now)
+    step = _trace_of(now)
     if step is None:
         return ""
     mask_X, version_X, trained_X = (step.tokens[name] for name in ("mask", "version", "trained"))
     place_X = _place(step)
     prompt_X = place_X < np.repeat(step.samples["prompt_length"], step.samples["length"])
     alone_X = np.repeat([not episode.get("turns") for episode in step.episodes], step.samples["length"])
-    for bad_X, what in (
+    for bad_X, problem in (
         ((mask_X > 0) & prompt_X, "it is of the prompt, and its mask is 1"),
         ((mask_X > 0) != (version_X >= 0), "its mask does not fit the version of the weights that sampled it"),
         ((mask_X == 0) & alone_X & ~prompt_X, "it is of an answer without tools, and its mask is 0"),
@@ -45,7 +45,7 @@ def _sampled(now: Record, past: Past) -> str:
         ((mask_X > 0) & ~np.isfinite(step.tokens["logprob"]), "it was sampled, and its log-probability is no number"),
     ):
         if bad_X.any():
-            return f"{_token(step, bad_X)}: {what} ({bad_X.sum()} such tokens)"
+            return f"{_token(step, bad_X)}: {problem} ({bad_X.sum()} such tokens)"
     return ""
 
 
@@ -56,7 +56,7 @@ def _sampled(now: Record, past: Past) -> str:
     key="report it: versions are checked on arrival; until then, another transfer (roles.colocated=True)",
 )
 def _weights(now: Record, past: Past) -> str:
-    step = _traced(now)
+    step = _trace_of(now)
     if step is None:
         return ""
     version_X, newest = step.tokens["version"], step.step - 1
@@ -77,7 +77,7 @@ def _weights(now: Record, past: Past) -> str:
     key="rollout.data_type=trainer.dtype, float32 for both; SECTION.sampler_correction='tis'",
 )
 def _reproduced(now: Record, past: Past) -> str:
-    step = _traced(now)
+    step = _trace_of(now)
     if step is None or "trainer_logprob" not in step.tokens:
         return ""
     bound = APART if past.exact else APART_INEXACT
@@ -101,7 +101,7 @@ def _reproduced(now: Record, past: Past) -> str:
     key="the reward of the sample (reward.fns), and an estimator of your own",
 )
 def _advantage(now: Record, past: Past) -> str:
-    step = _traced(now)
+    step = _trace_of(now)
     if step is None or "advantage" not in step.tokens:
         return ""
     bad_X = (step.tokens["trained"] > 0) & ~np.isfinite(step.tokens["advantage"])
@@ -109,11 +109,11 @@ def _advantage(now: Record, past: Past) -> str:
         return ""
     sample = int(np.searchsorted(step.first, int(np.argmax(bad_X)), side="right")) - 1
     reward = float(step.samples["reward"][sample])
-    said = "no number" if math.isnan(reward) else f"{reward:g}"
-    return f"{_token(step, bad_X)}: the reward of its sample is {said} ({bad_X.sum()} such tokens)"
+    value = "no number" if math.isnan(reward) else f"{reward:g}"
+    return f"{_token(step, bad_X)}: the reward of its sample is {value} ({bad_X.sum()} such tokens)"
 
 
-def _traced(now: Record) -> TracedStep | None:
+def _trace_of(now: Record) -> TracedStep | None:
     step = now.get("trace")
     return step if isinstance(step, TracedStep) and "trained" in step.tokens else None
 

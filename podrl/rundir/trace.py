@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from podrl.storage.storage import Place, locate
-from podrl.types import TOKENS, Experience, Rollouts
+from podrl.types import TOKENS, Experience
 
 FOLDER = "trace"
 FORMAT = 2  # format 1 had equally many samples of each prompt, and no column `group`
@@ -30,7 +30,7 @@ _OF_ROLLOUTS: Mapping[str, Any] = {
 }
 # Columns that the trainer computes for the trace: log-probability of each token, entropy of its distribution, in nats.
 SCORES = ("trainer_logprob", "entropy")
-# Columns of `Noted` with log.trace='updates': weight of each token in the updates of the step, and 1 if it is clipped.
+# Columns of `TraceExtras` with log.trace='updates': weight of each token in the step's updates, and 1 if it is clipped.
 WEIGHTS = ("weight", "clipped")
 _OF_SAMPLES: Mapping[str, Any] = {
     "group": np.int32,
@@ -55,8 +55,8 @@ def traced_steps(workdir: Place) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Noted:
-    """The contents of a step's trace besides its samples.
+class TraceExtras:
+    """The contents of a step's trace that its samples do not have.
 
     Attributes:
       reward_names: names of the reward functions.
@@ -105,35 +105,37 @@ class TracedStep:
         return np.cumsum(self.samples["length"]) - self.samples["length"]
 
 
-def content(step: int, experience: Experience, noted: Noted, piece: Callable[[int], str]) -> bytes:
+def content(step: int, experience: Experience, extras: TraceExtras, piece: Callable[[int], str]) -> bytes:
     """Packs the samples of a step into the bytes of its file.
 
     Args:
       step: number of the step.
       experience: samples of the step with their rewards.
-      noted: contents besides the samples.
+      extras: contents besides the samples.
       piece: function that returns the text of a token id.
     """
     rollouts = experience.rollouts
     keep_BT = np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None]
-    columns = {f"token.{name}": _of(rollouts, name)[keep_BT].astype(kind) for name, kind in _OF_ROLLOUTS.items()}
-    columns |= {f"token.{name}": np.asarray(x_BT, np.float32)[keep_BT] for name, x_BT in noted.columns.items()}
-    scores = {} if noted.scores is None else noted.scores()
+    columns = {
+        f"token.{name}": getattr(rollouts, f"{name}_BT")[keep_BT].astype(kind) for name, kind in _OF_ROLLOUTS.items()
+    }
+    columns |= {f"token.{name}": np.asarray(x_BT, np.float32)[keep_BT] for name, x_BT in extras.columns.items()}
+    scores = {} if extras.scores is None else extras.scores()
     for name in SCORES:
         score_BT = np.full(keep_BT.shape, np.nan, np.float32)
         if name in scores:
             score_BT[: len(scores[name]), : scores[name].shape[1]] = scores[name]
         columns[f"token.{name}"] = np.where(rollouts.mask_BT > 0, score_BT, np.nan)[keep_BT].astype(np.float32)
     prompt_length_B = rollouts.prompts.length_P[rollouts.group_B]
-    of_samples = (rollouts.group_B, rollouts.length_B, prompt_length_B, rollouts.stop_B, experience.reward_B)
+    values = (rollouts.group_B, rollouts.length_B, prompt_length_B, rollouts.stop_B, experience.reward_B)
     samples = {
         f"sample.{name}": np.asarray(x_B).astype(kind)
-        for (name, kind), x_B in zip(_OF_SAMPLES.items(), of_samples, strict=True)
+        for (name, kind), x_B in zip(_OF_SAMPLES.items(), values, strict=True)
     }
     header = {
         "format": FORMAT,
         "step": step,
-        "reward_names": list(noted.reward_names),
+        "reward_names": list(extras.reward_names),
         "prompts": list(rollouts.prompts.text),
         "fields": {name: list(values) for name, values in rollouts.prompts.fields.items()},
         "completions": list(rollouts.completions),
@@ -160,16 +162,16 @@ def read_step(workdir: Place | str, step: int) -> TracedStep:
     workdir = locate(workdir) if isinstance(workdir, str) else workdir
     path = workdir / FOLDER / file_name(step)
     try:
-        return _parsed(path.read_bytes())
+        return _parse(path.read_bytes())
     except FileNotFoundError:
-        there = traced_steps(workdir)
-        known = f"the trace holds steps {there[0]} to {there[-1]}" if there else "the run has no trace (log.trace)"
-        raise ValueError(f"{path} is not there: {known}.") from None
+        steps = traced_steps(workdir)
+        content = f"the trace holds steps {steps[0]} to {steps[-1]}" if steps else "the run has no trace (log.trace)"
+        raise ValueError(f"{path} does not exist: {content}.") from None
     except _DAMAGED as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
 
 
-def _parsed(packed: bytes) -> TracedStep:
+def _parse(packed: bytes) -> TracedStep:
     with zipfile.ZipFile(io.BytesIO(packed)) as names:
         if sum(member.file_size for member in names.infolist()) > _LARGEST:
             raise ValueError(f"it unpacks to more than {_LARGEST} bytes")
@@ -186,7 +188,7 @@ def _parsed(packed: bytes) -> TracedStep:
     if header["format"] == 1:
         samples["group"] = np.arange(len(length_B)) // max(int(header["group_size"]), 1)
     if not np.isin(samples["group"], np.arange(len(header["prompts"]))).all():
-        raise ValueError("its samples have prompts that are not there")
+        raise ValueError("its samples have prompts that it does not hold")
     if any(x.shape[-1:] != length_B.shape for x in samples.values()) or len(header["completions"]) != len(length_B):
         raise ValueError("its columns do not belong together")
     return TracedStep(
@@ -203,7 +205,3 @@ def _parsed(packed: bytes) -> TracedStep:
 
 
 _PARTS = ("sample.", "token.")
-
-
-def _of(rollouts: Rollouts, name: str) -> np.ndarray:
-    return getattr(rollouts, f"{name}_BT")

@@ -28,24 +28,24 @@ class TraceSteps:
     def wants(self, step: int) -> bool:
         """Returns whether the samples of a step are recorded."""
         every = self.config.samples_every
-        return self._whole or (every > 0 and (step % every == 0 or step == 1))
+        return self._every_step or (every > 0 and (step % every == 0 or step == 1))
 
     @property
     def ever(self) -> bool:
         """Returns whether there are steps whose samples are recorded."""
-        return self._whole or self.config.samples_every > 0
+        return self._every_step or self.config.samples_every > 0
 
     @property
     def share(self) -> float:
         """Returns the share of a step's groups, 0 to 1, whose log-probabilities the trainer computes for the trace."""
-        return 1.0 if self._whole else 0.25
+        return 1.0 if self._every_step else 0.25
 
     def weighs(self, step: int) -> bool:
         """Returns whether weight and clipping of every token are computed before the updates of a step."""
         return self.config.trace == "updates" and self.wants(step)
 
     @property
-    def _whole(self) -> bool:
+    def _every_step(self) -> bool:
         return self.config.trace in ("all", "updates")
 
 
@@ -62,47 +62,47 @@ class Tracing:
         for step in trace.traced_steps(workdir):
             if step >= start:
                 (workdir / trace.FOLDER / trace.file_name(step)).unlink()
-        self._noted: tuple[int, trace.Noted] | None = None
-        self._failing, self._left_out = False, 0
+        self._extras: tuple[int, trace.TraceExtras] | None = None
+        self._failing, self._skipped = False, 0
         self._room = threading.Semaphore(_WAITING)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow, name="podrl-trace", daemon=True)
         self._thread.start()
 
-    def note(self, step: int, noted: trace.Noted) -> None:
-        """Keeps the algorithm's numbers of a step's tokens until the step is recorded."""
-        self._noted = (step, noted)
+    def note(self, step: int, extras: trace.TraceExtras) -> None:
+        """Keeps further contents of a step's trace until the step is recorded."""
+        self._extras = (step, extras)
 
-    def record(self, step: int, experience: Experience, done: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
+    def record(self, step: int, experience: Experience, new_spans: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
         """Hands a step to the thread and returns at once; if the disk is too slow, the step is left out.
 
         Args:
           step: number of the step.
           experience: samples of the step; recorded only if `note` was called for the step.
-          done: spans to record.
+          new_spans: spans to record.
           tokenizer: podrl.data.tokenizer.Tokenizer of the samples.
         """
-        self.add_spans(done)
-        noted, self._noted = self._noted, None
-        if noted is None or noted[0] != step:
+        self.add_spans(new_spans)
+        extras, self._extras = self._extras, None
+        if extras is None or extras[0] != step:
             return
         if self._room.acquire(blocking=False):
-            self._queue.put(functools.partial(self._write, step, experience, noted[1], tokenizer))
+            self._queue.put(functools.partial(self._write, step, experience, extras[1], tokenizer))
         else:
-            self._left_out += 1
+            self._skipped += 1
 
-    def add_spans(self, done: Sequence[Mapping[str, Any]]) -> None:
+    def add_spans(self, new_spans: Sequence[Mapping[str, Any]]) -> None:
         """Hands spans of this or another process to the thread."""
-        if done:
-            self._queue.put(functools.partial(self._append, done))
+        if new_spans:
+            self._queue.put(functools.partial(self._append, new_spans))
 
     def close(self) -> None:
         """Waits until the thread has written everything, and ends it."""
         self._queue.put(None)
         self._thread.join()
         self._lines.close()
-        if self._left_out:
-            log.warning("The trace lacks %d steps: the disk was too slow for them.", self._left_out)
+        if self._skipped:
+            log.warning("The trace lacks %d steps: the disk was too slow for them.", self._skipped)
 
     def _follow(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -114,23 +114,23 @@ class Tracing:
                     log.error("The trace is incomplete: %s: %s", type(error).__name__, error)
                 self._failing = True
 
-    def _write(self, step: int, experience: Experience, noted: trace.Noted, tokenizer: Any) -> None:
+    def _write(self, step: int, experience: Experience, extras: trace.TraceExtras, tokenizer: Any) -> None:
         folder = self._workdir / trace.FOLDER
         folder.mkdir(exist_ok=True)
         try:
-            packed = trace.content(step, experience, noted, Pieces(tokenizer))
+            packed = trace.content(step, experience, extras, Pieces(tokenizer))
         finally:
             self._room.release()
         write_whole(folder / trace.file_name(step), packed)
         size = 0
-        for kept in reversed(trace.traced_steps(self._workdir)):
-            path = folder / trace.file_name(kept)
+        for step_of_file in reversed(trace.traced_steps(self._workdir)):
+            path = folder / trace.file_name(step_of_file)
             size += path.stat().st_size
-            if size > self._bound and kept != step:
+            if size > self._bound and step_of_file != step:
                 path.unlink()
 
-    def _append(self, done: Sequence[Mapping[str, Any]]) -> None:
-        for span in done:
+    def _append(self, new_spans: Sequence[Mapping[str, Any]]) -> None:
+        for span in new_spans:
             self._lines.write(span)
         if self._lines.size > SPAN_BYTES:
             self._lines.halve()
@@ -150,6 +150,6 @@ class Pieces:
 
         Tokens that hold a part of a character have no text alone.
         """
-        whole = self._tokenizer.decode([token] if self._anchor is None else [self._anchor, token])
-        text = whole.removeprefix(self._before)
+        text = self._tokenizer.decode([token] if self._anchor is None else [self._anchor, token])
+        text = text.removeprefix(self._before)
         return self._tokenizer.token_text(token) if not text or "\ufffd" in text else text

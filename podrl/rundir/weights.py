@@ -13,7 +13,7 @@ CHANGED = ("token", "prompt", "sample", "place", "advantage", "weight", "weight 
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class WeightComparison:
     """Two tables of cells over the tokens of a step that count in the loss.
 
     Attributes:
@@ -25,7 +25,7 @@ class Compared:
     changed: Sequence[Sequence[str]]
 
 
-def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> Compared:
+def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> WeightComparison:
     """Compares weight and clipping token by token; both steps must have been recorded with log.trace='updates'.
 
     Args:
@@ -66,7 +66,7 @@ def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> Compared:
     group_B, member_B, rows = before.samples["group"], member_of(before.samples["group"]), []
     for x in (int(x) for x in order_X if changed_X[x] > 0):
         b = int(sample_X[x])
-        where = [str(group_B[b]), str(member_B[b]), str(x - int(before.first[b]))]
+        position = [str(group_B[b]), str(member_B[b]), str(x - int(before.first[b]))]
         numbers = [f"{float(of_X[x]):.4g}" for of_X in (advantage_X, old_X, new_X, old_clip_X, new_clip_X)]
-        rows.append([repr(before.pieces[int(before.tokens["tokens"][x])]), *where, *numbers])
-    return Compared(counts, rows)
+        rows.append([repr(before.pieces[int(before.tokens["tokens"][x])]), *position, *numbers])
+    return WeightComparison(counts, rows)

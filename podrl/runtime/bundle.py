@@ -43,7 +43,7 @@ def unpack(url: str, parent: pathlib.Path) -> pathlib.Path:
         content = place.read_bytes()
     except FileNotFoundError:
         raise ValueError(
-            f"--code={url} is not there: whoever started the job copies it; submit the job again."
+            f"--code={url} does not exist: the launcher copies it when the job is submitted; submit the job again."
         ) from None
     except OSError as error:
         raise StorageError(f"--code={url} cannot be read: {first_line(error)}") from error

@@ -105,7 +105,7 @@ class Channel:
         if not secret:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
         self.name, self.number, self.traffic = name, secrets.token_hex(_NUMBER), Traffic()
-        self._known, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; endpoints given up
+        self._endpoints, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; endpoints given up
         self._senders: dict[tuple[bytes, bytes], bytes] = {}  # by request that waits for its answer: its endpoint
         self._silence_ms, (self._public, self._private) = int(1000 * silence_s), _keys(secret)
         raise_descriptor_limit()
@@ -209,14 +209,14 @@ class Channel:
         self._do(lambda: self._send(request))
         return request
 
-    def watch(self, address: str, lost: Callable[[], None], *, within_s: float = SILENCE_S) -> None:
-        """Calls `lost` once, on the channel's thread, when an endpoint can no longer be reached.
+    def watch(self, address: str, on_lost: Callable[[], None], *, within_s: float = SILENCE_S) -> None:
+        """Calls `on_lost` once, on the channel's thread, when an endpoint can no longer be reached.
 
         An endpoint counts as lost when the connection to it breaks and stays broken, when the connection is not
         established within `within_s` seconds, when another endpoint answers at its address, or when it has given this
         endpoint up.
         """
-        self._do(lambda: self._link((address, 0)).watch(lost, within_s))
+        self._do(lambda: self._link((address, 0)).watch(on_lost, within_s))
 
     def give_up(self, number: str) -> None:
         """Refuses all requests of an endpoint from now on, also those that already wait for an answer.
@@ -231,10 +231,10 @@ class Channel:
         link = self._peers.get((address, 0))
         return link is not None and link.refused
 
-    def stands(self, address: str) -> bool:
+    def is_up(self, address: str) -> bool:
         """Returns whether this endpoint has a connection to an address that is not known to be broken."""
         link = self._peers.get((address, 0))
-        return link is not None and link.stands
+        return link is not None and link.is_up
 
     def close(self) -> None:
         """Closes the sockets and ends the thread; messages that are not sent yet get one second to leave."""
@@ -316,13 +316,13 @@ class Channel:
 
     def _give_up(self, sender: bytes) -> None:
         self._refused.add(sender)
-        asked = [request for request, by in self._senders.items() if by == sender]
+        requests = [request for request, by in self._senders.items() if by == sender]
         for key, waiting in self._waiting.items():
-            self._waiting[key] = [request for request in waiting if request not in asked]
+            self._waiting[key] = [request for request in waiting if request not in requests]
         for unserved in self._unserved.values():
-            for request in asked:
+            for request in requests:
                 unserved.pop(request, None)
-        for identity, number in asked:
+        for identity, number in requests:
             self._answer(identity, number, _GONE, encode(Message()))
 
     def _offer(self, key: str, frames: Frames) -> None:
@@ -367,8 +367,8 @@ class Channel:
         if len(received) < 4:
             return  # not a request of this protocol
         identity, numbers, head = (part.bytes for part in received[:3])
-        number, sender, wanted = (numbers[i * _NUMBER : (i + 1) * _NUMBER] for i in range(3))
-        if sender in self._refused or wanted not in (b"", self._mine):
+        number, sender, receiver = (numbers[i * _NUMBER : (i + 1) * _NUMBER] for i in range(3))
+        if sender in self._refused or receiver not in (b"", self._mine):
             self._answer(identity, number, _GONE, encode(Message()))
             return
         try:
@@ -399,7 +399,7 @@ class Channel:
             self._listen_to(link.monitor, link.receive_event)
         return self._peers[place]
 
-    def _came_back(self, place: tuple[str, int]) -> None:
+    def _on_reconnect(self, place: tuple[str, int]) -> None:
         """Repeats the unanswered requests of a connection that was broken and stands again: some may have been lost."""
         for request in [r for r in self._answers.values() if r.place == place]:
             self._send(request)
@@ -410,15 +410,15 @@ class Channel:
             return
         self._answers[request.number] = request
         self.traffic.count(request.frames)
-        numbers = request.number.to_bytes(_NUMBER, "little") + self._mine + self._known.get(request.place[0], b"")
+        numbers = request.number.to_bytes(_NUMBER, "little") + self._mine + self._endpoints.get(request.place[0], b"")
         frames = [numbers, request.head, *in_pieces(request.frames)]
         client = self._link(request.place).client
         client.send_multipart(frames, copy=False)
         self._touched[client] = None
 
-    def _answered(self, address: str, numbers: bytes, status: bytes, pieces: Sequence[Any]) -> None:
+    def _on_answer(self, address: str, numbers: bytes, status: bytes, pieces: Sequence[Any]) -> None:
         sender = numbers[_NUMBER:]
-        if status == _GONE or self._known.setdefault(address, sender) != sender:
+        if status == _GONE or self._endpoints.setdefault(address, sender) != sender:
             for link in [link for place, link in self._peers.items() if place[0] == address]:
                 link.refuse()
             return
@@ -450,18 +450,18 @@ class _Link:
     def __init__(self, channel: Channel, client: zmq.Socket, place: tuple[str, int]):
         self._channel, self.client, self._place = channel, client, place
         self.monitor = client.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._stood = self.refused = False
+        self._was_up = self.refused = False
         self._broken_since: float | None = None
-        self._lost: Callable[[], None] | None = None
+        self._on_lost: Callable[[], None] | None = None
         self._until = math.inf  # time after which a connection that never stood counts as broken
         client.connect(f"tcp://{place[0]}")
 
     @property
-    def stands(self) -> bool:
+    def is_up(self) -> bool:
         return self._broken_since is None and not self.refused
 
-    def watch(self, lost: Callable[[], None], within_s: float) -> None:
-        self._lost, self._until = lost, time.monotonic() + within_s
+    def watch(self, on_lost: Callable[[], None], within_s: float) -> None:
+        self._on_lost, self._until = on_lost, time.monotonic() + within_s
 
     def refuse(self) -> None:
         """Records that the endpoint has given this one up, or was replaced by another endpoint."""
@@ -473,30 +473,30 @@ class _Link:
         self._channel.traffic.count(received)
         if len(received) >= 3:  # fewer parts are not an answer of this protocol
             numbers, status, *pieces = received
-            self._channel._answered(self._place[0], numbers.bytes, status.bytes, pieces)
+            self._channel._on_answer(self._place[0], numbers.bytes, status.bytes, pieces)
 
     def receive_event(self) -> None:
         event = zmq.utils.monitor.recv_monitor_message(self.monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._broken_since = None
-            if self._stood:
-                self._channel._came_back(self._place)
-            self._stood = True
+            if self._was_up:
+                self._channel._on_reconnect(self._place)
+            self._was_up = True
         elif event == zmq.EVENT_DISCONNECTED and self._broken_since is None:
             self._broken_since = time.monotonic()
 
     def check(self) -> None:
         now = time.monotonic()
         broken = self._broken_since is not None and now - self._broken_since > self._PATIENCE_S
-        never = not self._stood and now > self._until
-        if (broken or never or self.refused) and self._lost is not None:
-            lost, self._lost = self._lost, None
-            lost()
+        never = not self._was_up and now > self._until
+        if (broken or never or self.refused) and self._on_lost is not None:
+            on_lost, self._on_lost = self._on_lost, None
+            on_lost()
 
     def close(self) -> None:
         self.client.disable_monitor()
         self.monitor.close(linger=0)
-        self.client.close(linger=1000 if self.stands else 0)  # messages to a lost endpoint could not leave anyway
+        self.client.close(linger=1000 if self.is_up else 0)  # messages to a lost endpoint could not leave anyway
 
 
 class _OneKey:

@@ -41,7 +41,7 @@ Topology = Literal["single", "shared", "split", "pathways"]
 COORDINATOR_PORT = 8482
 UNIX = "unix:"
 ROLES = ("trainer", "rollout")
-GIVEN = ("coordinator", "process_id", "num_processes")  # flags that describe the cluster: all or none must be set
+CLUSTER_FLAGS = ("coordinator", "process_id", "num_processes")  # they describe the cluster: all or none must be set
 MEGASCALE = (
     "MEGASCALE_COORDINATOR_ADDRESS",
     "MEGASCALE_NUM_SLICES",
@@ -110,7 +110,7 @@ def detect(
     *,
     topology: str = "auto",
     metadata: Mapping[str, str] | None = None,
-    given: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Cluster:
     """Detects this process's place in its cluster from flags if they are set, else from the environment.
 
@@ -118,7 +118,7 @@ def detect(
       environment: environment variables, usually os.environ.
       topology: value of the flag --topology: 'auto', 'single', 'shared', 'split' or 'pathways'.
       metadata: instance attributes of a TPU VM, from `tpu_vm_metadata`; None or empty elsewhere.
-      given: values of the flags GIVEN by name, '' for a flag that is not set; None or all '' to use the environment.
+      flags: values of CLUSTER_FLAGS by name, '' for a flag that is not set; None or all '' to use the environment.
 
     Raises:
       ValueError: variables or flags are missing, malformed or contradictory, or the platform cannot run the topology;
@@ -126,8 +126,8 @@ def detect(
     """
     if topology != "auto" and topology not in get_args(Topology):
         raise ValueError(f"--topology={topology} is unknown: use auto, {', '.join(get_args(Topology))}.")
-    flags = {name: text for name, text in (given or {}).items() if text}
-    cluster = _given(flags, environment) if flags else _platform(environment, metadata or {})
+    flags = {name: text for name, text in (flags or {}).items() if text}
+    cluster = _from_flags(flags, environment) if flags else _platform(environment, metadata or {})
     if topology in ("auto", cluster.topology):
         return cluster
     if topology == "split" and cluster.kind == "local" and cluster.process_count > 1:
@@ -153,8 +153,8 @@ def _trainers(cluster: Cluster, environment: Mapping[str, str], metadata: Mappin
     return dataclasses.replace(cluster, topology="split", role="trainer", channel=channel, trainers=count)
 
 
-def _given(flags: Mapping[str, str], environment: Mapping[str, str]) -> Cluster:
-    if missing := [f"--{name}" for name in GIVEN if name not in flags]:
+def _from_flags(flags: Mapping[str, str], environment: Mapping[str, str]) -> Cluster:
+    if missing := [f"--{name}" for name in CLUSTER_FLAGS if name not in flags]:
         raise ValueError(
             f"{' and '.join(missing)} must be given too: --coordinator=HOST:PORT of process 0, --process_id of this "
             "host, from 0 on, and --num_processes, the same on all hosts."

@@ -70,38 +70,38 @@ def leave_out_libtpu(env: MutableMapping[str, str]) -> None:
     env["JAX_PLATFORMS"] = "cpu"
 
 
-def keep_compiled(env: MutableMapping[str, str], where: str) -> None:
+def enable_compile_cache(env: MutableMapping[str, str], cache: str) -> None:
     """Enables jax's compilation cache, so that the next start of a job does not compile the same programs again.
 
     A directory in JAX_COMPILATION_CACHE_DIR wins. jax recompiles a program that it cannot read from the cache.
 
     Args:
       env: environment to change, usually os.environ.
-      where: directory of the cache; 'auto' for a directory of this user and processor under $XDG_CACHE_HOME or
+      cache: directory of the cache; 'auto' for a directory of this user and processor under $XDG_CACHE_HOME or
         ~/.cache; '' disables the cache.
 
     Raises:
-      ValueError: `where` exists and is not a directory.
+      ValueError: `cache` exists and is not a directory.
     """
-    if where != "auto" and os.path.exists(where) and not os.path.isdir(where):
-        raise ValueError(f"compile_cache={where!r} is no directory: name one, or 'auto', or '' to keep nothing.")
-    if not where:
+    if cache != "auto" and os.path.exists(cache) and not os.path.isdir(cache):
+        raise ValueError(f"compile_cache={cache!r} is no directory: name one, or 'auto', or '' to keep nothing.")
+    if not cache:
         return
-    where = env.get("JAX_COMPILATION_CACHE_DIR", where)
-    if where == "auto":
+    cache = env.get("JAX_COMPILATION_CACHE_DIR", cache)
+    if cache == "auto":
         base = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         directory = pathlib.Path(base, "podrl", f"compiled-{_processor()}")
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds machine code: no other user may write
         except OSError:
             return  # there is no home directory: every start compiles
-        where = str(directory)
-    env["JAX_COMPILATION_CACHE_DIR"] = where
+        cache = str(directory)
+    env["JAX_COMPILATION_CACHE_DIR"] = cache
     # Compiling the small programs together takes a second; a bucket answers too slowly to be asked for each of them.
-    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1" if "://" in where else "0")
+    env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1" if "://" in cache else "0")
 
 
-def keep_what_this_process_compiles() -> None:
+def cache_own_programs() -> None:
     """Makes jax cache every process's own compiled programs; by itself it caches those of process 0 alone.
 
     Without this change the rollout hosts of a shared pod compile decoding again at every start. A program over the
@@ -119,9 +119,9 @@ def keep_what_this_process_compiles() -> None:
     own_write = types.FunctionType(write.__code__, {**write.__globals__, **as_first})
     own = types.FunctionType(original.__code__, {**original.__globals__, "_cache_write": own_write})
 
-    def compile_and_write(backend: Any, computation: Any, executable_devices: Any, *others: Any, **named: Any) -> Any:
+    def compile_and_write(backend: Any, computation: Any, executable_devices: Any, *args: Any, **kwargs: Any) -> Any:
         alone = getattr(executable_devices, "is_fully_addressable", False) or backend.platform == "cpu"
-        return (own if alone else original)(backend, computation, executable_devices, *others, **named)
+        return (own if alone else original)(backend, computation, executable_devices, *args, **kwargs)
 
     compiler._compile_and_write_cache = compile_and_write
 
@@ -144,8 +144,8 @@ def meet_before_first_runs() -> None:
         return
     met: set[str] = set()
 
-    def compile_and_meet(backend: Any, computation: Any, devices: Any, *others: Any, **named: Any) -> Any:
-        compiled = original(backend, computation, devices, *others, **named)
+    def compile_and_meet(backend: Any, computation: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = original(backend, computation, devices, *args, **kwargs)
         processes = sorted({device.process_index for device in devices.flat})
         client = distributed.global_state.client
         if client is not None and len(processes) > 1 and backend.platform == "cpu":

@@ -12,7 +12,7 @@ from typing import Any
 
 from podrl.runtime.channel import Channel, ChannelError
 from podrl.runtime.detect import UNIX, Cluster, too_few_workers
-from podrl.runtime.environment import keep_what_this_process_compiles, meet_before_first_runs
+from podrl.runtime.environment import cache_own_programs, meet_before_first_runs
 from podrl.runtime.message import Message
 from podrl.runtime.pod import Pod, Seat
 from podrl.runtime.roles import (
@@ -117,7 +117,7 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cl
     try:
         me = {"cluster": cluster.coordinator, "index": cluster.process_index, "count": cluster.process_count}
         me["once"] = secrets.token_hex(8)
-        told = channel.call(leader, "number", Message(me), deadline_s=deadline_s).value
+        answer = channel.call(leader, "number", Message(me), deadline_s=deadline_s).value
     except ChannelError as error:
         raise ChannelError(
             f"--join={leader}: {error} Is trainer 0 of a --topology=split job running there, is PODRL_SECRET that "
@@ -125,8 +125,8 @@ def late_seat(leader: str, environment: Mapping[str, str], deadline_s: float, cl
         ) from None
     finally:
         channel.close()
-    hosts = Hosts(tuple(told["trainer"]), tuple(told["rollout"]), int(told["replica"]), tuple(told["eval"]))
-    return Seat(int(told["process"]), hosts, leader, secret, disposable=True)
+    hosts = Hosts(tuple(answer["trainer"]), tuple(answer["rollout"]), int(answer["replica"]), tuple(answer["eval"]))
+    return Seat(int(answer["process"]), hosts, leader, secret, disposable=True)
 
 
 def _interface(leader: str, deadline_s: float) -> str:
@@ -242,7 +242,7 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
                 f"--process_id={cluster.process_index} on the host that the TPU's topology numbers {own}: start this "
                 f"host with --process_id={own}, and name host 0 by --coordinator."
             )
-        keep_what_this_process_compiles()
+        cache_own_programs()
         meet_before_first_runs()
     for name in ("PODRL_SECRET", "PODRL_SECRET_FILE"):  # reward functions and other child processes must not see them
         forget(os.environ, name)
@@ -276,29 +276,29 @@ def gather_replica(pod: Pod, jobs: str, deadline_s: float) -> str:
                 if _COMPLETE not in str(error) or time.monotonic() > end:
                     raise
                 time.sleep(_AGAIN_S)
-    came: set[int] = set()
+    arrived: set[int] = set()
     coordinator: futures.Future[Message] = futures.Future()
 
-    def on_come(message: Message) -> "futures.Future[Message]":
-        came.add(int(message.value))
-        if came == set(others) and not coordinator.done():
+    def on_arrival(message: Message) -> "futures.Future[Message]":
+        arrived.add(int(message.value))
+        if arrived == set(others) and not coordinator.done():
             coordinator.set_result(Message(f"{jobs}-{secrets.token_hex(4)}" if jobs.startswith(UNIX) else free_port()))
         return coordinator
 
     def free_port() -> str:
         host = pod.channel.address.rpartition(":")[0]
-        with socket.socket() as held:
-            held.bind((host, 0))
-            return f"{host}:{held.getsockname()[1]}"
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
 
     def on_late(message: Message) -> Message:
         raise ValueError(f"the replica of {pod.name} {_COMPLETE}")
 
-    pod.channel.serve("replica", on_come)
+    pod.channel.serve("replica", on_arrival)
     try:
         chosen = coordinator.result(deadline_s)
     except futures.TimeoutError:
-        missing = ", ".join(f"{seat.hosts.name(p)} (host {p})" for p in others if p not in came)
+        missing = ", ".join(f"{seat.hosts.name(p)} (host {p})" for p in others if p not in arrived)
         raise ChannelError(f"{pod.name} waited {deadline_s:.0f} s for {missing} of its replica.") from None
     pod.channel.serve("replica", on_late)
     return str(chosen.value)

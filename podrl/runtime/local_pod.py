@@ -82,7 +82,7 @@ class LocalPod:
             try:
                 for process in (*self._hosts.trainer, *self._hosts.rollout, *self._hosts.eval):
                     if self._stopping:  # the processes started so far are killed: none has anything to save yet
-                        self._say(f"{signals.said(self._stopping)} All processes are ended.")
+                        self._say(f"{signals.sentence(self._stopping)} All processes are ended.")
                         return signals.exit_code(self._stopping)
                     self._start(process)
                 return self._wait()
@@ -117,20 +117,21 @@ class LocalPod:
                 del self._children[process]
                 replaced = code and failed is None and self._may_replace(process, code)
                 if replaced and _LEADER not in self._children:
-                    self._say(f"{self._hosts.name(process)} ended with {_words(code)} after the job had ended.")
+                    self._say(f"{self._hosts.name(process)} ended with {_describe_exit(code)} after the job had ended.")
                 elif replaced and self._restarts:
                     self._restarts -= 1
-                    self._say(f"{self._hosts.name(process)} ended with {_words(code)}; it is started again.")
+                    self._say(f"{self._hosts.name(process)} ended with {_describe_exit(code)}; it is started again.")
                     self._start(process)
-                elif replaced and (self._joinable or self._has_rollouts()):
-                    self._say(f"{self._hosts.name(process)} ended with {_words(code)}; the others go on.")
+                elif replaced and (self._joinable or any(self._hosts.role(p) == ROLLOUT for p in self._children)):
+                    self._say(f"{self._hosts.name(process)} ended with {_describe_exit(code)}; the others go on.")
                 elif self._leaves(process, code) and failed is None:
-                    self._say(f"{self._hosts.name(process)} ended with {_words(code)}, as it was asked to.")
+                    self._say(f"{self._hosts.name(process)} ended with {_describe_exit(code)}, as it was asked to.")
                 elif code and failed is None:
                     failed = self._code(code)
                     end = time.monotonic() + _GRACE_S
                     if self._children:
-                        self._say(f"{self._hosts.name(process)} ended with {_words(code)}; the others have to end too.")
+                        text = f"{self._hosts.name(process)} ended with {_describe_exit(code)}"
+                        self._say(f"{text}; the other processes must end too.")
             if self._children and time.monotonic() > end:
                 self._say(f"{', '.join(map(self._hosts.name, self._children))} did not end: killed.")
                 self._kill()
@@ -144,9 +145,6 @@ class LocalPod:
         if code == -self._stopping:
             return signals.exit_code(self._stopping)
         return EXIT_INFRASTRUCTURE if code < 0 else code
-
-    def _has_rollouts(self) -> bool:
-        return any(self._hosts.role(process) == ROLLOUT for process in self._children)
 
     def _may_replace(self, process: int, code: int) -> bool:
         infrastructure = code < 0 or code == EXIT_INFRASTRUCTURE
@@ -216,15 +214,15 @@ def check_memory(processes: int) -> None:
 def free_ports(count: int) -> list[int]:
     """Finds ports of the loopback interface on which no process listens."""
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
             one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
+        return [one.getsockname()[1] for one in sockets]
 
 
 def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
     with pipe:
-        for line in _told(pipe):
+        for line in _without_chatter(pipe):
             # If the reader of `out` is gone, go on reading, so that the process never blocks on a full pipe.
             with contextlib.suppress(OSError):
                 # One write per line, so that lines of other threads do not mix with it.
@@ -232,7 +230,7 @@ def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
                 out.flush()
 
 
-def _told(lines: Iterable[bytes]) -> Iterator[bytes]:
+def _without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yields a process's output lines, without the lines of libraries that do not help the user."""
     lines = iter(lines)
     for line in lines:
@@ -243,7 +241,7 @@ def _told(lines: Iterable[bytes]) -> Iterator[bytes]:
                 pass
 
 
-def _words(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

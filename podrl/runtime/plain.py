@@ -14,25 +14,25 @@ class LongFloat(float):
     """A number of a JSON file that a float may only approximate.
 
     Attributes:
-      written: text of the number in the file.
+      literal: text of the number in the file.
     """
 
-    def __new__(cls, written: str) -> "LongFloat":
-        made = super().__new__(cls, written)
-        made.written = written
-        return made
+    def __new__(cls, literal: str) -> "LongFloat":
+        number = super().__new__(cls, literal)
+        number.literal = literal
+        return number
 
-    written: str
+    literal: str
 
 
-def json_float(written: str) -> float:
+def json_float(literal: str) -> float:
     """Parses a JSON number that has a fraction or an exponent; for json.loads(parse_float=...).
 
     Returns:
       A float, or a LongFloat if the float may differ from the written number.
     """
-    value = float(written)
-    return value if len(written) <= _EXACT and 0 < abs(value) < math.inf else LongFloat(written)
+    value = float(literal)
+    return value if len(literal) <= _EXACT and 0 < abs(value) < math.inf else LongFloat(literal)
 
 
 def text(value: Any) -> str:
@@ -51,7 +51,7 @@ def text(value: Any) -> str:
         raise ValueError(f"{value!r} must be text or a number")
     if isinstance(value, numbers.Integral):
         return str(int(value))
-    exact = Decimal(value.written if isinstance(value, LongFloat) else str(value))
+    exact = Decimal(value.literal if isinstance(value, LongFloat) else str(value))
     if not math.isfinite(value) or (exact and not float(exact)):
         raise ValueError(
             f"{exact} must be a number that is finite and, unless it is 0, not smaller than every float: write it as "
@@ -72,13 +72,13 @@ def references(value: Any) -> list[str]:
       ValueError: the list or an answer is empty, or an answer is neither a text nor a number.
     """
     several = value if isinstance(value, list | tuple) else [value]
-    found = [text(one).strip() for one in several]
-    if not found or not all(found):
-        raise ValueError(f"the reference answer {value!r} is {'an empty text' if found else 'an empty list'}")
-    return found
+    texts = [text(one).strip() for one in several]
+    if not texts or not all(texts):
+        raise ValueError(f"the reference answer {value!r} is {'an empty text' if texts else 'an empty list'}")
+    return texts
 
 
 def reference(value: Any) -> "str | Sequence[str]":
     """Returns `references` of a list, and the one text of a single answer."""
-    found = references(value)
-    return found if isinstance(value, list | tuple) else found[0]
+    texts = references(value)
+    return texts if isinstance(value, list | tuple) else texts[0]

@@ -57,7 +57,7 @@ class Pod:
       on_lost: function that is called on the leader, on the channel's thread, with the number of a rollout process that
         was lost.
       on_evaluator_lost: function that is called in the same way with the number of a lost evaluation process.
-      waiting: functions that return what else this process waits for, as text; '' for nothing.
+      wait_sources: functions that return what else this process waits for, as text; '' for nothing.
     """
 
     def __init__(self, seat: Seat, *, host: str):
@@ -75,21 +75,21 @@ class Pod:
         self._changes = 0  # changes of the roster since it was complete
         self._complete = False  # whether all of the job's first processes have joined
         self._numbers = itertools.count(seat.hosts.count)  # numbers for processes that come later
-        self._given: set[int] = set()  # numbers of the processes that came later
-        self._asked: dict[str, int] = {}  # numbers by the request for them, which may be served twice
+        self._late_numbers: set[int] = set()  # numbers of the processes that came later
+        self._number_of_request: dict[str, int] = {}  # numbers by the request for them, which may be served twice
         # By (cluster, index of the replica in it): numbers that wait for the replica's other hosts, by place.
         self._parts: dict[tuple[str, int], dict[int, int]] = {}
-        self._left: set[int] = set()
-        self._gone: set[int] = set()
+        self._leavers: set[int] = set()
+        self._lost_processes: set[int] = set()
         self._endpoints: dict[int, str] = {}  # numbers of the processes' channels, on the leader
         self._ended = threading.Event()
         self._changed = threading.Condition()
-        self._waits: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, and since when
+        self._waits_of_threads: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, and since when
         self.ids = {seat.process: (os.getpid(), socket.gethostname())}
         self.last_words: Callable[[], str] = lambda: ""
         self.on_lost: Callable[[int], None] = lambda process: None
         self.on_evaluator_lost: Callable[[int], None] = lambda process: None
-        self.waiting: list[Callable[[], str]] = []
+        self.wait_sources: list[Callable[[], str]] = []
         self._first_failure: int | None = None
 
     # Joining.
@@ -112,24 +112,24 @@ class Pod:
             self._host_roster(deadline_s, too_few)
             return self
         me = {"process": self.seat.process, "address": self.channel.address, "host": socket.gethostname()}
-        me |= {"pid": os.getpid(), "endpoint": self.channel.number, "job": self.seat.told()}
+        me |= {"pid": os.getpid(), "endpoint": self.channel.number, "job": self.seat.describe()}
         end = time.monotonic() + deadline_s
         try:
-            told = self._ask_leader("call", "join", Message(me), deadline_s)
-            if told.value:
-                self.fail(EXIT_USER, told.value)
-                raise ValueError(told.value)
+            refusal = self._ask_leader("call", "join", Message(me), deadline_s)
+            if refusal.value:
+                self.fail(EXIT_USER, refusal.value)
+                raise ValueError(refusal.value)
             roster = self._ask_leader("get", "roster", Message(), max(end - time.monotonic(), 1.0))
         except ChannelError as error:
             raise ChannelError(
                 f"{self.name} did not get into the job at {self._leader} ({error}): is trainer 0 running, is "
                 "PODRL_SECRET the same on all hosts, and is that port open between them?"
             ) from None
-        self._take(roster)
-        self.channel.watch(self._leader, self._lost_leader)
+        self._adopt(roster)
+        self.channel.watch(self._leader, self._on_leader_lost)
         threading.Thread(target=self._await_verdict, name="podrl-verdict", daemon=True).start()
         threading.Thread(target=self._follow_roster, name="podrl-roster", daemon=True).start()
-        if self._comes_and_goes(self.seat.process):
+        if self._is_replaceable(self.seat.process):
             threading.Thread(target=self._await_over, name="podrl-over", daemon=True).start()
         return self
 
@@ -153,18 +153,18 @@ class Pod:
         with self._changed:
             if not self._changed.wait_for(lambda: process in self._addresses, deadline_s):
                 name = self.seat.hosts.name(process)
-                raise ChannelError(f"{self.name} waited {deadline_s:.0f} s for {name} (host {process}) to come.")
+                raise ChannelError(f"{self.name} waited {deadline_s:.0f} s for {name} (host {process}) to join.")
             return self._addresses[process]
 
     def is_lost(self, process: int) -> bool:
         """Returns, on the leader, whether a process was lost or has left."""
         with self._changed:
-            return process in self._gone or process in self._left
+            return process in self._lost_processes or process in self._leavers
 
     def let_go(self, process: int) -> None:
         """Records, on the leader, that a rollout process leaves while the job goes on."""
         with self._changed:
-            self._left.add(process)
+            self._leavers.add(process)
             self._changed.notify_all()
 
     def is_at(self, process: int, address: str) -> bool:
@@ -207,26 +207,29 @@ class Pod:
         """
         return self._ask(process, "call", name, message, deadline_s, moved)
 
-    def waits(self) -> str:
+    def describe_waits(self) -> str:
         """Describes what this process's threads wait for, from which processes and for how long; '' for nothing.
 
         The three longest waits are described, longest first.
         """
         now = time.monotonic()
-        oldest = sorted(list(self._waits.values()), key=lambda wait: wait[1])
-        said = [text for source in self.waiting if (text := source())]
-        said += [f"{what}, for {now - since:.0f} s" for what, since in oldest[:3]]
-        return "; ".join(said) + (f"; and {len(oldest) - 3} more" if len(oldest) > 3 else "")
+        oldest = sorted(list(self._waits_of_threads.values()), key=lambda wait: wait[1])
+        texts = [text for source in self.wait_sources if (text := source())]
+        texts += [f"{event}, for {now - since:.0f} s" for event, since in oldest[:3]]
+        return "; ".join(texts) + (f"; and {len(oldest) - 3} more" if len(oldest) > 3 else "")
 
     def _ask(
         self, process: int, kind: str, key: str, message: Message, deadline_s: float, moved: Callable[[], bool]
     ) -> Message:
         thread = threading.get_ident()
-        self._waits[thread] = (f"{key} of {self.seat.hosts.name(process)} (host {process})", time.monotonic())
+        self._waits_of_threads[thread] = (
+            f"{key} of {self.seat.hosts.name(process)} (host {process})",
+            time.monotonic(),
+        )
         try:
             return self._answer(process, kind, key, message, deadline_s, moved)
         finally:
-            del self._waits[thread]
+            del self._waits_of_threads[thread]
 
     def _answer(
         self, process: int, kind: str, key: str, message: Message, deadline_s: float, moved: Callable[[], bool]
@@ -251,8 +254,8 @@ class Pod:
 
     def _host_roster(self, deadline_s: float, too_few: Callable[[int, float], str]) -> None:
         everyone = self.seat.hosts.everyone
-        self.channel.serve("number", self._number)
-        self.channel.serve("join", self._joined)
+        self.channel.serve("number", self._on_number)
+        self.channel.serve("join", self._on_join)
         self.channel.serve("leave", self._on_leave)
         self.channel.serve("failing", self._on_failing)
         end = time.monotonic() + deadline_s
@@ -265,62 +268,63 @@ class Pod:
             self._complete, self._changes = True, 0
             self.channel.put("roster", self._roster())
 
-    def _number(self, message: Message) -> Message:
+    def _on_number(self, message: Message) -> Message:
         """Gives a number to a process that joins a running job, and tells it the roles of the job's first processes."""
         if not self.seat.disposable:
             raise ValueError("hosts join a running job in --topology=split alone.")
-        hosts, asks = self.seat.hosts, message.value
-        size, (part, place) = hosts.replica, divmod(int(asks["index"]), hosts.replica)
-        if int(asks["count"]) % size:
+        hosts, request = self.seat.hosts, message.value
+        size, (part, place) = hosts.replica, divmod(int(request["index"]), hosts.replica)
+        if int(request["count"]) % size:
             raise ValueError(
-                f"a copy of the weights lies on {size} hosts together, and {asks['count']} join as one cluster: a "
+                f"a copy of the weights lies on {size} hosts together, and {request['count']} join as one cluster: a "
                 f"multiple of {size} must (PODRL_PROCESS_COUNT, or hosts of a slice)."
             )
         with self._changed:
-            once, left = str(asks["once"]), self._parts.get((str(asks["cluster"]), part), {})
+            once, left = str(request["once"]), self._parts.get((str(request["cluster"]), part), {})
             # A process that joins again replaces its dead predecessor, and so do the other hosts of its replica.
-            if once not in self._asked and place not in left:
-                left = self._parts[(str(asks["cluster"]), part)] = {i: next(self._numbers) for i in range(size)}
-            number = self._asked[once] if once in self._asked else left.pop(place)
-            self._asked[once] = number
-            self._given.add(number)
-        said = {"trainer": list(hosts.trainer), "rollout": list(hosts.rollout), "replica": size}
-        said["eval"] = list(hosts.eval)
-        return Message({"process": number, **said})
+            if once not in self._number_of_request and place not in left:
+                left = self._parts[(str(request["cluster"]), part)] = {i: next(self._numbers) for i in range(size)}
+            number = self._number_of_request[once] if once in self._number_of_request else left.pop(place)
+            self._number_of_request[once] = number
+            self._late_numbers.add(number)
+        roles = {"trainer": list(hosts.trainer), "rollout": list(hosts.rollout), "eval": list(hosts.eval)}
+        return Message({"process": number, "replica": size, **roles})
 
-    def _joined(self, message: Message) -> Message:
+    def _on_join(self, message: Message) -> Message:
         who: Mapping[str, Any] = message.value
         process, address, endpoint = int(who["process"]), str(who["address"]), str(who["endpoint"])
         with self._changed:
             returned = process in self._addresses
             if returned and self._endpoints.get(process) == endpoint:
                 return self._differences(who)  # the same request, served twice
-            if (taken := next((one for one, there in self._addresses.items() if there == address), None)) is not None:
+            if (
+                previous := next((one for one, there in self._addresses.items() if there == address), None)
+            ) is not None:
                 raise ValueError(
                     f"{self.seat.hosts.name(process)} (host {process}) listens at {address}, the address that "
-                    f"{self.seat.hosts.name(taken)} (host {taken}) had before it, and connections to it are still of "
-                    "that process: start it again, with another port of its own choice."
+                    f"{self.seat.hosts.name(previous)} (host {previous}) had before it, and connections to it are "
+                    "still of that process: start it again, with another port of its own choice."
                 )
-            if returned and not self._comes_and_goes(process):
+            if returned and not self._is_replaceable(process):
                 raise ValueError(f"{self.seat.hosts.name(process)} is in the job already, from another process.")
-            if self.seat.hosts.count <= process and process not in self._given:
-                raise ValueError(f"host {process} is not of this job: a new host asks for its number.")
+            if self.seat.hosts.count <= process and process not in self._late_numbers:
+                raise ValueError(f"host {process} does not belong to this job: a new host must ask for its number.")
             self._addresses[process] = address
             former, self._endpoints[process] = self._endpoints.get(process, ""), endpoint
             self.ids[process] = (int(who["pid"]), str(who["host"]))
-            self._gone.discard(process)
-            self._left.discard(process)
+            self._lost_processes.discard(process)
+            self._leavers.discard(process)
             self._changed.notify_all()
-            if returned or process in self._given:
+            if returned or process in self._late_numbers:
                 self._changes += 1
                 for key in ("roster", f"roster/{self._changes}") if self._complete else ():
                     self.channel.put(key, self._roster())
-                what = "came back" if returned else "joined the job"
-                _log.warning("%s (host %d) %s at %s.", self.seat.hosts.name(process), process, what, address)
+                event = "came back" if returned else "joined the job"
+                _log.warning("%s (host %d) %s at %s.", self.seat.hosts.name(process), process, event, address)
         if returned:
             self.channel.give_up(former)
-            self._tell_lost(process)
-        self.channel.watch(address, lambda: self._lost(process, address))
+            self._notify_lost(process)
+        self.channel.watch(address, lambda: self._on_broken(process, address))
         return self._differences(who)
 
     def _differences(self, who: Mapping[str, Any]) -> Message:
@@ -333,14 +337,14 @@ class Pod:
             return Message()
         here, there = f"{self.name} (host {LEADER}, {socket.gethostname()})", f"(host {process}, {who['host']})"
         differ = self.seat.differences(who["job"])
-        said = f"{self.seat.hosts.name(process)} {there} was started for another job than {here}: {'; '.join(differ)}. "
-        return Message(f"{said}Start the same command on every host." if differ else None)
+        text = f"{self.seat.hosts.name(process)} {there} was started for another job than {here}: {'; '.join(differ)}. "
+        return Message(f"{text}Start the same command on every host." if differ else None)
 
     def _roster(self) -> Message:
         addresses = {str(process): address for process, address in self._addresses.items()}
         return Message({"changes": self._changes, "addresses": addresses})
 
-    def _take(self, roster: Message) -> None:
+    def _adopt(self, roster: Message) -> None:
         with self._changed:
             self._changes = roster.value["changes"]
             self._addresses = {int(process): address for process, address in roster.value["addresses"].items()}
@@ -351,7 +355,7 @@ class Pod:
         while not self._ended.is_set():
             request = self.channel.request(self._leader, "get", f"roster/{self._changes + 1}", Message())
             try:
-                self._take(request.wait(1e9, "trainer 0: roster"))
+                self._adopt(request.wait(1e9, "trainer 0: roster"))
             except ChannelError:
                 return
 
@@ -407,9 +411,9 @@ class Pod:
         """Waits, on the leader, until every other process has left or was lost."""
         end = time.monotonic() + deadline_s
         with self._changed:
-            while set(self._addresses) - {LEADER} - self._left - self._gone and time.monotonic() < end:
+            while set(self._addresses) - {LEADER} - self._leavers - self._lost_processes and time.monotonic() < end:
                 self._changed.wait(0.5)
-        while any(map(self.channel.stands, self._others())) and time.monotonic() < end:
+        while any(map(self.channel.is_up, self._others())) and time.monotonic() < end:
             time.sleep(0.02)
         time.sleep(_LAST_STEP_S)
 
@@ -443,30 +447,31 @@ class Pod:
     def _on_leave(self, message: Message) -> Message:
         process, code = int(message.value["process"]), int(message.value["code"])
         with self._changed:
-            known = self._addresses.get(process) == message.value["address"]
-            if process in self._left | self._gone or not known:  # let go or lost before: other hosts have its work
+            same_address = self._addresses.get(process) == message.value["address"]
+            # A process that was let go or lost before: other hosts have its work.
+            if process in self._leavers | self._lost_processes or not same_address:
                 return Message()
-            self._left.add(process)
+            self._leavers.add(process)
             self._changed.notify_all()
         late = process >= self.seat.hosts.count  # the job goes on after any exit code of a host that joined late
         spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)  # a missed evaluation is made later
         stopped = code == EXIT_PREEMPTED and message.value["text"] and spared
         lost = code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE)
-        replaced = self._comes_and_goes(process) and lost
+        replaced = self._is_replaceable(process) and lost
         orderly = code == EXIT_DONE or (code == EXIT_PREEMPTED and not message.value["text"])
         if not orderly and not replaced:
             # A user's error often strikes several processes at once: the leader gets time to report its own and save.
             text = f"{self.seat.hosts.name(process)} ended with exit code {code}: {_first_line(message.value['text'])}"
             self._end(code, text, grace_s=_FAREWELL_S)
         elif replaced:
-            self._tell_lost(process)
+            self._notify_lost(process)
         return Message()
 
-    def _comes_and_goes(self, process: int) -> bool:
+    def _is_replaceable(self, process: int) -> bool:
         """Returns True if the job goes on without this process."""
         return self.seat.disposable and self.seat.hosts.role(process) != TRAINER
 
-    def _tell_lost(self, process: int) -> None:
+    def _notify_lost(self, process: int) -> None:
         """Calls, on the leader, the function that gives a lost process's work to others."""
         (self.on_evaluator_lost if self.seat.hosts.role(process) == EVAL else self.on_lost)(process)
 
@@ -474,31 +479,31 @@ class Pod:
         """Returns, on the leader, whether the job has a process of the same role in another replica."""
         hosts = self.seat.hosts
         with self._changed:
-            there = set(self._addresses) - self._left - self._gone - set(hosts.replica_of(process))
+            there = set(self._addresses) - self._leavers - self._lost_processes - set(hosts.replica_of(process))
         return any(hosts.role(other) == hosts.role(process) for other in there)
 
-    def _lost(self, process: int, address: str) -> None:
+    def _on_broken(self, process: int, address: str) -> None:
         """Handles, on the leader, a broken connection to a process."""
         with self._changed:
-            if process in self._left or self._ended.is_set() or self._addresses.get(process) != address:
+            if process in self._leavers or self._ended.is_set() or self._addresses.get(process) != address:
                 return
-            self._gone.add(process)
+            self._lost_processes.add(process)
         name = f"{self.seat.hosts.name(process)} (host {process}, {address})"
-        if self._comes_and_goes(process):
-            _log.warning("%s is gone; what it had under way goes to the others, or to the next that comes.", name)
+        if self._is_replaceable(process):
+            _log.warning("%s is gone; other hosts, or the next host that joins, take over its unfinished work.", name)
             self.channel.give_up(self._endpoints[process])
-            self._tell_lost(process)
+            self._notify_lost(process)
             return
         self._end(EXIT_INFRASTRUCTURE, f"{name} is gone: its connection broke and did not come back")
 
-    def _lost_leader(self) -> None:
+    def _on_leader_lost(self) -> None:
         """Ends this process when it can no longer reach the leader, or the leader has given it up."""
         if self._ended.is_set():
             return
-        what = "is gone: its connection broke"
+        why = "is gone: its connection broke"
         if self.channel.is_given_up(self._leader):
-            what = f"goes on without this process (silent for {SILENCE_S:.0f} s, or replaced), or is of a later run"
-        self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) {what}")
+            why = f"goes on without this process (silent for {SILENCE_S:.0f} s, or replaced), or is of a later run"
+        self._end(EXIT_INFRASTRUCTURE, f"trainer 0 ({self._leader}) {why}")
 
     def _await_over(self) -> None:
         """Ends this process soon after the job is over, in case it joined too late to take part and so never leaves."""

@@ -110,19 +110,19 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
     return hosts // int(copies)
 
 
-def check_evaluation_hosts(given: str, *, split: bool) -> None:
+def check_evaluation_hosts(evaluates: str, *, split: bool) -> None:
     """Refuses evaluation hosts in a job whose hosts cannot fetch the weights each at its own time.
 
     Args:
-      given: roles.eval.hosts.
+      evaluates: roles.eval.hosts.
       split: True if each role of the job has a cluster of its own (topology split).
 
     Raises:
       ValueError: evaluation hosts are named, and the job is not split.
     """
-    if given and not split:
+    if evaluates and not split:
         raise ValueError(
-            f"roles.eval.hosts={given!r} names hosts that evaluate at their own pace: that needs a job of several "
+            f"roles.eval.hosts={evaluates!r} names hosts that evaluate at their own pace: that needs a job of several "
             "processes with --topology=split. Leave it empty, and training stops for evaluations."
         )
 
@@ -163,22 +163,24 @@ def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evalu
     everyone = set(range(processes))
     lists = zip((trainer, rollout, evaluates), keys, strict=True)
     trains, generates, tests = (set(parse_hosts(text, key)) for text, key in lists)
-    given = f"{keys[0]}={trainer!r}, {keys[1]}={rollout!r}, "
-    given += (f"{keys[2]}={evaluates!r}, " if evaluates else "") + f"{processes} hosts (0-{processes - 1})"
+    settings = f"{keys[0]}={trainer!r}, {keys[1]}={rollout!r}, "
+    settings += (f"{keys[2]}={evaluates!r}, " if evaluates else "") + f"{processes} hosts (0-{processes - 1})"
     if not trainer and not rollout:
         others = sorted(everyone - tests)
         trains = set(others[: (len(others) + 1) // 2])
     if unknown := sorted((trains | generates | tests) - everyone):
-        raise ValueError(f"{given}: hosts {unknown} are not in this job; name hosts from 0 to {processes - 1}.")
+        raise ValueError(f"{settings}: hosts {unknown} are not in this job; name hosts from 0 to {processes - 1}.")
     trains, generates = trains or everyone - tests - generates, generates or everyone - tests - trains
     if both := sorted((trains & generates) | (tests & (trains | generates))):
-        raise ValueError(f"{given}: hosts {both} are in both roles; several hosts cannot be colocated, separate them.")
+        raise ValueError(
+            f"{settings}: hosts {both} are in both roles; several hosts cannot be colocated, separate them."
+        )
     if left := sorted(everyone - trains - generates - tests):
-        raise ValueError(f"{given}: hosts {left} have no role; every host must be named once.")
+        raise ValueError(f"{settings}: hosts {left} have no role; every host must be named once.")
     if not trains or not generates:
-        raise ValueError(f"{given}: {'no host trains' if not trains else 'no host generates'}; each role needs one.")
+        raise ValueError(f"{settings}: {'no host trains' if not trains else 'no host generates'}; each role needs one.")
     if 0 not in trains:
-        raise ValueError(f"{given}: host 0 must be a trainer, it writes the run directory and leads the job.")
+        raise ValueError(f"{settings}: host 0 must be a trainer, it writes the run directory and leads the job.")
     together = hosts_per_replica(mesh, len(generates))
     hosts = Hosts(tuple(sorted(trains)), tuple(sorted(generates)), together, tuple(sorted(tests)))
     return check_own_copies(evaluates, hosts, mesh)

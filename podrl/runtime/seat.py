@@ -29,18 +29,18 @@ class Seat:
         """Returns whether this process joined a job that was running already; such a process may also leave it."""
         return self.process >= self.hosts.count
 
-    def told(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """Describes the roles of the job's hosts as values of settings; equal in all processes of one job."""
         hosts = self.hosts
         roles = {"trainer": hosts.trainer, "rollout": hosts.rollout, "eval": hosts.eval}
-        named = {f"roles.{role}.hosts": ",".join(map(str, numbers)) or "none" for role, numbers in roles.items()}
+        values = {f"roles.{role}.hosts": ",".join(map(str, numbers)) or "none" for role, numbers in roles.items()}
         copies = {"hosts per copy of the weights (roles.rollout.mesh)": str(hosts.replica)}
-        return {"--topology": "split" if self.disposable else "shared", **named, **copies}
+        return {"--topology": "split" if self.disposable else "shared", **values, **copies}
 
     def differences(self, theirs: Mapping[str, str]) -> list[str]:
         """Lists the settings whose values differ in another process: 'KEY is VALUE there, and VALUE here'.
 
-        `theirs` is the result of the other process's `told`.
+        `theirs` is the result of the other process's `describe`.
         """
-        each = [(key, theirs.get(key), mine) for key, mine in self.told().items()]
+        each = [(key, theirs.get(key), mine) for key, mine in self.describe().items()]
         return [f"{key} is {there} there, and {mine} here" for key, there, mine in each if there != mine]

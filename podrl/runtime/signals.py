@@ -18,7 +18,7 @@ class StoppedError(KeyboardInterrupt):
     """A signal asked this process to end before it had anything to save; str(error) is the sentence for the user."""
 
     def __init__(self, number: int):
-        super().__init__(said(number))
+        super().__init__(sentence(number))
         self.number = number
 
 
@@ -30,7 +30,7 @@ def exit_code(number: int) -> int:
     return 130 if number == signal.SIGINT else 75
 
 
-def said(number: int) -> str:
+def sentence(number: int) -> str:
     """Returns the sentence that a process prints when a signal ends it before it had anything to save."""
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     return f"{name} before there was anything new to save; the same command starts again, or resumes the run."
@@ -88,12 +88,12 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _watch() -> None:
     """Starts a thread that acts on signals while the main thread is in foreign code, which runs no Python handler."""
     global _watcher
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
 
     def watch() -> None:
-        while numbers := os.read(heard, 64):
+        while numbers := os.read(receiver, 64):
             for number in (n for n in numbers if n in NUMBERS and leaves(n)):
                 time.sleep(_PATIENCE_S if _unwinds else 0.5)
                 if leaves(number):  # else training has begun meanwhile, and its own handler deals with the signal
@@ -106,7 +106,7 @@ def _watch() -> None:
 def _leave(number: int) -> None:
     path = sys.argv[0].removesuffix("/__main__.py").removesuffix(".py") if sys.argv else ""
     program = os.path.basename(path)
-    text = f"\npodrl{f'.{program}' if program not in ('', 'launch', '-m') else ''}: {said(number)}\n"
+    text = f"\npodrl{f'.{program}' if program not in ('', 'launch', '-m') else ''}: {sentence(number)}\n"
     try:
         os.write(2, text.encode())
     finally:

@@ -26,7 +26,7 @@ EXIT_DONE, EXIT_USER, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED = 0, 1, 42, 75
 
 
 @contextlib.contextmanager
-def told_if_long(text: str, say: Callable[[str], None]) -> Iterator[None]:
+def announce_if_long(text: str, say: Callable[[str], None]) -> Iterator[None]:
     """Calls `say(text)` if the `with` block takes more than 3 s; for stages before the run has a watchdog."""
     timer = threading.Timer(_SILENCE_S, say, (text,))
     timer.daemon = True
@@ -55,25 +55,25 @@ class Watchdog:
     than 3 s, it says what the stage does. SIGUSR1 prints the stacks at any time.
 
     Attributes:
-      waits_for: functions that return what this process waits for, as text, '' for nothing; printed with the stage.
+      wait_sources: functions that return what this process waits for, as text, '' for nothing; printed with the stage.
       last_words: function that returns the text to print before the process ends: what is saved, and how to resume.
       say: function that prints a line about a stage that takes more than 3 s; None prints nothing.
       expected: seconds that each stage took when it ran last, as far as known; printed in that line.
-      tells: True in the process that informs the user, which alone says after a tenth of `stall_s` what it waits for.
-      ended: function that is called with every stage that has ended: its name, start and end (`time.monotonic`).
+      informs: True in the process that informs the user, which alone says after a tenth of `stall_s` what it waits for.
+      on_stage_end: function that is called with every stage that has ended: its name, start and end (`time.monotonic`).
     """
 
     def __init__(self, stall_s: float):
         self._stall_s = stall_s
         self._stages: list[tuple[str, float]] = []
         self._spent: dict[str, float] = {}
-        self.waits_for: list[Callable[[], str]] = []
+        self.wait_sources: list[Callable[[], str]] = []
         self.last_words: Callable[[], str] = lambda: ""
         self.say: Callable[[str], None] | None = None
         self.expected: Mapping[str, float] = {}
-        self._told: set[str] = set()
-        self.tells = True
-        self.ended: Callable[[str, float, float], None] = lambda name, started, ended: None
+        self._announced: set[str] = set()
+        self.informs = True
+        self.on_stage_end: Callable[[str, float, float], None] = lambda name, started, ended: None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="podrl-watchdog", daemon=True)
         self._thread.start()
@@ -97,7 +97,7 @@ class Watchdog:
             if self._stages:
                 outer = self._stages[-1][0]
                 self._spent[outer] = self._spent.get(outer, 0.0) - seconds
-            self.ended(name, started, now)
+            self.on_stage_end(name, started, now)
 
     def take_spent(self) -> dict[str, float]:
         """Returns the seconds spent in each stage since the last call, without those of stages nested in it."""
@@ -108,11 +108,11 @@ class Watchdog:
         self._closed.set()
         self._thread.join(timeout=5)
 
-    def _waits(self) -> str:
-        said = "; ".join(found for source in list(self.waits_for) if (found := source()))
-        return f" (it waits for {said})" if said else ""
+    def _describe_waits(self) -> str:
+        text = "; ".join(found for source in list(self.wait_sources) if (found := source()))
+        return f" (it waits for {text})" if text else ""
 
-    def tell_long(self, stage: tuple[str, float], now: float) -> None:
+    def announce_long(self, stage: tuple[str, float], now: float) -> None:
         """Prints one line about a stage that has taken more than 3 s: the work it does, and its duration so far.
 
         Args:
@@ -120,9 +120,9 @@ class Watchdog:
           now: present time of the same clock.
         """
         name, started = stage
-        if self.say is None or name in self._told or now - started <= _SILENCE_S:
+        if self.say is None or name in self._announced or now - started <= _SILENCE_S:
             return
-        self._told.add(name)
+        self._announced.add(name)
         last = f", {self.expected[name]:.0f} s the last time" if name in self.expected else ""
         self.say(f"{name}: {_DOES.get(name, 'at work')} ({now - started:.0f} s so far{last}) ...")
 
@@ -134,23 +134,23 @@ class Watchdog:
             if not stages:
                 continue
             name, started = stages[-1]
-            self.tell_long(stages[-1], time.monotonic())
+            self.announce_long(stages[-1], time.monotonic())
             age = time.monotonic() - started
-            early = self.tells and self._stall_s / 10 < age <= self._stall_s and hinted != stages[-1]
-            if early and (late := self._waits()):
+            early = self.informs and self._stall_s / 10 < age <= self._stall_s and hinted != stages[-1]
+            if early and (late := self._describe_waits()):
                 hinted = stages[-1]
                 print(f"podrl: stage '{name}' has taken {age:.0f} s so far{late}.", file=sys.stderr, flush=True)
             if age > self._stall_s and reported != stages[-1]:
                 reported = stages[-1]
                 limit = f"log.stall_s={self._stall_s:g}"
                 print(
-                    f"podrl: stage '{name}'{self._waits()} has taken {age:.0f} s, more than {limit}; "
+                    f"podrl: stage '{name}'{self._describe_waits()} has taken {age:.0f} s, more than {limit}; "
                     f"process {os.getpid()} exits 42 at {4 * self._stall_s:g} s. All stacks:",
                     file=sys.stderr,
                     flush=True,
                 )
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             if age > 4 * self._stall_s:
-                given_up = f"podrl: stage '{name}' did not end within {age:.0f} s: giving up. {self.last_words()}"
-                print(given_up.rstrip(), file=sys.stderr, flush=True)
+                last_line = f"podrl: stage '{name}' did not end within {age:.0f} s: giving up. {self.last_words()}"
+                print(last_line.rstrip(), file=sys.stderr, flush=True)
                 os._exit(EXIT_INFRASTRUCTURE)

@@ -43,11 +43,11 @@ def tree_sums(tree: PyTree) -> dict[str, int]:
     """
     named = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     leaves = {name: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for name, leaf in named.items()}
-    found: dict[str, int] = {}
+    sums_by_name: dict[str, int] = {}
     for place, names in _by_place(leaves).items():
         sums = [_summed(place, leaves[name])(leaves[name]) for name in names]
-        found |= zip(names, np.asarray(_gathered(place, len(names))(sums)).tolist(), strict=True)
-    return found
+        sums_by_name |= zip(names, np.asarray(_gathered(place, len(names))(sums)).tolist(), strict=True)
+    return sums_by_name
 
 
 def compile_sums(tree: PyTree) -> None:
@@ -63,15 +63,15 @@ def _by_place(leaves: Mapping[K, Leaf]) -> dict[Place, list[K]]:
     """Groups the keys of leaves by the leaf's mesh, or by its sharding if it is on no mesh."""
     places: dict[Place, list[K]] = {}
     for key, leaf in leaves.items():
-        held = leaf.sharding
-        mesh = held.mesh if isinstance(held, NamedSharding) else None
-        places.setdefault(mesh if isinstance(mesh, Mesh) else held, []).append(key)
+        sharding = leaf.sharding
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        places.setdefault(mesh if isinstance(mesh, Mesh) else sharding, []).append(key)
     return places
 
 
 def _summed(place: Place, leaf: Leaf) -> Callable[[Array], Array]:
-    held = leaf.sharding
-    spec = held.spec if isinstance(place, Mesh) and isinstance(held, NamedSharding) else None
+    sharding = leaf.sharding
+    spec = sharding.spec if isinstance(place, Mesh) and isinstance(sharding, NamedSharding) else None
     return _compiled(place, spec, leaf.shape, jnp.dtype(leaf.dtype))
 
 

@@ -60,7 +60,7 @@ class Restored:
       state: device arrays in the requested shardings.
       host: values that were saved as JSON.
       arrays: host arrays by name.
-      content: result of the argument `read` of `restore_latest`; None from `restore`.
+      content: result of the argument `decode` of `restore_latest`; None from `restore`.
     """
 
     step: int
@@ -239,7 +239,7 @@ class Checkpoints:
     def restore_latest(
         self,
         abstract_state: PyTree,
-        read: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
+        decode: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
     ) -> Restored | None:
         """Restores the newest undamaged checkpoint; newer, damaged checkpoints are logged and moved aside.
 
@@ -247,7 +247,7 @@ class Checkpoints:
 
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct with shardings, with the structure of the saved state.
-          read: function (host, arrays) -> what the caller needs of them (`Restored.content`); if it raises, the
+          decode: function (host, arrays) -> what the caller needs of them (`Restored.content`); if it raises, the
             checkpoint counts as damaged.
 
         Returns:
@@ -262,7 +262,7 @@ class Checkpoints:
             self._check_room(_size(jax.tree.leaves(abstract_state)))
         problems = []
         for step in steps:
-            restored, problem = self._try(step, abstract_state, read)
+            restored, problem = self._try(step, abstract_state, decode)
             if restored is None:
                 problems.append(f"step {step}: {problem}")
                 log.warning("Checkpoint %s/%d cannot be read (%s).", self.directory, step, problem)
@@ -290,15 +290,15 @@ class Checkpoints:
             raise ValueError(f"Checkpoint {self.directory}/{step} cannot be read: {problem}.")
         return restored
 
-    def _try(self, step: int, abstract_state: PyTree, read: Callable[..., Any]) -> tuple[Restored | None, str]:
+    def _try(self, step: int, abstract_state: PyTree, decode: Callable[..., Any]) -> tuple[Restored | None, str]:
         """Tries to restore a step; returns (checkpoint, '') or (None, problem), the same outcome on every process."""
         found, record, problem = None, None, ""
         try:
             record, found = self._read(step, abstract_state)
-            found = dataclasses.replace(found, content=read(found.host, found.arrays))
+            found = dataclasses.replace(found, content=decode(found.host, found.arrays))
         except Exception as error:  # noqa: BLE001 - any damage counts; the error is reported
-            problem = _said(error)
-        problem = self._agreed(problem)
+            problem = _describe(error)
+        problem = self._agree(problem)
         if problem or record is None or found is None:
             return None, problem
         try:
@@ -318,7 +318,7 @@ class Checkpoints:
         among = self._multiprocessing()
         with contextlib.closing(ocp.StandardCheckpointHandler(multiprocessing_options=among)) as handler:
             stored = handler.restore(folder / "arrays", args=ocp.args.StandardRestore())  # pyright: ignore[reportCallIssue]
-            arrays = dict(_unstored(name, np.asarray(value)) for name, value in stored.items())
+            arrays = dict(_from_stored(name, np.asarray(value)) for name, value in stored.items())
             if int(arrays.pop("count")) != len(arrays):
                 raise ValueError(f"host arrays are incomplete: {sorted(arrays)}")
             record.check_arrays(arrays)
@@ -326,7 +326,7 @@ class Checkpoints:
             state = handler.restore(folder / "state", args=args)
         return record, Restored(step, state, record.content, arrays)
 
-    def _agreed(self, problem: str) -> str:
+    def _agree(self, problem: str) -> str:
         """Agrees with the other saving processes on whether one of them has a problem; a collective.
 
         Returns:
@@ -346,7 +346,7 @@ class Checkpoints:
         if is_remote(self.directory):
             return
         free = shutil.disk_usage(self.directory).free
-        if self._agreed("too small" if size > free else ""):
+        if self._agree("too small" if size > free else ""):
             raise ValueError(
                 f"The disk of {self.directory} has {_mb(free)} free and one checkpoint of this run takes about "
                 f"{_mb(size)}: free space there, or give a --workdir on another disk."
@@ -355,14 +355,14 @@ class Checkpoints:
     def _set_aside(self, step: int) -> None:
         """Moves a damaged checkpoint to a directory beside the checkpoints, so that its step can be saved again."""
         target, problem = self.directory.parent / f"{_DAMAGED}{step}", ""
-        if jax.process_index() == min(self._processes, default=0):  # the other processes wait in `_agreed`
+        if jax.process_index() == min(self._processes, default=0):  # the other processes wait in `_agree`
             try:
                 remove_tree(target)
                 (self.directory / str(step)).rename(target)
                 log.warning("Damaged checkpoint of step %d was moved to %s.", step, target)
             except OSError as error:
                 problem = first_line(error)
-        if problem := self._agreed(problem):
+        if problem := self._agree(problem):
             raise ValueError(f"The damaged checkpoint of step {step} cannot be moved to {target}: {problem}.")
         self._manager = self._open()
 
@@ -383,7 +383,7 @@ def _stored(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if name not in empty} | shapes
 
 
-def _unstored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+def _from_stored(name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
     if not name.startswith(_EMPTY):
         return name, array
     dtype, _, name = name.removeprefix(_EMPTY).partition(".")
@@ -394,7 +394,7 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Describes an error; with its type unless it is a ValueError, because a KeyError's text is only a key."""
     return first_line(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
 

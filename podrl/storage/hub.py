@@ -40,7 +40,7 @@ class Name(NamedTuple):
     rest: tuple[str, ...] = ()
 
 
-def named(path: str) -> Name | None:
+def parse_name(path: str) -> Name | None:
     """Parses a path that names a repository of the hub; None for a path of this machine or a bucket.
 
     Raises:
@@ -69,7 +69,7 @@ def local(path: str) -> str:
       StorageError: the hub cannot be reached and the cache lacks the model; the same command continues the download.
       ImportError: huggingface_hub is not installed.
     """
-    name = named(path)
+    name = parse_name(path)
     return path if name is None else _snapshot(name, tuple(_MODEL_FILES))
 
 
@@ -81,7 +81,7 @@ def data_files(path: str) -> list[str]:
       StorageError: the hub cannot be reached and the cache lacks the files; the same command continues the download.
       ImportError: huggingface_hub is not installed.
     """
-    name = named(path)
+    name = parse_name(path)
     assert name is not None, path
     config, split = name.rest
     listed = sorted(_listed(name))
@@ -101,7 +101,7 @@ def names(values: Mapping[str, Any]) -> dict[str, str]:
     """Returns the values of a configuration that name repositories of the hub, by dotted key."""
     keys = [*_KEYS, *(f"data.sources.{k}" for k in range(len(values.get("data", {}).get("sources") or ())))]
     found = {key: _at(values, key) for key in keys}
-    return {key: text for key, text in found.items() if text and named(text) is not None}
+    return {key: text for key, text in found.items() if text and parse_name(text) is not None}
 
 
 def pinned(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,18 +117,18 @@ def pinned(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, 
     return renamed(values, {key: _pin(text, _at(recorded, key)) for key, text in names(values).items()})
 
 
-def renamed(values: Mapping[str, Any], told: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a copy of a configuration with other texts at dotted keys; `told` has the texts by key."""
-    made: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    sources: list[Any] = list(made.get("data", {}).get("sources") or ())
-    for key, text in told.items():
+def renamed(values: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a copy of a configuration with other texts at dotted keys; `texts` has the texts by key."""
+    copy: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    sources: list[Any] = list(copy.get("data", {}).get("sources") or ())
+    for key, text in texts.items():
         group, _, name = key.rpartition(".")
         if group == "data.sources":
             sources[int(name)] = {**sources[int(name)], "path": text}
-            made["data"]["sources"] = tuple(sources)
+            copy["data"]["sources"] = tuple(sources)
         else:
-            (made[group] if group else made)[name] = text
-    return made
+            (copy[group] if group else copy)[name] = text
+    return copy
 
 
 def _at(values: Mapping[str, Any], key: str) -> str:
@@ -156,16 +156,16 @@ def push(folder: str | os.PathLike, repo: str) -> str:
     if _NAME.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"--push={repo} must be ORG/NAME.")
     name = Name(repo, "main", "model")
-    api, given = _api(repo), {"folder_path": os.fspath(folder), "commit_message": "Made by podrl.export"}
+    api, arguments = _api(repo), {"folder_path": os.fspath(folder), "commit_message": "Made by podrl.export"}
     try:
         api.create_repo(repo, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo, **given).commit_url)
+        return str(api.upload_folder(repo_id=repo, **arguments).commit_url)
     except Exception as error:
         raise _explained(error, name) from error
 
 
 def _pin(path: str, before: str) -> str:
-    name = named(path)
+    name = parse_name(path)
     if name is None:
         return path
     if _COMMIT.fullmatch(name.revision):
@@ -182,9 +182,9 @@ def _commit(name: Name) -> str:
     try:
         return str(_api(name.repo).repo_info(name.repo, repo_type=name.kind, revision=name.revision).sha)
     except Exception as error:
-        kept = pathlib.Path(_cache()) / f"{name.kind}s--{name.repo.replace('/', '--')}" / "refs" / name.revision
-        if kept.is_file() and not _refused(error):
-            return kept.read_text().strip()
+        cached = pathlib.Path(_cache()) / f"{name.kind}s--{name.repo.replace('/', '--')}" / "refs" / name.revision
+        if cached.is_file() and not _refused(error):
+            return cached.read_text().strip()
         raise _explained(error, name) from error
 
 
@@ -193,10 +193,10 @@ def _snapshot(name: Name, patterns: tuple[str, ...]) -> str:
     _api(name.repo)
     import huggingface_hub
 
-    given: dict[str, Any] = {"repo_type": name.kind, "revision": name.revision, "allow_patterns": list(patterns)}
-    given |= {"endpoint": os.environ.get("HF_ENDPOINT"), "cache_dir": _cache(), "token": os.environ.get("HF_TOKEN")}
+    arguments: dict[str, Any] = {"repo_type": name.kind, "revision": name.revision, "allow_patterns": list(patterns)}
+    arguments |= {"endpoint": os.environ.get("HF_ENDPOINT"), "cache_dir": _cache(), "token": os.environ.get("HF_TOKEN")}
     try:
-        return huggingface_hub.snapshot_download(name.repo, **given)
+        return huggingface_hub.snapshot_download(name.repo, **arguments)
     except Exception as error:
         raise _explained(error, name) from error
 

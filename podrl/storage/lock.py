@@ -54,6 +54,7 @@ class Owner:
 
     @classmethod
     def me(cls) -> "Owner":
+        """Returns the record of this process, with a new token."""
         pid = os.getpid()
         shown = f"process {pid} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}"
         return cls(uuid.uuid4().hex, shown, pid, _machine(), _born(pid))
@@ -78,20 +79,20 @@ class Owner:
 class Lock:
     """Exclusive ownership of a run directory, from the constructor to `release`."""
 
-    def __init__(self, workdir: Place, shown: str):
+    def __init__(self, workdir: Place, label: str):
         """Takes the lock.
 
         Args:
           workdir: the run directory; a local directory must exist.
-          shown: the directory as the user names it, for messages.
+          label: the directory as the user names it, for messages.
 
         Raises:
           ValueError: another process has the lock; the error names it.
           StorageError: the bucket does not answer.
           OSError: the directory cannot be written to.
         """
-        self._shown, self._owner = shown, Owner.me()
-        self._lost: Owner | None = None
+        self._label, self._owner = label, Owner.me()
+        self._new_owner: Owner | None = None
         self._done = threading.Event()
         self._record = _Object(workdir) if is_remote(workdir) else _File(pathlib.Path(workdir).absolute() / NAME)
         try:
@@ -108,11 +109,11 @@ class Lock:
         Raises:
           ValueError: another process has taken the directory over, because this one did not renew its lease.
         """
-        if self._lost is not None:
+        if self._new_owner is not None:
             raise ValueError(
-                f"--workdir={self._shown} was taken over by {self._lost.shown} after this process had given no sign of "
-                f"life for {EXPIRY_S:.0f} s: this one ends without writing any more. Give another --workdir to run "
-                "both."
+                f"--workdir={self._label} was taken over by {self._new_owner.shown} after this process had given no "
+                f"sign of life for {EXPIRY_S:.0f} s: this one ends without writing any more. Give another --workdir to "
+                "run both."
             )
 
     def release(self) -> None:
@@ -120,11 +121,11 @@ class Lock:
         self._done.set()
         self._thread.join(timeout=_ANSWER_S)
         try:
-            found = self._record.read()
-            if found is not None and found.token == self._owner.token:
+            record = self._record.read()
+            if record is not None and record.token == self._owner.token:
                 self._record.remove()
         except Exception as error:  # noqa: BLE001 - the lock ends with this process, or the lease expires
-            _log.warning("The lock of %s could not be removed: %s", self._shown, first_line(error))
+            _log.warning("The lock of %s could not be removed: %s", self._label, first_line(error))
         self._record.close()
 
     def _take(self) -> None:
@@ -135,8 +136,8 @@ class Lock:
             # The owner ran on another machine: only its lease counts, because its kernel lock may outlive its machine.
             if self._record.leased and other is not None and alive is None:
                 if first is None:
-                    asked = "%s was last written to by %s: waiting for up to %.0f s whether it still is."
-                    _log.warning(asked, self._shown, other.shown, EXPIRY_S)
+                    text = "%s is locked by %s: waiting up to %.0f s to see whether that process still runs."
+                    _log.warning(text, self._label, other.shown, EXPIRY_S)
                 first = first or other
                 if other != first:
                     self._refuse(other)
@@ -152,7 +153,7 @@ class Lock:
 
     def _refuse(self, other: Owner | None) -> None:
         raise ValueError(
-            f"--workdir={self._shown} is in use by {other.shown if other else 'another process'}: wait until it has "
+            f"--workdir={self._label} is in use by {other.shown if other else 'another process'}: wait until it has "
             "ended, stop it, or give another --workdir."
         )
 
@@ -161,13 +162,13 @@ class Lock:
             try:
                 other = self._record.read()
                 if other is not None and other.token != self._owner.token:
-                    self._lost = other
+                    self._new_owner = other
                     return
                 renewed = dataclasses.replace(self._owner, beat=self._owner.beat + 1)
                 if self._record.write(renewed):
                     self._owner = renewed
             except Exception as error:  # noqa: BLE001 - storage that is unreachable for a while must not end a run
-                _log.warning("The lease of %s could not be renewed: %s", self._shown, first_line(error))
+                _log.warning("The lease of %s could not be renewed: %s", self._label, first_line(error))
 
 
 class _File:

@@ -42,7 +42,7 @@ class Mirror:
         self.local = pathlib.Path(tempfile.mkdtemp(prefix="podrl-run-"))
         self._copied: dict[pathlib.Path, tuple[int, int]] = {}  # (time of change, size) when last copied
         self._changed = threading.Condition()
-        self._asked = self._done = 0
+        self._requests = self._copies = 0
         self._hurried = self._closing = self._failing = False
         self._thread: threading.Thread | None = None
         try:
@@ -79,10 +79,10 @@ class Mirror:
         if self._thread is None:
             return True
         with self._changed:
-            self._asked += 1
-            mine = self._asked
+            self._requests += 1
+            mine = self._requests
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: self._done >= mine, wait_s)
+            return self._changed.wait_for(lambda: self._copies >= mine, wait_s)
 
     def close(self, wait_s: float) -> bool:
         """Copies for the last time and ends the thread; returns False if the copy failed, and then keeps `local`."""
@@ -97,12 +97,14 @@ class Mirror:
     def _follow(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._hurried or self._asked > self._done or self._closing, _EVERY_S)
+                self._changed.wait_for(
+                    lambda: self._hurried or self._requests > self._copies or self._closing, _EVERY_S
+                )
                 if self._hurried:
-                    self._changed.wait_for(lambda: self._asked > self._done or self._closing, _SOON_S)
+                    self._changed.wait_for(lambda: self._requests > self._copies or self._closing, _SOON_S)
                 if self._closing:
                     return
-                asked, self._hurried = self._asked, False
+                requests, self._hurried = self._requests, False
             try:
                 self._copy()
             except Exception as error:  # noqa: BLE001 - whatever storage raises, training must outlive it
@@ -115,7 +117,7 @@ class Mirror:
                 continue
             self._failing = False
             with self._changed:
-                self._done = asked
+                self._copies = requests
                 self._changed.notify_all()
 
     def _copy(self) -> None:

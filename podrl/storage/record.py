@@ -74,9 +74,9 @@ class Record:
         """
         if self.state is None:
             return
-        found = {prefix + name: value for name, value in tree_sums(state).items()}
+        current = {prefix + name: value for name, value in tree_sums(state).items()}
         saved = {name: value for name, value in self.state.items() if name.startswith(prefix)}
-        _compare("leaves of the state", found, saved)
+        _compare("leaves of the state", current, saved)
 
     def check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Compares the checksums of host arrays with the checksums at the save.
@@ -88,7 +88,7 @@ class Record:
             _compare("host arrays", {name: array_digest(array) for name, array in arrays.items()}, self.arrays)
 
 
-def _compare(what: str, found: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    wrong = [name for name in sorted({*found, *saved}) if found.get(name) != saved.get(name)]
+def _compare(kind: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    wrong = [name for name in sorted({*current, *saved}) if current.get(name) != saved.get(name)]
     if wrong:
-        raise ValueError(f"{len(wrong)} of {len(saved)} {what} are not what was saved, such as {wrong[0]}")
+        raise ValueError(f"{len(wrong)} of {len(saved)} {kind} are not what was saved, such as {wrong[0]}")

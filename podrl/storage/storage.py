@@ -186,11 +186,11 @@ def write_whole(file: pathlib.Path, content: str | bytes) -> None:
 
 def sync_directory(directory: pathlib.Path) -> None:
     """Waits until the names of a local directory's files are on disk, so that a new file survives a power cut."""
-    held = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(held)
+        os.fsync(descriptor)
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def disk_trouble(error: BaseException) -> str:

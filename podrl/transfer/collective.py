@@ -99,6 +99,7 @@ class CollectiveTransport:
 
     @property
     def crossing_bytes(self) -> int:
+        """Returns the bytes that cross between the meshes in a move of all weights."""
         return sum(
             bucket.parts * message.crossing_bytes
             for bucket, programs in zip(self.plan.buckets, self.programs, strict=True)
@@ -117,12 +118,12 @@ class CollectiveTransport:
             ]
 
         leaves = [self._leaves[i] for i in bucket.leaves]
-        given = [jax.ShapeDtypeStruct(x.leaf.shape, x.dtype, sharding=x.source) for x in leaves]
+        inputs = [jax.ShapeDtypeStruct(x.leaf.shape, x.dtype, sharding=x.source) for x in leaves]
         so_far = [jax.ShapeDtypeStruct(x.leaf.shape, x.leaf.target_dtype, sharding=x.arrival) for x in leaves]
         place = NamedSharding(self.target, Spec(self.target.axis_names))
         arrived = [message.buffer(place) for message in programs.messages]
         return {
-            "pack": (*common(self.source, programs.slots), given),
+            "pack": (*common(self.source, programs.slots), inputs),
             "cross": (list(programs.buffers),),
             "unpack": (*common(self.target, programs.rounds), arrived, so_far if bucket.parts > 1 else []),
         }
@@ -133,8 +134,8 @@ class CollectiveTransport:
         at = 0 if part is None else leaf.leaf.part_start(part)
         shards: list[list[Array]] = [[] for _ in programs.messages]
         if move.leaves is not None:
-            given = [move.leaves[i] for i in chosen]
-            packed = programs.pack(self._start(self.source, at), self._table(self.source, programs.slots), given)
+            leaves = [move.leaves[i] for i in chosen]
+            packed = programs.pack(self._start(self.source, at), self._table(self.source, programs.slots), leaves)
             for pieces, array in zip(shards, packed, strict=True):
                 pieces += [s.data for s in array.addressable_shards]
             del packed

@@ -185,6 +185,7 @@ class Message:
     def of(
         cls, links: Links, dtype: np.dtype, boxes: Sequence[tuple[int, int, tuple[int, ...]]], *, flat: bool
     ) -> "Message":
+        """Makes a message of at least one box; boxes that are stacked must all have the same shape."""
         shape = (sum(math.prod(box) for _, _, box in boxes),) if flat else (len(boxes), *boxes[0][2])
         return cls(links, dtype, shape, tuple(boxes), flat)
 

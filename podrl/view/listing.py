@@ -24,17 +24,17 @@ def listing(run: RunFiles, count: int) -> str:
     at = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
     lines = [f"{run.name}: {len(rows)} samples of {at}."]
     for name in dict.fromkeys(name for row in rows for name in row.get("rewards", {})):
-        given = [value for row in rows if (value := row.get("rewards", {}).get(name)) is not None]
-        if given:
-            nothing = sum(value <= 0 for value in given)
-            lines.append(f"{name}: mean {sum(given) / len(given):.3g}, 0 or less for {nothing} of {len(given)}")
+        values = [value for row in rows if (value := row.get("rewards", {}).get(name)) is not None]
+        if values:
+            nothing = sum(value <= 0 for value in values)
+            lines.append(f"{name}: mean {sum(values) / len(values):.3g}, 0 or less for {nothing} of {len(values)}")
     ended = Counter(row["stop"] for row in rows if "stop" in row)
     if ended:
         lines.append("Endings: " + ", ".join(f"{name} {number}" for name, number in ended.most_common()))
-    return "\n".join([*lines, *(_told(row) for row in rows[:count])])
+    return "\n".join([*lines, *(_describe(row) for row in rows[:count])])
 
 
-def _told(row: Mapping[str, Any]) -> str:
+def _describe(row: Mapping[str, Any]) -> str:
     """Describes one sample; its texts are shown by `repr`, so that control characters cannot reach the terminal."""
     parts = [f"\nstep {row['step']}", f"reward {row['reward']:.3g}"]
     if rewards := row.get("rewards"):
@@ -43,9 +43,9 @@ def _told(row: Mapping[str, Any]) -> str:
         parts.insert(1, f"group {row['group']}, sample {row['sample']}")
         parts.append(f"ending: {row['stop']} after {row['length']} tokens")
     prompt, completion = row["prompt"], row["completion"]
-    asked = ("..." if len(prompt) > _PROMPT else "") + repr(prompt[-_PROMPT:])
+    question = ("..." if len(prompt) > _PROMPT else "") + repr(prompt[-_PROMPT:])
     wrote = repr(completion[:_COMPLETION]) + ("..." if len(completion) > _COMPLETION else "")
-    return f"{', '.join(parts)}\n  prompt:     {asked}\n  completion: {wrote}"
+    return f"{', '.join(parts)}\n  prompt:     {question}\n  completion: {wrote}"
 
 
 def _figure(value: float | None) -> str:

@@ -125,10 +125,10 @@ class RunFiles:
             ("spans.jsonl", self._span_lines),
             ("samples.jsonl", self._sample_lines),
         )
-        said = [f"{name}: {lines.bad} lines cannot be read." for name, lines in files if lines.bad]
+        sentences = [f"{name}: {lines.bad} lines cannot be read." for name, lines in files if lines.bad]
         if not self.config():
-            said.append("config.json cannot be read.")
-        return said
+            sentences.append("config.json cannot be read.")
+        return sentences
 
     def _age(self) -> float | None:
         if is_remote(self._path):
@@ -183,9 +183,11 @@ class RunFiles:
         for name, (text, key) in _PLANNED.items():
             rows.append([text, "s", _at(plan, "step", key), self._median(f"time/{name}"), "predicted"])
         programs = programs if isinstance(programs := plan.get("programs"), list) else []
-        held = [peak + (_at(each, "resident") or 0.0) for each in programs if (peak := _at(each, "peak")) is not None]
+        bytes_of_programs = [
+            peak + (_at(each, "resident") or 0.0) for each in programs if (peak := _at(each, "peak")) is not None
+        ]
         peaks = [p for p in self.series.columns.get("perf/memory_peak", ([], []))[1] if p is not None]
-        memory = max(held, default=0.0) / 2**30, max(peaks, default=None)
+        memory = max(bytes_of_programs, default=0.0) / 2**30, max(peaks, default=None)
         rows.append(["memory, fullest device", "GiB", *memory, "counted"])
         length = _at(plan, "batch", "completion"), self._median("completion/length_mean")
         rows.append(["tokens of a completion", "", *length, "assumed"])
@@ -458,8 +460,8 @@ def _written(answer: Any) -> str:
 
 def _by_function(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the reward of each function, by name, from a record of samples.jsonl."""
-    if isinstance(given := record.get("rewards"), Mapping):  # a record of an evaluation
-        named = {str(name).removeprefix("reward/"): value for name, value in given.items() if name != "reward"}
+    if isinstance(rewards := record.get("rewards"), Mapping):  # a record of an evaluation
+        named = {str(name).removeprefix("reward/"): value for name, value in rewards.items() if name != "reward"}
     else:
         named = {name: value for name, value in record.items() if name not in ("step", "reward", "truth")}
     return {name: _number(value) or 0.0 for name, value in named.items() if type(value) in (int, float)}

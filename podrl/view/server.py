@@ -103,8 +103,8 @@ class Guard:
         if scope["type"] != "http":
             return
         request = Request(scope)
-        given = request.query_params.get("token") or request.cookies.get(_COOKIE) or ""
-        refused = bool(self._token) and not hmac.compare_digest(given.encode(), self._token.encode())
+        token = request.query_params.get("token") or request.cookies.get(_COOKIE) or ""
+        refused = bool(self._token) and not hmac.compare_digest(token.encode(), self._token.encode())
 
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":

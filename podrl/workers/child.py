@@ -35,7 +35,7 @@ def refuse_inside() -> None:
 
 def begin() -> tuple[BinaryIO, BinaryIO]:
     """Applies the limits on the command line (a Limits as JSON); returns (pipe of requests, pipe of replies)."""
-    requests, replies = _take_pipes()
+    requests, replies = _claim_pipes()
     Limits(**json.loads(sys.argv[1])).apply()
     del sys.argv[1:]
     return requests, replies
@@ -92,7 +92,7 @@ async def frames(requests: BinaryIO) -> AsyncIterator[dict[str, Any]]:
         yield header
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Returns the pipes of requests and of replies, and ties this process's life to its parent's.
 
     Output of the user's code then goes to standard error, and its standard input is empty.
@@ -109,8 +109,8 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    gone = select.poll()
-    gone.register(life, select.POLLHUP)
-    if gone.poll(0):
+    poll = select.poll()
+    poll.register(life, select.POLLHUP)
+    if poll.poll(0):
         sys.exit(0)
     return requests, replies

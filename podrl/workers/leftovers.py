@@ -22,7 +22,7 @@ def end_marked(mark: str) -> None:
         time.sleep(0.002)
 
 
-def _kill(wanted: bytes) -> int:
+def _kill(mark: bytes) -> int:
     """Kills the marked processes that exist now, and their descendants; returns the number of marked ones."""
     children: dict[int, list[int]] = {}
     marked = []
@@ -30,7 +30,7 @@ def _kill(wanted: bytes) -> int:
         with contextlib.suppress(OSError, IndexError):  # the process ended meanwhile, or is another user's
             if name.isdigit() and int(name) != os.getpid():
                 children.setdefault(_parent(int(name)), []).append(int(name))
-                if _carries(int(name), wanted):
+                if _carries(int(name), mark):
                     marked.append(int(name))
     doomed = list(marked)
     for number in doomed:
@@ -39,16 +39,16 @@ def _kill(wanted: bytes) -> int:
         with contextlib.suppress(OSError, IndexError):
             process = os.pidfd_open(number)
             try:  # check again: the number may have become another process's before it was opened
-                if _carries(number, wanted) or _parent(number) in doomed:
+                if _carries(number, mark) or _parent(number) in doomed:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
             finally:
                 os.close(process)
     return len(marked)
 
 
-def _carries(number: int, wanted: bytes) -> bool:
+def _carries(number: int, mark: bytes) -> bool:
     with open(f"/proc/{number}/environ", "rb") as file:  # the file of a process that has ended is empty
-        return any(variable.startswith(wanted) for variable in file.read().split(b"\0"))
+        return any(variable.startswith(mark) for variable in file.read().split(b"\0"))
 
 
 def _parent(number: int) -> int:

@@ -82,7 +82,7 @@ class Process:
                 [sys.executable, "-m", module, json.dumps(dataclasses.asdict(limits))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=limits.seen(os.environ) | own,
+                env=limits.visible(os.environ) | own,
                 pass_fds=(read_life,),
                 start_new_session=True,
             )
@@ -140,7 +140,7 @@ class Process:
     def death(self) -> DiedError:
         """Describes, after a call of `on_end`, how the process ended."""
         if self._wrong:
-            return DiedError(f"it wrote something else than its answer: {self._wrong}.")
+            return DiedError(f"it sent something other than an answer: {self._wrong}.")
         ended = self._wait_unreaped(_LEAVE_S)
         if ended is None:
             return DiedError("it closed its pipe.")
@@ -294,12 +294,12 @@ class Pool:
         self._all: set[_Holder] = set()
         self._idle: asyncio.Queue[_Holder] = asyncio.Queue()
 
-    async def fill(self, specs: Mapping[str, Mapping[str, Any]], what: str) -> dict[str, dict[str, Any]]:
+    async def fill(self, specs: Mapping[str, Mapping[str, Any]], label: str) -> dict[str, dict[str, Any]]:
         """Starts all processes at once and loads functions into each.
 
         Args:
           specs: spec of each function, as podrl.workers.user_objects.load takes it, by the function's id.
-          what: text before a function's id in errors.
+          label: text before a function's id in errors.
 
         Returns:
           The module's description of each function, by id.
@@ -314,7 +314,7 @@ class Pool:
                 try:
                     about[key] = await holder.load(key, spec)
                 except (LoadError, DiedError) as error:
-                    raise ValueError(f"{what}{key} cannot be loaded: {error}") from error
+                    raise ValueError(f"{label}{key} cannot be loaded: {error}") from error
             return about
 
         holders = [self._start() for _ in range(self.most)]
@@ -332,13 +332,13 @@ class Pool:
         """
         return await self._with(lambda holder: holder.load(key, spec))
 
-    async def call(self, key: str, spec: Mapping[str, Any], given: bytes, deadline_s: float) -> dict[str, Any]:
+    async def call(self, key: str, spec: Mapping[str, Any], arguments: bytes, deadline_s: float) -> dict[str, Any]:
         """Calls a function in a process of the pool.
 
         Args:
           key: id of the function.
           spec: spec of the function, from which it is loaded if the process does not have it yet.
-          given: arguments of the function, as JSON.
+          arguments: arguments of the function, as JSON.
           deadline_s: the longest wait for the answer, in seconds; the time to load the function does not count.
 
         Returns:
@@ -352,11 +352,11 @@ class Pool:
           OSError: the system starts no more processes.
         """
 
-        async def made(holder: _Holder) -> dict[str, Any]:
+        async def load_and_call(holder: _Holder) -> dict[str, Any]:
             await holder.load(key, spec)
-            return await holder.exchange({"call": key}, given, deadline_s)
+            return await holder.exchange({"call": key}, arguments, deadline_s)
 
-        return await self._with(made)
+        return await self._with(load_and_call)
 
     async def close(self) -> list[Process]:
         """Asks all processes to end, and refuses further calls; the caller must `reap` the processes it returns."""
@@ -399,7 +399,7 @@ class _Holder:
     """One process of a pool, and its functions; it counts as dead after the first request that gets no answer."""
 
     def __init__(self, module: str, limits: Limits) -> None:
-        self.process = Process(module, limits, self._answered, self._ended)
+        self.process = Process(module, limits, self._on_frame, self._on_end)
         self._death: DiedError | None = None
         self._number, self._reply = 0, asyncio.Future[dict[str, Any]]()
         self._about: dict[str, dict[str, Any]] = {}
@@ -437,14 +437,14 @@ class _Holder:
         self._fail(DiedError("it was asked to end."))
         return self.process.leave()
 
-    def _answered(self, frame: dict[str, Any]) -> None:
+    def _on_frame(self, frame: dict[str, Any]) -> None:
         match frame:
             case {"number": self._number, "reply": dict(reply)} if not self._reply.done():
                 self._reply.set_result(reply)
             case _:
-                self._fail(DiedError("it wrote something else than its answer: a frame that nobody asked for."))
+                self._fail(DiedError("it sent an answer to no request."))
 
-    def _ended(self) -> None:
+    def _on_end(self) -> None:
         self._fail(self.process.death())
 
     def _fail(self, death: DiedError) -> None:
@@ -461,7 +461,7 @@ class Functions:
     """
 
     def __init__(
-        self, module: str, limits: Limits, specs: Mapping[str, Mapping[str, Any]], *, size: int, what: str
+        self, module: str, limits: Limits, specs: Mapping[str, Mapping[str, Any]], *, size: int, label: str
     ) -> None:
         """Starts the processes and loads the functions.
 
@@ -470,16 +470,16 @@ class Functions:
           limits: limits of memory, processes, files and environment variables of each process.
           specs: spec of each function, as podrl.workers.user_objects.load takes it, by the function's id.
           size: number of processes.
-          what: text before a function's id in errors of loading.
+          label: text before a function's id in errors of loading.
 
         Raises:
           ValueError: a function cannot be loaded; the error says why.
         """
-        self._specs, self._what, self._pool = specs, what, Pool(module, limits, size)
+        self._specs, self._label, self._pool = specs, label, Pool(module, limits, size)
         self._loop = Loop("podrl-functions")
         self._finalizer = weakref.finalize(self, self._loop.end, self._pool.close)
         try:
-            self.about = self._loop.run(self._pool.fill(specs, what))
+            self.about = self._loop.run(self._pool.fill(specs, label))
         except BaseException:
             self.close()
             raise
@@ -490,19 +490,19 @@ class Functions:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def call(self, key: str, given: Any, deadline_s: float) -> dict[str, Any]:
+    def call(self, key: str, arguments: Any, deadline_s: float) -> dict[str, Any]:
         """Calls a function, waits for its answer, and returns it; errors are those of `Pool.call`.
 
         Args:
           key: id of the function.
-          given: arguments of the function: a value that JSON can hold, or such a value encoded as bytes already.
+          arguments: arguments of the function: a value that JSON can hold, or such a value encoded as bytes already.
           deadline_s: the longest wait for the answer, in seconds.
         """
-        body = given if isinstance(given, bytes) else json.dumps(given).encode()
+        body = arguments if isinstance(arguments, bytes) else json.dumps(arguments).encode()
         try:
             return self._loop.run(self._pool.call(key, self._specs[key], body, deadline_s))
         except LoadError as error:
-            raise LoadError(f"{self._what}{key} cannot be loaded: {error}") from error
+            raise LoadError(f"{self._label}{key} cannot be loaded: {error}") from error
 
     def close(self) -> None:
         """Ends every process; returns when none is left."""

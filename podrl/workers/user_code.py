@@ -47,19 +47,19 @@ class Limits:
         """Sets the limits of this process and its children; they cannot be raised again."""
         import resource
 
-        wanted = {
+        limits = {
             resource.RLIMIT_DATA: self.memory_mb << 20,
             resource.RLIMIT_FSIZE: self.file_mb << 20,
             resource.RLIMIT_CORE: 0,
         }
         if (running := _tasks_of_user()) is not None:
-            wanted[resource.RLIMIT_NPROC] = running + self.processes
-        for kind, value in wanted.items():
+            limits[resource.RLIMIT_NPROC] = running + self.processes
+        for kind, value in limits.items():
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
 
-    def seen(self, environment: Mapping[str, str]) -> dict[str, str]:
+    def visible(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables of an environment that users' code may see."""
         withheld = self.withheld(environment)
         return {name: value for name, value in environment.items() if name not in withheld}

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-_SHOWN = 200
+_MOST_SHOWN = 200
 _LONGEST = 2000  # characters of a line of an error
 
 
@@ -140,7 +140,7 @@ def short(value: Any) -> str:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - a user's __repr__ may do anything, and the report must not fail
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 _PREFIX = "podrl_user_"

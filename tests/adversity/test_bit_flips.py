@@ -149,7 +149,7 @@ def test_metrics_and_samples(whole, tmp_path, name):
             flip(tmp_path / name, bit)
         log = MetricsLog(tmp_path, LogConfig(to=()), start=STEPS + 1, run_config={}, marks=marks)
         log.close()
-        said = any(text.startswith(f"{name} is not what this run wrote") for text in log.lost)
+        said = any(text.startswith(f"{name} is not what this run wrote") for text in log.problems)
         assert said == (bit is not None), f"bit {bit}"
 
 

@@ -10,7 +10,7 @@ import pytest
 from podrl.rundir import identity
 from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
 from podrl.rundir.run import Run
-from podrl.rundir.sinks import kept_id
+from podrl.rundir.sinks import read_id
 
 _QUIET = LogConfig(to=())
 # Every line break of str.splitlines that JSON text may hold as it is, and characters of two to four bytes.
@@ -60,7 +60,7 @@ def test_text_with_any_line_break_survives_a_resume(written, tmp_path):
         (tmp_path / name).write_bytes(content)
     log = _log(tmp_path, 4, marks)
     log.close()
-    assert log.lost == []
+    assert log.problems == []
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert [s["prompt"] for s in _records(before["samples.jsonl"])] == [_TEXT, ""] * 3
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3]
@@ -85,7 +85,7 @@ def test_every_prefix_and_anything_after_it(name, written, tmp_path):
 
 def _check(name, workdir, kept, marks, *, complete):
     log = _log(workdir, 4, marks)
-    assert [text.partition(" ")[0] for text in log.lost if name in text] == ([] if complete else [name])
+    assert [text.partition(" ")[0] for text in log.problems if name in text] == ([] if complete else [name])
     log.write(4, {"loss": 4.0})
     log.write_samples(4, [{"prompt": _TEXT}])
     log.close()
@@ -98,7 +98,7 @@ def test_what_is_lost_or_changed_is_said(written, tmp_path):
     path, marks = written
     log = _log(tmp_path, 4, marks)
     log.close()
-    assert log.lost == [
+    assert log.problems == [
         f"{name} is gone: it is not complete for the steps up to 3. The run goes on."
         for name in ("metrics.jsonl", "samples.jsonl")
     ]
@@ -106,11 +106,11 @@ def test_what_is_lost_or_changed_is_said(written, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(content.replace(b'"loss": 2', b'"loss": 3'))
     log = _log(tmp_path, 4, marks)
     log.close()
-    assert log.lost[0].startswith("metrics.jsonl is not what this run wrote: ")
+    assert log.problems[0].startswith("metrics.jsonl is not what this run wrote: ")
     (tmp_path / "metrics.jsonl").unlink()
     with Run(tmp_path, log=_QUIET) as run:  # of before there were marks
         run.open_metrics(4)
-        assert run.metrics is not None and [text.partition(":")[0] for text in run.metrics.lost] == [
+        assert run.metrics is not None and [text.partition(":")[0] for text in run.metrics.problems] == [
             "metrics.jsonl is gone"
         ]
 
@@ -122,7 +122,7 @@ def test_lines_of_a_step_after_the_checkpoint_are_no_loss(written, tmp_path):
     (tmp_path / "samples.jsonl").write_bytes((path / "samples.jsonl").read_bytes())
     log = _log(tmp_path, 4, marks)
     log.close()
-    assert log.lost == [] and len(read_metrics(tmp_path)) == 4
+    assert log.problems == [] and len(read_metrics(tmp_path)) == 4
 
 
 def test_text_that_has_no_bytes_is_written_escaped(tmp_path):
@@ -168,13 +168,13 @@ def test_config_json_that_is_not_whole_is_refused_where_there_is_no_copy(written
 
 def test_the_id_of_a_trackers_run_is_read_or_refused(tmp_path, caplog):
     path, made = tmp_path / "wandb_id", "0123456789ab"
-    assert kept_id(path) == "" and not caplog.text
+    assert read_id(path) == "" and not caplog.text
     path.write_text(made)
-    assert kept_id(path) == made and not caplog.text
+    assert read_id(path) == made and not caplog.text
     for content in (made[:5].encode(), b"\xff\xfe", made.encode() + b"\x00"):
         path.write_bytes(content)
         caplog.clear()
-        assert kept_id(path) == "" and "holds no id of a run" in caplog.text
+        assert read_id(path) == "" and "holds no id of a run" in caplog.text
 
 
 def test_events_of_an_earlier_life_that_are_torn_hinder_nothing(tmp_path):

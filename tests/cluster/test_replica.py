@@ -85,7 +85,7 @@ def test_all_hosts_make_the_heads_calls_in_its_order(pods, monkeypatch):
     tell("close")
     tell("sleep")
     tell("end", 7)
-    assert [each.result(PATIENCE_S) for each in ended] == [7, 7] and run.profiler.wanted == [3, 5]
+    assert [each.result(PATIENCE_S) for each in ended] == [7, 7] and run.profiler.planned == [3, 5]
     expected = [call for call in told if call[0] not in ("step", "end")]
     for part in parts:
         assert len(part.made) == len(expected)
@@ -98,10 +98,10 @@ def test_all_hosts_make_the_heads_calls_in_its_order(pods, monkeypatch):
 @pytest.mark.parametrize(
     ("calls", "message"),
     [
-        ([("move", (3, True)), ("open", (4,))], "generates by version 4, and here is 3"),
-        ([("open", (4,))], "generates by version 4, and here is none"),
-        ([("generate", (np.zeros((1, 2), np.int32),))], "told 'generate', which cannot be run now"),
-        ([("move", (3, True)), ("open", (3,)), ("__init__", ())], "told '__init__', which cannot be run now"),
+        ([("move", (3, True)), ("open", (4,))], "samples with weights of version 4, but this host has version 3"),
+        ([("open", (4,))], "samples with weights of version 4, but this host has no weights"),
+        ([("generate", (np.zeros((1, 2), np.int32),))], "sent the call 'generate', which cannot run now"),
+        ([("move", (3, True)), ("open", (3,)), ("__init__", ())], "sent the call '__init__', which cannot run now"),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused(pods, calls, message):

@@ -245,7 +245,7 @@ def test_a_record_of_any_form_is_read_or_refused_with_its_line(tmp_path, form, r
     except ValueError as error:
         assert str(file) in str(error)
     else:
-        assert sum(len(part.train) + len(part.held) for part in opened.parts) == len(rows)
+        assert sum(len(part.train) + len(part.held_out) for part in opened.parts) == len(rows)
 
 
 def test_a_field_of_a_name_that_podrl_uses_keeps_its_value():

@@ -161,8 +161,8 @@ def test_paths_of_this_machine_are_no_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     for path in ("tiny", "runs/mine", "./a/b", "/a/b", "gs://a/b", "a/b/c", "~/a"):
-        assert hub.named(path) is None and hub.local(path) == path
-    assert hub.named("acme/tiny@v1") == hub.Name("acme/tiny", "v1", "model")
+        assert hub.parse_name(path) is None and hub.local(path) == path
+    assert hub.parse_name("acme/tiny@v1") == hub.Name("acme/tiny", "v1", "model")
 
 
 def test_a_model_is_pushed_with_its_card(server, tmp_path, monkeypatch):

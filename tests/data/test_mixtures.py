@@ -141,7 +141,7 @@ def test_what_was_read_is_cached_by_content(files, monkeypatch):
     def found():
         mixture._opened.cache_clear()
         parts = split(made).parts
-        return [[dict(record) for side in (part.train, part.held) for record in side] for part in parts]
+        return [[dict(record) for side in (part.train, part.held_out) for record in side] for part in parts]
 
     first = found()
     read: list[str] = []
@@ -169,7 +169,7 @@ def test_files_and_cache_may_lie_in_a_bucket(files, bucket, monkeypatch):
     made = DataConfig(sources=there, system_prompt="", eval_fraction=0.2, cache="gs://bucket/cache")
 
     def found(opened):
-        return [[dict(record) for side in (part.train, part.held) for record in side] for part in opened.parts]
+        return [[dict(record) for side in (part.train, part.held_out) for record in side] for part in opened.parts]
 
     first = split(made)
     assert found(first) == found(here := split(config(files, *shares, eval_fraction=0.2)))
@@ -257,7 +257,7 @@ def test_questions_that_differ_in_case_and_space_are_on_one_side(tokenizer, tmp_
     sources = tuple({"path": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b"))
     opened = split(DataConfig(sources=sources, eval_fraction=0.4, cache=""))
     train = {_same(part.train[i]) for part in opened.parts for i in range(len(part.train))}
-    held = {_same(part.held[i]) for part in opened.parts for i in range(len(part.held))}
+    held = {_same(part.held_out[i]) for part in opened.parts for i in range(len(part.held_out))}
     assert train
     assert held
     assert not train & held
@@ -284,7 +284,7 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in other))
     sources = tuple({"path": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b"))
     opened = split(DataConfig(sources=sources, eval_fraction=0.3, cache=""), check_form)
-    held = {_same(opened.parts[0].held[i]) for i in range(len(opened.parts[0].held))}
+    held = {_same(opened.parts[0].held_out[i]) for i in range(len(opened.parts[0].held_out))}
     train = {_same(opened.parts[1].train[i]) for i in range(len(opened.parts[1].train))}
     assert held
     assert not held & train

@@ -34,7 +34,7 @@ def parsed(config, **changed):
 def test_a_question_is_trained_or_held_out_and_depends_on_the_seed_alone():
     (part,) = split(SUMS).parts
     train = [part.train[i] for i in range(200)]
-    held = [part.held[i] for i in range(40)]
+    held = [part.held_out[i] for i in range(40)]
     assert not {one["question"] for one in train} & {one["question"] for one in held}
     assert len({one["question"] for one in train}) > 190
     assert [part.train[i] for i in (7, 3)] == [train[7], train[3]]
@@ -87,7 +87,7 @@ def test_what_the_package_refuses_is_named():
     ):
         with pytest.raises(ValueError, match=said):
             opened = split(config)
-            list(itertools.islice(opened.parts[0].held, 1))
+            list(itertools.islice(opened.parts[0].held_out, 1))
 
 
 def test_settings_that_contradict_are_refused():

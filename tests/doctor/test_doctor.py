@@ -123,7 +123,7 @@ PLANTED = [
         9,
         "64 to 66",
     ),
-    ("weights that are not the version said", "pod", lambda r: put(r, "rollout/unknown_version", 31.0, 5, 5), 5, "31"),
+    ("tokens of unknown weights", "pod", lambda r: put(r, "rollout/unknown_version", 31.0, 5, 5), 5, "31"),
     ("stale beyond the bound", "stale", lambda r: put(r, "rollout/stale_tokens", 7.0, 6), 6, "grpo.max_staleness=1"),
     ("mask against sampled ids", "tools", lambda r: put(r, "rollout/faulty_tokens", 2.0, 4), 4, "2 tokens"),
     ("the trainer does not reproduce the sampler", "lora", lambda r: put(r, "sampler/abs_diff", 0.01, 11), 11, "0.01"),

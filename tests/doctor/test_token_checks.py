@@ -49,12 +49,12 @@ def diagnosed(folder, plant=lambda rollouts, columns: None, damage=False):
     experience, columns = healthy()
     plant(experience.rollouts, columns)
     trainer_BT = columns.pop("trainer_logprob")
-    noted = trace.Noted(["answer"], columns, lambda: {"trainer_logprob": trainer_BT})
+    extras = trace.TraceExtras(["answer"], columns, lambda: {"trainer_logprob": trainer_BT})
     run = recorded.run("stale")
     assert run["config"]["grpo"]["max_staleness"] == STALENESS
     directory = recorded.write(run, folder / "run")
     (folder / "run" / trace.FOLDER).mkdir()
-    packed = trace.content(STEP, experience, noted, lambda token: f"w{token}")
+    packed = trace.content(STEP, experience, extras, lambda token: f"w{token}")
     (folder / "run" / trace.FOLDER / trace.file_name(STEP)).write_bytes(packed[: len(packed) // (2 if damage else 1)])
     return doctor.examine(directory)
 

@@ -52,7 +52,7 @@ def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_tra
         joins = (*flags, f"--join={leader}")
         places: list[pathlib.Path] = [tmp_path / name for name in ("first", "second")]
         with job(workdir, *joins, logs=places[0]) as first, job(workdir, *joins, logs=places[1]) as second:
-            running.wait_for("hosts", lambda: running.stderr.count("makes samples from now on") == 2, every_s=0.1)
+            running.wait_for("hosts", lambda: running.stderr.count("joined: the job has") == 2, every_s=0.1)
             os.kill(process(running.process.pid, 1), signal.SIGTERM)
             running.wait_for("the signal", lambda: "SIGTERM: stopping" in running.stderr)
             (tmp_path / "hold").unlink()
@@ -60,7 +60,7 @@ def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_tra
             for late in (first, second):
                 late.finish()
         assert "rollout 1 ended with signal SIGKILL; the others go on." in running.stderr
-        assert "rollout 0 (host 1) was asked to stop, and leaves; 2 hosts stay." in running.stderr
+        assert "rollout 0 (host 1) was asked to stop and leaves; 2 rollout hosts stay." in running.stderr
         assert "rollout 0 ended with exit code 75, as it was asked to." in running.stderr
         assert f"Further rollout hosts join by this command with --join={leader}" in running.stdout
     same_end(workdir, tmp_path / "undisturbed" / "run")

@@ -193,5 +193,5 @@ def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, d
         assert len(said) == 3 and all("trainer 1 (host 1" in lines[0] for lines in said.values()), said
     else:  # with it goes the service of jax's cluster, whose members jax ends
         assert running.stderr.count("Terminating process because the JAX distributed service") + len(said) == 3
-    assert f"trainer {host} ended with signal SIGKILL; the others have to end too" in running.stderr
+    assert f"trainer {host} ended with signal SIGKILL; the other processes must end too" in running.stderr
     _end_of(descendants)

@@ -313,14 +313,14 @@ def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypa
         running.wait_for_step(1)
         head = process(running.process.pid, 2)
         os.kill(head, signal.SIGSTOP)  # the run waits for its samples meanwhile
-        running.wait_for("the replica", lambda: "makes samples from now on, one of 2 hosts" in running.stderr)
+        running.wait_for("the replica", lambda: "joined: the job has 2 rollout hosts" in running.stderr)
         os.kill(process(running.process.pid, 3), signal.SIGKILL)
         os.kill(head, signal.SIGCONT)
         running.wait_for_step(3)
         os.kill(process(running.process.pid, 0), signal.SIGKILL)
         assert running.end() == 42, running.stderr
     assert "rollout 0.1 (host 3), which holds a part of this replica's weights, is gone" in running.stderr
-    assert "rollout 1 (host 4) makes samples from now on" in running.stderr
+    assert "rollout 1 (host 4) joined" in running.stderr
     assert sum(record.get("pod/taken_over", 0) for record in running.records()) >= 1
     again = run(tmp_path / "run", *REPLICA)
     assert "Resumed after step" in again.stdout
@@ -381,7 +381,7 @@ def test_a_dead_rollout_ends_a_shared_job(tmp_path):
         running.wait_for_step(1)
         os.kill(process(running.process.pid, 1), signal.SIGKILL)
         assert running.end() == 42, running.stderr
-    assert "rollout 0 ended with signal SIGKILL; the others have to end too" in running.stderr
+    assert "rollout 0 ended with signal SIGKILL; the other processes must end too" in running.stderr
 
 
 def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):

@@ -104,7 +104,7 @@ def test_nothing_compiles_after_the_first_step(lora, settings, algorithm):
     assert counts[0] > 0, "the listener hears nothing"
     assert len(set(means)) > 1, "prompts of several lengths are the point"
     assert counts == (counts[0],) * 5
-    assert any("Asked.waits" in repr(source) for source in watched.watchdog.waits_for)
+    assert any("CallsInFlight.describe_waits" in repr(source) for source in watched.watchdog.wait_sources)
     cluster.close()
 
 

@@ -335,7 +335,7 @@ def test_no_episode_answers_for_others_that_block():
     ("name", "why"),
     [
         ("Dies", "its process ended with SIGKILL"),
-        ("Scribbles", "it wrote something else than its answer: a message that is no JSON"),
+        ("Scribbles", "it sent something other than an answer: a message that is no JSON"),
     ],
 )
 def test_a_worker_that_always_dies_ends_the_job(name, why):

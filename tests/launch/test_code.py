@@ -344,7 +344,7 @@ def test_a_host_refuses_what_was_not_sent(project, tmp_path):
     with pytest.raises(ValueError, match="not the one in its name: it was damaged or replaced"):
         bundle.unpack(url, tmp_path)
     pathlib.Path(url).unlink()
-    with pytest.raises(ValueError, match="is not there"):
+    with pytest.raises(ValueError, match="does not exist"):
         bundle.unpack(url, tmp_path)
     assert not list(tmp_path.glob("podrl-code-*"))
 

@@ -85,7 +85,7 @@ def made(tmp_path, engine, *fns, watch=None, **settings):
     config = RewardConfig(fns=tuple(fn if callable(fn) else f"{tmp_path}/scores.py:{fn}" for fn in fns), **settings)
     with Rewards(config) as rewards:
         if watch is not None:
-            watch.append(rewards.waits)
+            watch.append(rewards.describe_waits)
         generator = Generator(engine, rewards, GRPOConfig(num_generations=G))
         return generator(prompts, None, 0)  # pyright: ignore[reportArgumentType]
 

@@ -27,9 +27,9 @@ from podrl.learner.recorder import HostRecorder
 from podrl.rollout.clock import TokenClock
 from podrl.rollout.partial import Partial
 from podrl.rollout.points import Points
-from podrl.rundir.accord import Accord
-from podrl.rundir.leases import Given, Lease, Told, cut, evaluation
+from podrl.rundir.leases import Lease, LeaseClient, LeaseServer, cut, evaluation
 from podrl.rundir.profiler import Profiler
+from podrl.rundir.step_barrier import StepBarrier
 from podrl.runtime import channel, joining
 from podrl.runtime import pod as pod_of
 from podrl.runtime.channel import ChannelError, LateError
@@ -142,7 +142,7 @@ class Sampler:
         player = types.SimpleNamespace(request=types.SimpleNamespace(prompts=prompts), state=list)
         return types.SimpleNamespace(prompts=prompts, step=step, player=player, drawn=drawn)
 
-    def play(self, makings, policy, *, halt=None, took=lambda: None):
+    def play(self, makings, policy, *, halt=None, on_ended=lambda: None):
         for making, points in makings:
             for (p, g), versions in making.drawn.items():
                 left = length(making.step, p, g) - len(versions)
@@ -188,8 +188,8 @@ def run() -> types.SimpleNamespace:
         traced=None,
         stopping=lambda: False,
         begin=lambda: None,
-        tell_saved=lambda step: None,
-        tell_taking=lambda: None,
+        notify_saved=lambda step: None,
+        notify_takeover=lambda: None,
     )
 
 
@@ -202,11 +202,11 @@ class Member:
         self._thread.start()
 
     def _work(self) -> None:
-        here, accord = run(), Accord(self.pod, run(), DEADLINE_S)
+        here, barrier = run(), StepBarrier(self.pod, run(), DEADLINE_S)
         mode = "windows" if self._schedule.max_staleness > 1 else "whole"
         makes = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S, "mode": mode}
-        host = HostRollouts(self._weights, here, self.pod, accord, **makes)
-        of_host = {"enter": host.enter, "evaluate": None, "stopping": accord.stopping}
+        host = HostRollouts(self._weights, here, self.pod, barrier, **makes)
+        of_host = {"enter": host.enter, "evaluate": None, "stopping": barrier.stopping}
         seen = HostRecorder(here, self._schedule, **of_host)
         nothing = types.SimpleNamespace(
             score=lambda *_: None, rewards=lambda *_: (None, {}), advantages=lambda *_: (None, {}),
@@ -260,7 +260,7 @@ class Pods:
         def hold() -> None:
             if next(count) == message:
                 for member in self.there:
-                    member.pod._lost_leader()
+                    member.pod._on_leader_lost()
                 paused.set()
             receive()
 
@@ -274,18 +274,18 @@ class Pods:
 
     def pause(self, pod: Pod, message: int, paused: threading.Event | None = None) -> threading.Event:
         """Holds a host's network at an answer to it, counted from 1, until the leader has given the host up."""
-        answered, count, paused = pod.channel._answered, itertools.count(1), paused or threading.Event()
+        answered, count, paused = pod.channel._on_answer, itertools.count(1), paused or threading.Event()
 
         def hold(*args: Any) -> None:
             if next(count) == message:
                 given_up = threading.Event()
-                lost = functools.partial(self.leader._lost, pod.seat.process, pod.channel.address)
+                lost = functools.partial(self.leader._on_broken, pod.seat.process, pod.channel.address)
                 self.leader.channel._do(lambda: (lost(), given_up.set()))
                 assert given_up.wait(DEADLINE_S)
                 paused.set()
             answered(*args)
 
-        pod.channel._answered = hold
+        pod.channel._on_answer = hold
         return paused
 
     def kill(self, rng: random.Random) -> int:
@@ -349,7 +349,7 @@ def train_through(
     steps: int = STEPS,
     roles: Hosts = HOSTS,
     began: Callable[[Pods], None] = lambda hosts: None,
-) -> tuple[list[Experience], Given, dict[str, int]]:
+) -> tuple[list[Experience], LeaseServer, dict[str, int]]:
     """Trains some steps; kills hosts after random ones, and adds as many, some under the number of a lost one."""
     rng, seen = random.Random(seed), []
     deaths = {1, *rng.sample(range(2, steps - 2), kills - 1)} if kills else set()
@@ -361,8 +361,8 @@ def train_through(
         clock = TokenClock(RolloutConfig(window_tokens=QUANTUM), staleness=staleness)
         needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
         more = {"deadline_s": DEADLINE_S, "clock": clock, "begun": schedule.begun, "prompts": P}
-        accord = Accord(pods[0], run(), DEADLINE_S)
-        leader = RemoteRollouts(weights.offers(), stream, run(), pods[0], accord, needed=needed, **more)
+        barrier = StepBarrier(pods[0], run(), DEADLINE_S)
+        leader = RemoteRollouts(weights.offers(), stream, run(), pods[0], barrier, needed=needed, **more)
 
         def score(step: int, experience: Experience) -> None:
             if chosen:
@@ -384,13 +384,13 @@ def train_through(
         )  # fmt: skip
         assert train(leader, algorithm, recorder, schedule) == steps
         hosts.end()
-        return seen, leader._given, curriculum["curriculum"].sizes() if chosen else {}
+        return seen, leader._lease_server, curriculum["curriculum"].sizes() if chosen else {}
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_ten_kills_in_thirty_steps_lose_no_prompt_and_change_no_version(staleness):
     seen, given, _ = train_through(staleness, seed=staleness, kills=10)
-    assert given.taken_over >= 5, "kills that struck nobody show nothing"
+    assert given.reassigned >= 5, "kills that struck nobody show nothing"
     _is_whole(seen, staleness)
 
 
@@ -450,7 +450,7 @@ def test_a_process_that_pauses_at_any_message_until_it_is_given_up_stops_nobody(
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_what_a_curriculum_chooses_depends_on_no_host(staleness):
     seen, given, sizes = train_through(staleness, seed=staleness, kills=10, chosen=True)
-    assert given.taken_over >= 5 and sizes["retired"] > 10 and sizes["hard"] + sizes["postponed"] > 10, sizes
+    assert given.reassigned >= 5 and sizes["retired"] > 10 and sizes["hard"] + sizes["postponed"] > 10, sizes
     undisturbed, _, same = train_through(staleness, seed=staleness, kills=0, chosen=True)
     assert [experience.data_state for experience in seen] == [experience.data_state for experience in undisturbed]
     assert sizes == same
@@ -468,42 +468,42 @@ def test_leases_cover_a_task_once_and_are_as_equal_as_can_be(hosts):
 
 def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
     with joined(HOSTS, disposable=True) as pods:
-        leader, name = Given(pods[0], 1.0), evaluation(0)
+        leader, name = LeaseServer(pods[0], 1.0), evaluation(0)
         leader.serve(0, lambda: {"step": 0})
         leader.open_shares(name, 2, 0)
-        assert leader.held(name) == [Lease(name, 0, 1, 1), Lease(name, 1, 2, 2)]
+        assert leader.await_leases(name) == [Lease(name, 0, 1, 1), Lease(name, 1, 2, 2)]
         for host in (1, 2):
             pods[0].on_lost(host)
         with pytest.raises(LateError, match=r"trainer 0 waited 1 s for a rollout host: there is none in the job\. Add"):
-            leader.held(name)
+            leader.await_leases(name)
         leader._deadline_s, held = 30.0, []
-        waiting = threading.Thread(target=lambda: held.extend(leader.held(name)))
+        waiting = threading.Thread(target=lambda: held.extend(leader.await_leases(name)))
         waiting.start()
-        while "a rollout host for evaluation/0: none is in the job" not in pods[0].waits():
+        while "a rollout host for evaluation/0: none is in the job" not in pods[0].describe_waits():
             assert waiting.is_alive()
         late = joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)
         assert late.late and late.process == 3 and late.hosts.name(3) == "rollout 2"
         pod = Pod(late, host="127.0.0.1").join(PATIENCE_S, lambda reached, waited_s: "")
-        assert Told(pod, 30.0).enter()["step"] == 0
+        assert LeaseClient(pod, 30.0).enter()["step"] == 0
         waiting.join(PATIENCE_S)
-        assert held == [Lease(name, 0, 1, 3), Lease(name, 1, 2, 3)] and pods[0].waits() == ""
+        assert held == [Lease(name, 0, 1, 3), Lease(name, 1, 2, 3)] and pods[0].describe_waits() == ""
         pod.channel.close()
 
 
 def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
     """A later host has no copy of the weights, which trainers hold no more; it gets a share if nobody else is left."""
     with joined(HOSTS, disposable=True) as pods:
-        leader = Given(pods[0], DEADLINE_S)
+        leader = LeaseServer(pods[0], DEADLINE_S)
         leader.serve(3, lambda: {"step": 3})
         leader.open_shares(evaluation(3), 2, 3)
         for step in (4, 5):
-            leader.advance(step, lambda: {"step": 4}, waits=False)
+            leader.advance(step, lambda: {"step": 4}, wait=False)
         late = joining.late_seat(pods[0].channel.address, {"PODRL_SECRET": "s"}, 30.0)
         pod = Pod(late, host="127.0.0.1").join(PATIENCE_S, lambda reached, waited_s: "")
-        Told(pod, DEADLINE_S).enter()
+        LeaseClient(pod, DEADLINE_S).enter()
         for lost, others in ((2, [1, 1]), (1, [3, 3])):
             pods[0].on_lost(lost)
-            assert [lease.host for lease in leader.held(evaluation(3))] == others
+            assert [lease.host for lease in leader.await_leases(evaluation(3))] == others
         pod.channel.close()
 
 
@@ -513,10 +513,10 @@ def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluatio
     scores: Any = types.SimpleNamespace(scores=lambda policy, step, part: ({"eval/x": np.full((1, 1), part[0])}, []))
     with joined(HOSTS, disposable=True) as pods:
         made: Any = {"needed": None, "deadline_s": DEADLINE_S, "prompts": P}
-        leader = RemoteRollouts(weights.offers(), Stream(), run(), pods[0], Accord(pods[0], run(), 30.0), **made)
+        leader = RemoteRollouts(weights.offers(), Stream(), run(), pods[0], StepBarrier(pods[0], run(), 30.0), **made)
         leader.resume(start)
         made = {"generate": Sampler(), "evaluator": scores, "deadline_s": DEADLINE_S, "last": 5}
-        host = HostRollouts(weights, run(), pods[1], Accord(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
+        host = HostRollouts(weights, run(), pods[1], StepBarrier(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
         host.enter()
         host.resume(start)
         weights.offers().sync_weights(5, in_place=True)
@@ -545,7 +545,7 @@ def test_a_host_that_waits_for_weights_can_make_what_another_was_to_make():
     weights = Weights(0)
     with joined(HOSTS, disposable=True) as pods:
         made: Any = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S}
-        host = HostRollouts(weights, run(), pods[1], Accord(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
+        host = HostRollouts(weights, run(), pods[1], StepBarrier(pods[1], run(), 30.0), **made)  # pyright: ignore[reportArgumentType]
         moved: list[Policy] = []
         moving = threading.Thread(target=lambda: moved.append(host.move(5, in_place=True)), daemon=True)
         moving.start()
@@ -560,20 +560,20 @@ def test_a_host_that_waits_for_weights_can_make_what_another_was_to_make():
 def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_stops():
     asked: list[bool] = []
     with joined(HOSTS, disposable=True) as pods:
-        leader, name = Given(pods[0], DEADLINE_S, ending=lambda: bool(asked)), evaluation(0)
+        leader, name = LeaseServer(pods[0], DEADLINE_S, ending=lambda: bool(asked)), evaluation(0)
         leader.serve(0, lambda: {"step": 0})
         leader.open_shares(name, 2, 0)
-        first, second = (Told(pod, DEADLINE_S) for pod in pods[1:])
+        first, second = (LeaseClient(pod, DEADLINE_S) for pod in pods[1:])
         asked.append(True)
         assert not first.leave() and leader.hosts == 2
         asked.clear()
         assert first.leave() and first.leave()  # asked twice
-        assert leader.held(name) == [Lease(name, 0, 1, 2), Lease(name, 1, 2, 2)]
+        assert leader.await_leases(name) == [Lease(name, 0, 1, 2), Lease(name, 1, 2, 2)]
         assert not second.leave() and leader.hosts == 1
         pods[0].on_lost(2)
         assert first.leave(), "what it was told once holds, though no host is left now"
         pods[1].channel.close()  # it was let go: its end is no loss
-        assert pods[0].is_lost(1) and not pods[0]._gone
+        assert pods[0].is_lost(1) and not pods[0]._lost_processes
 
 
 def test_the_last_host_that_is_stopped_before_training_ends_the_job(monkeypatch):
@@ -609,8 +609,8 @@ def test_hosts_are_given_the_batches_that_a_checkpoint_holds_in_part():
         partial = Partial(next(Stream()), 2, QUANTUM, [], [{"track": None, "number": b} for b in range(P * G)], rows)
         clock = TokenClock(RolloutConfig(), staleness=2)
         more = {"needed": None, "deadline_s": DEADLINE_S, "clock": clock, "prompts": P}
-        accord, begun = Accord(pods[0], run(), DEADLINE_S), Schedule(STEPS, 2).begun
-        leader = RemoteRollouts(Weights(2).offers(), Stream(), run(), pods[0], accord, begun=begun, **more)
+        barrier, begun = StepBarrier(pods[0], run(), DEADLINE_S), Schedule(STEPS, 2).begun
+        leader = RemoteRollouts(Weights(2).offers(), Stream(), run(), pods[0], barrier, begun=begun, **more)
         leader.resume(Start(2, b"", (partial,), set()))
         prompts, samples = [], []
         for pod in pods[1:]:
@@ -627,7 +627,9 @@ def test_a_job_takes_in_whoever_asked_for_a_number_alone():
     with joined(HOSTS, disposable=True) as pods:
         address = pods[0].channel.address
         stranger = Pod(Seat(9, HOSTS, address, "s", True), host="127.0.0.1")
-        with pytest.raises(ChannelError, match="host 9 is not of this job: a new host asks for its number"):
+        with pytest.raises(
+            ChannelError, match="host 9 does not belong to this job: a new host must ask for its number"
+        ):
             stranger.join(PATIENCE_S, lambda reached, waited_s: "")
         stranger.channel.close()
         with pytest.raises(ValueError, match=r"--join=nowhere must be HOST:PORT"):

@@ -14,7 +14,7 @@ from waits import until
 from podrl.learner.evaluations import eval_hosts
 from podrl.learner.evaluations.eval_hosts import EvaluationHost, EvaluationShares
 from podrl.learner.pods.trainer import RemoteRollouts
-from podrl.rundir.accord import Accord
+from podrl.rundir.step_barrier import StepBarrier
 from podrl.runtime import channel
 from podrl.runtime import pod as pod_of
 from podrl.runtime.channel import ChannelError, LateError
@@ -77,7 +77,7 @@ def leader_of(pods, deadline_s: float = DEADLINE_S):
     cluster: Any = types.SimpleNamespace(weights=types.SimpleNamespace(hold=held.append))
     made: Any = {"needed": None, "deadline_s": deadline_s, "prompts": 6}
     here: Any = run()
-    return RemoteRollouts(cluster, Stream(), here, pods[0], Accord(pods[0], here, DEADLINE_S), **made), held
+    return RemoteRollouts(cluster, Stream(), here, pods[0], StepBarrier(pods[0], here, DEADLINE_S), **made), held
 
 
 def test_evaluations_are_made_by_their_own_hosts_and_joined_in_order():
@@ -135,11 +135,11 @@ def test_without_a_host_the_wait_ends_with_a_word():
         for pod in pods[2:]:
             pod.channel.close()
         until(lambda: all(pods[0].is_lost(host) for host in HOSTS.eval))
-        assert pods[0].waits() == "", "nobody waits for it yet"
+        assert pods[0].describe_waits() == "", "nobody waits for it yet"
         collects: Any = leader._evaluations._work
         with pytest.raises(LateError, match=r"trainer 0 waited 0 s for an evaluation host: none of roles\.eval\.hosts"):
             leader.evaluated(wait=True)
-        assert "an evaluation host for evaluation/2: none is in the job" in pods[0].waits()
+        assert "an evaluation host for evaluation/2: none is in the job" in pods[0].describe_waits()
         leader.close()
         with pytest.raises(LateError, match="waited for evaluation/2, but not all of its shares were made"):
             collects.result(DEADLINE_S)
@@ -158,9 +158,9 @@ def test_a_host_that_is_asked_to_stop_leaves_and_the_last_one_stops_the_job(monk
         leader, _ = leader_of(pods)
         asked = Member(pods[2], stops=True)
         asked.thread.join(DEADLINE_S)
-        assert left == [(2, 75)] and pods[0].is_lost(2) and not leader._accord.ending()
+        assert left == [(2, 75)] and pods[0].is_lost(2) and not leader._barrier.ending()
         last = Member(pods[3], stops=True)
-        until(leader._accord.ending)
+        until(leader._barrier.ending)
         leader.begin_evaluation(Policy({}, 4), 4)
         made = leader.evaluated(wait=True)
         assert made is not None and sorted(last.made) == [(4, 0), (4, 1)], "it stays until the job has ended"
@@ -174,11 +174,13 @@ def test_a_process_that_is_in_the_place_of_one_that_is_gone_is_the_one_that_is_a
         shares = EvaluationShares(pods[0], DEADLINE_S, lambda: False)
         message = channel.Message({"process": 2, "address": "127.0.0.1:1"})
         with pytest.raises(ValueError, match="host 2 is not in the job any more"):
-            shares._on_ask(message)
-        asked = [shares._on_ask(channel.Message({"process": 2, "address": pods[2].channel.address})) for _ in range(2)]
+            shares._on_request(message)
+        asked = [
+            shares._on_request(channel.Message({"process": 2, "address": pods[2].channel.address})) for _ in range(2)
+        ]
         shares.open_shares("evaluation/3", 2, 3)
         assert not asked[0].done() and asked[1].result().value == {"step": 3, "share": 0, "shares": 2}
-        again = shares._on_ask(channel.Message({"process": 2, "address": pods[2].channel.address}))
+        again = shares._on_request(channel.Message({"process": 2, "address": pods[2].channel.address}))
         assert again.result().value["share"] == 0, "it asked twice, and has not heard the answer"
 
 

@@ -13,7 +13,7 @@ from endpoints import joined
 from podrl.cluster.config import Mode
 from podrl.engine.config import RolloutConfig
 from podrl.learner.evaluate import EvalConfig, Evaluator, summarised
-from podrl.learner.evaluations.hosts import GivenEvaluations
+from podrl.learner.evaluations.hosts import RemoteEvaluations
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, Rewards
@@ -192,8 +192,8 @@ def test_an_evaluation_that_failed_forbids_a_checkpoint_on_all_trainer_hosts():
         given: Any = types.SimpleNamespace(open_shares=lambda *_: None, forget=lambda _: None)
         made = Future[list[Message]]()
 
-        def of(pod: Pod) -> GivenEvaluations:
-            return GivenEvaluations(pod, given if pod.leads else None, 30.0, lambda *_: made.result(), lambda _: None)
+        def of(pod: Pod) -> RemoteEvaluations:
+            return RemoteEvaluations(pod, given if pod.leads else None, 30.0, lambda *_: made.result(), lambda _: None)
 
         each = [of(pod) for pod in pods[:2]]
         for one in each:

@@ -11,7 +11,7 @@ from benchmarks import pod as bench
 from podrl.learner.loop import Schedule, Start
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
-from podrl.rundir.accord import Accord
+from podrl.rundir.step_barrier import StepBarrier
 from podrl.runtime.roles import Hosts
 
 STEPS = 3
@@ -27,9 +27,9 @@ def pods():
 
 def _trainer(pod):
     everything = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
-    run, accord = bench.Run(), Accord(pod, bench.Run(), S)
+    run, barrier = bench.Run(), StepBarrier(pod, bench.Run(), S)
     some = {"needed": everything, "deadline_s": S, "begun": Schedule(STEPS + 1).begun, "prompts": ARGS.prompts}
-    rollouts = RemoteRollouts(bench.Cluster(), bench.Data(ARGS.prompts), run, pod, accord, **some)
+    rollouts = RemoteRollouts(bench.Cluster(), bench.Data(ARGS.prompts), run, pod, barrier, **some)
     rollouts.resume(Start(0, b"", (), set()))
     return rollouts
 
@@ -38,9 +38,9 @@ def test_a_trainer_host_that_is_behind_still_gets_its_rows(pods):
     """The leader ends all steps before the other trainer begins: it waits for no other host between two steps."""
     leader, slow, host = pods
     made = bench.experience(ARGS, 0)
-    run, accord = bench.Run(), Accord(host, bench.Run(), S)
+    run, barrier = bench.Run(), StepBarrier(host, bench.Run(), S)
     generate = lambda prompts, policy, step: made  # noqa: E731
-    rollouts = HostRollouts(bench.Cluster(), run, host, accord, generate=generate, evaluator=None, deadline_s=S)
+    rollouts = HostRollouts(bench.Cluster(), run, host, barrier, generate=generate, evaluator=None, deadline_s=S)
     left = []
 
     def generates() -> None:

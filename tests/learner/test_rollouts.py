@@ -6,7 +6,7 @@ import pytest
 
 from podrl.learner.loop import Start
 from podrl.learner.pods.trainer import RemoteBatch
-from podrl.learner.rollouts import GivenAnswers
+from podrl.learner.rollouts import OfflineBatches
 
 
 class Place:
@@ -40,7 +40,7 @@ class Place:
 
 def test_given_answers_move_weights_only_to_evaluate_them():
     place = Place()
-    rollouts = GivenAnswers(place)
+    rollouts = OfflineBatches(place)
     rollouts.resume(Start(2, b"", (), set()))
     policy = rollouts.publish(2)
     assert rollouts.submit(policy, 2).result() == "answers" and policy.params == {}

@@ -29,11 +29,11 @@ class Words:
         return "<pad>" if token == 0 else f"▁w{token}"
 
 
-def noted(experience, rows=2):
+def extras(experience, rows=2):
     value_BT = np.arange(experience.rollouts.tokens_BT.size, dtype=np.float32).reshape(4, 8)
     columns = {"advantage": value_BT, "trained": experience.rollouts.mask_BT}
     scores = {"trainer_logprob": np.full((rows, 8), -0.5, np.float32), "entropy": np.full((rows, 8), 1.5, np.float32)}
-    return trace.Noted(["a", "b", "c"], columns, lambda: scores)
+    return trace.TraceExtras(["a", "b", "c"], columns, lambda: scores)
 
 
 def tracing(path, start=0, **settings):
@@ -46,7 +46,7 @@ def recorded(path, steps, start=0, seed=0, **settings):
     for step in steps:
         span = {"step": step, "host": "trainer 0", "lane": "loop", "name": "update", "start": 1.0 * step, "s": 0.5}
         if TraceSteps(LogConfig(**settings)).wants(step):
-            made.note(step, noted(experience))
+            made.note(step, extras(experience))
         made.record(step, experience, [span], Words())
     made.close()
     return experience
@@ -103,7 +103,9 @@ def test_a_file_of_format_1_has_groups_of_one_size(tmp_path):
 def test_a_sample_without_its_prompt_is_damage(tmp_path):
     recorded(tmp_path, [10])
     rewritten(tmp_path, lambda header, arrays: arrays.update({"sample.group": np.array([0, 0, 1, 2])}))
-    with pytest.raises(ValueError, match=r"cannot be read \(ValueError: its samples have prompts that are not there\)"):
+    with pytest.raises(
+        ValueError, match=r"cannot be read \(ValueError: its samples have prompts that it does not hold\)"
+    ):
         trace.read_step(tmp_path, 10)
 
 
@@ -138,7 +140,7 @@ def test_the_oldest_steps_make_room(tmp_path):
     assert made._bound == 1 << 20
     made._bound = int(2.5 * size)
     for step in range(2, 6):
-        made.note(step, noted(_experience(0)))
+        made.note(step, extras(_experience(0)))
         made.record(step, _experience(0), [], Words())
     made.close()
     assert trace.traced_steps(tmp_path) == [4, 5]
@@ -162,7 +164,7 @@ def test_a_slow_disk_loses_records_and_no_time(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trace, "content", slow)
     made, experience = tracing(tmp_path, trace="all"), _experience(0)
     for step in range(1, 40):
-        made.note(step, noted(experience))
+        made.note(step, extras(experience))
         made.record(step, experience, [], Words())
         assert entered.wait(60)
     free.set()

@@ -16,14 +16,14 @@ from test_elastic_hosts import DEADLINE_S, HOSTS, G, P, Stream, T, Weights, expe
 
 from podrl.engine.config import RolloutConfig
 from podrl.learner.loop import Schedule, Start, train
-from podrl.learner.place import _clock
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
+from podrl.learner.rollout_source import _clock
 from podrl.rollout.clock import WallClock
 from podrl.rollout.journal import NAME, WallJournal
 from podrl.rollout.partial import join_prompts, of_message
-from podrl.rundir.accord import Accord
+from podrl.rundir.step_barrier import StepBarrier
 from podrl.runtime import channel, joining
 from podrl.runtime import pod as pod_of
 from podrl.runtime.channel import ChannelError
@@ -33,20 +33,20 @@ from podrl.runtime.roles import Hosts
 from podrl.types import DRAWN, STOP_EOS, BatchError
 
 
-def token(index: int, asked: int, sample: int, place: int, version: int) -> int:
+def token(index: int, submit_step: int, sample: int, place: int, version: int) -> int:
     """Returns the token that a version draws at a place of a sample; it depends on nothing else."""
-    return random.Random(f"{index} {asked} {sample} {place} {version}").randrange(2, 1000)
+    return random.Random(f"{index} {submit_step} {sample} {place} {version}").randrange(2, 1000)
 
 
 class Player:
     """The samples of a prompt."""
 
-    def __init__(self, prompts, asked, partial):
+    def __init__(self, prompts, submit_step, partial):
         self.request, self.done = types.SimpleNamespace(samples=G, prompts=prompts), {}
-        self.index, self.asked = int(prompts.index_P[0]), asked
+        self.index, self.submit_step = int(prompts.index_P[0]), submit_step
         self.tracks = []
         for g in range(G):
-            length = random.Random(f"{self.index} {asked} {g}").randint(1, T - 1)
+            length = random.Random(f"{self.index} {submit_step} {g}").randint(1, T - 1)
             fields = {"sampled": 0, "limit": length, "stop": None, "paused": None, "first": 1, "text": "", "breaks": []}
             self.tracks.append(
                 types.SimpleNamespace(**fields, tokens=[], versions=[], routes=None, drawn={name: [] for name in DRAWN})
@@ -61,7 +61,7 @@ class Player:
 
     def draw(self, g: int, version: int) -> None:
         track = self.tracks[g]
-        track.tokens.append(token(self.index, self.asked, g, track.sampled, version))
+        track.tokens.append(token(self.index, self.submit_step, g, track.sampled, version))
         track.versions.append(version)
         track.sampled += 1
         for values in track.drawn.values():
@@ -80,7 +80,7 @@ class Sampler:
     def begin(self, prompts, step, partial=None):
         return types.SimpleNamespace(player=Player(prompts, step, partial), step=step)
 
-    def play(self, makings, policy, *, halt, took):
+    def play(self, makings, policy, *, halt, on_ended):
         rows = [(m.player, g, points.hold(g, m.player.tracks[g].sampled)) for m, points in makings for g in range(G)]
         while rows and not halt():
             time.sleep(self._pace.choice([0.0, 0.001, 0.003]))
@@ -89,7 +89,7 @@ class Sampler:
                 track = player.tracks[g]
                 if track.stop is None and track.sampled == track.limit:
                     track.stop, player.done[g] = STOP_EOS, track
-                    took()
+                    on_ended()
                 if track.stop is not None or track.sampled == until:
                     rows.remove(row)
                 else:
@@ -113,10 +113,10 @@ class Member:
 
     def __init__(self, pod, weights, schedule, sampler):
         self.pod = pod
-        here, accord = run(), Accord(pod, run(), DEADLINE_S)
+        here, barrier = run(), StepBarrier(pod, run(), DEADLINE_S)
         makes = {"generate": sampler, "evaluator": None, "deadline_s": DEADLINE_S, "mode": "wall"}
-        self.host = HostRollouts(weights, here, pod, accord, **makes)
-        seen = HostRecorder(here, schedule, enter=self.host.enter, evaluate=None, stopping=accord.stopping)
+        self.host = HostRollouts(weights, here, pod, barrier, **makes)
+        seen = HostRecorder(here, schedule, enter=self.host.enter, evaluate=None, stopping=barrier.stopping)
 
         def work() -> None:
             with contextlib.suppress(ChannelError, RuntimeError, CancelledError):  # once it died
@@ -167,11 +167,11 @@ def train_through(
         more = {"deadline_s": DEADLINE_S, "begun": schedule.begun, "prompts": P, "group_size": G, "clock": clock}
         more |= {"needed": needed, "rows": ("tokens_BT", "version_BT")}
         here.stopping = lambda: begin.step + len(seen) + 1 >= until < steps
-        accord = Accord(pods[0], here, DEADLINE_S)
-        leader = RemoteRollouts(weights.offers(), stream, here, pods[0], accord, **more)
+        barrier = StepBarrier(pods[0], here, DEADLINE_S)
+        leader = RemoteRollouts(weights.offers(), stream, here, pods[0], barrier, **more)
         others, behind = [], {}
         for number in hosts.trainer[1:]:
-            theirs = Accord(pods[number], run(), DEADLINE_S)
+            theirs = StepBarrier(pods[number], run(), DEADLINE_S)
             apart = {**more, "clock": None}  # the leader keeps it
             others.append(RemoteRollouts(Weights(staleness).offers(), Stream(), run(), pods[number], theirs, **apart))
 
@@ -209,7 +209,7 @@ def train_through(
 
         recorder = types.SimpleNamespace(
             restore=lambda: begin, stage=lambda name: contextlib.nullcontext(), record=record, save=save,
-            evaluate=lambda *_: None, stopping=accord.stopping,
+            evaluate=lambda *_: None, stopping=barrier.stopping,
         )  # fmt: skip
         try:
             train(leader, _Nothing(), recorder, schedule)
@@ -260,7 +260,9 @@ def test_hosts_lost_and_added_lose_no_prompt_and_all_of_it_is_repeated(tmp_path,
     drawn = [set(row[row >= 0].tolist()) for batch in seen.values() for row in batch.rollouts.version_BT]
     assert any(len(versions) > 1 for versions in drawn)
     assert_equal(seen, repeated(tmp_path / "run", staleness=staleness, seed=99, steps=steps))
-    assert len(leader._given._told) < 5 and not leader._dispatcher._decided, "what all have heard is dropped"
+    assert len(leader._lease_server._change_of_batch) < 5 and not leader._dispatcher._decided, (
+        "what all have heard is dropped"
+    )
 
 
 def test_hosts_lost_while_steps_are_repeated_change_nothing(tmp_path):
@@ -296,7 +298,7 @@ def test_a_host_that_is_asked_to_stop_leaves_its_groups_to_others_and_the_last_o
 
     def asked(host, step):
         if (host._pod.seat.process, step) in ((1, 4), (2, 8)):
-            host._run.stopping = host._accord._run.stopping = lambda: True
+            host._run.stopping = host._barrier._run.stopping = lambda: True
         agree(host, step)
 
     def leave(host):
@@ -333,20 +335,20 @@ def test_a_dispatch_that_outlasts_a_step_of_training_makes_no_batch_too_old(tmp_
         return any(line["step"] == step and "again" in line for line in lines)
 
     class Slow(Sampler):
-        def play(self, makings, policy, *, halt, took):
+        def play(self, makings, policy, *, halt, on_ended):
             new = [one for one in makings if not any(track.sampled for track in one[0].player.tracks)]
             if policy.version == 3 and new and not slow.is_set():
                 slow.set()
-                super().play([one for one in makings if one is not new[-1]], policy, halt=bool, took=took)
+                super().play([one for one in makings if one is not new[-1]], policy, halt=bool, on_ended=on_ended)
                 for _ in range(1000):
                     if decides(5):
                         break
                     time.sleep(0.01)
-                super().play(new[-1:], policy, halt=bool, took=took)
+                super().play(new[-1:], policy, halt=bool, on_ended=on_ended)
                 told.set()
             elif policy.version == 5:
                 told.wait(10.0)
-            super().play(makings, policy, halt=halt, took=took)
+            super().play(makings, policy, halt=halt, on_ended=on_ended)
 
     path = tmp_path / "run" / NAME
     more = {"staleness": 1, "steps": 12}
@@ -362,15 +364,15 @@ def test_what_the_wall_clock_does_not_go_with_is_refused():
     here = run()
     here.workdir = None
     with pytest.raises(ValueError, match="keeps a journal: give --workdir"):
-        _clock(cluster, Schedule(3, 1), here, None, given=False)
+        _clock(cluster, Schedule(3, 1), here, None, offline=False)
 
 
 def test_what_fails_on_a_host_is_told_to_the_trainers(tmp_path):
     class Fails(Sampler):
-        def play(self, makings, policy, *, halt, took):
+        def play(self, makings, policy, *, halt, on_ended):
             if policy.version == 2:
                 raise BatchError("no reward")
-            super().play(makings, policy, halt=halt, took=took)
+            super().play(makings, policy, halt=halt, on_ended=on_ended)
 
     with pytest.raises(BatchError, match="no reward"):
         train_through(tmp_path / "run", staleness=1, seed=1, steps=6, sampler=Fails)

@@ -15,7 +15,7 @@ from podrl.rollout.journal import NAME, WallJournal
 @dataclasses.dataclass(eq=False)
 class Group:
     index: int
-    asked: int
+    submit_step: int
     number: int
     drawn: int | None = None
     ended: bool = False
@@ -27,7 +27,7 @@ class Group:
 
     def record(self):
         runs = [] if self.drawn is None else [[self.drawn, 3]]
-        return {"index": self.index, "asked": self.asked, "runs": [runs], "tokens": [3], "late": []}
+        return {"index": self.index, "asked": self.submit_step, "runs": [runs], "tokens": [3], "late": []}
 
 
 @given(batch=st.integers(0, 9), staleness=st.integers(1, 4), quantum=st.integers(1, 9), length=st.integers(1, 60))
@@ -67,11 +67,11 @@ def play(clock, seed, *, steps, size, staleness, decided=None):
         while number < min((step + 1 + staleness), steps) * size:
             open_.append(Group(number, number // size, number))
             number += 1
-        wanted = None if decided is None else {(g.index, g.asked): g for g in decided[step]}
+        wanted = None if decided is None else {(g.index, g.submit_step): g for g in decided[step]}
         while not (chosen := clock.batch(step, open_, size)):
             for group in open_:
                 if wanted is not None:
-                    if (then := wanted.get((group.index, group.asked))) is not None:
+                    if (then := wanted.get((group.index, group.submit_step))) is not None:
                         group.drawn, group.ended = then.drawn, True
                 elif not group.ended and chance.random() < 0.5:
                     group.drawn = step if group.drawn is None else group.drawn
@@ -93,7 +93,9 @@ def test_every_prompt_is_in_one_batch_and_the_journal_repeats_them(tmp_path_fact
         assert all(group.drawn is None or step - staleness <= group.drawn <= step for group in batch)
     written = (directory / NAME).read_bytes()
     again = play(WallClock(WallJournal(directory), staleness, "run"), 0, decided=batches, **how)
-    assert [[(g.index, g.asked) for g in b] for b in again] == [[(g.index, g.asked) for g in b] for b in batches]
+    assert [[(g.index, g.submit_step) for g in b] for b in again] == [
+        [(g.index, g.submit_step) for g in b] for b in batches
+    ]
     assert (directory / NAME).read_bytes() == written
 
 

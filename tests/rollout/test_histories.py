@@ -163,7 +163,7 @@ def test_the_oldest_conversations_are_forgotten(histories, monkeypatch):
     said = {"role": "assistant", "content": "3"}
     for i in range(50):
         answered(made, [{"role": "user", "content": f"{i} + 1?"}], said, ids_of(made, "3<end_of_turn>"))
-        assert made._tokens == sum(map(len, made._known.values())) <= 100
+        assert made._tokens == sum(map(len, made._answers.values())) <= 100
 
 
 def test_thoughts_beside_the_content_make_no_other_message():

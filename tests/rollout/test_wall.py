@@ -43,7 +43,7 @@ class Maker:
         player = self._worker.player(prompts, group_size=G, step=step, sampling=self._sampling, partial=partial)
         return types.SimpleNamespace(player=player)
 
-    def play(self, makings, policy, *, halt, took):
+    def play(self, makings, policy, *, halt, on_ended):
         """Plays a window; if it is not repeated, halts some dispatches after its batch was taken."""
         left, taken = self._clock.randint(0, 3), [0]
 
@@ -53,7 +53,7 @@ class Maker:
 
         rows = [(making.player, points) for making, points in makings]
         for _ in self._worker.advance(policy, rows, halt=halt if self.repeats() else halted):
-            took()
+            on_ended()
 
     def gather(self, makings, step, seconds):
         del step
@@ -70,15 +70,15 @@ class Maker:
 class Interrupted(Maker):
     """Leaves a window that is not repeated after a few samples, and goes on under the same weights, as a host does."""
 
-    def play(self, makings, policy, *, halt, took):
+    def play(self, makings, policy, *, halt, on_ended):
         left = 0 if self.repeats() else self._clock.randint(0, 2)
         while left:
             left -= 1
             asked = itertools.count()
             halted = functools.partial(self._heard, asked, self._clock.randint(1, 3))
             for _ in self._worker.advance(policy, [(m.player, points) for m, points in makings], halt=halted):
-                took()
-        super().play(makings, policy, halt=halt, took=took)
+                on_ended()
+        super().play(makings, policy, halt=halt, on_ended=on_ended)
 
     @staticmethod
     def _heard(asked, most):
@@ -304,7 +304,7 @@ def test_samples_out_of_time_are_so_again(tight, policies, batches, tmp_path):
 
 def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
     class Fails(Maker):
-        def play(self, makings, policy, *, halt, took):
+        def play(self, makings, policy, *, halt, on_ended):
             raise BatchError("no reward")
 
     run = types.SimpleNamespace(watchdog=Watchdog(60.0))

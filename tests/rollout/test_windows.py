@@ -40,7 +40,7 @@ class Maker:
         player = self._worker.player(prompts, group_size=G, step=step, sampling=self._sampling, partial=partial)
         return types.SimpleNamespace(step=step, player=player)
 
-    def play(self, makings, policy, *, halt=None, took=None):
+    def play(self, makings, policy, *, halt=None, on_ended=None):
         assert halt is None  # nothing ends a window but its samples
         rows = [(making.player, quantum) for making, quantum in makings]
         for _ in self._worker.advance(policy, rows, calls=self._calls):

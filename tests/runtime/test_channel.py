@@ -188,7 +188,7 @@ def test_another_endpoint_at_the_address_of_before_answers_nothing_and_counts_as
     second.put("y", Message(2))
     second.serve("act", lambda message: called.append("act") or Message())
     asked = [b.request(address, kind, key, Message(), lane=lane) for kind, key in (("get", "y"), ("call", "act"))]
-    assert lost.wait(PATIENCE_S) and b.is_given_up(address) and not b.stands(address)
+    assert lost.wait(PATIENCE_S) and b.is_given_up(address) and not b.is_up(address)
     assert not called and not any(request.arrived(0.1) for request in asked)
     second.close()
 

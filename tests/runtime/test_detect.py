@@ -262,17 +262,17 @@ FLAGS = {"coordinator": "h0:9000", "process_id": "1", "num_processes": "4"}
 
 
 def test_flags_say_the_place_where_no_platform_does():
-    found = detect.detect({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, given=FLAGS)  # they win
+    found = detect.detect({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, flags=FLAGS)  # they win
     assert found == detect.Cluster("given", "shared", 1, 4, coordinator="h0:9000")
     arguments = found.distributed_arguments
     assert arguments["coordinator_address"] == "h0:9000" and arguments["process_id"] == 1
     assert (arguments["num_processes"], arguments["cluster_detection_method"]) == (4, "deactivate")
-    assert detect.detect({}, given=FLAGS | {"coordinator": "10.0.0.1"}).coordinator == "10.0.0.1:8482"
-    split = detect.detect({}, topology="split", given=FLAGS)
+    assert detect.detect({}, flags=FLAGS | {"coordinator": "10.0.0.1"}).coordinator == "10.0.0.1:8482"
+    split = detect.detect({}, topology="split", flags=FLAGS)
     assert (split.role, split.trainers, split.channel) == ("trainer", 4, "h0:8483")
-    alone = detect.detect({}, given=FLAGS | {"process_id": "0", "num_processes": "1"})
+    alone = detect.detect({}, flags=FLAGS | {"process_id": "0", "num_processes": "1"})
     assert (alone.topology, alone.distributed_arguments) == ("single", None)
-    assert detect.detect({}, given=dict.fromkeys(FLAGS, "")) == detect.detect({})
+    assert detect.detect({}, flags=dict.fromkeys(FLAGS, "")) == detect.detect({})
     assert "--process_id from 0 on" in detect.too_few_workers(found, 1, 300)
 
 
@@ -290,7 +290,7 @@ def test_flags_say_the_place_where_no_platform_does():
 )
 def test_flags_that_say_no_place_are_refused(change, environment, message):
     with pytest.raises(ValueError, match=message):
-        detect.detect(environment, given=FLAGS | change)
+        detect.detect(environment, flags=FLAGS | change)
 
 
 def test_jax_initialised_first_is_refused():

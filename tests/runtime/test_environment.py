@@ -73,15 +73,15 @@ def test_a_platform_that_is_named_is_kept(named):
 
 def test_compiled_programs_are_kept_where_the_user_says(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path)}
-    environment.keep_compiled(env, "auto")
+    environment.enable_compile_cache(env, "auto")
     directory = pathlib.Path(env["JAX_COMPILATION_CACHE_DIR"])
     assert directory.parent == tmp_path / "podrl" and directory.stat().st_mode & 0o777 == 0o700
-    environment.keep_compiled(env, "/elsewhere/compiled")
+    environment.enable_compile_cache(env, "/elsewhere/compiled")
     assert env["JAX_COMPILATION_CACHE_DIR"] == str(directory), "what is in the environment wins"
     # Small programs too, but not in a bucket.
     for where, least in {"": None, "/elsewhere/compiled": "0", "gs://bucket/compiled": "0.1"}.items():
         env = {}
-        environment.keep_compiled(env, where)
+        environment.enable_compile_cache(env, where)
         assert env.get("JAX_COMPILATION_CACHE_DIR") == (where or None)
         assert env.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS") == least
 
@@ -89,7 +89,7 @@ def test_compiled_programs_are_kept_where_the_user_says(tmp_path):
 def test_no_place_for_compiled_programs_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     env = {"XDG_CACHE_HOME": str(tmp_path / "file")}
-    environment.keep_compiled(env, "auto")
+    environment.enable_compile_cache(env, "auto")
     assert "JAX_COMPILATION_CACHE_DIR" not in env
 
 
@@ -97,7 +97,7 @@ _MEMBER = """
 import functools, sys
 import jax, jax.numpy as jnp
 from jax._src import compiler, distributed
-from podrl.runtime.environment import keep_what_this_process_compiles, meet_before_first_runs
+from podrl.runtime.environment import cache_own_programs, meet_before_first_runs
 address, me = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(address, 2, me, cluster_detection_method="deactivate")
 jax.devices()
@@ -120,7 +120,7 @@ def slowly(backend, computation, devices, *args, **kwargs):
     return compiled
 
 distributed.global_state.client, compiler.compile_or_get_cached = Tells(), slowly
-keep_what_this_process_compiles()
+cache_own_programs()
 meet_before_first_runs()
 misses = []
 jax.monitoring.register_event_listener(lambda name, **_: misses.extend([name] * name.endswith("/cache_misses")))

@@ -77,7 +77,7 @@ def test_the_first_that_fails_gives_the_exit_code(first, code, words, tmp_path):
     said = pod.stderr.readline()
     (tmp_path / "go").touch()
     assert _end(pod)[0] == code
-    assert said == f"podrl: rollout 1 ended with {words}; the others have to end too.\n"
+    assert said == f"podrl: rollout 1 ended with {words}; the other processes must end too.\n"
 
 
 def test_lines_have_a_name_and_the_chatter_of_collectives_is_left_out():
@@ -178,7 +178,7 @@ def test_a_job_that_hosts_may_join_goes_on_without_any_of_its_own(monkeypatch):
     """They join with the secret of whoever started the job; whether any is there the leader knows."""
     gone = "sys.exit(42) if index else time.sleep(3)"
     code, _, err = _run(gone, replace_rollouts=True, grace_s=0.3, rollouts=1)
-    assert code == 42 and "the others have to end too" in err
+    assert code == 42 and "the other processes must end too" in err
     monkeypatch.setenv("PODRL_SECRET", "of this test")
     code, _, err = _run(gone, replace_rollouts=True, grace_s=0.3, rollouts=1)
     assert code == 0 and err.count("it is started again") == 5

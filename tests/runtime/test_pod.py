@@ -94,15 +94,15 @@ def three():
 
 def test_who_is_waited_for_is_known_while_it_lasts(three):
     leader, _, rollout = three
-    assert leader.waits() == ""
+    assert leader.describe_waits() == ""
     waiting = threading.Thread(target=leader.get, args=(2, "header/7", 60))
     waiting.start()
-    while not leader.waits():
+    while not leader.describe_waits():
         time.sleep(0.01)
-    assert re.fullmatch(r"header/7 of rollout 0 \(host 2\), for \d+ s", leader.waits())
+    assert re.fullmatch(r"header/7 of rollout 0 \(host 2\), for \d+ s", leader.describe_waits())
     rollout.channel.put("header/7", Message())
     waiting.join(PATIENCE_S)
-    assert leader.waits() == ""
+    assert leader.describe_waits() == ""
 
 
 def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
@@ -125,10 +125,10 @@ def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch
     leader, _, rollout = three
     ended: list[int] = []
     monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append(code))
-    leader._gone.add(2)
+    leader._lost_processes.add(2)
     rollout._tell_leader(1, "a version is gone")
     assert not ended
-    leader._gone.clear()
+    leader._lost_processes.clear()
     rollout._tell_leader(1, "an error")
     assert ended == [1]
 
@@ -138,7 +138,7 @@ def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
     """The leader would believe that its predecessor asked twice, and no roster would tell of it."""
     with joined(Hosts((0,), (1, 2)), disposable=True) as (leader, first, _):
         port = int(first.channel.address.rpartition(":")[2])
-        me = {"process": 1, "address": first.channel.address, "host": "h", "pid": 7, "job": first.seat.told()}
+        me = {"process": 1, "address": first.channel.address, "host": "h", "pid": 7, "job": first.seat.describe()}
         again = {**me, "endpoint": first.channel.number}
         assert first.channel.call(leader.channel.address, "join", Message(again), deadline_s=PATIENCE_S).value is None
         first.channel.close()
@@ -166,7 +166,7 @@ def test_a_process_of_another_job_is_told_so_each_time_it_asks(three):
     said = {"process": 1, "address": trainer.channel.address, "endpoint": trainer.channel.number, "host": "h", "pid": 7}
     for _ in range(2):
         answer = trainer.channel.call(
-            leader.channel.address, "join", Message({**said, "job": other.told()}), deadline_s=PATIENCE_S
+            leader.channel.address, "join", Message({**said, "job": other.describe()}), deadline_s=PATIENCE_S
         )
         assert "was started for another job" in answer.value
 

@@ -13,7 +13,7 @@ from waits import PATIENCE_S, until
 
 from podrl.runtime import watchdog as watchdog_module
 from podrl.runtime.local_pod import free_ports
-from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, Watchdog, told_if_long
+from podrl.runtime.watchdog import EXIT_INFRASTRUCTURE, Watchdog, announce_if_long
 
 _HANG = """
 import time
@@ -43,7 +43,7 @@ _WAIT = """
 import time
 from podrl.runtime.watchdog import Watchdog
 watchdog = Watchdog(0.4)
-watchdog.waits_for += [lambda: "header/7 of rollout 1 (host 2), for 9 s", lambda: ""]
+watchdog.wait_sources += [lambda: "header/7 of rollout 1 (host 2), for 9 s", lambda: ""]
 watchdog.last_words = lambda: "Step 4 is saved in runs/x. Resume with: COMMAND"
 with watchdog.stage("rollout"):
     time.sleep(60)
@@ -75,7 +75,7 @@ print("alive")
 def test_a_stage_that_takes_long_says_once_what_it_does():
     watchdog, said = Watchdog(900.0), []
     try:
-        watchdog.tell_long(("start-up", 100.0), 110.0)  # nobody is told
+        watchdog.announce_long(("start-up", 100.0), 110.0)  # nobody is told
         watchdog.say, watchdog.expected = said.append, {"start-up": 24.6}
         for name, started, now in (
             ("start-up", 100.0, 102.9),
@@ -84,7 +84,7 @@ def test_a_stage_that_takes_long_says_once_what_it_does():
             ("update", 0.0, 5.0),
             ("trying", 0.0, 4.0),
         ):
-            watchdog.tell_long((name, started), now)
+            watchdog.announce_long((name, started), now)
     finally:
         watchdog.close()
     assert said == [
@@ -97,11 +97,11 @@ def test_a_stage_that_takes_long_says_once_what_it_does():
 def test_what_comes_before_the_first_stage_is_told_where_it_takes_long(monkeypatch):
     told = threading.Event()
     monkeypatch.setattr(watchdog_module, "_SILENCE_S", 0.01)
-    with told_if_long("Checking ...", lambda text: told.set()):
+    with announce_if_long("Checking ...", lambda text: told.set()):
         assert told.wait(PATIENCE_S)
     monkeypatch.setattr(watchdog_module, "_SILENCE_S", 3600.0)
     before = threading.active_count()
-    with told_if_long("Checking ...", lambda text: told.clear()):
+    with announce_if_long("Checking ...", lambda text: told.clear()):
         pass
     until(lambda: threading.active_count() <= before)
     assert told.is_set()

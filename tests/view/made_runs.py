@@ -9,7 +9,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "learner"))
 from test_experience import _experience
-from test_trace import Words, noted
+from test_trace import Words, extras
 
 from podrl.rundir import identity
 from podrl.rundir.about import About, Table, write_about
@@ -19,7 +19,7 @@ from podrl.rundir.tracing import TraceSteps, Tracing
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 
 
-def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=noted):
+def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=extras):
     """Writes a run directory of so many steps, with a summary where it ended."""
     config = LogConfig(to=(), trace=trace)
     log = MetricsLog(path, config, start=0, run_config={})
@@ -52,7 +52,7 @@ def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=noted):
 
 def weighed(experience):
     """Adds token weights to the trace's record of a step: tokens of high advantage are clipped in half the passes."""
-    told = noted(experience)
+    told = extras(experience)
     advantage_BT = told.columns["advantage"]
     clipped_BT = np.where(advantage_BT >= 16, 0.5, 0.0)
     weights = {"weight": advantage_BT * (1 - clipped_BT) - 4, "clipped": clipped_BT}

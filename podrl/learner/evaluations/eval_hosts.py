@@ -44,21 +44,25 @@ class EvaluationShares:
         self._changed = threading.Condition()
         self._step, self._over = 0, -1  # step of the evaluation; step that the job reached, -1 until it is over
         self._hosts: list[int | None] = []  # by share: the host that makes it or has made it; None for a free share
-        self._made: dict[int, Message] = {}  # scores, by share
-        self._asking: dict[int, futures.Future[Message]] = {}  # by host: the answer that the host waits for
+        self._scores: dict[int, Message] = {}  # scores, by share
+        self._open_requests: dict[int, futures.Future[Message]] = {}  # by host: the answer that the host waits for
         self._waited = False  # True while training waits for the scores
-        pod.on_evaluator_lost = self._lost
-        pod.waiting.append(self._waits_for)
-        for name, answer in (("share", self._on_ask), ("share made", self._on_made), ("share leaves", self._on_leaves)):
+        pod.on_evaluator_lost = self._remove_host
+        pod.wait_sources.append(self._describe_wait)
+        for name, answer in (
+            ("share", self._on_request),
+            ("share made", self._on_scores),
+            ("share leaves", self._on_leaves),
+        ):
             pod.channel.serve(name, answer)
 
     def open_shares(self, name: str, shares: int, since: int) -> None:
         """Opens the evaluation of version `since`, in `shares` shares; all shares of the one before have been made."""
         del name
         with self._changed:
-            self._step, self._made = since, {}
+            self._step, self._scores = since, {}
             self._hosts = [None for _ in range(shares)]
-            self._give()
+            self._assign_shares()
 
     def collect(self, name: str, deadline_s: float) -> list[Message]:
         """Waits for all shares of an evaluation; returns the scores of each share, in the order of the shares.
@@ -67,17 +71,17 @@ class EvaluationShares:
           LateError: some shares were not made within the deadline, or before the job was over.
         """
         with self._changed:
-            whole = lambda: len(self._made) == len(self._hosts)  # noqa: E731
+            whole = lambda: len(self._scores) == len(self._hosts)  # noqa: E731
             self._changed.wait_for(lambda: whole() or self._over >= 0, deadline_s)
             if not whole():
                 raise LateError(f"{self._pod.name} waited for {name}, but not all of its shares were made.")
-            return [self._made[share] for share in range(len(self._hosts))]
+            return [self._scores[share] for share in range(len(self._hosts))]
 
     def forget(self, names: Iterable[str]) -> None:
         """Drops the scores, once they have been joined."""
         del names
         with self._changed:
-            self._hosts, self._made, self._waited = [], {}, False
+            self._hosts, self._scores, self._waited = [], {}, False
 
     def wait(self, work: futures.Future[Any]) -> None:
         """Waits for the scores that `work` collects.
@@ -85,10 +89,10 @@ class EvaluationShares:
         Raises:
           LateError: no evaluation host was in the job for as long as the deadline.
         """
-        gone, self._waited = None, True
+        has_left, self._waited = None, True
         while not futures.wait([work], _LOOK_S).done:
-            gone = None if self._there() else gone or time.monotonic()
-            if gone is not None and time.monotonic() - gone > self._deadline_s:
+            has_left = None if self._present() else has_left or time.monotonic()
+            if has_left is not None and time.monotonic() - has_left > self._deadline_s:
                 raise LateError(
                     f"{self._pod.name} waited {self._deadline_s:.0f} s for an evaluation host: none of "
                     "roles.eval.hosts is in the job, and an evaluation is to be made. Start the same command again."
@@ -98,82 +102,84 @@ class EvaluationShares:
         """Tells the hosts that the job is over, and the step that it reached."""
         with self._changed:
             self._over = step
-            self._give()
+            self._assign_shares()
             self._changed.notify_all()
 
-    def _there(self) -> list[int]:
+    def _present(self) -> list[int]:
         return [host for host in self._pod.seat.hosts.eval if not self._pod.is_lost(host)]
 
-    def _waits_for(self) -> str:
+    def _describe_wait(self) -> str:
         """Names the shares that are waited for, and the hosts that make them; '' if nothing is waited for."""
-        if not self._waited or not (left := len(self._hosts) - len(self._made)):
+        if not self._waited or not (left := len(self._hosts) - len(self._scores)):
             return ""
-        if not self._there():
+        if not self._present():
             return f"an evaluation host for {leases.evaluation(self._step)}: none is in the job"
-        makers = [host for share, host in enumerate(self._hosts) if host is not None and share not in self._made]
+        makers = [host for share, host in enumerate(self._hosts) if host is not None and share not in self._scores]
         names = ", ".join(f"{self._pod.seat.hosts.name(host)} (host {host})" for host in dict.fromkeys(makers))
         by = names or "no host yet"
         return f"{left} of {len(self._hosts)} shares of {leases.evaluation(self._step)}, made by {by}"
 
-    def _give(self) -> None:
+    def _assign_shares(self) -> None:
         """Answers the hosts that ask for a share, as long as there are shares."""
-        for host, asks in list(self._asking.items()):
-            left = [share for share in range(len(self._hosts)) if share not in self._made]
+        for host, request in list(self._open_requests.items()):
+            left = [share for share in range(len(self._hosts)) if share not in self._scores]
             # A host that asks again has not heard the answer, so it gets the same share.
             mine = [share for share in left if self._hosts[share] == host]
             free = [share for share in left if self._hosts[share] is None]
             if self._over >= 0:
-                told = {"over": self._over}
+                answer = {"over": self._over}
             elif mine or free:
                 share = (mine or free)[0]
                 self._hosts[share] = host
-                told = {"step": self._step, "share": share, "shares": len(self._hosts)}
+                answer = {"step": self._step, "share": share, "shares": len(self._hosts)}
             else:
                 continue
-            del self._asking[host]
-            asks.set_result(Message(told))
+            del self._open_requests[host]
+            request.set_result(Message(answer))
 
-    def _on_ask(self, message: Message) -> "futures.Future[Message]":
-        host, asks = int(message.value["process"]), futures.Future[Message]()
+    def _on_request(self, message: Message) -> "futures.Future[Message]":
+        host, answer = int(message.value["process"]), futures.Future[Message]()
         if not self._pod.is_at(host, message.value["address"]):
             raise ValueError(f"host {host} is not in the job any more")
         with self._changed:
-            self._asking[host] = asks
-            self._give()
-        return asks
+            self._open_requests[host] = answer
+            self._assign_shares()
+        return answer
 
-    def _on_made(self, message: Message) -> Message:
+    def _on_scores(self, message: Message) -> Message:
         of = message.value["of"]
         with self._changed:
             if of["step"] == self._step and of["shares"] == len(self._hosts):
-                self._made.setdefault(int(of["share"]), Message(message.value["made"], message.arrays))
+                self._scores.setdefault(int(of["share"]), Message(message.value["made"], message.arrays))
                 self._changed.notify_all()
         return Message()
 
     def _on_leaves(self, message: Message) -> Message:
         """Allows a host that was asked to stop to leave; the last host stays, and the job stops."""
         host = int(message.value["process"])
-        others = [other for other in self._there() if other != host]
-        gone = self._pod.is_lost(host)  # a host that was let go asks again; other hosts may have been lost since then
-        goes = gone or (bool(others) and not self._ending())
-        if goes and not gone:
+        others = [other for other in self._present() if other != host]
+        has_left = self._pod.is_lost(
+            host
+        )  # a host that was let go asks again; other hosts may have been lost since then
+        may_leave = has_left or (bool(others) and not self._ending())
+        if may_leave and not has_left:
             self._pod.let_go(host)
             name = f"{self._pod.seat.hosts.name(host)} (host {host})"
-            _log.warning("%s was asked to stop, and leaves; %d evaluation hosts stay.", name, len(others))
-            self._lost(host)
-        return Message({"goes": goes})
+            _log.warning("%s was asked to stop and leaves; %d evaluation hosts stay.", name, len(others))
+            self._remove_host(host)
+        return Message({"goes": may_leave})
 
-    def _lost(self, host: int) -> None:
+    def _remove_host(self, host: int) -> None:
         """Takes back the shares that a lost host has not made."""
         with self._changed:
-            self._asking.pop(host, None)
-            lost = [i for i, own in enumerate(self._hosts) if own == host and i not in self._made]
-            for share in lost:
+            self._open_requests.pop(host, None)
+            free_again = [i for i, own in enumerate(self._hosts) if own == host and i not in self._scores]
+            for share in free_again:
                 self._hosts[share] = None
-            if lost:
+            if free_again:
                 task, name = leases.evaluation(self._step), self._pod.seat.hosts.name(host)
                 _log.warning("The share that %s had of %s goes to the next evaluation host that asks.", name, task)
-            self._give()
+            self._assign_shares()
 
 
 class EvaluationHost:
@@ -197,34 +203,35 @@ class EvaluationHost:
         """Makes shares until the job is over; returns the step that it reached."""
         self._run.begin()
         while True:
-            told = self._ask()
-            if "over" in told:
-                return int(told["over"])
-            self._run.tell_taking()  # a lost host may have recorded answers to its environments, which are read again
+            share = self._request_share()
+            if "over" in share:
+                return int(share["over"])
+            # A lost host may have recorded answers to its environments, which are read again.
+            self._run.notify_takeover()
             try:
-                made = self._make(int(told["step"]), (int(told["share"]), int(told["shares"])))
+                result = self._score_share(int(share["step"]), (int(share["share"]), int(share["shares"])))
             except VersionGoneError as error:  # the leader took this host for lost, and others have made the share
                 _log.warning("Skips the share, because its weights are gone: %s", error)
                 time.sleep(_LOOK_S)
                 continue
-            if isinstance(made, BatchError):
-                failed = codec.failure(made)
-                self._pod.call(LEADER, "share made", Message({"of": told, "made": failed.value}), self._deadline_s)
+            if isinstance(result, BatchError):
+                failed = codec.failure(result)
+                self._pod.call(LEADER, "share made", Message({"of": share, "made": failed.value}), self._deadline_s)
             else:
-                scores, samples = made
-                words = {"of": told, "made": {"samples": codec.plain(samples)}}
+                scores, samples = result
+                words = {"of": share, "made": {"samples": codec.plain(samples)}}
                 self._pod.call(LEADER, "share made", Message(words, scores), self._deadline_s)
-            self._run.spans.pass_on(int(told["step"]), last=True)
+            self._run.spans.pass_on(int(share["step"]), last=True)
 
-    def _ask(self) -> dict[str, Any]:
+    def _request_share(self) -> dict[str, Any]:
         """Waits for a share, or the end of the job."""
         me = Message({"process": self._pod.seat.process, "address": self._pod.channel.address})
         request = self._pod.channel.request(self._pod.address(LEADER), "call", "share", me)
         while not request.arrived(_LOOK_S):
-            self._leave_if_asked()
+            self._leave_if_stopping()
         return request.wait(0.0, "trainer 0: share").value
 
-    def _make(self, step: int, part: tuple[int, int]) -> Scored | BatchError:
+    def _score_share(self, step: int, part: tuple[int, int]) -> Scored | BatchError:
         """Scores a share under the weights after a step, which the trainers hold until the next evaluation begins."""
         assert self._evaluator is not None, "an evaluation begins where there is an evaluator"
         if self._policy is None or self._policy.version != step:
@@ -240,9 +247,9 @@ class EvaluationHost:
                 return end.value
             except BatchError as error:
                 return error
-            self._leave_if_asked()
+            self._leave_if_stopping()
 
-    def _leave_if_asked(self) -> None:
+    def _leave_if_stopping(self) -> None:
         """Ends this process if it was asked to stop and other evaluation hosts stay; otherwise has the job stop."""
         if self._refused or not self._run.stopping():
             return

@@ -18,26 +18,26 @@ _LONGEST_S = 30 * 86400.0  # longest time for an evaluation; a lost host is noti
 
 
 class Shares(Protocol):
-    """Gives shares of evaluations to hosts: podrl.rundir.leases.Given, or EvaluationShares."""
+    """Gives shares of evaluations to hosts: podrl.rundir.leases.LeaseServer, or EvaluationShares."""
 
     def open_shares(self, name: str, shares: int, since: int) -> None: ...
 
     def forget(self, names: Iterable[str]) -> None: ...
 
 
-class GivenEvaluations:
+class RemoteEvaluations:
     """Runs on a trainer host: gives one evaluation at a time to other hosts; the leader collects the scores.
 
     The other hosts are the evaluation hosts if the job has any, else the rollout hosts.
 
     Attributes:
-      begun: step of the evaluation under way; None if there is none.
+      step_in_flight: step of the evaluation under way; None if there is none.
     """
 
     def __init__(
         self,
         pod: Pod,
-        given: Shares | None,
+        shares: Shares | None,
         deadline_s: float,
         collect: Callable[[str, float], Sequence[Message]],
         done: Callable[[int], None],
@@ -47,27 +47,33 @@ class GivenEvaluations:
 
         Args:
           pod: the job's processes.
-          given: table of leases or shares on the leader; None on other trainer hosts.
+          shares: table of leases or shares on the leader; None on other trainer hosts.
           deadline_s: the longest wait for the leader, in seconds.
           collect: function (name, longest wait in seconds) -> each share's scores, in the order of the records.
           done: function called with the step of each evaluation that is complete.
           wait: function that waits for the collecting future, and raises if waiting is in vain.
         """
-        self._pod, self._given, self._deadline_s, self._collect, self._done = pod, given, deadline_s, collect, done
+        self._pod, self._shares, self._deadline_s, self._collect, self._done = (
+            pod,
+            shares,
+            deadline_s,
+            collect,
+            done,
+        )
         self._wait = wait
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-scores")
         self._work: Future[Sequence[Message]] | None = None
-        self.begun: int | None = None
+        self.step_in_flight: int | None = None
         self._failed = False
 
     def begin(self, step: int) -> None:
         """Gives the evaluation after a step to the hosts that are there."""
-        assert self.begun is None, "one at a time"
-        self.begun = step
-        if self._given is not None:
+        assert self.step_in_flight is None, "one at a time"
+        self.step_in_flight = step
+        if self._shares is not None:
             name = leases.evaluation(step)
             hosts = self._pod.seat.hosts.eval or self._pod.seat.hosts.heads
-            self._given.open_shares(name, max(len(hosts), 1), step)  # at least one share: hosts may come later
+            self._shares.open_shares(name, max(len(hosts), 1), step)  # at least one share: hosts may come later
             self._work = self._thread.submit(self._collect, name, _LONGEST_S)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
@@ -79,14 +85,14 @@ class GivenEvaluations:
           BatchError: a reward function failed, or a service that it asks was away; raised on every trainer host, and
             only with `wait`.
         """
-        if (step := self.begun) is None:
+        if (step := self.step_in_flight) is None:
             return None
         if self._work is None:  # not the leader: this host collects nothing, but must fail where the leader fails
             if wait:
-                self.begun = None
-                said = self._pod.get(LEADER, evaluated(step), self._deadline_s)
-                self._failed = "error" in said.value
-                codec.raise_failure([said])
+                self.step_in_flight = None
+                answer = self._pod.get(LEADER, evaluated(step), self._deadline_s)
+                self._failed = "error" in answer.value
+                codec.raise_failure([answer])
             return None
         if not wait and not (self._work.done() and self._work.exception() is None):
             return None
@@ -97,10 +103,10 @@ class GivenEvaluations:
         if failed and not wait:  # kept for the next call with `wait`, in which all trainer hosts raise the error
             self._work = work
             return None
-        self.begun, self._failed = None, bool(failed)
+        self.step_in_flight, self._failed = None, bool(failed)
         self._done(step)
-        assert self._given is not None
-        self._given.forget([leases.evaluation(step)])
+        assert self._shares is not None
+        self._shares.forget([leases.evaluation(step)])
         self._pod.channel.put(evaluated(step), next(iter(failed), Message({})))
         codec.raise_failure(messages)
         samples = [sample for message in messages for sample in message.value["samples"]]
@@ -125,10 +131,10 @@ def evaluated(step: int) -> str:
     return f"evaluated/{step}"
 
 
-def offer(pod: Pod, lease: Lease, made: Scored | BatchError) -> None:
+def offer(pod: Pod, lease: Lease, result: Scored | BatchError) -> None:
     """Offers the leader the scores of a rollout host's share, or the error that says why there are none."""
-    if isinstance(made, BatchError):
-        pod.channel.put(lease.key("scores"), codec.failure(made))
+    if isinstance(result, BatchError):
+        pod.channel.put(lease.key("scores"), codec.failure(result))
     else:
-        scores, samples = made
+        scores, samples = result
         pod.channel.put(lease.key("scores"), Message({"samples": codec.plain(samples)}, scores))

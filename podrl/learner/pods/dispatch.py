@@ -13,7 +13,7 @@ from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.open_groups import Group, OpenGroups, begun
 from podrl.rollout.partial import Partial, cut, join, of_message, take_prompts
 from podrl.rundir import leases
-from podrl.rundir.leases import NOBODY, Given, Lease
+from podrl.rundir.leases import NOBODY, Lease, LeaseServer
 from podrl.runtime.channel import LateError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, MovedError, Pod
@@ -31,7 +31,7 @@ class RemoteGroup(Group):
       since: step at which the group was opened.
       quantum: number of tokens that a sample draws in a window; used by the token clock only.
       host: number of the host that makes the group, or NOBODY.
-      made: the journal's entry of the group once the group has ended; None before, and under the token clock.
+      entry: the journal's entry of the group once the group has ended; None before, and under the token clock.
       moved: True once a host that had the group was lost.
     """
 
@@ -39,7 +39,7 @@ class RemoteGroup(Group):
     since: int
     quantum: int
     host: int = NOBODY
-    made: Mapping[str, Any] | None = None
+    entry: Mapping[str, Any] | None = None
     moved: bool = False
 
     @property
@@ -48,23 +48,23 @@ class RemoteGroup(Group):
 
         Under the token clock the trainers wait for the rows that they fetch, so the leader need not know more.
         """
-        return self.made is not None if self.samples else self.host != NOBODY
+        return self.entry is not None if self.samples else self.host != NOBODY
 
     @property
     def oldest(self) -> int | None:
-        return self.asked if self.drawn is None and self.repeated and self.made is None else self.drawn
+        return self.submit_step if self.drawn is None and self.repeated and self.entry is None else self.drawn
 
     def states(self) -> Sequence[tuple[Mapping[str, Any], None]]:
         """Returns one empty record per sample: only the host knows the tokens that it has drawn."""
         return [({}, None)] * self.samples
 
     def record(self) -> Mapping[str, Any]:
-        assert self.made is not None
-        return self.made
+        assert self.entry is not None
+        return self.entry
 
 
 @dataclasses.dataclass
-class _Desk:
+class _HostQueue:
     """The leader's account of one rollout host: the orders sent to it, and its answers so far.
 
     Attributes:
@@ -72,14 +72,14 @@ class _Desk:
       since: step that the host had reached when this account was opened.
       sent: number of orders sent so far.
       dropped: number of orders that the host has read, and that the channel offers no longer.
-      heard: number of the newest change of the leases that the host has heard of.
+      change: number of the newest change of the leases that the host has heard of.
     """
 
     address: str
     since: int
     sent: int = 0
     dropped: int = 0
-    heard: int = 0
+    change: int = 0
 
 
 class Dispatcher:
@@ -102,7 +102,7 @@ class Dispatcher:
     def __init__(
         self,
         pod: Pod,
-        given: Given,
+        lease_server: LeaseServer,
         clock: TokenClock | WallClock,
         *,
         size: int,
@@ -115,7 +115,7 @@ class Dispatcher:
 
         Args:
           pod: the job's processes.
-          given: table of the leases, and of the rollout hosts in the job.
+          lease_server: table of the leases, and of the rollout hosts in the job.
           clock: decides which groups make a batch, and which prompts are asked again.
           size: number of prompts in a batch.
           group_size: number of samples per prompt.
@@ -123,24 +123,29 @@ class Dispatcher:
           deadline_s: the longest wait for a batch, in seconds.
           read: function that reads the prompts of the next batch from the data.
         """
-        self._pod, self._given, self._clock = pod, given, clock
+        self._pod, self._lease_server, self._clock = pod, lease_server, clock
         self._size, self._group_size, self._shares = size, group_size, shares
         self._deadline_s, self._read = deadline_s, read
         self._by_tokens = clock.mode != "wall"
         self._open = OpenGroups(clock, size, self._group, self._ends)
         self._decided: dict[int, list[RemoteGroup]] = {}  # by step: groups that hosts still serve to trainers
-        self._desks: dict[int, _Desk] = {}  # by host
+        self._queues: dict[int, _HostQueue] = {}  # by host
         self._start = self._at = 0  # the step that this process began at, and the step that it has reached
         self._clock_from = 0  # steps before this one are repeated from the journal
         self._batches = 0  # batches of prompts read since the start of the run
-        self._begun = 0  # batches of prompts that had been read before the current step
+        self._batches_before = 0  # batches of prompts that had been read before the current step
         self._failed: int | None = None  # a host that could not go on
-        self._unread: tuple[int, BatchError] | None = None  # the batch whose prompts could not be read, and the error
-        self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})  # the last `_collected`, with its step
-        self._waited: int | None = None  # the step whose groups this process waits for
-        given.regroup = self._regroup
-        pod.waiting.append(self._waits)
-        pod.channel.serve("groups", self._on_told)
+        self._read_error: tuple[int, BatchError] | None = (
+            None  # the batch whose prompts could not be read, and the error
+        )
+        self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (
+            -1,
+            {},
+        )  # the last `_collect_states`, with its step
+        self._awaited_step: int | None = None  # the step whose groups this process waits for
+        lease_server.regroup = self._regroup
+        pod.wait_sources.append(self._describe_wait)
+        pod.channel.serve("groups", self._on_report)
 
     def resume(self, step: int, pending: Sequence[Partial], whole: int) -> None:
         """Takes over the open groups of a checkpoint; called before any host is let in.
@@ -169,17 +174,17 @@ class Dispatcher:
         Returns:
           The number of orders that each host must have read before it begins this window, by the host's address.
         """
-        self._begun = self._batches
+        self._batches_before = self._batches
         new = self._new(batches)
-        with self._given.lock:
+        with self._lease_server.lock:
             self._at = step
             self._forget()
-            self._open.ask_again(self._clock.stale(step, self._open.groups), step, self._give_up)
+            self._open.resubmit(self._clock.stale(step, self._open.groups), step, self._give_up)
             for prompts in new:
                 self._open.submit(prompts, self._batches)
                 self._batches += 1
             self._assign()
-            return {desk.address: desk.sent for desk in self._desks.values()}
+            return {queue.address: queue.sent for queue in self._queues.values()}
 
     def decide(self, step: int) -> None:
         """Waits until a step's batch has its groups, records them in the journal, and tells all processes.
@@ -190,23 +195,23 @@ class Dispatcher:
           ValueError: a group has not become what the journal recorded of it.
         """
         end = time.monotonic() + self._deadline_s
-        with self._given.lock:
-            if self._given.task(leases.batch(step)) is not None:
+        with self._lease_server.lock:
+            if self._lease_server.task(leases.batch(step)) is not None:
                 return
-            if self._unread is not None and step >= self._unread[0]:
-                self._tell(step, [], [LEADER])
-                error, lease = self._unread[1], Lease(leases.batch(step), 0, 1, LEADER)
+            if self._read_error is not None and step >= self._read_error[0]:
+                self._open_batch(step, [], [LEADER])
+                error, lease = self._read_error[1], Lease(leases.batch(step), 0, 1, LEADER)
                 self._pod.channel.put(lease.key("header"), codec.failure(error))  # for the other trainers
                 raise error
-            self._waited = step
-            while not (chosen := self._chosen(step)) and self._failed is None:
+            self._awaited_step = step
+            while not (chosen := self._choose_batch(step)) and self._failed is None:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise LateError(self._late(step))
-                self._given.lock.wait(left)
-            self._waited = None
+                self._lease_server.lock.wait(left)
+            self._awaited_step = None
             if not chosen:
-                self._tell(step, [], [self._failed or 0])
+                self._open_batch(step, [], [self._failed or 0])
                 return
             if self._clock.known(step) == step:
                 # A new decision of the wall clock: the sort puts each host's groups side by side, so that each host has
@@ -214,7 +219,7 @@ class Dispatcher:
                 chosen.sort(key=lambda group: group.host)
             self._open.decide(step, chosen)
             self._decided[step] = chosen
-            self._tell(step, [group.key for group in chosen], [group.host for group in chosen])
+            self._open_batch(step, [group.key for group in chosen], [group.host for group in chosen])
 
     def counts(self, step: int) -> Mapping[str, float]:
         """Returns, once, the metrics of the queue at the time when the batch of a step was decided."""
@@ -231,19 +236,21 @@ class Dispatcher:
           first: number of steps done.
         """
         if self._by_tokens:
-            return join([self._part(group, first) for group in self._open.groups if group.asked == step])
+            return join([self._part(group, first) for group in self._open.groups if group.submit_step == step])
         if self._saved[0] != first:
-            self._saved = (first, self._collected(first))
-        return self._open.state(step, step - first, last=step == self._begun - 1, found=self._saved[1])
+            self._saved = (first, self._collect_states(first))
+        return self._open.state(step, step - first, last=step == self._batches_before - 1, found=self._saved[1])
 
     # Called under the lock of the leases.
 
-    def _group(self, prompts: Prompts, number: int, asked: int, repeated: bool, origin: Partial | None) -> RemoteGroup:
+    def _group(
+        self, prompts: Prompts, number: int, submit_step: int, repeated: bool, origin: Partial | None
+    ) -> RemoteGroup:
         quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
         if not self._by_tokens and origin is not None and not begun(origin):
             origin = None
         samples = 0 if self._by_tokens else self._group_size
-        return RemoteGroup(prompts, number, asked, repeated, origin, samples, self._at, quantum)
+        return RemoteGroup(prompts, number, submit_step, repeated, origin, samples, self._at, quantum)
 
     def _ends(self, prompts: int) -> Sequence[int]:
         """Cuts a number of prompts into groups; returns 0 and the end of each group.
@@ -253,88 +260,83 @@ class Dispatcher:
         if not self._by_tokens:
             return range(prompts + 1)
         # Before the first host has come, the batch is cut for the rollout hosts of the configuration.
-        there = len(self._desks) or len(self._pod.seat.hosts.heads)
-        count = min(self._shares or max(there, 1), prompts)
+        hosts = len(self._queues) or len(self._pod.seat.hosts.heads)
+        count = min(self._shares or max(hosts, 1), prompts)
         return [i * prompts // count for i in range(count + 1)]
 
-    def _chosen(self, step: int) -> list[RemoteGroup]:
+    def _choose_batch(self, step: int) -> list[RemoteGroup]:
         """Returns the groups of a step's batch; an empty list as long as the batch has to wait."""
         if late := self._clock.stale_since(step, self._open.groups):
-            self._open.ask_again(late, step, self._give_up)
+            self._open.resubmit(late, step, self._give_up)
             self._assign()
         return self._clock.batch(step, self._open.groups, self._size)
 
-    def _tell(self, step: int, groups: Sequence[tuple[int, int]], hosts: Sequence[int]) -> None:
+    def _open_batch(self, step: int, groups: Sequence[tuple[int, int]], hosts: Sequence[int]) -> None:
         position = self._open.rest().decode()
         more = {"since": step, "groups": groups, "position": position}
-        self._given.open_chosen(leases.batch(step), hosts, joined=not self._by_tokens, **more)
+        self._lease_server.open_chosen(leases.batch(step), hosts, joined=not self._by_tokens, **more)
 
     def _give_up(self, group: RemoteGroup) -> None:
-        if group.host in self._desks:
+        if group.host in self._queues:
             self._order(group.host, {"drop": [list(group.key)]})
 
     def _regroup(self) -> None:
         """Updates the list of hosts, and gives the groups of lost hosts to other hosts."""
-        self._give_again()
-        self._given.lock.notify_all()
-
-    def _give_again(self) -> None:
-        there = {host: self._pod.address(host) for host in self._given.members}
-        for host in [host for host, desk in self._desks.items() if there.get(host) != desk.address]:
-            self._drop(self._desks.pop(host), None)
+        addresses = {host: self._pod.address(host) for host in self._lease_server.members}
+        for host in [host for host, queue in self._queues.items() if addresses.get(host) != queue.address]:
+            self._drop(self._queues.pop(host), None)
             # The lost host was the one that could not go on: other hosts make its groups.
             self._failed = None if self._failed == host else self._failed
-        for host, address in there.items():
-            self._desks.setdefault(host, _Desk(address, self._given.members[host]))
+        for host, address in addresses.items():
+            self._queues.setdefault(host, _HostQueue(address, self._lease_server.members[host]))
         for group in self._open.groups:
-            if group.host not in self._desks and group.host != NOBODY:
-                group.host, group.made, group.looked_up, group.moved = NOBODY, None, None, True
-                self._given.taken_over += 1
+            if group.host not in self._queues and group.host != NOBODY:
+                group.host, group.entry, group.looked_up, group.moved = NOBODY, None, None, True
+                self._lease_server.reassigned += 1
                 if self._clock.anew and self._clock.recorded(*group.key, self._at) is None:
                     group.origin = None
         for step, groups in self._decided.items():
-            if (task := self._given.task(leases.batch(step))) is None:
+            if (task := self._lease_server.task(leases.batch(step))) is None:
                 continue
             for lease in task.leases:
                 moved = [group for group in groups[lease.first : lease.last] if group.host != lease.host]
                 for group in moved:
                     group.host, group.moved = lease.host, True
-                if lease.host in self._desks:
-                    self._give(lease.host, moved, taken=True)
+                if lease.host in self._queues:
+                    self._send_groups(lease.host, moved, in_batch=True)
         self._assign()
+        self._lease_server.lock.notify_all()
 
     def _assign(self) -> None:
         """Gives the groups that no host makes to the hosts with the fewest unfinished groups."""
-        if not self._desks:
+        if not self._queues:
             return
-        load, new = dict.fromkeys(sorted(self._desks), 0), {}
+        load, new = dict.fromkeys(sorted(self._queues), 0), {}
         for group in self._open.groups:
-            if group.host != NOBODY and group.made is None:
+            if group.host != NOBODY and group.entry is None:
                 load[group.host] += 1
         for group in (group for group in self._open.groups if group.host == NOBODY):
             group.host = min(load, key=lambda host: (load[host], host))
             load[group.host] += 1
             new.setdefault(group.host, []).append(group)
         for host, groups in new.items():
-            self._give(host, groups)
+            self._send_groups(host, groups)
 
-    def _give(self, host: int, groups: Sequence[RemoteGroup], *, taken: bool = False) -> None:
-        """Orders a host to make groups; `taken`: a batch holds them already, so they must become the same again."""
+    def _send_groups(self, host: int, groups: Sequence[RemoteGroup], *, in_batch: bool = False) -> None:
+        """Orders a host to make groups; `in_batch`: a batch holds them already, so they must become the same again."""
         # One order per set of fields: join() gives every prompt the fields of all others, as None.
         for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):
-            self._give_alike(host, list(alike), taken)
+            entries, parts = [], []
+            for group in alike:
+                own = {"number": group.number, "asked": group.submit_step, "repeated": group.repeated}
+                own |= {"quantum": group.quantum, "moved": group.moved, "prompts": len(group.prompts.length_P)}
+                own |= {"position": group.prompts.data_state.decode(), "taken": in_batch}
+                entries.append(own | self._how_to_draw(group, in_batch))
+                parts.append(group.part(group.submit_step))
+            whole = join(parts).message()
+            self._order(host, {"partial": whole.value, "groups": entries}, whole.arrays)
 
-    def _give_alike(self, host: int, groups: Sequence[RemoteGroup], taken: bool) -> None:
-        said = []
-        for group in groups:
-            own = {"number": group.number, "asked": group.asked, "repeated": group.repeated, "taken": taken}
-            own |= {"quantum": group.quantum, "moved": group.moved, "prompts": len(group.prompts.length_P)}
-            own |= {"position": group.prompts.data_state.decode()}
-            said.append(own | self._becomes(group, taken))
-        whole = join([group.part(group.asked) for group in groups]).message()
-        self._order(host, {"partial": whole.value, "groups": said}, whole.arrays)
-
-    def _becomes(self, group: RemoteGroup, taken: bool) -> dict[str, Any]:
+    def _how_to_draw(self, group: RemoteGroup, in_batch: bool) -> dict[str, Any]:
         """Returns the part of an order that says how a group is drawn.
 
         `record`: the journal's entry that the group must become, or None. `since`: the first version of the weights
@@ -343,59 +345,59 @@ class Dispatcher:
         if self._by_tokens:
             since = self._start if group.origin is not None else group.since
             return {"record": None, "since": since}
-        record = group.made if taken else self._clock.recorded(*group.key, self._at)
+        record = group.entry if in_batch else self._clock.recorded(*group.key, self._at)
         since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
         return {"record": record, "since": self._start if group.origin is not None else since}
 
     def _order(self, host: int, value: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        desk = self._desks[host]
+        queue = self._queues[host]
         message = Message({**value, "window": self._at, "clock_from": self._clock_from}, arrays or {})
-        self._pod.channel.put(order(desk.address, desk.sent), message)
-        desk.sent += 1
+        self._pod.channel.put(order(queue.address, queue.sent), message)
+        queue.sent += 1
 
-    def _drop(self, desk: _Desk, read: int | None) -> None:
+    def _drop(self, queue: _HostQueue, read: int | None) -> None:
         """Stops offering the first `read` orders to a host; all orders if `read` is None, as the host is lost."""
-        for number in range(desk.dropped, desk.sent if read is None else read):
-            self._pod.channel.drop(order(desk.address, number))
-            desk.dropped = number + 1
+        for number in range(queue.dropped, queue.sent if read is None else read):
+            self._pod.channel.drop(order(queue.address, number))
+            queue.dropped = number + 1
 
     def _forget(self) -> None:
         """Frees the memory of batches that all trainers have."""
-        for step in [step for step in self._decided if self._given.task(leases.batch(step)) is None]:
+        for step in [step for step in self._decided if self._lease_server.task(leases.batch(step)) is None]:
             del self._decided[step]
         self._clock.forget(self._at)
-        heard = min((desk.heard for desk in self._desks.values()), default=0)
-        self._given.passed(min([self._at, *self._decided]), heard)
+        change = min((queue.change for queue in self._queues.values()), default=0)
+        self._lease_server.passed(min([self._at, *self._decided]), change)
 
-    def _on_told(self, message: Message) -> Message:
+    def _on_report(self, message: Message) -> Message:
         """Stores a host's report about its groups; runs on the channel's thread."""
-        said = message.value
-        with self._given.lock:
-            host = next((host for host, desk in self._desks.items() if desk.address == said["address"]), None)
+        report = message.value
+        with self._lease_server.lock:
+            host = next((host for host, queue in self._queues.items() if queue.address == report["address"]), None)
             if host is None:
                 return Message()
-            desk = self._desks[host]
-            desk.heard = max(desk.heard, int(said["change"]))
-            self._drop(desk, int(said["orders"]))
+            queue = self._queues[host]
+            queue.change = max(queue.change, int(report["change"]))
+            self._drop(queue, int(report["orders"]))
             mine = {group.key: group for group in self._open.groups if group.host == host}
-            for index, asked, version in said["drawn"]:
-                if (group := mine.get((index, asked))) is not None:
+            for index, submit_step, version in report["drawn"]:
+                if (group := mine.get((index, submit_step))) is not None:
                     group.looked_up = version
-            for record in said["ended"]:
+            for record in report["ended"]:
                 if (group := mine.get((record["index"], record["asked"]))) is not None:
-                    group.made = record
+                    group.entry = record
                     group.looked_up = min((runs[0][0] for runs in record.get("runs", ()) if runs), default=None)
-            if said["failed"]:
+            if report["failed"]:
                 self._failed = host
-            self._given.lock.notify_all()
+            self._lease_server.lock.notify_all()
         return Message()
 
-    def _waits(self) -> str:
-        there = bool(self._desks) or self._waited is None
-        return "" if there else f"a rollout host for the prompts of step {self._waited}: none is in the job"
+    def _describe_wait(self) -> str:
+        served = bool(self._queues) or self._awaited_step is None
+        return "" if served else f"a rollout host for the prompts of step {self._awaited_step}: none is in the job"
 
     def _late(self, step: int) -> str:
-        who = {host: sum(g.made is None for g in self._open.groups if g.host == host) for host in sorted(self._desks)}
+        who = {host: sum(g.entry is None for g in self._open.groups if g.host == host) for host in sorted(self._queues)}
         hosts = ", ".join(f"{self._pod.seat.hosts.name(h)} (host {h}) makes {n} groups" for h, n in who.items() if n)
         return (
             f"{self._pod.name} waited {self._deadline_s:.0f} s for the groups of step {step}: "
@@ -408,11 +410,11 @@ class Dispatcher:
     def _new(self, batches: int) -> list[Prompts]:
         """Reads prompts until `batches` batches have been read since the start of the run; keeps an error for later."""
         new: list[Prompts] = []
-        while self._unread is None and self._batches + len(new) < batches:
+        while self._read_error is None and self._batches + len(new) < batches:
             try:
                 new.append(self._read())
             except BatchError as error:
-                self._unread = self._batches + len(new), error
+                self._read_error = self._batches + len(new), error
         return new
 
     def _part(self, group: RemoteGroup, at: int) -> Partial:
@@ -423,33 +425,33 @@ class Dispatcher:
         """
         key, end = part_of(at, group.key), time.monotonic() + self._deadline_s
         while True:
-            host, desk = group.host, self._desks.get(group.host)
+            host, queue = group.host, self._queues.get(group.host)
             try:
-                if desk is not None:
-                    return of_message(self._pod.get(host, key, self._deadline_s, moved=self._has_moved(host, desk)))
+                if queue is not None:
+                    return of_message(self._pod.get(host, key, self._deadline_s, moved=self._has_moved(host, queue)))
             except MovedError:
                 end = time.monotonic() + self._deadline_s
             if time.monotonic() > end:
-                raise LateError(self._late(group.asked))
+                raise LateError(self._late(group.submit_step))
             time.sleep(_AGAIN_S)
 
-    def _has_moved(self, host: int, desk: _Desk) -> Callable[[], bool]:
+    def _has_moved(self, host: int, queue: _HostQueue) -> Callable[[], bool]:
         """Returns a function that tells whether a host is lost, or another process has taken its place."""
-        return lambda: self._desks.get(host) is not desk
+        return lambda: self._queues.get(host) is not queue
 
-    def _collected(self, at: int) -> dict[tuple[int, int], Partial]:
+    def _collect_states(self, at: int) -> dict[tuple[int, int], Partial]:
         """Collects the state of all groups at the start of a window; hosts that are lost meanwhile are left out."""
-        with self._given.lock:
-            asked = {host: desk for host, desk in self._desks.items() if desk.since < at}
-        found: dict[tuple[int, int], Partial] = {}
-        for host, desk in asked.items():
+        with self._lease_server.lock:
+            queues = {host: queue for host, queue in self._queues.items() if queue.since < at}
+        states: dict[tuple[int, int], Partial] = {}
+        for host, queue in queues.items():
             try:
-                message = self._pod.get(host, part_of(at), self._deadline_s, moved=self._has_moved(host, desk))
+                message = self._pod.get(host, part_of(at), self._deadline_s, moved=self._has_moved(host, queue))
             except MovedError:
                 continue
             for part in parts_of(message) if message.value else ():
-                found[int(part.prompts.index_P[0]), int(part.samples[0]["asked"])] = part
-        return found
+                states[int(part.prompts.index_P[0]), int(part.samples[0]["asked"])] = part
+        return states
 
 
 def order(address: str, number: int) -> str:

@@ -17,9 +17,9 @@ from podrl.learner.pods.player import Player
 from podrl.rollout.batches import Batch
 from podrl.rollout.group_player import Mode
 from podrl.rundir import leases
-from podrl.rundir.accord import Accord
-from podrl.rundir.leases import Lease, Told
+from podrl.rundir.leases import Lease, LeaseClient
 from podrl.rundir.run import Run
+from podrl.rundir.step_barrier import StepBarrier
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.watchdog import EXIT_PREEMPTED
@@ -41,7 +41,7 @@ class HostRollouts:
         cluster: RLCluster,
         run: Run,
         pod: Pod,
-        accord: Accord,
+        barrier: StepBarrier,
         *,
         generate: Any,
         evaluator: Evaluator | None,
@@ -55,7 +55,7 @@ class HostRollouts:
           cluster: the cluster with this host's part of the rollout mesh.
           run: signals and the watchdog; writes nothing.
           pod: the job's processes, all connected.
-          accord: agreement with the leader on continuing or stopping after each step.
+          barrier: agreement with the leader on continuing or stopping after each step.
           generate: a podrl.learner.generation.Generator; None if `submit` is never called.
           evaluator: scores the policy on the held-out prompts; None disables evaluation.
           deadline_s: the longest wait for another process, in seconds.
@@ -63,21 +63,21 @@ class HostRollouts:
           last: last step of the job, after whose evaluation the hosts leave; None for no such step.
         """
         self._last = last
-        self._cluster, self._run, self._pod, self._accord = cluster, run, pod, accord
+        self._cluster, self._run, self._pod, self._barrier = cluster, run, pod, barrier
         self._evaluator, self._deadline_s = evaluator, deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
         self._at, self._saved, self._generates = 0, -1, generate is not None
-        self._leases = Told(pod, deadline_s, changed=self._take_over)
+        self._leases = LeaseClient(pod, deadline_s, changed=self._take_over)
         self._player = Player(
             generate,
             self._thread,
             pod,
             self._leases,
             mode=mode,
-            held=self._held,
+            weights_of=self._weights_of,
             offer=self._offer,
-            keep=self._keep,
-            taking=run.tell_taking,
+            offer_state=self._offer_state,
+            on_takeover=run.notify_takeover,
             deadline_s=deadline_s,
         )
         self._lock, self._closed = threading.Lock(), False
@@ -116,19 +116,19 @@ class HostRollouts:
         self._at = step
         if self._pod.seat.disposable:
             self._leases.reached(step)
-        self._accord.agree(step)
+        self._barrier.agree(step)
         if self._replica is not None:
-            self._replica.tell("step", (step, self._run.profiler.wanted))
-        taken = self._accord.taken
-        self._player.agreed(step, self._accord.orders, taken)
-        _drop_before(taken, self._offered, self._pod)
+            self._replica.tell("step", (step, self._run.profiler.planned))
+        needed_step = self._barrier.needed_step
+        self._player.await_orders(step, self._barrier.orders, needed_step)
+        _drop_before(needed_step, self._offered, self._pod)
         _drop_before(step, self._evaluations, self._pod)  # the leader read the scores before it sent word of this step
         with self._lock:
-            done = {name for name in self._tasks if leases.is_over(name, taken)}
-            self._tasks -= done
-            self._accepted = {lease for lease in self._accepted if lease.task not in done}
-        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken))
-        for lease in [each for each in self._batches if leases.step_of(each.task) < taken]:
+            old = {name for name in self._tasks if leases.is_over(name, needed_step)}
+            self._tasks -= old
+            self._accepted = {lease for lease in self._accepted if lease.task not in old}
+        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, needed_step))
+        for lease in [each for each in self._batches if leases.step_of(each.task) < needed_step]:
             del self._batches[lease]
             self._pod.channel.drop(lease.key("header"))
             self._pod.channel.drop(lease.key("whole"))
@@ -202,7 +202,7 @@ class HostRollouts:
         Leases of an evaluation that has not begun here are left to `evaluate`.
         """
         if leases.is_batch(name):
-            self._player.told(name)
+            self._player.serve_batch(name)
             return
         with self._lock:
             if name not in self._tasks or self._closed:
@@ -210,7 +210,7 @@ class HostRollouts:
             news = [x for x in self._leases.mine(name) if x not in self._accepted]
             self._accepted.update(news)
             if news:
-                self._run.tell_taking()
+                self._run.notify_takeover()
             for lease in news:
                 _log.warning("%s takes over shares %d-%d of %s.", self._pod.name, lease.first, lease.last - 1, name)
                 self._player.aside(functools.partial(self._score_again, lease))
@@ -234,7 +234,7 @@ class HostRollouts:
         self._policy = self._cluster.sync_weights(step, in_place=in_place)
         return self._policy
 
-    def _held(self, policy: Policy) -> Policy:
+    def _weights_of(self, policy: Policy) -> Policy:
         """Returns the policy with the weights of this version, moved again if the mesh holds another version."""
         if self._policy is None or self._policy.version != policy.version:
             return self._move(policy.version, True)
@@ -247,24 +247,24 @@ class HostRollouts:
         assert task is not None, lease
         part = (lease.first, task.leases[-1].last)
         try:
-            made = self._evaluator.scores(self._held(policy), leases.step_of(lease.task), part)
+            scores = self._evaluator.scores(self._weights_of(policy), leases.step_of(lease.task), part)
         except BatchError as error:
             offer(self._pod, lease, error)
             raise
-        offer(self._pod, lease, made)
+        offer(self._pod, lease, scores)
         self._evaluations.append((leases.step_of(lease.task), lease.key("scores")))
 
     # Answers to requests of other processes.
 
-    def _offer(self, lease: Lease, made: Any) -> None:
+    def _offer(self, lease: Lease, result: Any) -> None:
         """Serves a part of a batch (an Experience) to the trainers, or the BatchError that says why there is none."""
-        if isinstance(made, BatchError):
+        if isinstance(result, BatchError):
             for kind in ("whole", "header"):
-                self._pod.channel.put(lease.key(kind), codec.failure(made))
-        elif isinstance(made, Experience):
-            self._batches[lease] = made
-            self._pod.channel.put(lease.key("whole"), codec.whole(made))
-            self._pod.channel.put(lease.key("header"), codec.header(made))
+                self._pod.channel.put(lease.key(kind), codec.failure(result))
+        elif isinstance(result, Experience):
+            self._batches[lease] = result
+            self._pod.channel.put(lease.key("whole"), codec.whole(result))
+            self._pod.channel.put(lease.key("header"), codec.header(result))
 
     def save(self) -> None:
         """Offers the state of unfinished groups to the leader, which writes the checkpoint; at most once per step."""
@@ -272,7 +272,7 @@ class HostRollouts:
             self._saved = self._at
             self._player.save()
 
-    def _keep(self, at: int, name: str, message: Message) -> None:
+    def _offer_state(self, at: int, name: str, message: Message) -> None:
         """Offers a state that the checkpoint after step `at` holds, under the channel's key `name`."""
         self._offered.append((at, name))
         self._pod.channel.put(name, message)

@@ -12,7 +12,7 @@ from podrl.rollout.group_player import GroupPlayer, Mode, OwnGroup
 from podrl.rollout.open_groups import begun
 from podrl.rollout.partial import Partial, join
 from podrl.rundir import leases
-from podrl.rundir.leases import Lease, Told
+from podrl.rundir.leases import Lease, LeaseClient
 from podrl.runtime.channel import ChannelError
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
@@ -37,13 +37,13 @@ class Player:
         generator: Any,
         thread: ThreadPoolExecutor,
         pod: Pod,
-        told: Told,
+        lease_client: LeaseClient,
         *,
         mode: Mode,
-        held: Callable[[Policy], Policy],
+        weights_of: Callable[[Policy], Policy],
         offer: Callable[[Lease, Any], None],
-        keep: Callable[[int, str, Message], None],
-        taking: Callable[[], None],
+        offer_state: Callable[[int, str, Message], None],
+        on_takeover: Callable[[], None],
         deadline_s: float,
     ):
         """Begins nothing yet.
@@ -52,21 +52,26 @@ class Player:
           generator: a podrl.learner.generation.Generator.
           thread: the thread that uses the rollout mesh.
           pod: the job's processes.
-          told: the leases as this host knows them.
+          lease_client: the leases as this host knows them.
           mode: the clock of the samples, 'wall', 'windows' or 'whole' (podrl.rollout.group_player.Mode).
-          held: function that returns a policy with the weights of its version, moved again if the mesh holds others.
+          weights_of: function that returns a policy with its version's weights, moved again if the mesh holds others.
           offer: function that serves a part of a batch, or the error that says why there is none.
-          keep: function of (step, key, message) that offers a state which the checkpoint after the step holds.
-          taking: function called before this host begins groups of a lost host.
+          offer_state: function of (step, key, message) that offers a state which the checkpoint after the step holds.
+          on_takeover: function called before this host begins groups of a lost host.
           deadline_s: the longest wait for the leader's orders, in seconds.
         """
-        self._thread, self._pod, self._leases, self._mode = thread, pod, told, mode
-        self._offer, self._keep, self._taking, self._deadline_s = offer, keep, taking, deadline_s
+        self._thread, self._pod, self._leases, self._mode = thread, pod, lease_client, mode
+        self._offer, self._offer_state, self._on_takeover, self._deadline_s = (
+            offer,
+            offer_state,
+            on_takeover,
+            deadline_s,
+        )
         self._player = GroupPlayer(
             generator,
             mode,
-            weights=lambda version: held(Policy({}, version)),
-            took=self._took,
+            weights=lambda version: weights_of(Policy({}, version)),
+            on_ended=self._on_ended,
             closed=lambda: self._closed,
         )
         self._serving = ThreadPoolExecutor(1, thread_name_prefix="podrl-serving")
@@ -74,31 +79,31 @@ class Player:
         self._orders: list[Message] = []  # orders that are not carried out yet
         self._unfinished: int | None = None  # version of the newest window, until the window has come to its end
         self._asides: list[Callable[[], None]] = []  # work for between two dispatches that is not done yet
-        self._read = 0  # number of orders that have come
+        self._order_count = 0  # number of orders that have come
         self._at = 0  # the step that this host has reached
         self._window: int | None = None  # version of the window that is open; None between windows
         self._closed = False
-        self._owed: set[Lease] = set()  # parts of batches that are not served yet
-        self._known: set[Lease] = set()  # parts of batches that are owed or were served
-        self._passed: list[tuple[int, int]] = []  # keys of groups that all trainers have
+        self._unserved: set[Lease] = set()  # parts of batches that are not served yet
+        self._parts: set[Lease] = set()  # parts of batches that are owed or were served
+        self._released: list[tuple[int, int]] = []  # keys of groups that all trainers have
         self._groups: dict[tuple[int, int], OwnGroup] = {}  # by `OwnGroup.key`; changed on the rollout thread only
         self._clock_from = 0  # windows of earlier versions are repeated from the journal
         self._policy: Policy | None = None  # policy of the next window
         self._failed: BatchError | None = None
         self._quiet = True  # the leader was told nothing since the window began
-        self._rested = 0  # number of windows that have come to their end
+        self._window_count = 0  # number of windows that have come to their end
 
     def follow(self) -> None:
         """Begins to read the leader's orders."""
         threading.Thread(target=self._follow, name="podrl-orders", daemon=True).start()
 
-    def agreed(self, step: int, orders: Mapping[str, int], taken: int) -> None:
+    def await_orders(self, step: int, orders: Mapping[str, int], needed_step: int) -> None:
         """Waits for the leader's orders before a window, and notes which groups all trainers have.
 
         Args:
           step: number of steps done.
           orders: number of orders that each host must have read, by the host's address.
-          taken: number of a step; every trainer host has all that it needs of earlier batches.
+          needed_step: number of a step; every trainer host has all that it needs of earlier batches.
 
         Raises:
           ChannelError: the orders did not come within the deadline.
@@ -106,16 +111,16 @@ class Player:
         count = orders.get(self._pod.channel.address, 0)
         with self._more:
             self._at = step
-            if not self._more.wait_for(lambda: self._read >= count, self._deadline_s):
+            if not self._more.wait_for(lambda: self._order_count >= count, self._deadline_s):
                 raise ChannelError(
-                    f"{self._pod.name} waited {self._deadline_s:.0f} s for orders of trainer 0, and {self._read} of "
-                    f"{count} have come. Start the same command again, and report this."
+                    f"{self._pod.name} waited {self._deadline_s:.0f} s for orders of trainer 0, and "
+                    f"{self._order_count} of {count} have come. Start the same command again, and report this."
                 )
-            self._known = {lease for lease in self._known if leases.step_of(lease.task) >= taken}
+            self._parts = {lease for lease in self._parts if leases.step_of(lease.task) >= needed_step}
             for name in self._leases.names():
                 task = self._leases.task(name)
-                if task is not None and task.groups and leases.step_of(name) < taken:
-                    self._passed += [(int(index), int(asked)) for index, asked in task.groups]
+                if task is not None and task.groups and leases.step_of(name) < needed_step:
+                    self._released += [(int(index), int(submit_step)) for index, submit_step in task.groups]
 
     def publish(self, policy: Policy) -> None:
         """Sets the policy of the next window."""
@@ -146,12 +151,12 @@ class Player:
             self._asides.append(work)
             self._submit()
 
-    def told(self, name: str) -> None:
+    def serve_batch(self, name: str) -> None:
         """Serves this host's parts of a batch; called when the leader has decided the batch, or has moved a part."""
         with self._more:
-            news = set(self._leases.mine(name)) - self._known
-            self._known |= news
-            self._owed |= news
+            news = set(self._leases.mine(name)) - self._parts
+            self._parts |= news
+            self._unserved |= news
             if news and not self._closed:
                 self._serving.submit(self._serve)
 
@@ -180,21 +185,21 @@ class Player:
         """Reads the leader's orders, one after the other; runs on a thread of its own."""
         address = self._pod.channel.address
         while True:
-            key = order(address, self._read)
+            key = order(address, self._order_count)
             request = self._pod.channel.request(self._pod.address(LEADER), "get", key, Message())
             try:
                 message = request.wait(_FOREVER_S, "trainer 0: orders")
             except ChannelError:
                 return
-            if moved := _moved(message):
-                count, steps = sum(said["prompts"] for said in moved), sorted({said["asked"] for said in moved})
+            if moved := _moved_groups(message):
+                count, steps = sum(entry["prompts"] for entry in moved), sorted({entry["asked"] for entry in moved})
                 _log.warning("%s takes over prompts of a lost host: %d, of steps %s.", self._pod.name, count, steps)
             with self._more:
                 if self._closed:
                     return
                 self._orders.append(message)
                 self._clock_from = int(message.value["clock_from"])
-                self._read += 1
+                self._order_count += 1
                 self._more.notify_all()
                 self._submit()
 
@@ -203,15 +208,15 @@ class Player:
     def _save(self, at: int) -> None:
         groups = list(self._groups.values())
         if self._mode == "wall":
-            parts = [group.part(at) for group in groups if not group.taken]
-            self._keep(at, part_of(at), join(parts).message() if parts else Message({}))
+            parts = [group.part(at) for group in groups if not group.in_batch]
+            self._offer_state(at, part_of(at), join(parts).message() if parts else Message({}))
         elif self._mode == "windows":
-            self._save_each([group for group in groups if group.asked > at], at)
+            self._save_each([group for group in groups if group.submit_step > at], at)
 
     def _save_each(self, groups: Sequence[OwnGroup], at: int) -> None:
         """Offers, under the token clock, the state of each group at the start of a window."""
         for group in groups:
-            self._keep(at, part_of(at, group.key), group.part(at).message())
+            self._offer_state(at, part_of(at, group.key), group.part(at).message())
 
     def _play(self, version: int | None) -> None:
         """Does the work of `aside`, carries out orders, and plays the window of a version until it ends or is closed.
@@ -228,16 +233,20 @@ class Player:
                     return
                 self._carry_out(version)
                 self._catch_up(version)
-                self._player.play(self._groups.values(), version, halt=lambda: self._rests(version), repeats=repeats)
-                if self._hurried(version):
+                self._player.play(
+                    self._groups.values(), version, halt=lambda: self._must_pause(version), repeats=repeats
+                )
+                if self._has_work(version):
                     continue
-                self._pass(version)
+                self._close_window(version)
                 self._report(last=True)
                 self._unfinished = None
                 return
         except BatchError as error:
             self._failed = error
-            self._say(failed=True)  # the leader then decides a batch without groups, whose lease serves the error
+            self._send_report(
+                failed=True
+            )  # the leader then decides a batch without groups, whose lease serves the error
             self._serving.submit(self._serve)
         except BaseException as error:
             if not self._closed:
@@ -245,14 +254,14 @@ class Player:
                 self._pod.quit(f"samples could not be made: {error}")
             raise
 
-    def _rests(self, version: int) -> bool:
+    def _must_pause(self, version: int) -> bool:
         """True if samples must stop: the window was closed, or orders or other work must be done first."""
-        return self._hurried(version) or self._window != version
+        return self._has_work(version) or self._window != version
 
-    def _hurried(self, version: int) -> bool:
+    def _has_work(self, version: int) -> bool:
         """True if orders or other work must be done before samples go on."""
-        due = any(one.value["window"] <= version for one in list(self._orders))
-        return due or bool(self._asides) or self._closed
+        orders = any(one.value["window"] <= version for one in list(self._orders))
+        return orders or bool(self._asides) or self._closed
 
     def _do_asides(self) -> None:
         with self._more:
@@ -263,34 +272,34 @@ class Player:
     def _carry_out(self, version: int) -> None:
         """Carries out the orders of a version's window and of the windows before it."""
         with self._more:
-            due = [one for one in self._orders if one.value["window"] <= version]
+            orders = [one for one in self._orders if one.value["window"] <= version]
             self._orders = [one for one in self._orders if one.value["window"] > version]
-            passed, self._passed = self._passed, []
-        self._give_up(passed)
-        if any(_moved(one) for one in due):
-            self._taking()
-        for one in due:
-            self._give_up([(int(index), int(asked)) for index, asked in one.value.get("drop", ())])
+            released, self._released = self._released, []
+        self._give_up(released)
+        if any(_moved_groups(one) for one in orders):
+            self._on_takeover()
+        for one in orders:
+            self._give_up([(int(index), int(submit_step)) for index, submit_step in one.value.get("drop", ())])
             if "partial" in one.value:
                 groups = one.value["groups"]
-                parts = parts_of(Message(one.value["partial"], one.arrays), [int(said["prompts"]) for said in groups])
-                for part, said in zip(parts, groups, strict=True):
-                    group = self._assigned(part, said)
+                parts = parts_of(Message(one.value["partial"], one.arrays), [int(entry["prompts"]) for entry in groups])
+                for part, entry in zip(parts, groups, strict=True):
+                    group = self._open_group(part, entry)
                     self._groups[group.key] = group
 
-    def _assigned(self, part: Partial, said: Mapping[str, Any]) -> OwnGroup:
-        prompts = dataclasses.replace(part.prompts, data_state=said["position"].encode())
+    def _open_group(self, part: Partial, entry: Mapping[str, Any]) -> OwnGroup:
+        prompts = dataclasses.replace(part.prompts, data_state=entry["position"].encode())
         part = dataclasses.replace(part, prompts=prompts)
         return self._player.open(
             prompts,
-            int(said["number"]),
-            int(said["asked"]),
-            bool(said["repeated"]),
+            int(entry["number"]),
+            int(entry["asked"]),
+            bool(entry["repeated"]),
             part if part.samples and (begun(part) or self._mode != "wall") else None,
-            quantum=int(said["quantum"]),
-            recorded=said["record"],
-            since=int(said["since"]),
-            taken=bool(said["taken"]),
+            quantum=int(entry["quantum"]),
+            recorded=entry["record"],
+            since=int(entry["since"]),
+            in_batch=bool(entry["taken"]),
         )
 
     def _catch_up(self, version: int) -> None:
@@ -311,15 +320,15 @@ class Player:
         if self._mode == "windows" and version >= self._at - 1:
             self._save_each([group for group in groups if not group.ended], version)
 
-    def _pass(self, version: int) -> None:
+    def _close_window(self, version: int) -> None:
         """Records that all groups have been played to the end of a version's window."""
         for group in self._groups.values():
             group.since = max(group.since, version + 1)
 
-    def _took(self) -> None:
+    def _on_ended(self) -> None:
         """Tells the leader which groups have ended, and serves parts of batches that are owed."""
         self._report()
-        if self._owed:
+        if self._unserved:
             self._serving.submit(self._serve)
 
     def _report(self, *, last: bool = False) -> None:
@@ -329,26 +338,28 @@ class Player:
         leases were read, so that it can free them.
         """
         if self._mode != "wall":
-            self._rested += last
-            if last and self._rested % _TELL_EVERY == 0:
-                self._say()
+            self._window_count += last
+            if last and self._window_count % _TELL_EVERY == 0:
+                self._send_report()
             return
-        ended = [group for group in self._groups.values() if not group.told and group.ended]
+        ended = [group for group in self._groups.values() if not group.ended_reported and group.ended]
         for group in ended:
             group.check()
-        drawn = [g for g in self._groups.values() if last and not g.told_drawn and g.oldest is not None]
+        drawn = [g for g in self._groups.values() if last and not g.oldest_reported and g.oldest is not None]
         if ended or drawn or (last and self._quiet):
-            self._say(ended=[group.record() for group in ended], drawn=[[g.index, g.asked, g.oldest] for g in drawn])
+            self._send_report(
+                ended=[group.record() for group in ended], drawn=[[g.index, g.submit_step, g.oldest] for g in drawn]
+            )
         for group in ended:
-            group.told = True
+            group.ended_reported = True
         for group in drawn:
-            group.told_drawn = True
+            group.oldest_reported = True
         if last:
             self._quiet = True
 
-    def _say(self, *, ended: Sequence[Any] = (), drawn: Sequence[Any] = (), failed: bool = False) -> None:
+    def _send_report(self, *, ended: Sequence[Any] = (), drawn: Sequence[Any] = (), failed: bool = False) -> None:
         self._quiet = False
-        about = {"address": self._pod.channel.address, "orders": self._read, "change": self._leases.change}
+        about = {"address": self._pod.channel.address, "orders": self._order_count, "change": self._leases.change}
         value = {**about, "ended": list(ended), "drawn": list(drawn), "failed": failed}
         self._pod.channel.request(self._pod.address(LEADER), "call", "groups", Message(value))
 
@@ -362,7 +373,7 @@ class Player:
     def _serve(self) -> None:
         """Puts together and serves the owed parts of batches whose groups have all ended."""
         try:
-            for lease in list(self._owed):
+            for lease in list(self._unserved):
                 self._serve_part(lease)
         except BaseException as error:
             self._pod.quit(f"samples could not be put together: {error}")
@@ -371,25 +382,25 @@ class Player:
     def _serve_part(self, lease: Lease) -> None:
         task = self._leases.task(lease.task)
         if task is None or not self._leases.holds(lease):
-            self._owed.discard(lease)
+            self._unserved.discard(lease)
             return
-        keys = [(int(index), int(asked)) for index, asked in task.groups][lease.first : lease.last]
+        keys = [(int(index), int(submit_step)) for index, submit_step in task.groups][lease.first : lease.last]
         groups = [group for key in keys if (group := self._groups.get(key)) is not None and group.ended]
         if not keys or len(groups) < len(keys):
             if self._failed is not None:
-                self._owed.discard(lease)
+                self._unserved.discard(lease)
                 self._offer(lease, self._failed)
             return
-        self._owed.discard(lease)
+        self._unserved.discard(lease)
         for group in groups:
-            group.taken = True
+            group.in_batch = True
         try:
-            made = self._player.made(groups, leases.step_of(lease.task), task.position.encode())
+            result = self._player.experience(groups, leases.step_of(lease.task), task.position.encode())
         except BatchError as error:
-            made = error
-        self._offer(lease, made)
+            result = error
+        self._offer(lease, result)
 
 
-def _moved(order: Message) -> list[Mapping[str, Any]]:
+def _moved_groups(order: Message) -> list[Mapping[str, Any]]:
     """Lists the entries of an order that are about groups which a lost host had."""
-    return [said for said in order.value.get("groups", ()) if said["moved"]]
+    return [entry for entry in order.value.get("groups", ()) if entry["moved"]]

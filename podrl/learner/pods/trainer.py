@@ -11,7 +11,7 @@ import numpy as np
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner import experience as codec
 from podrl.learner.evaluations.eval_hosts import EvaluationShares
-from podrl.learner.evaluations.hosts import GivenEvaluations
+from podrl.learner.evaluations.hosts import RemoteEvaluations
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.pods.dispatch import Dispatcher
 from podrl.learner.recorder import Stream
@@ -20,9 +20,9 @@ from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
 from podrl.rollout.group_player import longest_of
 from podrl.rollout.partial import Partial
 from podrl.rundir import leases
-from podrl.rundir.accord import Accord
-from podrl.rundir.leases import Given, Lease, Told
+from podrl.rundir.leases import Lease, LeaseClient, LeaseServer
 from podrl.rundir.run import Run
+from podrl.rundir.step_barrier import StepBarrier
 from podrl.runtime.message import Message
 from podrl.runtime.pod import MovedError, Pod
 from podrl.types import Experience, Policy
@@ -44,7 +44,7 @@ class RemoteRollouts:
         stream: Stream,
         run: Run,
         pod: Pod,
-        accord: Accord,
+        barrier: StepBarrier,
         *,
         needed: Callable[[int, Experience], np.ndarray] | None,
         deadline_s: float,
@@ -62,7 +62,7 @@ class RemoteRollouts:
           stream: the data; the leader reads prompts from it, and every trainer host reads answers from it (SFT, DPO).
           run: the watchdog.
           pod: the job's processes, all connected.
-          accord: agreement of all processes to continue or stop after the same step.
+          barrier: agreement of all processes to continue or stop after the same step.
           needed: function (step, batch) -> samples whose rows this host's devices train on; None if `submit` is never
             called.
           deadline_s: the longest wait for a rollout host, in seconds.
@@ -75,18 +75,17 @@ class RemoteRollouts:
             them, because the samples of a prompt may depend on the other prompts of its share.
           group_size: number of samples per prompt.
         """
-        self._cluster, self._stream, self._run, self._pod, self._accord = cluster, stream, run, pod, accord
+        self._cluster, self._stream, self._run, self._pod, self._barrier = cluster, stream, run, pod, barrier
         self._needed, self._clock, self._deadline_s = needed, clock or ONE_WINDOW, deadline_s
         self._begun = begun if prompts else lambda step: ()
         self._rows, self._apart = rows, bool(pod.seat.hosts.eval)
-        self._given = Given(pod, deadline_s, ending=accord.ending) if pod.leads else None
-        self._told = None if pod.leads else Told(pod, deadline_s)
-        self._leases: Any = self._given or self._told
+        self._lease_server = LeaseServer(pod, deadline_s, ending=barrier.ending) if pod.leads else None
+        self._leases: Any = self._lease_server or LeaseClient(pod, deadline_s)
         self._dispatcher = None
-        if self._given is not None and clock is not None and prompts:
+        if self._lease_server is not None and clock is not None and prompts:
             self._dispatcher = Dispatcher(
                 pod,
-                self._given,
+                self._lease_server,
                 clock,
                 size=prompts,
                 group_size=group_size,
@@ -94,29 +93,31 @@ class RemoteRollouts:
                 deadline_s=deadline_s,
                 read=self.next_batch,
             )
-        done = lambda step: self._start.evaluated.add(step)  # noqa: E731 - hosts that join later are told
-        self._shares_apart = EvaluationShares(pod, deadline_s, accord.ending) if pod.leads and self._apart else None
-        scores: Any = (self._given, deadline_s, self._scores, done)
-        if (shares := self._shares_apart) is not None:
-            scores = (shares, deadline_s, shares.collect, done, shares.wait)
-        self._evaluations = GivenEvaluations(pod, *scores)
-        self._taken_over = 0  # leases and groups taken over that the metrics have counted
+        note_evaluated = lambda step: self._start.evaluated.add(step)  # noqa: E731 - hosts that join later are told
+        self._eval_host_shares = (
+            EvaluationShares(pod, deadline_s, barrier.ending) if pod.leads and self._apart else None
+        )
+        scores: Any = (self._lease_server, deadline_s, self._scores, note_evaluated)
+        if (shares := self._eval_host_shares) is not None:
+            scores = (shares, deadline_s, shares.collect, note_evaluated, shares.wait)
+        self._evaluations = RemoteEvaluations(pod, *scores)
+        self._counted_reassigned = 0  # leases and groups taken over that the metrics have counted
         self._at = 0  # the step agreed on last
         self._asking = ThreadPoolExecutor(_ASKING, thread_name_prefix="podrl-gather")
         self._start = Start(0, b"", (), set())
 
     def resume(self, start: Start) -> Sequence[InFlight]:
         self._start = start
-        if self._given is not None:
+        if self._lease_server is not None:
             if self._dispatcher is not None:
                 partial = [batch for batch in start.pending if isinstance(batch, Partial)]
                 self._dispatcher.resume(start.step, partial, len(start.pending) - len(partial))
-            self._given.serve(start.step, self._begins(start.step))
+            self._lease_server.serve(start.step, self._begins(start.step))
         else:  # only the leader has metrics.jsonl, and all trainer hosts must evaluate after the same steps
             with self._run.watchdog.stage("waiting for trainer 0 to restore"):
-                told = self._leases.enter()
+                answer = self._leases.enter()
             start.evaluated.clear()
-            start.evaluated.update(told["evaluated"])
+            start.evaluated.update(answer["evaluated"])
             self._leases.follow()
         batches: list[InFlight] = []
         for step, batch in enumerate(start.pending, start.step):
@@ -131,14 +132,14 @@ class RemoteRollouts:
     def agree(self, step: int) -> None:
         self._at = step
         orders = None
-        if self._given is not None and step > self._start.step:
+        if self._lease_server is not None and step > self._start.step:
             with self._run.watchdog.stage("rollout"):
-                self._given.advance(step, self._begins(step), waits=self._pod.seat.disposable)
+                self._lease_server.advance(step, self._begins(step), wait=self._pod.seat.disposable)
         if self._dispatcher is not None:
             orders = self._dispatcher.advance(step, max(self._begun(step), default=step - 1) + 1)
-        self._accord.agree(step, orders)
-        taken = self._accord.taken
-        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, taken))
+        self._barrier.agree(step, orders)
+        needed_step = self._barrier.needed_step
+        self._leases.forget(name for name in self._leases.names() if leases.is_over(name, needed_step))
 
     def publish(self, step: int) -> Policy:
         self.agree(step)
@@ -158,8 +159,8 @@ class RemoteRollouts:
     def evaluate(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]] | None:
         """Makes other hosts evaluate, and joins their scores on the leader; raises what `evaluated` raises."""
         self.begin_evaluation(policy, step)
-        made = self.evaluated(wait=True)
-        return made and made[1:]
+        result = self.evaluated(wait=True)
+        return result and result[1:]
 
     def begin_evaluation(self, policy: Policy, step: int) -> None:
         """Begins an evaluation on the rollout hosts, which have the weights, or on evaluation hosts that pull them."""
@@ -177,7 +178,7 @@ class RemoteRollouts:
         return self._evaluations.unsaved()
 
     def _scores(self, name: str, deadline_s: float) -> list[Message]:
-        return self._collect(name, lambda held: self._from_each(held, self._offered("scores", deadline_s)))
+        return self._collect(name, lambda parts: self._from_each(parts, self._fetch_kind("scores", deadline_s)))
 
     def gather(self, step: int, *, everything: bool = False) -> Experience:
         """Collects the batch of a step from all rollout hosts.
@@ -196,27 +197,28 @@ class RemoteRollouts:
         with self._run.watchdog.stage("rollout"):
             if self._dispatcher is not None:
                 self._dispatcher.decide(step)
-            experience = self._collect(name, lambda held: self._gather(step, held, everything))
-        if self._given is not None:
-            taken_over, self._taken_over = self._given.taken_over - self._taken_over, self._given.taken_over
-            counts = {"pod/hosts": float(self._given.hosts), "pod/taken_over": float(taken_over)}
+            experience = self._collect(name, lambda parts: self._gather(step, parts, everything))
+        if self._lease_server is not None:
+            reassigned = self._lease_server.reassigned - self._counted_reassigned
+            self._counted_reassigned += reassigned
+            counts = {"pod/hosts": float(self._lease_server.hosts), "pod/taken_over": float(reassigned)}
             counts |= {} if self._dispatcher is None else self._dispatcher.counts(step)
             experience = dataclasses.replace(experience, counts={**experience.counts, **counts})
             if len(self._pod.seat.hosts.trainer) == 1:
-                self._given.forget([name])  # no other trainer host will ask for the batch
+                self._lease_server.forget([name])  # no other trainer host will ask for the batch
         self._clock.saw(step, longest_of(experience))
         return experience
 
-    def _gather(self, step: int, held: Sequence[Lease], everything: bool) -> Experience:
+    def _gather(self, step: int, parts: Sequence[Lease], everything: bool) -> Experience:
         assert self._needed is not None
         texts = everything or self._pod.leads
-        headers = self._from_each(held, self._offered("whole" if texts else "header"))
+        headers = self._from_each(parts, self._fetch_kind("whole" if texts else "header"))
         codec.raise_failure(headers)
         names = codec.ALL_ROWS if everything else self._rows
         experience = codec.assemble(headers, self._cluster.tokenizer.pad_id, names)
         counts = [len(message.arrays["length_B"]) for message in headers]
         wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
-        self._fetch_rows(experience, held, counts, wanted, names)
+        self._fetch_rows(experience, parts, counts, wanted, names)
         codec.fill_prompts(experience, wanted)
         return codec.with_texts(experience, headers) if texts else experience
 
@@ -237,20 +239,20 @@ class RemoteRollouts:
 
     def close(self) -> None:
         self._evaluations.close()
-        if self._shares_apart is not None:
-            self._shares_apart.close(self._at)
+        if self._eval_host_shares is not None:
+            self._eval_host_shares.close(self._at)
         self._asking.shutdown(wait=False, cancel_futures=True)
 
     def _fetch_rows(
         self,
         experience: Experience,
-        held: Sequence[Lease],
+        parts: Sequence[Lease],
         counts: list[int],
         wanted: np.ndarray,
         names: Sequence[str],
     ) -> None:
-        starts = dict(zip(held, np.cumsum([0, *counts[:-1]]), strict=True))
-        ends = dict(zip(held, np.cumsum(counts), strict=True))
+        starts = dict(zip(parts, np.cumsum([0, *counts[:-1]]), strict=True))
+        ends = dict(zip(parts, np.cumsum(counts), strict=True))
 
         def fetch(lease: Lease) -> tuple[np.ndarray, Message] | None:
             mine = wanted[(wanted >= starts[lease]) & (wanted < ends[lease])]
@@ -263,28 +265,28 @@ class RemoteRollouts:
                 raise MovedError(lease.task)
             return mine, found
 
-        for fetched in self._from_each(held, fetch):
+        for fetched in self._from_each(parts, fetch):
             if fetched is not None:
                 codec.fill_rows(experience, *fetched)
 
     def _collect(self, task: str, ask: Callable[[list[Lease]], Any]) -> Any:
         """Calls `ask` with a task's leases; starts again when one of the leases moves to another host."""
         while True:
-            held = self._leases.held(task)
+            parts = self._leases.await_leases(task)
             try:
-                return ask(held)
+                return ask(parts)
             except MovedError:
                 time.sleep(_AGAIN_S)
 
-    def _offered(self, kind: str, deadline_s: float | None = None) -> Callable[[Lease], Message]:
+    def _fetch_kind(self, kind: str, deadline_s: float | None = None) -> Callable[[Lease], Message]:
         wait_s = deadline_s or self._deadline_s
         return lambda lease: self._pod.get(lease.host, lease.key(kind), wait_s, moved=self._moved(lease))
 
     def _moved(self, lease: Lease) -> Callable[[], bool]:
         return lambda: not self._leases.holds(lease)
 
-    def _from_each(self, held: Sequence[Lease], ask: Callable[[Lease], Any]) -> list[Any]:
-        return list(self._asking.map(ask, held))
+    def _from_each(self, parts: Sequence[Lease], ask: Callable[[Lease], Any]) -> list[Any]:
+        return list(self._asking.map(ask, parts))
 
     def _begins(self, step: int) -> Callable[[], dict[str, Any]]:
         """Returns a function that makes the answer to a process that joins the job at a step."""

@@ -50,11 +50,11 @@ class _Program:
         self._control = control
         self.channel, theirs = socket.socketpair()
         self.output, written = os.pipe()
-        given = os.memfd_create("input")
-        os.write(given, text.encode(errors="replace"))
-        os.lseek(given, 0, os.SEEK_SET)
-        socket.send_fds(control, [kind.encode()], [given, written, theirs.fileno()])
-        for one in (given, written):
+        stdin = os.memfd_create("input")
+        os.write(stdin, text.encode(errors="replace"))
+        os.lseek(stdin, 0, os.SEEK_SET)
+        socket.send_fds(control, [kind.encode()], [stdin, written, theirs.fileno()])
+        for one in (stdin, written):
             os.close(one)
         theirs.close()
         self.pid = receive(control)
@@ -110,17 +110,17 @@ def _are_printed(tests: list[str] | list[Printed]) -> TypeGuard[list[Printed]]:
 
 def _scripts(control: socket.socket, request: Testing, tests: list[Printed], limits: Bounds) -> Verdict:
     """Runs the program once for every input, and compares its output with the output of the test."""
-    passed, said, end = [], "", time.monotonic() + limits["wall_s"]
+    passed, problem, end = [], "", time.monotonic() + limits["wall_s"]
     for number, test in enumerate(tests):
         program = _Program(control, "script", request["program"], test["input"])
         printed = _read(program.output, end, limits["file_mb"] << 20)
         status = program.end(kill=printed is None)
         passed.append(status == 0 and printed is not None and _lines(printed) == _lines(test["output"]))
-        if not passed[-1] and not said:
-            said = f"test {number}: " + _end_of(status) if status else f"test {number}: it printed {printed!r}"
+        if not passed[-1] and not problem:
+            problem = f"test {number}: " + _end_of(status) if status else f"test {number}: it printed {printed!r}"
         if not passed[-1] and not request["all"]:
             break
-    return {"passed": passed, "said": said[:_SAID]}
+    return {"passed": passed, "said": problem[:_SAID]}
 
 
 def _read(descriptor: int, end: float, most: int) -> str | None:
@@ -154,12 +154,14 @@ def _functions(control: socket.socket, request: Testing, limits: Bounds) -> Verd
     codes = [_compiled(sources[0], "the set-up"), *(_compiled(test, test) for test in sources[1:])]
     program = _Program(control, "functions", request["program"], "")
     remote = _Remote(program, time.monotonic() + limits["wall_s"])
-    passed, said = [], ""
+    passed, problem = [], ""
     try:
         # Tests get only names that they mention. A program replaces neither Python's own names nor those that begin
         # with two underscores.
         wanted = {word for source in sources for word in _WORD.findall(source) if not word.startswith("__")}
-        names = {name: value for name, value in remote.names().items() if name in wanted and not _is_python(name)}
+        names = {
+            name: value for name, value in remote.names().items() if name in wanted and not hasattr(builtins, name)
+        }
         names |= {"__name__": "tests", "__builtins__": builtins}
         exec(codes[0], names)  # code of the data set, and this process is its sandbox
     except BaseException as error:  # noqa: BLE001 - the program does not run, or lacks a name that the set-up needs
@@ -171,17 +173,13 @@ def _functions(control: socket.socket, request: Testing, limits: Bounds) -> Verd
             passed.append(True)
         except BaseException as error:  # noqa: BLE001 - a test that raises has failed
             passed.append(False)
-            said = said or f"test {number}: {_name(error)}"
+            problem = problem or f"test {number}: {_name(error)}"
         if remote.malformed:
-            passed, said = [False] * len(request["tests"]), remote.malformed
+            passed, problem = [False] * len(request["tests"]), remote.malformed
         if remote.malformed or not (passed[-1] or request["all"]):
             break
     program.end(kill=True)
-    return {"passed": passed, "said": said[:_SAID], "unusable": remote.unusable[:_SAID]}
-
-
-def _is_python(name: str) -> bool:
-    return hasattr(builtins, name)
+    return {"passed": passed, "said": problem[:_SAID], "unusable": remote.unusable[:_SAID]}
 
 
 def _compiled(source: str, what: str) -> CodeType:
@@ -253,8 +251,8 @@ class _Remote:
         now = self._local(reply["arguments"])
         if not isinstance(now, list) or len(now) != len(arguments) - 1:
             raise self._not_a_message("it answers for other arguments")
-        for given, left in zip(arguments[1:], now, strict=True):
-            _update(given, left)
+        for argument, left in zip(arguments[1:], now, strict=True):
+            _update(argument, left)
         return self._local(reply["value"])
 
     def _reply(self, *keys: str) -> dict[str, object]:
@@ -301,16 +299,16 @@ class _Remote:
         return _MalformedError(self.malformed)
 
 
-def _update(given: object, now: object) -> None:
+def _update(argument: object, now: object) -> None:
     """Gives a mutable argument the value that its copy has in the program's process after a call."""
-    if type(given) is not type(now) or given == now:
+    if type(argument) is not type(now) or argument == now:
         return
-    match given, now:
+    match argument, now:
         case (list(), list()) | (bytearray(), bytearray()):
-            given[:] = now
+            argument[:] = now
         case (dict(), dict()) | (set(), set()):
-            given.clear()
-            given.update(now)
+            argument.clear()
+            argument.update(now)
 
 
 def _exception(names: Sequence[str], text: str) -> BaseException:

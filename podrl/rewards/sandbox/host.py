@@ -117,8 +117,8 @@ class Sandboxes:
             answer = _ask(ours, job, self._limits["wall_s"] + _LEAVE_S)
         if process is not None:
             process.kill()
-            said = process.communicate()[1].decode(errors="replace").strip()
-            answer = answer or (json.dumps({"passed": [], "said": "", "refused": said}).encode() if said else b"")
+            output = process.communicate()[1].decode(errors="replace").strip()
+            answer = answer or (json.dumps({"passed": [], "said": "", "refused": output}).encode() if output else b"")
         if not answer:
             return {"passed": [], "said": "its sandbox was ended"}
         return json.loads(answer)

@@ -23,32 +23,34 @@ def start_programs(control: socket.socket, limits: Bounds) -> None:
     brings the program's source.
     """
     while True:
-        kind, given, _, _ = socket.recv_fds(control, 16, 3)
+        kind, descriptors, _, _ = socket.recv_fds(control, 16, 3)
         if not kind:
             os._exit(0)
         pid = os.fork()
         if pid == 0:
             try:
-                _run(kind.decode(), given, limits)
+                _run(kind.decode(), descriptors, limits)
             finally:
                 os._exit(1)
-        for one in given:
+        for one in descriptors:
             os.close(one)
         send(control, pid)
         _, status = os.waitpid(pid, 0)
         send(control, status)
 
 
-def _run(kind: str, given: list[int], limits: Bounds) -> None:
+def _run(kind: str, descriptors: list[int], limits: Bounds) -> None:
     """Runs a program in this process, which then ends."""
     kernel.die_with_parent()
     nothing = os.open("/dev/null", os.O_RDWR)
-    given = [os.dup2(one, 100 + place) for place, one in enumerate(given)]  # above the descriptors replaced below
+    descriptors = [
+        os.dup2(one, 100 + place) for place, one in enumerate(descriptors)
+    ]  # above the descriptors replaced below
     # Where functions are called nobody reads what the program prints: it would wait for ever once the pipe is full.
-    printed = given[1] if kind == "script" else nothing
-    for place, source in enumerate((given[0], printed, nothing)):
+    printed = descriptors[1] if kind == "script" else nothing
+    for place, source in enumerate((descriptors[0], printed, nothing)):
         os.dup2(source, place)
-    os.dup2(given[2], 3)
+    os.dup2(descriptors[2], 3)
     kernel.close_all_but(3)
     channel = socket.socket(fileno=3)
     source = receive(channel)

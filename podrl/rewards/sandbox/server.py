@@ -46,10 +46,10 @@ def serve() -> None:
             left = min((end for _, end in running.values()), default=time.monotonic() + 60) - time.monotonic()
             for key, _ in selector.select(max(left, 0)):
                 if key.fileobj is control:
-                    byte, given, _, _ = socket.recv_fds(control, 1, 1)
+                    byte, descriptors, _, _ = socket.recv_fds(control, 1, 1)
                     if not byte:
                         return
-                    if (pid := _start(given[0], alive[0], limits)) is not None:
+                    if (pid := _start(descriptors[0], alive[0], limits)) is not None:
                         descriptor = os.pidfd_open(pid)
                         running[descriptor] = (pid, time.monotonic() + limits["wall_s"] + _LEAVE_S)
                         selector.register(descriptor, selectors.EVENT_READ)

@@ -119,7 +119,7 @@ class PullReceiver:
         while True:
             try:
                 request = {"op": "await", "tree": self._name, "version": version}
-                _Asked(self._ask_process, 0, request, deadline, self._timeout).result()
+                _PendingRequest(self._ask_process, 0, request, deadline, self._timeout).result()
                 return
             except OSError as error:
                 if time.monotonic() > deadline:
@@ -139,9 +139,9 @@ class PullReceiver:
     def _ask(self, process: int, op: str, /, **fields: Any) -> Words:
         return self._start(process, op, **fields).result().value
 
-    def _start(self, process: int, op: str, /, **fields: Any) -> "_Asked":
+    def _start(self, process: int, op: str, /, **fields: Any) -> "_PendingRequest":
         request = {"op": op, "tree": self._name, **fields}
-        return _Asked(self._ask_process, process, request, self._deadline, self._timeout)
+        return _PendingRequest(self._ask_process, process, request, self._deadline, self._timeout)
 
     def _join(self) -> "_Joined":
         me = {"target": self._side.message(), "process": jax.process_index()}
@@ -161,7 +161,7 @@ class PullReceiver:
         return leaves, pull.totals
 
 
-class _Asked:
+class _PendingRequest:
     """A request to a trainer process that is repeated while the trainer answers that it has nothing yet."""
 
     def __init__(self, ask: Ask, process: int, request: Words, deadline: float, timeout: float):
@@ -179,17 +179,17 @@ class _Asked:
           ValueError: the trainer process refuses the request as invalid.
           _AgainError: the trainer process does not know this receiver.
         """
-        name, asked = self._request["tree"], self._request
-        what = f"trainer process {self.process}: {asked['op']} of {name!r}"
-        held: Sequence[int] | None = None  # the versions that the trainer had at its last reply; None before a reply
+        name, request = self._request["tree"], self._request
+        what = f"trainer process {self.process}: {request['op']} of {name!r}"
+        versions: Sequence[int] | None = None  # those that the trainer had at its last reply; None before a reply
         while True:
             left = self._deadline - time.monotonic()
             try:
                 message = self._reply.wait(max(left, _POLL_S), what)
             except LateError:  # a trainer that had nothing at its last reply may be late with the next one
-                if held is None:
+                if versions is None:
                     raise
-                raise self._not_offered(held) from None
+                raise self._not_offered(versions) from None
             reply = message.value
             if "error" in reply:
                 raise ValueError(f"Trainer process {self.process} refuses to serve {name!r}: {reply['error']}")
@@ -198,21 +198,21 @@ class _Asked:
             if "gone" in reply:
                 raise VersionGoneError(
                     f"Trainer process {self.process} holds versions {_words(reply['gone'])} of {name!r}, not "
-                    f"{asked['version']}: ask for a newer one, or hold more (grpo.max_staleness, ppo.max_staleness)."
+                    f"{request['version']}: ask for a newer one, or hold more (grpo.max_staleness, ppo.max_staleness)."
                 )
             if "wait" not in reply:
                 return message
-            held = reply["wait"]
+            versions = reply["wait"]
             if left <= 0:
                 raise self._not_offered(reply["wait"])
             time.sleep(_POLL_S)
             self._reply = self._ask(self.process, self._request)
 
-    def _not_offered(self, held: Sequence[int]) -> TransferTimeoutError:
+    def _not_offered(self, versions: Sequence[int]) -> TransferTimeoutError:
         name, version = self._request["tree"], self._request.get("version", "0 or later")
         return TransferTimeoutError(
             f"Trainer process {self.process} did not offer version {version} of {name!r} within {self._timeout:g} s; "
-            f"it holds {_words(held)}."
+            f"it holds {_words(versions)}."
         )
 
 
@@ -223,13 +223,13 @@ class _Bucket:
     Attributes:
       leaves: positions of the bucket's leaves in the plan.
       part: number of the part of the bucket's only leaf; None if leaves move whole.
-      asked: (request, requested boxes as (leaf, number of the box)) for each trainer process that has boxes of the
+      requests: (request, requested boxes as (leaf, number of the box)) for each trainer process that has boxes of the
         bucket.
     """
 
     leaves: Sequence[int]
     part: int | None
-    asked: Sequence[tuple[_Asked, Sequence[tuple[int, int]]]]
+    requests: Sequence[tuple[_PendingRequest, Sequence[tuple[int, int]]]]
 
 
 class _Pull:
@@ -242,24 +242,24 @@ class _Pull:
     in_flight = 4  # so four replies are encrypted and sent side by side
     overwrites = False
 
-    def __init__(self, joined: "_Joined", version: int, name: str, start: Callable[..., _Asked]):
+    def __init__(self, joined: "_Joined", version: int, name: str, start: Callable[..., _PendingRequest]):
         self.plan, self.totals = joined.plan, []
         self._joined, self._version, self._name, self._start = joined, version, name, start
         self._numbers = {bucket.leaves: number for number, bucket in enumerate(self.plan.buckets)}
 
     def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> _Bucket:
-        joined, asked = self._joined, []
+        joined, requests = self._joined, []
         which = {"version": self._version, "bucket": self._numbers[chosen], "part": part or 0}
         for process, trainer in joined.trainers.items():
             keys = [(i, int(k)) for i in chosen for k in joined.mine[process][i]]
             if keys:
-                asked.append((self._start(process, "bucket", **trainer, **which), keys))
-        return _Bucket(chosen, part, asked)
+                requests.append((self._start(process, "bucket", **trainer, **which), keys))
+        return _Bucket(chosen, part, requests)
 
     def land(self, move: Move, sent: _Bucket) -> None:
         """Waits for a bucket, copies its boxes to all local devices that need them, and joins them into leaves."""
         boxes: dict[tuple[int, int], Array] = {}
-        for request, keys in sent.asked:
+        for request, keys in sent.requests:
             message = request.result()
             self._compare(request.process, message.value["totals"])
             arrays = [self._box(i, piece) for (i, _), piece in zip(keys, message.bulk, strict=True)]
@@ -276,7 +276,7 @@ class _Pull:
         self.totals += [] if self.totals else totals
         if self.totals != list(totals):
             raise WeightMismatchError(
-                f"Trainer process {process} tells other checksums than the first for version {self._version} of "
+                f"Trainer process {process} has other checksums than the first process for version {self._version} of "
                 f"{self._name!r}: all must offer the same versions in the same order."
             )
 

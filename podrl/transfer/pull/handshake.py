@@ -150,6 +150,7 @@ class Reads:
 
     @classmethod
     def of(cls, leaf: LeafPlan, positions: Sequence[int]) -> "Reads":
+        """Lists the different boxes that the devices at `positions` of the target mesh need of a leaf."""
         source_WM, slot_WM = leaf.source_WM[positions], leaf.slot_WM[positions]
         block_W = row_major(leaf.source.blocks(), leaf.source.cuts)
         box_WM = block_W[source_WM] * (int(leaf.slot_WM.max()) + 1) + slot_WM

@@ -77,7 +77,7 @@ class PullServer:
             return {"error": f"{type(error).__name__}: {error}"}
 
 
-class _Held:
+class _Version:
     """A kept version: its leaves, their checksums, and by receiver the time until which the receiver may need it."""
 
     def __init__(self, leaves: Sequence[Array], totals: list[int]):
@@ -138,8 +138,8 @@ class ServedTree:
         before = [leaf.dtype for leaf in leaves]
         self._source = Expected(treedef, paths, shapes, before, shardings, summed_as=after, side="source")
         self._lock = threading.Lock()
-        self._versions: OrderedDict[int, _Held] = OrderedDict()
-        self._held: int | None = None
+        self._versions: OrderedDict[int, _Version] = OrderedDict()
+        self._pinned: int | None = None
         self._receivers: OrderedDict[int, _Receiver] = OrderedDict()
         self._numbers = itertools.count()
         if not leaves:
@@ -171,9 +171,9 @@ class ServedTree:
             totals = self._source.totals(self._source.sums(leaves), version)
             with self._lock:
                 self._trim(version)
-            held = _Held(leaves if lasting else self._copy(leaves), totals)
+            entry = _Version(leaves if lasting else self._copy(leaves), totals)
             with self._lock:
-                self._versions[version] = held
+                self._versions[version] = entry
                 self._versions.move_to_end(version)
             if donate and not lasting:
                 jax.tree.map(lambda x: x.delete(), leaves)
@@ -189,7 +189,7 @@ class ServedTree:
         with self._lock:
             if self._versions and version not in self._versions:
                 raise ValueError(f"Version {version} cannot be held: there are {list(self._versions)}.")
-            self._held = version
+            self._pinned = version
 
     def join(self, target: Side, process: int) -> dict[str, Any]:
         """Registers a receiver; returns its number as 'receiver' and the source's description, from which it plans."""
@@ -224,22 +224,22 @@ class ServedTree:
             if (receiver := self._receivers.get(number)) is None:
                 return {"rejoin": True}
             self._receivers.move_to_end(number)
-            if (held := self._versions.get(version)) is None:
+            if (entry := self._versions.get(version)) is None:
                 known = list(self._versions)
                 return {"gone": known} if known and version < max(known) else {"wait": known}
-            held.leases[number] = time.monotonic() + self._lease_s
+            entry.leases[number] = time.monotonic() + self._lease_s
             chosen = receiver.plan.buckets[bucket]
-            boxes = receiver.cutter.cut(held.leaves, chosen.leaves, part if chosen.parts > 1 else None)
+            boxes = receiver.cutter.cut(entry.leaves, chosen.leaves, part if chosen.parts > 1 else None)
             arrays = [boxes[i][slot][device] for i in chosen.leaves for slot, device in receiver.wanted[i]]
         with jax.transfer_guard_device_to_host("allow"):
             on_host = jax.device_get(arrays)
-        return Message({"totals": held.totals}, bulk=[as_bytes(array) for array in on_host])
+        return Message({"totals": entry.totals}, bulk=[as_bytes(array) for array in on_host])
 
     def end(self, number: int) -> dict[str, Any]:
         """Ends the leases of a receiver that has finished its pull."""
         with self._lock:
-            for held in self._versions.values():
-                held.leases.pop(number, None)
+            for entry in self._versions.values():
+                entry.leases.pop(number, None)
             self._trim()
         return {}
 
@@ -255,9 +255,9 @@ class ServedTree:
           coming: version that is about to be offered and needs room; None for no new version.
         """
         now = time.monotonic()
-        kept = [version for version in self._versions if version not in (coming, self._held)]
+        droppable = [version for version in self._versions if version not in (coming, self._pinned)]
         room = self._keep - (coming is not None)
-        for version in kept[: max(len(kept) - room, 0)]:
+        for version in droppable[: max(len(droppable) - room, 0)]:
             if all(until < now for until in self._versions[version].leases.values()):
                 del self._versions[version]
 

@@ -16,14 +16,14 @@ from podrl.learner.recorder import Stream
 from podrl.learner.rollouts import Generate, LocalRollouts
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import WallJournal
-from podrl.rundir.accord import Accord
 from podrl.rundir.run import Run
+from podrl.rundir.step_barrier import StepBarrier
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 
 
 @dataclasses.dataclass(frozen=True)
-class Makes:
+class Workload:
     """The samples and evaluations of a job, and how they are made.
 
     Attributes:
@@ -44,16 +44,16 @@ class Makes:
     curriculum: Curriculum | None = None
 
 
-def place_of(
+def rollout_source(
     cluster: RLCluster,
     stream: Stream | None,
     run: Run,
     schedule: Schedule,
-    makes: Makes,
+    workload: Workload,
     trained: Any,
     pod: Pod | None,
     *,
-    given: bool,
+    offline: bool,
 ) -> tuple[Any, Callable[[], bool]]:
     """Makes the source of this process's batches.
 
@@ -62,65 +62,65 @@ def place_of(
       stream: the data; None on hosts that read none.
       run: run directory, signals and the watchdog.
       schedule: steps at which the loop saves, evaluates and stops, and the staleness.
-      makes: the samples and evaluations of the job.
+      workload: the samples and evaluations of the job.
       trained: the algorithm on a trainer host; None on a rollout host.
       pod: the job's processes; None for a job of one process.
-      given: whether batches are answers from data (SFT, DPO), so that none is generated.
+      offline: whether batches are answers from data (SFT, DPO), so that none is generated.
 
     Returns:
       The source, and a function that returns True once the run was asked to stop.
     """
     deadline_s = 4 * run.log_config.stall_s
-    clock = _clock(cluster, schedule, run, pod, given=given)
+    clock = _clock(cluster, schedule, run, pod, offline=offline)
     if pod is None:
         assert stream is not None and clock is not None
-        place: Any = LocalRollouts(
+        source: Any = LocalRollouts(
             cluster,
             stream,
             run,
-            generate=makes.generate,
-            evaluator=makes.evaluator,
+            generate=workload.generate,
+            evaluator=workload.evaluator,
             clock=clock,
-            prompts=makes.prompts,
+            prompts=workload.prompts,
         )
-        return place, run.stopping
+        return source, run.stopping
     share_spans(pod, run)
-    accord = Accord(pod, run, deadline_s)
+    barrier = StepBarrier(pod, run, deadline_s)
     if trained is not None:
         assert stream is not None
         rows = codec.AGED_ROWS if schedule.max_staleness > 1 else codec.NEEDED_ROWS
-        place = RemoteRollouts(
+        source = RemoteRollouts(
             cluster,
             stream,
             run,
             pod,
-            accord,
+            barrier,
             needed=trained.needed,
             deadline_s=deadline_s,
             clock=clock,
             rows=rows,
             begun=schedule.begun,
-            prompts=makes.prompts,
-            whole=makes.whole,
-            group_size=makes.group_size,
+            prompts=workload.prompts,
+            whole=workload.whole,
+            group_size=workload.group_size,
         )
     else:
-        place = HostRollouts(
+        source = HostRollouts(
             cluster,
             run,
             pod,
-            accord,
-            generate=makes.generate,
-            evaluator=makes.evaluator,
+            barrier,
+            generate=workload.generate,
+            evaluator=workload.evaluator,
             deadline_s=deadline_s,
             mode="wall" if clock is None else clock.mode,
             last=schedule.max_steps,
         )
-    return place, accord.stopping
+    return source, barrier.stopping
 
 
 def _clock(
-    cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, given: bool
+    cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, offline: bool
 ) -> TokenClock | WallClock | None:
     """Makes the clock that `rollout.clock` names; None for the wall clock if another process keeps it.
 
@@ -128,7 +128,7 @@ def _clock(
       ValueError: the wall clock has no run directory for its journal, or another engine than podrl's samples.
     """
     windows = able(cluster.config.rollout_engine, "windows")
-    if given or cluster.config.rollout().clock == "tokens":
+    if offline or cluster.config.rollout().clock == "tokens":
         return TokenClock(cluster.config.rollout(), staleness=schedule.max_staleness if windows else 1)
     if run.workdir is None and (pod is None or pod.leads):
         raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")

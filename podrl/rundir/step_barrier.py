@@ -1,4 +1,4 @@
-"""The accord: a pod's processes continue or stop after the same step."""
+"""The step barrier: a pod's processes continue or stop after the same step."""
 
 from collections.abc import Mapping
 
@@ -7,11 +7,11 @@ from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 
 
-class Accord:
+class StepBarrier:
     """Keeps a pod's processes in step: in every step all continue or stop as the leader decides.
 
     Attributes:
-      taken: first step whose batch a trainer host may still need, as far as the leader knows.
+      needed_step: first step whose batch a trainer host may still need, as far as the leader knows.
       orders: number of orders that each rollout host must have read before it goes on, by the host's address.
     """
 
@@ -21,7 +21,7 @@ class Accord:
         self._trains = pod.seat.process in pod.seat.hosts.trainer
         self._reached = dict.fromkeys(pod.seat.hosts.trainer, 0)
         self._words: list[int] = []  # steps whose decision is still offered
-        self.taken = 0
+        self.needed_step = 0
         self.orders: Mapping[str, int] = {}
         if pod.leads:
             pod.channel.serve("reached", self._on_reached)
@@ -46,14 +46,14 @@ class Accord:
         """
         if self._pod.leads:
             self._reached[LEADER] = step
-            self.taken = min(self._reached.values())
+            self.needed_step = min(self._reached.values())
             self._stop = self.ending()
-            word = {"stop": self._stop, "taken": self.taken, "orders": dict(orders or {})}
+            word = {"stop": self._stop, "taken": self.needed_step, "orders": dict(orders or {})}
             word["profile"] = self._run.profiler.decide(step)
             self._pod.channel.put(f"word/{step}", Message(word))
             self._words.append(step)
             # Rollout hosts are at `step` already, but a trainer may be behind: it still needs older decisions.
-            while self._words[0] < min(step - 1, self.taken):
+            while self._words[0] < min(step - 1, self.needed_step):
                 self._pod.channel.drop(f"word/{self._words.pop(0)}")
             return
         stops = self._run.stopping()
@@ -62,8 +62,8 @@ class Accord:
             self._pod.call(LEADER, "reached", Message(reached), self._deadline_s)
         with self._run.watchdog.stage(f"waiting for trainer 0 at step {step}"):
             word = self._pod.get(LEADER, f"word/{step}", self._deadline_s).value
-        self._stop, self.taken, self.orders = bool(word["stop"]), int(word["taken"]), word["orders"]
-        self._run.profiler.wanted = word["profile"]
+        self._stop, self.needed_step, self.orders = bool(word["stop"]), int(word["taken"]), word["orders"]
+        self._run.profiler.planned = word["profile"]
 
     def _on_reached(self, message: Message) -> Message:
         """Records, on the channel's thread, the step that another host has reached and whether it was asked to stop."""
