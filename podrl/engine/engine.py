@@ -444,9 +444,7 @@ class Engine:
             # A scan would copy each layer's experts in every step, so the scan's body gets the experts of all layers
             # and picks its own by index. Experts that are cut over fsdp are gathered layer by layer instead.
             whole = {
-                name: x
-                for name, x in stack.items()
-                if name in ("expert_in", "expert_out") and self.mesh.shape["fsdp"] == 1
+                name: x for name, x in stack.items() if name.startswith("expert_") and self.mesh.shape["fsdp"] == 1
             }
             sliced = {name: Spec(*cut[1:]) for name, cut in cuts.items() if name not in whole}
 

@@ -12,6 +12,8 @@ from podrl.config import Natural, Positive, Range, section
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 ATTENTION_PROJECTIONS = PROJECTIONS[:4]
+# Weights of experts, and the names of the parameters that hold them in `transformers`.
+EXPERT_PROJECTIONS = {"expert_in": "gate_up_proj", "expert_out": "down_proj"}
 QUANT_GROUP = 64  # number of inputs that share a scale in integer weights
 GLOBAL_WINDOW = 1 << 30  # window of a layer that sees all earlier tokens: longer than any sequence
 
@@ -60,8 +62,9 @@ class LoraConfig:
       rank: inner dimension of the adapters; 0 turns adapters off.
       alpha: numerator of the scale alpha / rank.
       pattern: regular expression for the projections that get an adapter. It must match the whole name: q, k, v, o,
-        gate, up or down, or the same with _proj appended.
-      dropout: probability with which training zeroes an input feature of an adapter.
+        gate, up or down, or the same with _proj appended. Experts have expert_in (also gate_up_proj) and expert_out
+        (also down_proj) in place of gate, up and down; the default pattern leaves them without adapters.
+      dropout: probability with which training zeroes an input feature of an adapter; 0 with adapters on experts.
       base_dtype: storage type of the frozen projections: 'int8' or 'int4' for integers with a scale per group of 64
         inputs (QLoRA, arXiv 2305.14314, with uniform levels); '' for the type of all other parameters.
 
@@ -83,17 +86,19 @@ class LoraConfig:
                 "rank above 0), as they are not trained themselves."
             )
         try:
-            matched = [name for name in PROJECTIONS if self._matches(name)]
+            matched = [name for name in (*PROJECTIONS, *EXPERT_PROJECTIONS) if self._matches(name)]
         except re.error as error:
             raise ValueError(f"lora.pattern={self.pattern!r} is not a regular expression: {error}.") from None
         if self.rank and not matched:
             raise ValueError(
                 f"lora.pattern={self.pattern!r} matches no projection: it must match at least one of "
-                f"{', '.join(PROJECTIONS)} (or {', '.join(f'{name}_proj' for name in PROJECTIONS)})."
+                f"{', '.join((*PROJECTIONS, *EXPERT_PROJECTIONS))} (or "
+                f"{', '.join(f'{name}_proj' for name in PROJECTIONS)}, gate_up_proj)."
             )
 
     def _matches(self, name: str) -> bool:
-        return any(re.fullmatch(self.pattern, spelling) for spelling in (name, f"{name}_proj"))
+        spellings = (name, EXPERT_PROJECTIONS.get(name, f"{name}_proj"))
+        return any(re.fullmatch(self.pattern, spelling) for spelling in spellings)
 
     @property
     def scale(self) -> float:
@@ -386,17 +391,23 @@ class ModelConfig:
         self.alike()  # checks each kind
 
     def _check_adapters(self) -> None:
-        """Refuses adapters and integer weights of experts; with experts, the default pattern means attention only."""
-        own = [name for name in PROJECTIONS if name not in ATTENTION_PROJECTIONS and self.lora.covers(name)]
-        if own and (self.lora.pattern != LoraConfig.pattern):
+        """Refuses a pattern that names a dense feed-forward but not the experts, and dropout of their adapters.
+
+        The default pattern means attention only.
+        """
+        lora, family = self.lora, self.family
+        dense = [name for name in ("gate", "up") if lora.covers(name) and not lora.covers("expert_in")]
+        dense += ["down"] if lora.covers("down") and not lora.covers("expert_out") else []
+        if dense and lora.pattern != LoraConfig.pattern:
             raise ValueError(
-                f"lora.pattern={self.lora.pattern!r} matches {', '.join(own)}: the experts of a {self.family} model "
-                f"take no adapters yet. Make model.lora.pattern match {', '.join(ATTENTION_PROJECTIONS)} alone."
+                f"lora.pattern={lora.pattern!r} matches {', '.join(dense)}, which a {family} model does not have: its "
+                "feed-forwards are experts. Make model.lora.pattern match "
+                f"{', '.join((*ATTENTION_PROJECTIONS, *EXPERT_PROJECTIONS))}, or leave it out for attention alone."
             )
-        if self.lora.base_dtype:
+        if lora.dropout and any(map(lora.covers, EXPERT_PROJECTIONS)):
             raise ValueError(
-                f"lora.base_dtype={self.lora.base_dtype!r}: the experts of a {self.family} model are not stored as "
-                "integers yet. Set model.lora.base_dtype=''."
+                f"lora.dropout={lora.dropout} with adapters on experts, for which neither podrl nor PEFT computes "
+                "dropout: set model.lora.dropout=0."
             )
 
     def _attention_adapters(self) -> LoraConfig:
@@ -425,6 +436,11 @@ class ModelConfig:
 
     def windows(self) -> Int[np.ndarray, " L"]:
         return np.asarray(self.window_L, np.int32)
+
+
+def quant_groups(size: int) -> int:
+    """Returns the number of groups of an input dimension of integer weights; one group if 64 does not divide it."""
+    return size // QUANT_GROUP if size % QUANT_GROUP == 0 else 1
 
 
 def _scale(freq_H: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:

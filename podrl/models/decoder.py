@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from podrl.mesh import rules
 from podrl.models import delta, moe
 from podrl.models.attention import ATTENTION_NAME, attention, on_tpu
-from podrl.models.config import QUANT_GROUP, ModelConfig
+from podrl.models.config import EXPERT_PROJECTIONS, ModelConfig, quant_groups
 from podrl.types import PyTree
 
 
@@ -81,6 +81,11 @@ def projection_inputs(name: str) -> int:
     return sum(c in einsum.split(",")[0] for c in letters)
 
 
+def grouped_dim(name: str) -> int:
+    """Returns the dimension of a layer's weight in which inputs that share a scale of integer weights lie."""
+    return moe.GROUPED_DIM[name] if name in EXPERT_PROJECTIONS else projection_inputs(name) - 1
+
+
 def param_specs(config: ModelConfig) -> dict:
     """Declares every parameter of the model, adapters included, as a tree of `Param` laid out like the parameters.
 
@@ -134,7 +139,7 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
         fan_in = math.prod(shape[:split])
         layer(name, shape, axes, fan_in**-0.5, config.lora.base_dtype)
         if config.lora.base_dtype:
-            groups = max(1, shape[split - 1] // QUANT_GROUP) if shape[split - 1] % QUANT_GROUP == 0 else 1
+            groups = quant_groups(shape[split - 1])
             layer(f"{name}_scale", (*shape[: split - 1], groups, *shape[split:]), axes, -1.0, "float32")
         if config.lora.covers(name):
             layer(f"{name}_lora_a", (*shape[:split], config.lora.rank), (*axes[:split], "rank"), fan_in**-0.5)
@@ -144,7 +149,9 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
             layer(name, shape, axes, std)
     if config.experts is not None:
         for name, (shape, axes, std) in moe.param_shapes(config).items():
-            layer(name, shape, axes, std, "float32" if name == "selection_bias" else "")
+            integer = config.lora.base_dtype if name in EXPERT_PROJECTIONS else ""
+            wide = name == "selection_bias" or name.endswith("_scale")
+            layer(name, shape, axes, std, "float32" if wide else integer)
     if config.qkv_bias:
         for name in ("q", "k", "v"):
             _, letters, axes = _PROJECTIONS[name]
@@ -310,9 +317,7 @@ def dense_weight(name: str, layer: PyTree, dtype: jax.typing.DTypeLike) -> Array
     weight = layer[name].astype(dtype)
     if f"{name}_scale" not in layer:
         return weight
-    axis = projection_inputs(name) - 1
-    scale = layer[f"{name}_scale"].astype(dtype)
-    return weight * jnp.repeat(scale, weight.shape[axis] // scale.shape[axis], axis)
+    return moe.dequantize(weight, layer[f"{name}_scale"], grouped_dim(name))
 
 
 def project(

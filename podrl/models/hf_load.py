@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from podrl.mesh import build, rules
 from podrl.models import lora, mxfp4, orbax_files
-from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.config import EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.finite import refuse_nonfinite
 from podrl.models.hf_config import read_config
 from podrl.models.hf_names import Entry, entries, to_leaf
@@ -127,7 +127,7 @@ def load_entries(
         name = entry.leaf[-1]
         node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, entry.param.dtype_in(dtype), staging)
         refuse_nonfinite(node[name], entry.names(), where)
-        if config.lora.base_dtype and name in PROJECTIONS:
+        if config.lora.base_dtype and name in (*PROJECTIONS, *EXPERT_PROJECTIONS):
             node |= quantized_leaves(entry.leaf, node[name], config, mesh)
     return params
 
@@ -201,10 +201,10 @@ def _load_leaf(
     target = rules.sharding_for(entry.param.axes, entry.param.shape, mesh)
     raw_sharding = _stored_sharding(entry, target)
     if not entry.stacked:
-        place = _place_whole(entry.shape, entry.form, dtype, target)
+        place = _place_whole(entry.shape, entry.order, dtype, target)
         return jax.block_until_ready(place(_to_devices(tensors[0], raw_sharding, staging)))
     stack = _zeros(entry.param.shape, dtype, target)()
-    place = _place_part(entry.shape, entry.stacked, entry.form, target)
+    place = _place_part(entry.shape, entry.stacked, entry.order, target)
     for index, tensor in zip(entry.places().values(), tensors, strict=True):
         raw = _to_devices(tensor, raw_sharding, staging)
         stack = jax.block_until_ready(place(stack, raw, np.asarray(index, np.int32)))
@@ -242,7 +242,8 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
     if entry.alternating:
         axes = [axes[0], *axes[2:]]
     elif entry.inputs:
-        axes = [_merged(axes[entry.inputs :]), _merged(axes[: entry.inputs])]
+        axes = [axes[dim] for dim in entry.order]
+        axes = [_merged(axes[: -entry.inputs]), _merged(axes[-entry.inputs :])]
     elif len(entry.stored_shape) < len(axes):
         axes = [_merged(axes)]
     return NamedSharding(target.mesh, Spec(*axes))
@@ -275,18 +276,18 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, target: NamedSharding):
 
 
 @functools.lru_cache(maxsize=64)
-def _place_whole(shape: tuple[int, ...], form: str, dtype: np.dtype, target: NamedSharding):
+def _place_whole(shape: tuple[int, ...], order: tuple[int, ...], dtype: np.dtype, target: NamedSharding):
     return jax.jit(
         # Without the copy jax may return the input itself, whose memory can be the host's staging memory.
-        lambda raw: jnp.copy(to_leaf(raw, form, shape)).astype(dtype),
+        lambda raw: jnp.copy(to_leaf(raw, shape, order)).astype(dtype),
         out_shardings=target,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _place_part(shape: tuple[int, ...], stacked: tuple[int, ...], form: str, target: NamedSharding):
+def _place_part(shape: tuple[int, ...], stacked: tuple[int, ...], order: tuple[int, ...], target: NamedSharding):
     def place(stack: Array, raw: Array, index: Array) -> Array:
-        value = to_leaf(raw, form, shape).astype(stack.dtype)
+        value = to_leaf(raw, shape, order).astype(stack.dtype)
         start = [jnp.int32(0)] * stack.ndim
         for dim, at in zip(stacked, index, strict=True):
             start[dim] = at

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from podrl.models.config import ModelConfig
+from podrl.models.config import EXPERT_PROJECTIONS, ModelConfig
 from podrl.models.decoder import Param, is_adapter, param_specs, projection_inputs, stacks_of
 
 _PROJECTION_MODULES = {
@@ -82,6 +82,15 @@ _EXPERTS: Mapping[str, Mapping[str, Sequence[str]]] = {
 # Stacked dimensions of the leaves of experts, see `Entry.stacked`; all others are stacked by layer alone.
 _EXPERT_STACKS = {"expert_in": (0, 1, 2), "expert_out": (0, 1), "shared_in": (0, 1)}
 
+# Adapters of experts in PEFT's files: leaf -> (inputs, permuted), see Entry. Matrix A is stored as (expert x rank, in),
+# and B as (out, rank x expert).
+_EXPERT_ADAPTERS = {
+    "expert_in_lora_a": (1, (0, 2, 1)),
+    "expert_in_lora_b": (2, (1, 3, 2, 0)),
+    "expert_out_lora_a": (1, (0, 2, 1)),
+    "expert_out_lora_b": (2, (2, 1, 0)),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -94,13 +103,16 @@ class Entry:
       stacked: dimensions of the leaf along which tensors are stacked: () for one tensor, (0,) for one tensor per layer,
         (0, 1) for one per layer and expert.
       param: shape and logical axes of the leaf, stacked dimensions included.
-      inputs: number of leading dimensions, without the stacked ones, that a matrix contracts with its input; 0 for
-        vectors and embeddings, which are stored as they are. A matrix is stored as [outputs, inputs].
+      inputs: number of dimensions, without the stacked ones, that are flattened into the second dimension of a stored
+        matrix; 0 for vectors and embeddings, which are stored as they are. A matrix is stored as [outputs, inputs], and
+        its input dimensions are the leading ones, unless `permuted` says another order.
       up_name: name of the tensors of up, if the leaf holds gate and up: they are at index 1 of the last stacked
         dimension, whose size is 2. '' otherwise.
       layers: number in the model of each layer of the stack; () if the stack holds all layers.
       alternating: whether gate and up are dimension 1 of the leaf's part, but alternate in the last dimension of the
         tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
+      permuted: dimensions, without the stacked ones, in the order in which a matrix is stored; () for outputs before
+        inputs.
     """
 
     leaf: tuple[str, ...]
@@ -111,11 +123,7 @@ class Entry:
     up_name: str = ""
     layers: tuple[int, ...] = ()
     alternating: bool = False
-
-    @property
-    def form(self) -> str:
-        """The argument `form` of `to_leaf` and `to_stored`."""
-        return "alternating" if self.alternating else "transposed" if self.inputs else "plain"
+    permuted: tuple[int, ...] = ()
 
     def unstacked(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Selects, from one value per dimension of the leaf, the values of the dimensions that are not stacked."""
@@ -127,6 +135,13 @@ class Entry:
         return self.unstacked(self.param.shape)
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions of `shape` in the order in which the tensor is stored."""
+        if self.alternating:
+            return (0, *range(2, len(self.shape)), 1)
+        return self.permuted or (*range(self.inputs, len(self.shape)), *range(self.inputs))
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of one tensor in the checkpoint."""
         if self.alternating:
@@ -135,7 +150,8 @@ class Entry:
         if not self.inputs:
             flat = self.leaf[-1].endswith("_bias") and not self.leaf[-1].startswith("expert")
             return (math.prod(self.shape),) if flat else self.shape
-        return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
+        shape = [self.shape[dim] for dim in self.order]
+        return math.prod(shape[: -self.inputs]), math.prod(shape[-self.inputs :])
 
     def places(self) -> dict[str, tuple[int, ...]]:
         """Maps each tensor's name to its index in the stacked dimensions."""
@@ -155,19 +171,14 @@ class Entry:
         return part_of(self.stacked, index, len(self.param.shape))
 
 
-def to_leaf(raw: Any, form: str, shape: tuple[int, ...]) -> Any:
-    """Converts a stored tensor to its part of the leaf, of shape `shape`; `form` is `Entry.form`."""
-    if form == "alternating":
-        raw = raw.reshape(*raw.shape[:-1], -1, 2)
-        return raw.transpose(0, raw.ndim - 1, *range(1, raw.ndim - 1))
-    return (raw.T if form == "transposed" else raw).reshape(shape)
+def to_leaf(raw: Any, shape: Sequence[int], order: Sequence[int]) -> Any:
+    """Converts a stored tensor to its part of the leaf, of shape `shape`; `order` is `Entry.order`."""
+    return raw.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
 
 
-def to_stored(part: Any, form: str, stored_shape: tuple[int, ...]) -> Any:
+def to_stored(part: Any, order: Sequence[int], stored_shape: Sequence[int]) -> Any:
     """Converts a part of a leaf to its stored tensor: the inverse of `to_leaf`."""
-    if form == "alternating":
-        return part.transpose(0, *range(2, part.ndim), 1).reshape(stored_shape)
-    return part.reshape(stored_shape[::-1]).T if form == "transposed" else part.reshape(stored_shape)
+    return part.transpose(order).reshape(stored_shape)
 
 
 def part_of(stacked: Sequence[int], index: Sequence[Any], ndim: int) -> tuple[Any, ...]:
@@ -210,6 +221,16 @@ def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
 
 def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
     """Returns the entry of a leaf that belongs to a router or to experts; None for other leaves."""
+    name, adapter, side = key.partition("_lora_")
+    if adapter and name in EXPERT_PROJECTIONS:
+        # PEFT wraps the module of all experts once for each parameter. The first parameter's wrapper is the inner one.
+        both = all(map(config.lora.covers, EXPERT_PROJECTIONS))
+        module = "mlp.experts.base_layer" if both and name == "expert_in" else "mlp.experts"
+        inputs, permuted = _EXPERT_ADAPTERS[key]
+        if key == "expert_in_lora_b" and config.family == "gpt_oss":
+            permuted = (3, 1, 2, 0)  # gate and up alternate
+        name = f"base_model.model.model.layers.{{}}.{module}.lora_{side.upper()}.weight"
+        return Entry(("layers", key), name, (0,), param, inputs, permuted=permuted)
     names = _EXPERTS.get(config.family, {}).get(key)
     if names is None:
         return None

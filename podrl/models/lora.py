@@ -12,14 +12,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from podrl.mesh import rules
-from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.config import ATTENTION_PROJECTIONS, EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.decoder import (
     Param,
     as_layers,
     is_adapter,
     join_trainable,
     param_specs,
-    projection_inputs,
     stacks_of,
 )
 from podrl.models.quantize import dequantized, sharding_of
@@ -41,7 +40,7 @@ def with_adapters(
       seed: seed of the random A matrices.
 
     Raises:
-      ValueError: the model has adapters already.
+      ValueError: the model has adapters already, or the pattern matches no projection of this model.
     """
     stacks = [dict(stack) for stack in stacks_of(params["layers"], config)]
     if any(is_adapter(name) for stack in stacks for name in stack):
@@ -53,10 +52,21 @@ def with_adapters(
         for name in sorted(declared)
         if is_adapter(name)
     ]
+    if not specs:
+        raise matches_nothing(config)
     keys = jax.random.split(jax.random.key(seed), len(specs))
     for (stack, name, spec), key in zip(specs, keys, strict=True):
         stack[name] = _fresh(spec, key, mesh, dtype)
     return config, {**params, "layers": as_layers(stacks, config)}
+
+
+def matches_nothing(config: ModelConfig) -> ValueError:
+    """Makes the error for a pattern that matches projections of other models only."""
+    wanted = ", ".join(PROJECTIONS if config.experts is None else (*ATTENTION_PROJECTIONS, *EXPERT_PROJECTIONS))
+    return ValueError(
+        f"lora.pattern={config.lora.pattern!r} matches no projection of a {config.family} model: make it match one of "
+        f"{wanted}."
+    )
 
 
 def _fresh(spec: Param, key: Array, mesh: Mesh, dtype: Any) -> Array:
@@ -95,12 +105,12 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
 def _merged_stack(given: Mapping[str, Array], params: PyTree, config: ModelConfig) -> dict[str, Array]:
     """Merges the adapters of layers that are alike into their weights."""
     layers = {k: v for k, v in given.items() if not is_adapter(k) and not k.endswith("_scale")}
-    for name in PROJECTIONS:
+    for name in (*PROJECTIONS, *EXPERT_PROJECTIONS):
         if f"{name}_scale" in given:
             layers[name] = dequantized(name, given, params["embed"].dtype)
         if f"{name}_lora_a" in given:
             a, b = given[f"{name}_lora_a"], given[f"{name}_lora_b"]
-            layers[name] = _merged(layers[name], a, b, config.lora.scale, projection_inputs(name))
+            layers[name] = _merged(name, layers[name], a, b, config.lora.scale)
     return layers
 
 
@@ -119,12 +129,15 @@ def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], P
     return jax.jit(fold, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, merged))
 
 
-def _merged(weight: Array, a: Array, b: Array, scale: float, inputs: int) -> Array:
+def _merged(name: str, weight: Array, a: Array, b: Array, scale: float) -> Array:
     def fold(weight: Array, a: Array, b: Array) -> Array:
-        a_LIR = a.reshape(a.shape[0], -1, a.shape[-1]).astype(jnp.float32)
-        b_LRO = b.reshape(*b.shape[:2], -1).astype(jnp.float32)
-        delta_LIO = jnp.einsum("LIR,LRO->LIO", a_LIR, b_LRO, precision=jax.lax.Precision.HIGHEST)
-        return (weight.astype(jnp.float32) + scale * delta_LIO.reshape(weight.shape)).astype(weight.dtype)
+        a, b, einsum = a.astype(jnp.float32), b.astype(jnp.float32), _EXPERT_PRODUCTS.get(name, "LIR,LRO->LIO")
+        if name in PROJECTIONS:
+            a, b = a.reshape(a.shape[0], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
+        delta = jnp.einsum(einsum, a, b, precision=jax.lax.Precision.HIGHEST)
+        return (weight.astype(jnp.float32) + scale * delta.reshape(weight.shape)).astype(weight.dtype)
 
-    assert a.ndim == inputs + 2, (a.shape, inputs)
     return jax.jit(fold, out_shardings=sharding_of(weight))(weight, a, b)
+
+
+_EXPERT_PRODUCTS = {"expert_in": "LEDR,LEGRF->LEGDF", "expert_out": "LEFR,LERD->LEFD"}

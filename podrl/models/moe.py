@@ -1,12 +1,13 @@
 """Routed feed-forwards: the choice of each token's experts, and their exact computation (no token is dropped).
 
 Dimensions beside those of podrl/types.py: E experts, k chosen experts of a token, X tokens of a call, P rows sorted by
-expert, M rows of a block, N blocks. A route is the k chosen experts of a token, each stored as its number plus 1.
+expert, M rows of a block, N blocks, G experts of one or of several layers, R rank of adapters. A route is the k chosen
+experts of a token, each stored as its number plus 1.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from podrl.mesh import build, rules
-from podrl.models.config import Experts, ModelConfig
+from podrl.models.config import EXPERT_PROJECTIONS, Experts, ModelConfig, quant_groups
 from podrl.types import PyTree
 
 # Name of the chosen experts for remat policies. They must be kept: recomputed scores may differ in the last bit, and
@@ -42,7 +43,15 @@ _WEIGHTS = {
     "shared_in": ("2DS", ("norm", "embed", "mlp")),
     "shared_out": ("SD", ("mlp", "embed")),
     "shared_gate": ("D", ("norm",)),
+    "expert_in_scale": ("E2dF", ("expert", "norm", "embed", "mlp")),
+    "expert_out_scale": ("EfD", ("expert", "mlp", "embed")),
+    "expert_in_lora_a": ("EDR", ("expert", "embed", "rank")),
+    "expert_in_lora_b": ("E2RF", ("expert", "norm", "rank", "mlp")),
+    "expert_out_lora_a": ("EFR", ("expert", "mlp", "rank")),
+    "expert_out_lora_b": ("ERD", ("expert", "rank", "embed")),
 }
+GROUPED_DIM = {"expert_in": 2, "expert_out": 1}  # dimension of inputs that share a scale, see decoder.grouped_dim
+_PARTS = {"expert_in": (0, 1), "expert_out": (None,)}  # matrices of a leaf for one expert: gate and up, or the only one
 
 
 def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
@@ -54,6 +63,7 @@ def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tup
     experts = config.experts
     assert experts is not None
     size = {"D": config.model_dim, "E": experts.count, "F": experts.ffn_dim, "S": experts.shared_dim, "2": 2}
+    size |= {"R": config.lora.rank, "d": quant_groups(config.model_dim), "f": quant_groups(experts.ffn_dim)}
     std = dict.fromkeys(_WEIGHTS, config.model_dim**-0.5)
     std |= {"expert_out": experts.ffn_dim**-0.5, "selection_bias": 0.0}
     std |= dict.fromkeys(("router_bias", *_BIASES), 0.0)
@@ -64,6 +74,12 @@ def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tup
     used += ["shared_gate"] if experts.shared_gate else []
     if experts.shared_dim:
         std["shared_out"] = experts.shared_dim**-0.5
+    for name in EXPERT_PROJECTIONS:
+        if config.lora.base_dtype:
+            used, std[f"{name}_scale"] = [*used, f"{name}_scale"], -1.0
+        if config.lora.covers(name):
+            used += [f"{name}_lora_a", f"{name}_lora_b"]
+            std |= {f"{name}_lora_a": std[name], f"{name}_lora_b": 0.0}
     return {name: (tuple(size[c] for c in _WEIGHTS[name][0]), _WEIGHTS[name][1], std[name]) for name in used}
 
 
@@ -179,8 +195,8 @@ def feed_forward(
 
     Args:
       x_BTD: normalised residual stream.
-      layer: leaves of the layer. `expert_in` and `expert_out` may be those of all layers, (L, E, ...), so that no copy
-        of one layer's weights is made.
+      layer: leaves of the layer. Those of experts may be of all layers, (L, E, ...), so that no copy of one layer's
+        weights is made.
       index: number of the layer; read only if leaves are those of all layers.
       config: the model.
       mesh: mesh on which each device computes its own rows, with weights gathered over fsdp and outputs summed over
@@ -197,8 +213,9 @@ def feed_forward(
     """
     experts = config.experts
     assert experts is not None
-    names = [name for name in ("router", "router_bias", "selection_bias", *_BIASES) if name in layer]
-    weights = {name: layer[name] for name in (*names, "expert_in", "expert_out")}
+    routing = ("router", "router_bias", "selection_bias")
+    weights = {name: w for name, w in layer.items() if name in routing or name.startswith("expert_")}
+    floats = [n for n in weights if n not in routing and f"{n}_scale" not in weights]
     given = [] if route_BTk is None else [route_BTk]
     spread = spread_over(experts, mesh) if mesh is not None else ()
     parts = math.prod(mesh.shape[axis] for axis in spread) if mesh is not None else 1
@@ -207,27 +224,25 @@ def feed_forward(
         x_BTD: Array, weights: PyTree, index: Any, *given: Array, cuts: Mapping[str, Spec], tensor: tuple[str, ...] = ()
     ):
         if spread:  # in the products' type, which takes half of the bytes if that is bfloat16
-            weights = {n: w.astype(x_BTD.dtype) if n in ("expert_in", "expert_out") else w for n, w in weights.items()}
+            weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
         # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
         whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
         x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
         given_Xk = given[0].reshape(len(x_XD), -1) if given else None
         expert_Xk, weight_Xk, own_Xk = route(x_XD, whole, experts, given_Xk)
         own_Xk = expert_Xk if given_Xk is None else own_Xk
-        first, count, stacked = 0, whole["expert_in"].shape[-4], whole["expert_in"].ndim == 5
-        if stacked:
+        leaves = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in whole.items() if n not in routing}
+        first, count = 0, leaves["expert_in"].shape[-4]
+        if leaves["expert_in"].ndim == 5:
             first = index * count
-            whole |= {n: whole[n].reshape(-1, *whole[n].shape[2:]) for n in ("expert_in", "expert_out")}
-        w_in, w_out = whole["expert_in"].astype(x_BTD.dtype), whole["expert_out"].astype(x_BTD.dtype)
-        biases = tuple(whole[name].astype(x_BTD.dtype) for name in _BIASES if name in whole)
-        if biases and tensor:  # outputs are summed over tensor, so one device adds the bias of the outputs
-            biases = (biases[0], jnp.where(lax.axis_index(tensor) == 0, biases[1], 0))
+            leaves = {name: w.reshape(-1, *w.shape[2:]) for name, w in leaves.items()}
+        if tensor and "expert_out_bias" in leaves:  # outputs are summed over tensor: one device adds the bias
+            leaves["expert_out_bias"] = jnp.where(lax.axis_index(tensor) == 0, leaves["expert_out_bias"], 0)
         if spread:
             x_XD, expert_Xk, weight_Xk = (lax.all_gather(a, spread, tiled=True) for a in (x_XD, expert_Xk, weight_Xk))
             expert_Xk = expert_Xk - count * lax.axis_index(spread)
-        out_XD: Any = _apply(
-            x_XD, expert_Xk, weight_Xk, w_in, w_out, biases, first, count, config.activation, tpu, parts
-        )
+        form = _Form(count, parts, config.activation, config.lora.scale if config.lora.rank else 1.0, tpu)
+        out_XD: Any = _apply(x_XD, expert_Xk, weight_Xk, leaves, first, form)
         if spread:
             out_XD = lax.psum_scatter(out_XD.astype(x_BTD.dtype), spread, tiled=True)
         out_XD = lax.psum(out_XD, tensor) if tensor else out_XD
@@ -237,10 +252,15 @@ def feed_forward(
         out_BTD, own_BTk = local(x_BTD, weights, index, *given, cuts={})
     else:
         known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": (), "expert": ()} if inside else {})
+        tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
+        if tensor and "expert_out_scale" in weights:
+            # A scale is repeated where its group of rows would lie on several devices.
+            group = experts.ffn_dim // weights["expert_out_scale"].shape[-2]
+            times = group // math.gcd(group, experts.ffn_dim // mesh.shape["tensor"])
+            weights["expert_out_scale"] = jnp.repeat(weights["expert_out_scale"], times, axis=-2)
         rows = rules.spec_for(("batch", "time", "act"), x_BTD.shape, mesh, known)
         axes = {name: ("layers", *_WEIGHTS[name][1])[-w.ndim :] for name, w in weights.items()}
         cuts = {name: rules.spec_for(axes[name], w.shape, mesh, known) for name, w in weights.items()}
-        tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
         out_BTD, own_BTk = jax.shard_map(
             functools.partial(local, cuts=cuts, tensor=tensor),
             mesh=mesh,
@@ -387,43 +407,54 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, parti
     return _Sorted(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1], partial)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10))
+class _Form(NamedTuple):
+    """Constants of the products of experts.
+
+    Attributes:
+      experts: number of a layer's experts on this device, E.
+      parts: number of devices that a layer's experts are cut over. If it is larger than 1, numbers outside [0, E) are
+        those of experts of other devices, which add nothing to the sum.
+      activation: gate non-linearity, see `gated`.
+      scale: factor of the adapters' products.
+      tpu: whether the TPU kernel computes the products.
+    """
+
+    experts: int
+    parts: int
+    activation: str
+    scale: float
+    tpu: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _apply(
     x_XD: Float[Array, "X D"],
     expert_Xk: Int[Array, "X k"],
     weight_Xk: Float[Array, "X k"],
-    in_G2DF: Float[Array, "G 2 D F"],
-    out_GFD: Float[Array, "G F D"],
-    biases: tuple[Array, ...],
+    leaves: Mapping[str, Array],
     first: Int[Array, ""] | int,
-    count: int,
-    activation: str,
-    tpu: bool,
-    parts: int,
+    form: _Form,
 ) -> Float[Array, "X D"]:
     """Computes the weighted sum of the outputs of each token's experts, float32.
 
     Only the chosen experts cost time, forward and backward. The backward pass recomputes inner values from the
-    arguments.
+    arguments. Integer weights become dense inside the products and have no gradient.
 
     Args:
       x_XD: normalised residual stream.
       expert_Xk: numbers of the experts that compute each token, from this device's first expert on.
       weight_Xk: weights of these experts.
-      in_G2DF, out_GFD: weights of the experts of this layer, or of several layers one after another.
-      biases: biases of the two projections of this layer's experts, (E, 2, F) and (E, D); () for none.
-      first: index of this layer's first expert in the arrays of weights.
-      count: number of a layer's experts on this device, E.
-      activation: gate non-linearity, see `gated`.
-      tpu: whether the TPU kernel computes the products.
-      parts: number of devices that a layer's experts are cut over. If it is larger than 1, numbers outside [0, E) are
-        those of experts of other devices, which add nothing to the sum.
+      leaves: weights, scales of integer weights, and adapters of the experts of this layer, or of several layers one
+        after another, (G, ...).
+      first: index of this layer's first expert in `leaves`.
+      form: constants of the products.
     """
-    return _forward(x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, biases, first, count, activation, tpu, parts)[0]
+    return _forward(x_XD, expert_Xk, weight_Xk, leaves, first, form)[0]
 
 
-def _plan(expert_Xk: Array, count: int, tpu: bool, parts: int) -> _Sorted:
-    if tpu:
+def _plan(expert_Xk: Array, form: _Form) -> _Sorted:
+    count, parts = form.experts, form.parts
+    if form.tpu:
         return _sort(expert_Xk, count, 1, -(-expert_Xk.size // _TILE) * _TILE, parts > 1)
     block = _LEAST
     while 4 * block * count * parts <= expert_Xk.size and block < _MOST:
@@ -431,115 +462,197 @@ def _plan(expert_Xk: Array, count: int, tpu: bool, parts: int) -> _Sorted:
     return _sort(expert_Xk, count, block, (-(-expert_Xk.size // block) + min(count, expert_Xk.size)) * block, parts > 1)
 
 
-def _forward(
-    x_XD: Array,
-    expert_Xk: Array,
-    weight_Xk: Array,
-    in_G2DF: Array,
-    out_GFD: Array,
-    biases: tuple[Array, ...],
-    first: Any,
-    count: int,
-    activation: str,
-    tpu: bool,
-    parts: int,
-) -> tuple[Array, tuple]:
-    plan, act = _plan(expert_Xk, count, tpu, parts), gated(activation)
-    x_PD = plan.rows(x_XD)
-    if tpu:
-        dot_in, dot_out, _ = _kernels(plan, in_G2DF, out_GFD, first)
-        (gate_P, up_P), out_P = _at(biases, plan.block_N)
-        y_PD = _plus(dot_out(act(_plus(dot_in(x_PD, 0), gate_P), _plus(dot_in(x_PD, 1), up_P))), out_P)
+class _Products(NamedTuple):
+    """Products of rows with the matrices of their experts.
+
+    Attributes:
+      dot: dot(name, x_PX, part, transposed=False) multiplies each row by matrix `part` of its expert in leaf `name`.
+      bias: bias(name, part) returns the bias that belongs to matrix `part` of weight `name`, of each row or of all
+        rows alike; None without biases.
+    """
+
+    dot: Callable[..., Array]
+    bias: Callable[[str, int | None], Array | None]
+
+
+def _times(
+    products: _Products, leaves: Mapping[str, Array], name: str, x_PX: Array, scale: float
+) -> tuple[list[Array], Array | None]:
+    """Multiplies rows by the matrices of weight `name`, adapters included.
+
+    Returns:
+      One product for each matrix, and the rows times the adapter's matrix A; None without an adapter.
+    """
+    dot, bias = products
+    y = [_plus(dot(name, x_PX, part), bias(name, part)) for part in _PARTS[name]]
+    if f"{name}_lora_a" not in leaves:
+        return y, None
+    low_PR = dot(f"{name}_lora_a", x_PX, None)
+    return [y + scale * dot(f"{name}_lora_b", low_PR, part) for y, part in zip(y, _PARTS[name], strict=True)], low_PR
+
+
+def _times_transposed(
+    products: _Products, leaves: Mapping[str, Array], name: str, dy: Sequence[Array], scale: float
+) -> tuple[Array, Array | None]:
+    """Computes the gradients of the rows and of the rows times A from those of the products of `_times`."""
+    dot = products.dot
+    dx_PX = functools.reduce(jnp.add, [dot(name, d, part, True) for d, part in zip(dy, _PARTS[name], strict=True)])
+    if f"{name}_lora_a" not in leaves:
+        return dx_PX, None
+    low = [scale * dot(f"{name}_lora_b", d, part, True) for d, part in zip(dy, _PARTS[name], strict=True)]
+    dlow_PR = functools.reduce(jnp.add, low)
+    return dx_PX + dot(f"{name}_lora_a", dlow_PR, None, True), dlow_PR
+
+
+def _factors(
+    leaves: Mapping[str, Array],
+    name: str,
+    x_PX: Array,
+    low_PR: Array | None,
+    dy: Sequence[Array],
+    dlow_PR: Array | None,
+    scale: float,
+) -> list[tuple[str, int | None, Array | None, Array]]:
+    """Lists, for each matrix of weight `name` that trains, the two arrays whose products of rows sum to its gradient.
+
+    Returns:
+      Tuples (leaf, matrix, left factor, right factor); the left factor of a bias is None, which stands for ones.
+    """
+    found: list[tuple[str, int | None, Array | None, Array]] = []
+    if f"{name}_bias" in leaves:
+        found += [(f"{name}_bias", part, None, d) for d, part in zip(dy, _PARTS[name], strict=True)]
+    if f"{name}_scale" not in leaves:
+        found += [(name, part, x_PX, d) for d, part in zip(dy, _PARTS[name], strict=True)]
+    if low_PR is not None and dlow_PR is not None:
+        found += [(f"{name}_lora_a", None, x_PX, dlow_PR)]
+        found += [(f"{name}_lora_b", part, low_PR, scale * d) for d, part in zip(dy, _PARTS[name], strict=True)]
+    return found
+
+
+def _outputs(products: _Products, leaves: Mapping[str, Array], x_PD: Array, form: _Form) -> Array:
+    """Computes the output of each row's expert."""
+    (gate_PF, up_PF), _ = _times(products, leaves, "expert_in", x_PD, form.scale)
+    (y_PD,), _ = _times(products, leaves, "expert_out", gated(form.activation)(gate_PF, up_PF), form.scale)
+    return y_PD
+
+
+def _gradients(
+    products: _Products, leaves: Mapping[str, Array], x_PD: Array, dy_PD: Array, weight_P1: Array, form: _Form
+) -> tuple[Array, Array, list[tuple[str, int | None, Array | None, Array]]]:
+    """Computes the gradients of rows and weights of tokens, and the factors of those of the leaves (`_factors`)."""
+    scale, out_bias = form.scale, products.bias("expert_out", None)
+    h, low_PR = _times(products, leaves, "expert_in", x_PD, scale)
+    a_PF, back = jax.vjp(gated(form.activation), *h)
+    da_PF, dlow_PR = _times_transposed(products, leaves, "expert_out", [dy_PD], scale)
+    dweight_P = jnp.sum(a_PF.astype(jnp.float32) * da_PF, axis=-1)
+    if out_bias is not None:
+        dweight_P = dweight_P + jnp.sum(dy_PD.astype(jnp.float32) * out_bias, axis=-1)
+    dh = back(da_PF * weight_P1)
+    dx_PD, dlow_in_PR = _times_transposed(products, leaves, "expert_in", dh, scale)
+    factors = _factors(leaves, "expert_in", x_PD, low_PR, dh, dlow_in_PR, scale)
+    if dlow_PR is not None:
+        low_PR, dlow_PR = products.dot("expert_out_lora_a", a_PF, None), dlow_PR * weight_P1
     else:
-        block = x_PD.shape[0] // plan.block_N.shape[0]
-
-        def body(n: Array, y_PD: Array) -> Array:
-            g = first + plan.block_N[n]
-            x_MD = lax.dynamic_slice_in_dim(x_PD, n * block, block)
-            (gate_F, up_F), out_D = _at(biases, plan.block_N[n])
-            a_MF = act(_plus(x_MD @ in_G2DF[g, 0], gate_F), _plus(x_MD @ in_G2DF[g, 1], up_F))
-            y_MD = _plus(a_MF @ out_GFD[g], out_D)
-            return lax.dynamic_update_slice_in_dim(y_PD, y_MD, n * block, 0)
-
-        y_PD = lax.fori_loop(0, plan.blocks, body, jnp.zeros_like(x_PD))
-    y_XkD = plan.each(y_PD).astype(jnp.float32)
-    out_XD = jnp.sum(y_XkD * weight_Xk[..., None], axis=1)
-    return out_XD, (x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, biases, first)
+        low_PR = None
+    factors += _factors(leaves, "expert_out", a_PF, low_PR, [dy_PD * weight_P1], dlow_PR, scale)
+    return dx_PD, dweight_P, factors
 
 
-def _at(biases: tuple[Array, ...], expert: Array) -> tuple[tuple[Any, Any], Any]:
-    """Selects the biases ((gate, up), output) of some experts; `None` for each of them if there are no biases."""
-    if not biases:
-        return (None, None), None
-    in_E2F, out_ED = biases
-    return (in_E2F[expert, 0], in_E2F[expert, 1]), out_ED[expert]
+def dequantize(weight: Array, scale: Array, axis: int) -> Array:
+    """Multiplies integer weights, converted to the wanted type, by the scales of their groups along `axis`."""
+    return weight * jnp.repeat(scale.astype(weight.dtype), weight.shape[axis] // scale.shape[axis], axis)
 
 
 def _plus(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias
 
 
-def _backward(count: int, activation: str, tpu: bool, parts: int, saved: tuple, dout_XD: Array) -> tuple:
-    x_XD, expert_Xk, weight_Xk, in_G2DF, out_GFD, biases, first = saved
-    plan, act = _plan(expert_Xk, count, tpu, parts), gated(activation)
+def _at(g: Array, part: int | None) -> tuple[Any, ...]:
+    """Returns the index of matrix `part` of expert `g` in a leaf."""
+    return (g,) if part is None else (g, part)
+
+
+def _block_products(leaves: Mapping[str, Array], g: Array) -> _Products:
+    """Builds products of rows of one expert, whose index in the leaves is `g`."""
+
+    def dot(name: str, a_MX: Array, part: int | None, transposed: bool = False) -> Array:
+        w_XY = leaves[name][_at(g, part)]
+        if f"{name}_scale" in leaves:
+            w_XY = dequantize(w_XY.astype(a_MX.dtype), leaves[f"{name}_scale"][_at(g, part)], 0)
+        return a_MX @ (w_XY.T if transposed else w_XY)
+
+    return _Products(dot, _biases(leaves, g))
+
+
+def _biases(leaves: Mapping[str, Array], g: Array) -> Callable[[str, int | None], Array | None]:
+    """Builds the function `bias` of `_Products` for rows of expert `g`, or for rows each with its own expert."""
+    return lambda name, part: leaves[f"{name}_bias"][_at(g, part)] if f"{name}_bias" in leaves else None
+
+
+def _forward(
+    x_XD: Array, expert_Xk: Array, weight_Xk: Array, leaves: Mapping[str, Array], first: Any, form: _Form
+) -> tuple[Array, tuple]:
+    plan = _plan(expert_Xk, form)
+    x_PD = plan.rows(x_XD)
+    if form.tpu:
+        y_PD = _outputs(_kernels(plan, leaves, first, x_XD.dtype)[0], leaves, x_PD, form)
+    else:
+        block = x_PD.shape[0] // plan.block_N.shape[0]
+
+        def body(n: Array, y_PD: Array) -> Array:
+            x_MD = lax.dynamic_slice_in_dim(x_PD, n * block, block)
+            y_MD = _outputs(_block_products(leaves, first + plan.block_N[n]), leaves, x_MD, form)
+            return lax.dynamic_update_slice_in_dim(y_PD, y_MD, n * block, 0)
+
+        y_PD = lax.fori_loop(0, plan.blocks, body, jnp.zeros_like(x_PD))
+    y_XkD = plan.each(y_PD).astype(jnp.float32)
+    out_XD = jnp.sum(y_XkD * weight_Xk[..., None], axis=1)
+    return out_XD, (x_XD, expert_Xk, weight_Xk, leaves, first)
+
+
+def _backward(form: _Form, saved: tuple, dout_XD: Array) -> tuple:
+    x_XD, expert_Xk, weight_Xk, leaves, first = saved
+    plan = _plan(expert_Xk, form)
     x_PD, dy_PD = plan.rows(x_XD), plan.rows(dout_XD.astype(x_XD.dtype))
     weight_P = plan.spread(weight_Xk).astype(x_XD.dtype)
-    if tpu:
-        dot_in, dot_out, outer = _kernels(plan, in_G2DF, out_GFD, first)
-        (gate_P, up_P), out_P = _at(biases, plan.block_N)
-        a_PF, back = jax.vjp(act, _plus(dot_in(x_PD, 0), gate_P), _plus(dot_in(x_PD, 1), up_P))
-        da_PF = dot_out(dy_PD, transposed=True)
-        dweight_P = _dweight(a_PF, da_PF, dy_PD, out_P)
-        dout_GFD = outer(a_PF, dy_PD * weight_P[:, None])
-        dh_2PF = back(da_PF * weight_P[:, None])
-        dx_PD = dot_in(dh_2PF[0], 0, transposed=True) + dot_in(dh_2PF[1], 1, transposed=True)
-        din_G2DF = jnp.stack([outer(x_PD, dh_PF) for dh_PF in dh_2PF], axis=1)
-        dbiases = ()
-        if biases:
-            mine_PE = plan.live_P[:, None] * jax.nn.one_hot(plan.block_N, count, dtype=x_XD.dtype)
-            sums = [_outer(mine_PE, jnp.where(plan.live_P[:, None], dh_PF, 0)) for dh_PF in dh_2PF]
-            dbiases = (jnp.stack(sums, axis=1), _outer(mine_PE, dy_PD * weight_P[:, None]))
+    if form.tpu:
+        products, outer = _kernels(plan, leaves, first, x_XD.dtype)
+        dx_PD, dweight_P, factors = _gradients(products, leaves, x_PD, dy_PD, weight_P[:, None], form)
+        parts: dict[str, list[Array]] = {}
+        for name, _, left, right in factors:
+            parts.setdefault(name, []).append(outer(left, right))
+        total = {name: ds[0] if len(ds) == 1 else jnp.stack(ds, axis=1) for name, ds in parts.items()}
     else:
         block = x_PD.shape[0] // plan.block_N.shape[0]
 
         def body(n: Array, carry: tuple) -> tuple:
-            dx_PD, dweight_P, din_G2DF, dout_GFD, dbiases = carry
+            dx_PD, dweight_P, total = carry
             g = first + plan.block_N[n]
             cut = lambda a: lax.dynamic_slice_in_dim(a, n * block, block)  # noqa: E731
             put = lambda a, part: lax.dynamic_update_slice_in_dim(a, part, n * block, 0)  # noqa: E731
-            x_MD, dy_MD, w_M1 = cut(x_PD), cut(dy_PD), cut(weight_P)[:, None]
-            (gate_F, up_F), out_D = _at(biases, plan.block_N[n])
-            a_MF, back = jax.vjp(act, _plus(x_MD @ in_G2DF[g, 0], gate_F), _plus(x_MD @ in_G2DF[g, 1], up_F))
-            da_MF = dy_MD @ out_GFD[g].T
-            dgate_MF, dup_MF = back(da_MF * w_M1)
-            if biases:
-                grads = (jnp.stack([dgate_MF, dup_MF]), dy_MD * w_M1)
-                sums = [jnp.sum(grad.astype(jnp.float32), axis=-2) for grad in grads]
-                dbiases = tuple(b.at[plan.block_N[n]].add(x) for b, x in zip(dbiases, sums, strict=True))
-            return (
-                put(dx_PD, dgate_MF @ in_G2DF[g, 0].T + dup_MF @ in_G2DF[g, 1].T),
-                put(dweight_P, _dweight(a_MF, da_MF, dy_MD, out_D)),
-                din_G2DF.at[g, 0].add(_outer(x_MD, dgate_MF)).at[g, 1].add(_outer(x_MD, dup_MF)),
-                dout_GFD.at[g].add(_outer(a_MF, dy_MD * w_M1)),
-                dbiases,
-            )
+            rows = cut(x_PD), cut(dy_PD), cut(weight_P)[:, None]
+            dx_MD, dweight_M, factors = _gradients(_block_products(leaves, g), leaves, *rows, form)
+            for name, part, left, right in factors:
+                d = jnp.sum(right.astype(jnp.float32), axis=0) if left is None else _outer(left, right)
+                total = total | {name: total[name].at[_at(g, part)].add(d)}
+            return put(dx_PD, dx_MD), put(dweight_P, dweight_M), total
 
         zero = lambda a: jnp.zeros(a.shape, jnp.float32)  # noqa: E731
-        carry = (jnp.zeros_like(x_PD), zero(weight_P), zero(in_G2DF), zero(out_GFD), tuple(map(zero, biases)))
-        dx_PD, dweight_P, din_G2DF, dout_GFD, dbiases = lax.fori_loop(0, plan.blocks, body, carry)
+        trained = {name: zero(w) for name, w in leaves.items() if not _is_integer(name, leaves)}
+        carry = (jnp.zeros_like(x_PD), zero(weight_P), trained)
+        dx_PD, dweight_P, total = lax.fori_loop(0, plan.blocks, body, carry)
     dx_XD = jnp.sum(plan.each(dx_PD).astype(jnp.float32), axis=1).astype(x_XD.dtype)
     dweight_Xk = plan.each(dweight_P).astype(weight_Xk.dtype)
-    dbiases = tuple(dbias.astype(bias.dtype) for dbias, bias in zip(dbiases, biases, strict=True))
-    return dx_XD, None, dweight_Xk, din_G2DF.astype(in_G2DF.dtype), dout_GFD.astype(out_GFD.dtype), dbiases, None
+    dleaves = {name: total[name].astype(w.dtype) if name in total else None for name, w in leaves.items()}
+    return dx_XD, None, dweight_Xk, dleaves, None
 
 
 _apply.defvjp(_forward, _backward)
 
 
-def _dweight(a_MF: Array, da_MF: Array, dy_MD: Array, out_bias: Array | None) -> Float[Array, " M"]:
-    """Computes the gradient of each row's weight: the product of the row's output and the output's gradient."""
-    dweight_M = jnp.sum(a_MF.astype(jnp.float32) * da_MF, axis=-1)
-    return dweight_M if out_bias is None else dweight_M + jnp.sum(dy_MD.astype(jnp.float32) * out_bias, axis=-1)
+def _is_integer(name: str, leaves: Mapping[str, Array]) -> bool:
+    """True for integer weights and for their scales."""
+    return f"{name}_scale" in leaves or name.endswith("_scale")
 
 
 def _outer(a_MX: Array, b_MY: Array) -> Float[Array, "X Y"]:
@@ -552,35 +665,42 @@ def _tile(size: int) -> int:
     return next((tile for tile in (1024, 768, 512, 384, 256, 128) if size % tile == 0), min(128, size))
 
 
-def _kernels(plan: _Sorted, in_G2DF: Array, out_GFD: Array, first: Any, *, interpret: bool = False) -> tuple:
-    """Builds the TPU products: with `in_G2DF` (gate 0 or up 1), with `out_GFD`, and outer products of rows by expert.
+def _kernels(
+    plan: _Sorted, leaves: Mapping[str, Array], first: Any, dtype: Any, *, interpret: bool = False
+) -> tuple[_Products, Callable[[Array | None, Array], Array]]:
+    """Builds the TPU products: of rows with a leaf's matrices, and outer products of rows summed by expert.
 
-    The kernel takes all matrices of the arrays as groups, and those of other layers have 0 rows, so no matrix is
-    copied. Rows after the last group are not computed. Only `outer` reads them, and it stops at the last group.
+    The kernel takes all matrices of the leaves as groups, and those of other layers have 0 rows, so no matrix is
+    copied; of integer weights, only this layer's become dense, all experts at once. Rows after the last group are not
+    computed. Only `outer` reads them, and it stops at the last group.
     """
     # This import takes a fifth of a second, so only programs that use the kernel pay for it.
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-    G, _, D, F = in_G2DF.shape
+    count = plan.count_E.shape[0]
 
-    def sizes(groups: int, stride: int, offset: int) -> Array:
-        place_E = (first + jnp.arange(plan.count_E.shape[0])) * stride + offset
-        return jnp.zeros(groups, jnp.int32).at[place_E].set(plan.count_E)
+    def dense(name: str) -> tuple[Array, Any]:
+        if f"{name}_scale" not in leaves:
+            return leaves[name], first
+        own, scale = (lax.dynamic_slice_in_dim(leaves[n], first, count) for n in (name, f"{name}_scale"))
+        return dequantize(own.astype(dtype), scale, GROUPED_DIM[name]), 0
 
-    def product(a_PX: Array, w_NXY: Array, size_N: Array, transposed: bool) -> Array:
+    def dot(name: str, a_PX: Array, part: int | None, transposed: bool = False) -> Array:
+        w, begin = dense(name)
+        stride, offset = (1, 0) if part is None else (w.shape[1], part)
+        w_NXY = w.reshape(-1, *w.shape[-2:])
+        place_E = (begin + jnp.arange(count)) * stride + offset
+        size_N = jnp.zeros(len(w_NXY), jnp.int32).at[place_E].set(plan.count_E)
         x, y = w_NXY.shape[1:][:: -1 if transposed else 1]
         tiling = (_TILE, _tile(x), _tile(y))
         return gmm(a_PX, w_NXY, size_N, a_PX.dtype, tiling, transpose_rhs=transposed, interpret=interpret)
 
-    def dot_in(a_PX: Array, part: int, *, transposed: bool = False) -> Array:
-        return product(a_PX, in_G2DF.reshape(2 * G, D, F), sizes(2 * G, 2, part), transposed)
-
-    def dot_out(a_PX: Array, *, transposed: bool = False) -> Array:
-        return product(a_PX, out_GFD, sizes(G, 1, 0), transposed)
-
-    def outer(a_PX: Array, b_PY: Array) -> Array:
+    def outer(a_PX: Array | None, b_PY: Array) -> Array:
+        if a_PX is None:
+            mine_PE = plan.live_P[:, None] * jax.nn.one_hot(plan.block_N, count, dtype=b_PY.dtype)
+            return _outer(mine_PE, jnp.where(plan.live_P[:, None], b_PY, 0))
         tiling = (_TILE, _tile(a_PX.shape[1]), _tile(b_PY.shape[1]))
-        assert plan.count_E.shape[0] == G, "gradients are of one layer's experts"
+        assert len(leaves["expert_in"]) == count, "gradients are of one layer's experts"
         return tgmm(a_PX.T, b_PY, plan.count_E, b_PY.dtype, tiling, interpret=interpret)
 
-    return dot_in, dot_out, outer
+    return _Products(dot, _biases(leaves, first + plan.block_N)), outer

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from podrl.models.config import PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.config import ATTENTION_PROJECTIONS, EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.decoder import as_layers, is_adapter, stacks_of
 from podrl.models.hf_load import load_entries, single_device_mesh
 from podrl.models.hf_names import entries, module_of
 from podrl.models.hf_save import finished_directory, is_writer, write_entries
+from podrl.models.lora import matches_nothing
 from podrl.models.tensor_files import scan_file
 from podrl.storage.regular import load_object
 from podrl.types import PyTree
@@ -34,6 +35,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "use_bdlora": (None, False),
     "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
     "alora_invocation_tokens": (None,),
     "modules_to_save": (None, []),
     "layers_to_transform": (None,),
@@ -42,9 +46,11 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "exclude_modules": (None, [], ""),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
 }
+
+# PEFT's names of the parameters of all experts in `transformers`.
+_PARAMETERS = {name: f"mlp.experts.{parameter}" for name, parameter in EXPERT_PROJECTIONS.items()}
 
 
 def save_adapters(
@@ -64,7 +70,7 @@ def save_adapters(
       dtype: type of the written matrices.
 
     Raises:
-      ValueError: the model has no adapters, or the directory holds something.
+      ValueError: the model has no adapters, or some that PEFT cannot load; or the directory holds something.
     """
     wanted = entries(config, adapters=True)
     if not wanted:
@@ -76,7 +82,7 @@ def save_adapters(
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
         "lora_dropout": config.lora.dropout,
-        "target_modules": [module_of(p).split(".")[-1] for p in config.projections if config.lora.covers(p)],
+        "target_modules": _modules(config),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -87,10 +93,30 @@ def save_adapters(
         "use_dora": False,
         "use_rslora": False,
     }
+    if parameters := [_PARAMETERS[name] for name in EXPERT_PROJECTIONS if config.lora.covers(name) and config.experts]:
+        raw["target_parameters"] = parameters
     with finished_directory(directory, writes=is_writer(params)) as partial:
         write_entries(partial, wanted, params, np.dtype(dtype), single_name=WEIGHTS_NAME)
         if partial is not None:
             (partial / CONFIG_NAME).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def _modules(config: ModelConfig) -> list[str]:
+    """Lists the modules with adapters as PEFT's `target_modules`.
+
+    Raises:
+      ValueError: adapters lie on the dense feed-forwards that some layers have in place of experts. PEFT 0.21 takes the
+        names of their modules for names of experts, and leaves these adapters out without an error.
+    """
+    covered = [n for n in PROJECTIONS if any(n in a.projections and a.lora.covers(n) for a in config.alike())]
+    dense = [name for name in covered if name not in ATTENTION_PROJECTIONS]
+    if config.experts is not None and dense:
+        raise ValueError(
+            f"lora.pattern={config.lora.pattern!r} puts adapters on {', '.join(dense)} in the dense layers of a "
+            f"{config.family} model, which PEFT cannot load beside experts: export the merged model instead, or train "
+            "with a pattern of q, k, v, o, expert_in and expert_out."
+        )
+    return [module_of(name).split(".")[-1] for name in covered]
 
 
 def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
@@ -117,8 +143,18 @@ def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
         covered = [p for p in PROJECTIONS if targets == "all-linear" or re.fullmatch(targets, _path_of(p))]
     else:
         covered = [p for p in PROJECTIONS if any(f".{_path_of(p)}".endswith(f".{t}") for t in targets or ())]
+    parameters = raw.get("target_parameters") or []
+    experts = [n for n, place in _PARAMETERS.items() if any(f".{place}".endswith(f".{t}") for t in parameters)]
+    unknown = [t for t in parameters if not any(f".{place}".endswith(f".{t}") for place in _PARAMETERS.values())]
+    if unknown:
+        known = ", ".join(_PARAMETERS.values())
+        raise ValueError(f"{path} has target_parameters={unknown}, which podrl does not compute: only {known}.")
+    covered += experts
     if not covered:
-        raise ValueError(f"{path} has target_modules={targets!r}, which match none of podrl's projections.")
+        raise ValueError(
+            f"{path} has target_modules={targets!r} and target_parameters={parameters!r}, which match none of podrl's "
+            "projections."
+        )
     return LoraConfig(
         rank=rank,
         alpha=float(alpha),
@@ -160,7 +196,9 @@ def load_adapters(
         raise ValueError(f"{directory} has no {WEIGHTS_NAME}: give a directory written by PEFT or podrl.export.")
     config = dataclasses.replace(config, lora=lora)
     mesh = single_device_mesh() if mesh is None else mesh
-    read = load_entries(entries(config, adapters=True), scan_file(weights), config, mesh, dtype, where=str(directory))
+    if not (wanted := entries(config, adapters=True)):
+        raise matches_nothing(config)
+    read = load_entries(wanted, scan_file(weights), config, mesh, dtype, where=str(directory))
     both = zip(stacks_of(params["layers"], config), stacks_of(read["layers"], config), strict=True)
     layers = [{k: v for k, v in base.items() if not is_adapter(k)} | adapters for base, adapters in both]
     return config, {**params, "layers": as_layers(layers, config)}

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from podrl.mesh import rules
 from podrl.models.config import ModelConfig
-from podrl.models.decoder import dense_weight, param_specs, projection_inputs
+from podrl.models.decoder import dense_weight, grouped_dim, param_specs
 
 _LARGEST = {"int8": 127, "int4": 7}
 
@@ -52,7 +52,7 @@ def quantized_leaves(path: Sequence[str], weight: Array, config: ModelConfig, me
     """
     *above, name = path
     specs = functools.reduce(lambda node, key: node[key], above, param_specs(config))
-    axis = projection_inputs(name)  # the last input dimension, as dimension 0 is the layers
+    axis = grouped_dim(name) + 1  # dimension 0 is the layers
     groups = specs[f"{name}_scale"].shape[axis]
     names = (name, f"{name}_scale")
     shardings = tuple(rules.sharding_for(specs[n].axes, specs[n].shape, mesh) for n in names)

@@ -233,4 +233,4 @@ def parameter_count(config: ModelConfig) -> int:
 def expert_parameter_count(config: ModelConfig) -> int:
     """Counts the parameters of all routed experts; a token uses the share `config.chosen_share` of them."""
     stacks = stacks_of(param_specs(config)["layers"], config)
-    return sum(math.prod(stack[n].shape) for stack in stacks for n in ("expert_in", "expert_out") if n in stack)
+    return sum(math.prod(spec.shape) for stack in stacks for n, spec in stack.items() if n.startswith("expert_"))

@@ -1,4 +1,4 @@
-"""Runs of a model with experts, by the launcher's own path: all parameters, and adapters on attention."""
+"""Runs of a model with experts, by the launcher's own path: all parameters, and adapters."""
 
 import json
 import shutil
@@ -75,27 +75,36 @@ def changed(place):
     return {path[-1].key for (path, a), b in pairs if not np.array_equal(a, b)}
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["full", "lora"])
-def test_grpo_learns_on_the_probabilities_of_the_sampler(rank, directory, tmp_path, capfd):
+ADAPTERS = {"rank": 2, "alpha": 4.0}
+INTEGERS = {"base_dtype": "int8", "pattern": "v|expert_in|expert_out"}
+
+
+@pytest.mark.parametrize("lora", [{}, ADAPTERS, ADAPTERS | INTEGERS], ids=["full", "lora", "experts"])
+def test_grpo_learns_on_the_probabilities_of_the_sampler(lora, directory, tmp_path, capfd):
     rewards = tmp_path / "mine.py"
     rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
-    records = run(
-        directory,
-        tmp_path / "run",
-        "grpo_gemma.py",
-        model={"path": str(directory), "lora": {"rank": rank, "alpha": 4.0}},
-        grpo={"num_generations": 4},
-        reward={"fns": (f"{rewards}:varied",)},
-        rollout={"prompts_per_step": 2, "max_tokens_to_generate": 8, "members_per_read": 4},
-    )
+    fields = {
+        "model": {"path": str(directory), "lora": lora},
+        "grpo": {"num_generations": 4},
+        "reward": {"fns": (f"{rewards}:varied",)},
+        "rollout": {"prompts_per_step": 2, "max_tokens_to_generate": 8, "members_per_read": 4},
+    }
+    records = run(directory, tmp_path / "run", "grpo_gemma.py", **fields)
     assert len(records) == 2
     assert all(np.isfinite(r["actor/grad_norm"]) and r["sampler/abs_diff"] < 1e-4 for r in records)
     # All tokens but the last of each sample; in float32 the trainer would choose the same experts.
     assert all(0.7 < r["moe/replayed"] < 1 and r["moe/route_differs"] < 0.01 for r in records)
     assert all(0.5 <= r["moe/load_max"] <= 1 and 0.2 < r["moe/evenness"] < 1 for r in records)  # two of four experts
     leaves = changed(tmp_path / "run")
-    assert leaves and all(decoder.is_adapter(name) == bool(rank) for name in leaves)
-    assert rank or {"router", "expert_in", "expert_out", "q"} <= leaves
+    assert leaves and all(decoder.is_adapter(name) == bool(lora) for name in leaves)
+    assert lora or {"router", "expert_in", "expert_out", "q"} <= leaves
+    if "base_dtype" in lora:  # and a resumed run ends with the same bits
+        assert {f"{n}_lora_{side}" for n in ("expert_in", "expert_out") for side in "ab"} <= leaves
+        ended = read_state(tmp_path / "run" / "checkpoints", 2)[1]["params"]
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+        run(directory, tmp_path / "run", "grpo_gemma.py", **fields)
+        again = read_state(tmp_path / "run" / "checkpoints", 2)[1]["params"]
+        jax.tree.map(np.testing.assert_array_equal, again, ended)
     assert "Warning: the model has experts" not in " ".join(capfd.readouterr().out.split())
 
 

@@ -14,6 +14,7 @@ from podrl.models import Decoder, decoder, from_pretrained, lora, peft_files
 from podrl.models.config import LoraConfig
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "gemma2"
+EXPERTS = FIXTURE.parent / "qwen3_moe"
 LORA = LoraConfig(rank=2, alpha=6.0)
 
 
@@ -54,6 +55,38 @@ def test_merging_keeps_the_logits(tokens_BT):
     np.testing.assert_allclose(np.asarray(merged(tokens_BT)), np.asarray(adapted(tokens_BT)), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("pattern", ["q|expert_in|expert_out", "expert_in", "down_proj"])
+def test_adapters_of_experts_merge_and_survive_a_peft_directory(tmp_path, pattern):
+    tokens_BT = np.load(EXPERTS / "expected.npz")["tokens_BT"]
+    base, adapted = from_pretrained(EXPERTS), from_pretrained(EXPERTS, lora=dataclasses.replace(LORA, pattern=pattern))
+    np.testing.assert_array_equal(np.asarray(base(tokens_BT)), np.asarray(adapted(tokens_BT)))
+    adapted = busy(adapted)
+    want = np.asarray(adapted(tokens_BT))
+    assert np.abs(want - np.asarray(base(tokens_BT))).max() > 0.02
+    np.testing.assert_allclose(np.asarray(adapted.merged()(tokens_BT)), want, atol=2e-5, rtol=0)
+    adapted.save_adapters(tmp_path / "adapter", base=str(EXPERTS))
+    again = from_pretrained(
+        EXPERTS, build.make_mesh("fsdp=2,tensor=2", jax.devices()[:4]), adapters=tmp_path / "adapter"
+    )
+    for name in (n for n in adapted.params["layers"] if decoder.is_adapter(n)):
+        np.testing.assert_array_equal(again.params["layers"][name], adapted.params["layers"][name], err_msg=name)
+    np.testing.assert_allclose(np.asarray(again(tokens_BT)), want, atol=2e-5, rtol=0)
+
+
+def test_adapters_of_experts_are_refused_on_a_model_without(tmp_path):
+    from_pretrained(EXPERTS, lora=dataclasses.replace(LORA, pattern="expert_in")).save_adapters(
+        tmp_path / "a", base="x"
+    )
+    with pytest.raises(ValueError, match=r"lora\.pattern='expert_in' matches no projection of a gemma2 model"):
+        from_pretrained(FIXTURE, adapters=tmp_path / "a")
+    path = tmp_path / "a" / "adapter_config.json"
+    raw = json.loads(path.read_text())
+    assert raw["target_modules"] == [] and raw["target_parameters"] == ["mlp.experts.gate_up_proj"]
+    path.write_text(json.dumps(raw | {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.gate.weight"]}))
+    with pytest.raises(ValueError, match=r"target_parameters=\['mlp.gate.weight'\], which podrl does not compute"):
+        from_pretrained(EXPERTS, adapters=tmp_path / "a")
+
+
 def test_a_merged_weight_by_hand():
     config = dataclasses.replace(from_pretrained(FIXTURE).config, lora=LoraConfig(rank=1, alpha=2.0, pattern="gate"))
     params = {
@@ -89,7 +122,9 @@ def test_dropout_scales_what_it_keeps_and_only_when_asked(tokens_BT):
 
 @pytest.mark.parametrize("pattern", ["q_einsum", "attn", ""])
 def test_a_pattern_that_matches_nothing_is_refused(pattern):
-    with pytest.raises(ValueError, match=r"lora\.pattern=.* matches no projection: .* q, k, v, o, gate, up, down"):
+    with pytest.raises(
+        ValueError, match=r"lora\.pattern=.* matches no projection: .* gate, up, down, expert_in, expert_out"
+    ):
         LoraConfig(rank=4, pattern=pattern)
 
 

@@ -44,22 +44,56 @@ OSS = config_from_hf(
 )
 
 
-def config_with(**changes):
-    return dataclasses.replace(CONFIG, experts=Experts(**({"count": 8, "chosen": 2, "ffn_dim": 12} | changes)))
+def config_with(lora=LoraConfig(), **changes):  # noqa: B008 - frozen
+    experts = Experts(**({"count": 8, "chosen": 2, "ffn_dim": 12} | changes))
+    return dataclasses.replace(CONFIG, experts=experts, lora=lora)
+
+
+ADAPTERS = LoraConfig(rank=3, alpha=6.0, pattern="expert_in|expert_out")
+INTEGERS = dataclasses.replace(ADAPTERS, base_dtype="int8")
 
 
 def random_layer(config, seed=0):
     rng = np.random.default_rng(seed)
     shapes = moe.param_shapes(config)
-    return {
-        name: jnp.asarray(rng.normal(size=shape) * (std or 0.5), jnp.float32)
+    layer = {
+        name: jnp.asarray(rng.normal(size=shape) * (0.05 if std < 0 else std or 0.5), jnp.float32)
         for name, (shape, _, std) in shapes.items()
     }
+    return layer | {name: random_integers(layer[name]) for name in layer if f"{name}_scale" in layer}
+
+
+def random_integers(weight):
+    return jnp.clip(jnp.round(8 * weight), -7, 7).astype(jnp.int8)
 
 
 def random_params(config, seed=0):
-    params = decoder.init_params(config, jax.random.key(seed))
-    return params
+    """Random parameters whose adapters have an effect, and whose projections are integers where they are to be."""
+    params = decoder.init_params(
+        dataclasses.replace(config, lora=dataclasses.replace(config.lora, base_dtype="")), jax.random.key(seed)
+    )
+    specs, layers = decoder.param_specs(config)["layers"], dict(params["layers"])
+    for i, (name, spec) in enumerate(sorted(specs.items())):
+        if name not in layers or name.endswith("_lora_b"):
+            layers[name] = 0.1 * jax.random.normal(jax.random.key(i), spec.shape)
+        if spec.dtype.startswith("int"):
+            layers[name] = random_integers(layers[name]).astype(spec.dtype)
+    return params | {"layers": layers}
+
+
+def dense(layer, lora):
+    """Weights of a layer without integers and adapters."""
+    layer = dict(layer)
+    for name, product in (("expert_in", "EDR,EGRF->EGDF"), ("expert_out", "EFR,ERD->EFD")):
+        if f"{name}_scale" in layer:
+            inputs = layer[name].shape[-2]
+            layer[name] = layer[name] * jnp.repeat(
+                layer[f"{name}_scale"], inputs // layer[f"{name}_scale"].shape[-2], -2
+            )
+        if f"{name}_lora_a" in layer:
+            delta = jnp.einsum(product, layer[f"{name}_lora_a"], layer[f"{name}_lora_b"])
+            layer[name] = layer[name] + lora.alpha / lora.rank * delta
+    return layer
 
 
 def reference(x_XD, layer, experts, expert_Xk):
@@ -100,6 +134,11 @@ VARIANTS = {
     "shared_gated": {"shared_dim": 10, "shared_gate": True},
     "one_chosen": {"chosen": 1, "normalize": False},
     "all_chosen": {"chosen": 8},
+    "adapters": {"lora": ADAPTERS},
+    "adapter_in": {"lora": dataclasses.replace(ADAPTERS, pattern="expert_in")},
+    "adapter_out": {"lora": dataclasses.replace(ADAPTERS, pattern="expert_out")},
+    "integers": {"lora": INTEGERS},
+    "integers_in_groups": {"lora": dataclasses.replace(INTEGERS, pattern="q"), "ffn_dim": 128},
 }
 
 
@@ -129,14 +168,15 @@ def check_against_reference(config, tokens, seed, layer=None):
         out_BTD, route_BTk = moe.feed_forward(x_BTD, layer, 0, config)
         return jnp.sum(out_BTD[0] * cotangent.astype(np.float32)), (out_BTD, route_BTk)
 
-    (_, (out_BTD, route_BTk)), got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(layer, x_BTD)
+    gradients = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True, allow_int=True)
+    (_, (out_BTD, route_BTk)), got = jax.jit(gradients)(layer, x_BTD)
     expert_Xk = np.asarray(route_BTk[0]) - 1
     assert all(len(set(row)) == config.experts.chosen for row in expert_Xk.tolist())
     with jax.enable_x64(True):
         wide, x_XD = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (layer, x_BTD[0]))
 
         def theirs(layer, x_XD):
-            out_XD = reference(x_XD, layer, config.experts, expert_Xk)
+            out_XD = reference(x_XD, dense(layer, config.lora), config.experts, expert_Xk)
             return jnp.sum(out_XD * cotangent), out_XD
 
         (_, want_XD), want = jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True)(wide, x_XD)
@@ -144,6 +184,8 @@ def check_against_reference(config, tokens, seed, layer=None):
     np.testing.assert_allclose(out_BTD[0], want_XD, atol=1e-5 * max(1, np.abs(want_XD).max()), rtol=0)
     np.testing.assert_allclose(got[1][0], want[1], atol=1e-5 * max(1, np.abs(want[1]).max()), rtol=0)
     for name, value in got[0].items():
+        if f"{name}_scale" in layer or name.endswith("_scale"):
+            continue  # neither integers nor their scales train
         scale = max(1, np.abs(want[0][name]).max())
         np.testing.assert_allclose(value, want[0][name], atol=1e-5 * scale, rtol=0, err_msg=name)
 
@@ -202,10 +244,11 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts():
     assert np.abs(out_BTD).max() > 0.1
 
 
-def test_experts_of_all_layers_in_one_array_are_those_of_each():
-    config = config_with()
+@pytest.mark.parametrize("lora", [LoraConfig(), INTEGERS], ids=["plain", "integers"])
+def test_experts_of_all_layers_in_one_array_are_those_of_each(lora):
+    config = config_with(lora=lora)
     layers = [random_layer(config, seed) for seed in range(3)]
-    whole = {name: jnp.stack([layer[name] for layer in layers]) for name in ("expert_in", "expert_out")}
+    whole = {n: jnp.stack([layer[n] for layer in layers]) for n in layers[0] if n.startswith("expert_")}
     x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(1, 20, 16)), jnp.float32)
     for index, layer in enumerate(layers):
         want = moe.feed_forward(x_BTD, layer, 0, config)
@@ -213,6 +256,7 @@ def test_experts_of_all_layers_in_one_array_are_those_of_each():
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+FOUR_BITS = LoraConfig(rank=2, alpha=6.0, pattern="q|expert_in|expert_out", base_dtype="int4")
 SPREAD = ("expert=4,fsdp=2", "expert=2,fsdp=2,tensor=2", "data=2,expert=2,seq=2", "expert=8")
 
 
@@ -221,19 +265,23 @@ SPREAD = ("expert=4,fsdp=2", "expert=2,fsdp=2,tensor=2", "data=2,expert=2,seq=2"
     [
         *((spec, CONFIG) for spec in ("data=2,fsdp=2,tensor=2", "data=1,fsdp=4,seq=2,tensor=1", *SPREAD)),
         ("fsdp=2,seq=2,tensor=2", OSS),
-        ("expert=2,fsdp=2,tensor=2", OSS),
+        ("expert=2,fsdp=2,tensor=2", dataclasses.replace(OSS, lora=ADAPTERS)),
+        ("expert=2,fsdp=2,tensor=2", config_with(lora=FOUR_BITS)),
+        ("data=1,fsdp=2,tensor=4", config_with(lora=FOUR_BITS, ffn_dim=192)),  # three groups of 64 rows on four devices
     ],
-    ids=lambda part: part if isinstance(part, str) else part.family,
+    ids=lambda part: part if isinstance(part, str) else f"{part.family}{part.lora.base_dtype}",
 )
 def test_a_mesh_changes_neither_logits_nor_gradients(spec, config):
     params, keys = random_params(config), iter(jax.random.split(jax.random.key(5), 99))
     for name, x in params["layers"].items():
         if "bias" in name or name == "sinks":  # these begin at 0
             params["layers"][name] = 0.3 * jax.random.normal(next(keys), x.shape)
+    trainable, frozen = decoder.split_trainable(params, config)
     tokens_BT = np.random.default_rng(0).integers(0, 32, (8, 16)).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(16), (8, 16))
 
-    def loss(params, mesh):
+    def loss(trainable, frozen, mesh):
+        params = decoder.join_trainable(trainable, frozen)
         hidden = decoder.hidden(
             params, tokens_BT, np.ones_like(tokens_BT), position_BT, config, mesh=mesh, remat="full"
         )
@@ -243,9 +291,11 @@ def test_a_mesh_changes_neither_logits_nor_gradients(spec, config):
     placed = jax.tree.map(
         lambda x, a: jax.device_put(x, a.sharding), params, decoder.abstract_params(config, mesh, jnp.dtype("float32"))
     )
-    want, want_grad = jax.jit(jax.value_and_grad(lambda p: loss(p, None)))(params)
-    got, got_grad = jax.jit(jax.value_and_grad(lambda p: loss(p, mesh)))(placed)
+    want, want_grad = jax.jit(jax.value_and_grad(lambda t, f: loss(t, f, None)))(trainable, frozen)
+    placed = decoder.split_trainable(placed, config)
+    got, got_grad = jax.jit(jax.value_and_grad(lambda t, f: loss(t, f, mesh)))(*placed)
     np.testing.assert_allclose(got, want, rtol=1e-4)
+    assert config.lora.rank == 0 or all(np.abs(grad).max() > 1e-3 for grad in jax.tree.leaves(want_grad))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * max(1, np.abs(b).max())), got_grad, want_grad
     )
@@ -270,7 +320,7 @@ def test_the_cost_is_that_of_the_chosen_experts():
     rng = np.random.default_rng(0)
     for count in (8, 64):
         expert_Xk = np.argsort(rng.normal(size=(4096, count)), axis=-1)[:, :2]
-        plan = moe._plan(jnp.asarray(expert_Xk), count, False, 1)
+        plan = moe._plan(jnp.asarray(expert_Xk), moe._Form(count, 1, "silu", 1.0, False))
         rows = int(plan.blocks) * (len(plan.token_P) // len(plan.block_N))
         assert expert_Xk.size <= rows <= 1.5 * expert_Xk.size
         np.testing.assert_array_equal(
@@ -278,11 +328,12 @@ def test_the_cost_is_that_of_the_chosen_experts():
         )
 
 
+@pytest.mark.parametrize("lora", [LoraConfig(), ADAPTERS, INTEGERS], ids=["plain", "adapters", "integers"])
 @pytest.mark.parametrize("oss", [False, True])
-def test_the_tpu_form_equals_the_blocks(monkeypatch, oss):
-    config = config_with(count=4, ffn_dim=128)
+def test_the_tpu_form_equals_the_blocks(monkeypatch, oss, lora):
+    config = config_with(lora=lora, count=4, ffn_dim=128)
     if oss:
-        config = dataclasses.replace(OSS, experts=dataclasses.replace(OSS.experts, ffn_dim=128))
+        config = dataclasses.replace(OSS, experts=dataclasses.replace(OSS.experts, ffn_dim=128), lora=lora)
     config = dataclasses.replace(config, model_dim=128)
     layer = random_layer(config)
     x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(1, 40, 128)), jnp.float32)
@@ -293,9 +344,14 @@ def test_the_tpu_form_equals_the_blocks(monkeypatch, oss):
         out_BTD, route_BTk = moe.feed_forward(x_BTD, layer, 0, config, tpu=tpu)
         return jnp.sum(jnp.sin(out_BTD)), route_BTk
 
-    want = jax.value_and_grad(lambda *a: loss(*a, False), argnums=(0, 1), has_aux=True)(layer, x_BTD)
-    got = jax.value_and_grad(lambda *a: loss(*a, True), argnums=(0, 1), has_aux=True)(layer, x_BTD)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), got, want)
+    gradients = lambda tpu: jax.value_and_grad(lambda *a: loss(*a, tpu), argnums=(0, 1), has_aux=True, allow_int=True)  # noqa: E731
+    want, got = gradients(False)(layer, x_BTD), gradients(True)(layer, x_BTD)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if b.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(a, b, atol=1e-4 * max(1, np.abs(b).max()), rtol=1e-4)
+    stack = layer | {n: jnp.stack([layer[n] * 0, layer[n]]) for n in layer if n.startswith("expert_")}
+    out_BTD, _ = moe.feed_forward(x_BTD, stack, jnp.int32(1), config, tpu=True)
+    np.testing.assert_allclose(out_BTD, moe.feed_forward(x_BTD, layer, 0, config)[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("tpu", [False, True])
@@ -309,8 +365,9 @@ def test_parts_of_the_experts_add_up_to_all_of_them(monkeypatch, tpu):
 
     def loss(args, first, count, parts):
         x_XD, weight_Xk, *w = args
-        own = [a[first : first + count] for a in w]
-        out_XD = moe._apply(x_XD, expert_Xk - first, weight_Xk, *own, (), 0, count, "silu", tpu, parts)
+        own = {name: a[first : first + count] for name, a in zip(("expert_in", "expert_out"), w, strict=True)}
+        form = moe._Form(count, parts, "silu", 1.0, tpu)
+        out_XD = moe._apply(x_XD, expert_Xk - first, weight_Xk, own, 0, form)
         return jnp.sum(out_XD * jnp.arange(128)), out_XD
 
     args, of = (x_XD, weight_Xk, w_in, w_out), jax.value_and_grad(loss, has_aux=True)
@@ -328,10 +385,14 @@ def test_selection_biases_do_not_train():
 
 
 def test_what_experts_do_not_have_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"lora.pattern='q\|up' matches up: the experts of a qwen3_moe model"):
-        dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, pattern="q|up"))
-    with pytest.raises(ValueError, match=r"lora.base_dtype='int8': the experts of a qwen3_moe model"):
-        dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, base_dtype="int8"))
+    for pattern, named in (("q|up", "up"), ("q|gate_proj|up_proj|down_proj", "gate, up"), ("q|expert_in|down", "down")):
+        with pytest.raises(ValueError, match=rf"matches {named}, which a qwen3_moe model does not have"):
+            dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, pattern=pattern))
+    with pytest.raises(ValueError, match=r"lora.dropout=0.5 with adapters on experts"):
+        dataclasses.replace(CONFIG, lora=dataclasses.replace(ADAPTERS, dropout=0.5))
+    for pattern in ("gate_up_proj|down_proj", "expert_.*", ".*"):
+        lora = LoraConfig(rank=2, pattern=pattern)
+        assert {"expert_in_lora_a", "expert_out_lora_b"} <= set(moe.param_shapes(config_with(lora=lora)))
     default = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2))
     adapters = {n for n in decoder.param_specs(default)["layers"] if decoder.is_adapter(n)}
     assert adapters == {f"{n}_lora_{side}" for n in "qkvo" for side in "ab"}

@@ -13,7 +13,8 @@ from podrl.models import LoraConfig, decoder, from_pretrained
 from podrl.models.config import gemma2_config
 from podrl.models.quantize import quantize
 
-FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "gemma2"
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+FIXTURE = FIXTURES / "gemma2"
 
 
 def test_rounding_by_hand():
@@ -49,15 +50,22 @@ def test_groups_are_of_64_inputs_where_they_divide():
     }
 
 
-def test_eight_bits_are_closer_than_four_on_any_mesh():
-    tokens_BT = np.load(FIXTURE / "expected.npz")["tokens_BT"]
-    exact = np.asarray(from_pretrained(FIXTURE)(tokens_BT))
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_eight_bits_are_closer_than_four_on_any_mesh(family):
+    fixture = FIXTURES / family
+    tokens_BT = np.load(fixture / "expected.npz")["tokens_BT"]
+    exact = np.asarray(from_pretrained(fixture)(tokens_BT))
     error = {}
     for dtype in ("int8", "int4"):
         lora = LoraConfig(rank=2, base_dtype=dtype)
-        one = np.asarray(from_pretrained(FIXTURE, lora=lora)(tokens_BT))
+        one = from_pretrained(fixture, lora=lora)
+        assert {
+            one.params["layers"][n].dtype for n in one.params["layers"] if f"{n}_scale" in one.params["layers"]
+        } == {jnp.dtype(dtype)}
+        assert family == "gemma2" or {"expert_in_scale", "expert_out_scale"} < set(one.params["layers"])
+        one = np.asarray(one(tokens_BT))
         four = np.asarray(
-            from_pretrained(FIXTURE, build.make_mesh("fsdp=2,tensor=2", jax.devices()[:4]), lora=lora)(tokens_BT)
+            from_pretrained(fixture, build.make_mesh("fsdp=2,tensor=2", jax.devices()[:4]), lora=lora)(tokens_BT)
         )
         np.testing.assert_allclose(one, four, atol=2e-5, rtol=0)
         error[dtype] = np.sqrt(np.mean((one - exact) ** 2) / np.mean(exact**2))
@@ -89,9 +97,11 @@ def test_integers_stay_and_only_adapters_learn(dtype):
     assert len(found) == 14 and all(np.abs(found[n]).max() > 0 for n in found if n.endswith("_b"))
 
 
-def test_merging_gives_the_dense_model_of_the_rounded_weights(tmp_path):
-    tokens_BT = np.load(FIXTURE / "expected.npz")["tokens_BT"]
-    model = from_pretrained(FIXTURE, lora=LoraConfig(rank=2, base_dtype="int4", pattern="q"))
+@pytest.mark.parametrize(("family", "pattern"), [("gemma2", "q"), ("qwen3_moe", "q|expert_out")])
+def test_merging_gives_the_dense_model_of_the_rounded_weights(tmp_path, family, pattern):
+    fixture = FIXTURES / family
+    tokens_BT = np.load(fixture / "expected.npz")["tokens_BT"]
+    model = from_pretrained(fixture, lora=LoraConfig(rank=2, base_dtype="int4", pattern=pattern))
     merged = model.merged()
     assert {leaf.dtype for leaf in jax.tree.leaves(merged.params)} == {jnp.dtype(jnp.float32)}
     np.testing.assert_allclose(np.asarray(merged(tokens_BT)), np.asarray(model(tokens_BT)), atol=1e-5, rtol=0)

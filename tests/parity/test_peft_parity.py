@@ -26,10 +26,12 @@ NEW = 32
 
 
 def with_effect(model: Decoder) -> Decoder:
-    layers = dict(model.params["layers"])
-    for i, name in enumerate(sorted(n for n in layers if n.endswith("_lora_b"))):
-        layers[name] = jax.random.normal(jax.random.key(i), layers[name].shape) * 0.2
-    return Decoder(model.config, {**model.params, "layers": layers}, model.mesh)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(model.params)
+    changed = [
+        jax.random.normal(jax.random.key(i), x.shape) * 0.2 if path[-1].key.endswith("_lora_b") else x
+        for i, (path, x) in enumerate(leaves)
+    ]
+    return Decoder(model.config, jax.tree.unflatten(tree, changed), model.mesh)
 
 
 @pytest.mark.parametrize("name", ["gemma2_caps", "qwen2_bias", "llama_untied"])
@@ -60,6 +62,61 @@ def test_podrl_loads_what_peft_writes(tmp_path, targets):
     ours = from_pretrained(directory, adapters=tmp_path / "adapter")
     assert ours.config.lora.rank == 4 and ours.config.lora.alpha == 10.0
     tokens_BT = hf_cases.make_tokens((2, 20), ours.config.vocab_size)
+    np.testing.assert_allclose(np.asarray(ours(tokens_BT)), hf_cases.logits(adapted, tokens_BT), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe_weighted", "mixtral_one", "gpt_oss", "glm4_moe_dense_first", "qwen3_5_moe"]
+)
+@pytest.mark.parametrize("pattern", ["q|v|expert_in|expert_out", "gate_up_proj", "expert_out"])
+def test_peft_loads_adapters_of_experts_that_podrl_writes(tmp_path, name, pattern):
+    theirs = hf_cases.make_model(*BY_NAME[name])
+    directory = hf_cases.save_model(theirs, tmp_path / "base")
+    mesh = build.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
+    ours = with_effect(from_pretrained(directory, mesh, lora=LoraConfig(rank=3, alpha=12.0, pattern=pattern)))
+    ours.save_adapters(tmp_path / "adapter", base=str(directory))
+    tokens_BT = hf_cases.make_tokens((2, 20), ours.config.vocab_size)
+    before_BTV = hf_cases.logits(theirs, tokens_BT)
+    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    want_BTV = hf_cases.logits(adapted, tokens_BT)
+    assert np.abs(want_BTV - before_BTV).max() > 0.02
+    np.testing.assert_allclose(np.asarray(ours(tokens_BT)), want_BTV, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(np.asarray(ours.merged()(tokens_BT)), want_BTV, atol=1e-4, rtol=0)
+
+
+def test_adapters_on_dense_layers_beside_experts_are_not_written(tmp_path):
+    directory = hf_cases.save_model(hf_cases.make_model(*BY_NAME["glm4_moe_dense_first"]), tmp_path / "base")
+    ours = from_pretrained(directory, lora=LoraConfig(rank=3, alpha=12.0, pattern="q|gate_up_proj|down_proj"))
+    with pytest.raises(ValueError, match=r"puts adapters on down in the dense layers of a glm4_moe model"):
+        ours.save_adapters(tmp_path / "adapter", base=str(directory))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],  # wrapped in the order of the module all the same
+        ["experts.down_proj"],
+    ],
+)
+def test_podrl_loads_adapters_of_experts_that_peft_writes(tmp_path, parameters):
+    theirs = hf_cases.make_model(*BY_NAME["qwen3_moe_weighted"])
+    directory = hf_cases.save_model(theirs, tmp_path / "base")
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=10,
+        target_modules=["q_proj"],
+        target_parameters=parameters,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    adapted = peft.get_peft_model(theirs, config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    ours = from_pretrained(directory, adapters=tmp_path / "adapter")
+    tokens_BT = hf_cases.make_tokens((2, 20), ours.config.vocab_size)
+    assert {
+        f"expert_{n}_lora_a" in ours.params["layers"] for n in (["in", "out"] if len(parameters) > 1 else ["out"])
+    } == {True}
     np.testing.assert_allclose(np.asarray(ours(tokens_BT)), hf_cases.logits(adapted, tokens_BT), atol=1e-4, rtol=0)
 
 

@@ -20,6 +20,7 @@ from podrl.environments.workers import Episodes
 from podrl.job.config import EMBEDDED
 from podrl.mesh.build import parse_mesh
 from podrl.models import decoder, moe
+from podrl.models.config import LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.rollout.episodes import Partner
 from podrl.trainer.objective import Forward
@@ -49,10 +50,13 @@ RAW = {
 SAMPLING = Sampling(max_new=40, stop_ids=(17, 250))
 
 
-def model(**changes):
+ADAPTERS = LoraConfig(rank=2, alpha=8.0, pattern="q|expert_in|expert_out")
+
+
+def model(lora=LoraConfig(), **changes):  # noqa: B008 - frozen
     config = config_from_hf(RAW)
     experts = dataclasses.replace(config.experts, score="sigmoid", selection_bias=True, **changes)
-    return dataclasses.replace(config, experts=experts)
+    return dataclasses.replace(config, experts=experts, lora=lora)
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +101,14 @@ def known(rollouts):
 def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     request, tiny_on, tight_config, prompts_of, check, monkeypatch, spec, unrolled
 ):
-    """Layers unrolled and scanned, whole experts and cut ones; samples have the full forward pass's probabilities."""
+    """Layers unrolled and scanned, whole experts and cut ones, with and without adapters on experts.
+
+    Samples have the full forward pass's probabilities.
+    """
     monkeypatch.setattr(engine_module, "UNROLLED_LAYERS", unrolled)
     usual = (spec, unrolled) == ("data=2", 12)
     devices = math.prod(parse_mesh(spec))
-    routed = request.getfixturevalue("routed") if usual else tiny_on(spec, devices, model())
+    routed = request.getfixturevalue("routed") if usual else tiny_on(spec, devices, model(ADAPTERS))
     worker = request.getfixturevalue("worker") if usual else routed.worker(tight_config, warm=False)
     # Prompts of one token up to several pages and chunks, more samples than lanes, a pool that spills.
     rollouts = worker.generate(
