@@ -27,7 +27,10 @@ _UNITS = (
         r"critic/explained_variance|perf/(goodput|mfu|lost_.*|waits_.*)|reward/(groups_without_signal|zero/.*)",
         "share of 1",
     ),
-    (r"rollout/(kept_mass|mixed_samples|share_stale_.*)|sampler/(ess|kept)|moe/.*|opd/compared", "share of 1"),
+    (
+        r"rollout/(kept_mass|mixed_samples|share_stale_.*)|sampler/(ess|kept)|moe/.*|opd/compared|packing/.*",
+        "share of 1",
+    ),
     (r"eval/(.*/)?(greedy|sampled)_reward(/.*)?|reward/.*|(group|source)/.*/reward(/.*)?", "reward"),
     (r"eval/(.*/)?(greedy|sampled)_(answer|partial|format|pass|majority)", "share of 1"),
     (r"critic/(advantage_abs|return|value)", "reward"),

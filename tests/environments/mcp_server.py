@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import pathlib
 import sys
+import time
 
 KIND = sys.argv[1]
 address = {} if KIND == "stdio" else {"host": "127.0.0.1", "port": int(sys.argv[2])}
@@ -81,11 +83,16 @@ async def closes(query: str) -> str:
 
 @server.tool()
 async def logged(query: str) -> str:
-    """Writes into a file when it begins and when it ends."""
-    for word in ("begin", "end"):
-        with open(query, "a") as file:
-            file.write(f"{word}\n")
-        await asyncio.sleep(0.1 * (word == "begin"))
+    """Writes into a file when it begins and ends. It ends once as many calls have begun as `query`.least says."""
+    log, least = pathlib.Path(query), pathlib.Path(f"{query}.least")
+    with log.open("a") as file:
+        file.write("begin\n")
+    end = time.monotonic() + 60
+    while log.read_text().split().count("begin") < int(least.read_text()) and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # in which a call that is not allowed yet could begin
+    with log.open("a") as file:
+        file.write("end\n")
     return "done"
 
 

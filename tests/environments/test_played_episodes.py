@@ -353,11 +353,12 @@ def test_what_an_environment_says_is_text():
 @pytest.mark.parametrize("most", [1, 3])
 def test_no_more_calls_at_once_than_are_allowed(most, tmp_path):
     with Episodes(config(tools=["logged"], concurrency=most), Limits(), journal=None) as episodes:
-        assert most_at_once(episodes, tmp_path / "log", samples=12) == most
+        assert most_at_once(episodes, tmp_path / "log", samples=12, least=most) == most
 
 
-def most_at_once(episodes, log, samples):
-    """Counts the overlapping calls of the tool `logged`, from the file that it writes."""
+def most_at_once(episodes, log, samples, least):
+    """Counts the overlapping calls of the tool `logged`, from its file; `least` calls wait for each other."""
+    log.with_name(f"{log.name}.least").write_text(str(least))
     for number in range(samples):
         episodes.start(number, Task("p", sample=number))
     done, end = 0, time.monotonic() + 60
