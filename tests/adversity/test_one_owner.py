@@ -160,7 +160,7 @@ def test_a_lease_of_elsewhere_is_taken_over_when_it_is_not_renewed(shared, caplo
     place, record = shared
     record.write_text(_elsewhere().text())
     Lock(place, "run").release()
-    assert "on far since" in caplog.text and "waiting for up to 1 s" in caplog.text
+    assert "on far since" in caplog.text and "waiting up to 1 s" in caplog.text
 
 
 def test_a_lease_of_elsewhere_that_is_renewed_is_respected(shared, monkeypatch):

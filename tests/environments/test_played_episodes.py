@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from waits import until
 
 import podrl
 from podrl.environments.calls import SEPARATOR
@@ -446,7 +447,7 @@ def test_nothing_is_left_behind():
         while child not in processes():
             assert time.monotonic() < deadline, child
             time.sleep(0.01)
-    assert set(processes()) - before == set()
+    until(lambda: not set(processes()) - before, "the end of all processes")
 
 
 DETACHES = """
@@ -508,7 +509,7 @@ def test_what_cannot_be_loaded_is_said_at_the_start(made, said):
     before = set(processes())
     with pytest.raises(ValueError, match=rf"(?s){said}"):
         Episodes(made(), Limits(), journal=None).close()
-    assert set(processes()) - before == set()
+    until(lambda: not set(processes()) - before, "the end of all processes")
 
 
 def test_a_record_names_its_environment():

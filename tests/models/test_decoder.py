@@ -72,6 +72,7 @@ def test_there_is_a_fixture_of_every_family():
         "gemma2",
         "gemma3",
         "gemma4",
+        "glm4_moe",
         "gpt_oss",
         "llama",
         "mistral",
