@@ -61,9 +61,9 @@ def check_models(job: Job, keys: Collection[str]) -> None:
                 scan_directory(directory)
         except ValueError as error:
             raise ValueError(f"{key}={path!r}: {error}") from error
-    for key, mesh in (("trainer", job.roles.trainer.mesh), ("rollout", job.roles.rollout.mesh)):
-        if "model.path" in keys and parse_mesh(mesh)[AXES.index(EXPERT)] != 1:
-            check_mesh(model_of(job), mesh, key=f"roles.{key}.mesh")
+    for key, mesh in (("roles.trainer.mesh", job.roles.trainer.mesh), ("roles.rollout.mesh", job.roles.rollout.mesh)):
+        if "model.path" in keys and parse_mesh(mesh, key=key)[AXES.index(EXPERT)] != 1:
+            check_mesh(model_of(job), mesh, key=key)
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:

@@ -206,8 +206,8 @@ def test_a_step_with_rows_cut_along_time_is_counted_beside_one_without(capsys):
     assert bench.main(["benchmarks", "step", *SEQ.split(), "--src=fsdp=4", "--seq=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["mesh"], found["seq_mesh"]) == (
-        "data=1,fsdp=4,seq=1,tensor=1",
-        "data=1,fsdp=2,seq=2,tensor=1",
+        "data=1,expert=1,fsdp=4,seq=1,tensor=1",
+        "data=1,expert=1,fsdp=2,seq=2,tensor=1",
     )
     assert (found["tokens_per_row"], found["seq_tokens_per_row"]) == (64, 64)
     # Heads are exchanged for time: queries, keys, values and the result, there and back again.

@@ -174,13 +174,15 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
     assert code == 75 and err.count("as it was asked to") == 2 and "started again" not in err
 
 
-def test_a_job_that_hosts_may_join_goes_on_without_any_of_its_own(monkeypatch):
+def test_a_job_that_hosts_may_join_goes_on_without_any_of_its_own(monkeypatch, tmp_path):
     """They join with the secret of whoever started the job; whether any is there the leader knows."""
-    gone = "sys.exit(42) if index else time.sleep(3)"
-    code, _, err = _run(gone, replace_rollouts=True, grace_s=0.3, rollouts=1)
+    gone = "turns({folder!r}, [1] * 6)\nsys.exit(42 if index else 0)"  # a first start, and five more
+    program = _TURNS + gone.format(folder=str(tmp_path / "alone"))
+    code, _, err = _run(program, replace_rollouts=True, grace_s=0.3, rollouts=1)
     assert code == 42 and "the other processes must end too" in err
     monkeypatch.setenv("PODRL_SECRET", "of this test")
-    code, _, err = _run(gone, replace_rollouts=True, grace_s=0.3, rollouts=1)
+    program = _TURNS + gone.format(folder=str(tmp_path / "open"))
+    code, _, err = _run(program, replace_rollouts=True, grace_s=0.3, rollouts=1)
     assert code == 0 and err.count("it is started again") == 5
     assert "rollout 0 ended with exit code 42; the others go on." in err
 
