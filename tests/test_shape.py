@@ -1,4 +1,4 @@
-"""The shape of the package: no import circle, no deadline by the clock of the day, names of tests of their own."""
+"""The shape of the package: import circles, deadlines by the clock of the day, names of tests, indented docstrings."""
 
 import ast
 import pathlib
@@ -62,3 +62,19 @@ def test_files_of_tests_have_names_of_their_own():
     names = [path.name for path in pathlib.Path(__file__).parent.rglob("test_*.py")]
     assert names
     assert sorted(set(names)) == sorted(names)
+
+
+def test_docstrings_are_indented_as_their_code():
+    """`Args:` deeper than its function is a quotation to the site, and the arguments are lost."""
+    wrong = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+                text, column = node.body[0].value.value, node.body[0].col_offset
+                lines = [line for line in text.splitlines()[1:] if line.strip()]
+                heads = [line for line in lines if line.strip() in ("Args:", "Returns:", "Raises:", "Attributes:")]
+                if any(len(line) - len(line.lstrip()) < column for line in lines) or any(
+                    line != " " * column + line.strip() for line in heads
+                ):
+                    wrong.append(f"{path.relative_to(ROOT)}: {node.name}")
+    assert not wrong

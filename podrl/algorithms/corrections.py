@@ -60,20 +60,20 @@ def importance_weight(
 ) -> Float[Array, "B T"]:
     """Computes the factor on each token's policy loss; 1 on masked tokens, no gradient.
 
-        `CORRECTIONS` has the formulas. Aggregation still divides by all loss tokens, including the tokens of weight 0.
-        Sources: TIS (truncated importance sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), KPop
-        (ringtech.notion.site/kpop), TRL's sequence mask, geometric-mean masking of sequences (yingru.notion.site, "When
-        speed kills stability").
+    `CORRECTIONS` has the formulas. Aggregation still divides by all loss tokens, including the tokens of weight 0.
+    Sources: TIS (truncated importance sampling, fengyao.notion.site/off-policy-rl), IcePop (arXiv 2510.18855), KPop
+    (ringtech.notion.site/kpop), TRL's sequence mask, geometric-mean masking of sequences (yingru.notion.site, "When
+    speed kills stability").
 
-        Args:
-          old_logprob_BT: trainer's log-probabilities under the weights that sampled, nats.
-          sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
-          mask_BT: 1 on loss tokens.
-          length_BT: number of loss tokens in this token's sequence, 1 on padding.
-          segment_BT: number of each token's sequence within its row, 0 on padding.
-    kind: name of the correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask.
-          low: lower bound, unitless; tis, sequence_tis and kpop ignore it.
-          high: upper bound, unitless; for kpop it bounds a divergence, in nats.
+    Args:
+      old_logprob_BT: trainer's log-probabilities under the weights that sampled, nats.
+      sampler_logprob_BT: the rollout engine's log-probabilities of the same tokens, nats.
+      mask_BT: 1 on loss tokens.
+      length_BT: number of loss tokens in this token's sequence, 1 on padding.
+      segment_BT: number of each token's sequence within its row, 0 on padding.
+      kind: name of the correction: none, tis, sequence_tis, sequence_mask, icepop, kpop or geometric_mask.
+      low: lower bound, unitless; tis, sequence_tis and kpop ignore it.
+      high: upper bound, unitless; for kpop it bounds a divergence, in nats.
     """
     log_w_BT = log_weight(old_logprob_BT, sampler_logprob_BT, mask_BT)
     if kind == "none":

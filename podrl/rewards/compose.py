@@ -312,15 +312,15 @@ class Rewards:
     def try_own(self, prompt: str, place: str, fields: Mapping[str, Any]) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
-                A function that is late or whose worker dies is left to the run, which waits longer and says more.
+        A function that is late or whose worker dies is left to the run, which waits longer and says more.
 
-                Args:
-                  prompt: the record's prompt as text.
-        place: file and position of the record, for the message.
-                  fields: fields of the record by name.
+        Args:
+          prompt: the record's prompt as text.
+          place: file and position of the record, for the message.
+          fields: fields of the record by name.
 
-                Raises:
-                  ValueError: a function raised, or returned something other than two finite numbers.
+        Raises:
+          ValueError: a function raised, or returned something other than two finite numbers.
         """
         part = Part([prompt] * 2, ["", "an answer"], {name: [value] * 2 for name, value in fields.items()})
         for function in (f for f in self._functions if f.scores(fields.get("reward_fns"))):
