@@ -75,6 +75,7 @@ SAME = {
     "grpo_tools.py:mcp": "tools",  # another place of the same tool
     "sft_tools.py": "sft",
     "grpo_agents.py": "tools",
+    "grpo_reasoning.py": "default",  # with other records
     "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # on a GPU
     # A larger size without adapters, which podrl.plan compiles for its own slices.
     "grpo_real.py:qwen3_8b_v5p16": "qwen3_06b",
