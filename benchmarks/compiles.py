@@ -76,6 +76,9 @@ SAME = {
     "sft_tools.py": "sft",
     "grpo_agents.py": "tools",
     "grpo_reasoning.py": "default",  # with other records
+    "grpo_search.py": "tools",
+    "grpo_search.py:prompted": "tools",
+    "sft_search.py": "sft",
     "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # on a GPU
     # A larger size without adapters, which podrl.plan compiles for its own slices.
     "grpo_real.py:qwen3_8b_v5p16": "qwen3_06b",

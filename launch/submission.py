@@ -36,7 +36,8 @@ _FILE = re.compile(
 )
 _MODELS = ("model.path", "model.reference", "model.critic", "reward.model")
 _DATA = ("data.path", "data.eval_path", "env.system_prompt_file")
-_SHIPPED = ("tiny", "tiny_tools", "scratch", "problems", "sums", "facts")  # models and tasks that are in podrl
+# Models and tasks that are in podrl.
+_SHIPPED = ("tiny", "tiny_tools", "tiny_search", "scratch", "problems", "sums", "facts")
 _WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model; file names in them mean no files
 
 

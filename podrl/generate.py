@@ -42,7 +42,9 @@ _LANES = (8, 32)  # numbers of lanes for few samples; for more samples, --lanes 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="podrl.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", required=True, help="Hugging Face directory, ORG/NAME of the hub, or the embedded tiny or tiny_tools"
+        "--model",
+        required=True,
+        help="Hugging Face directory, ORG/NAME of the hub, or the embedded tiny, tiny_tools or tiny_search",
     )
     parser.add_argument("--prompts", required=True, help="JSON lines; also .csv, or anything that data.path accepts")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; replaced when complete")

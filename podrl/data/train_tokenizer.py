@@ -1,8 +1,9 @@
-"""Makes the tokenizers of the embedded models: `python -m podrl.data.train_tokenizer --out=DIR [--calls]`.
+"""Makes the tokenizers of the embedded models: `python -m podrl.data.train_tokenizer --out=DIR [--calls|--search]`.
 
 The tokenizer is a unigram model of the embedded task's language. Every digit and punctuation mark is a piece of its
 own, and so are the task's words, and words of everyday arithmetic as far as the vocabulary has room; all other ASCII
 text is spelled by letters. With --calls, the tags of a tool's call and output are pieces as well, with the last ids.
+With --search, the words are those of the task 'facts', and the tags are those of a search and of a citation.
 
 The trainers of `tokenizers` and SentencePiece are not used. The trainer of `tokenizers` visits words in the random
 order of a hash table, so two runs differ. Both trainers break the few words of so small a language into fragments,
@@ -20,7 +21,7 @@ from absl import app, flags
 from etils import epath
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from podrl.data import problems, template
+from podrl.data import facts, problems, template
 
 VOCAB_SIZE = 384
 CORPUS_PROBLEMS = 3000
@@ -29,6 +30,10 @@ SPACE = "▁"
 CONTROLS = ("<pad>", "<eos>", "<bos>", "<unk>")
 TAGS = (template.REASONING_START, template.REASONING_END, template.ANSWER_START, template.ANSWER_END)
 CALL_TAGS = (template.CALL_START, template.CALL_END, template.OUTPUT_START, template.OUTPUT_END)
+SEARCH_TAGS = (
+    *(template.SEARCH_START, template.CALL_END, template.OUTPUT_START, template.OUTPUT_END),
+    *(template.SNIPPET_START, template.SNIPPET_END, template.CITE_START, template.CITE_END),
+)
 TURNS = ("<start_of_turn>", "<end_of_turn>")
 
 # Gemma's form: system text opens the first user turn, 'assistant' is called 'model'.
@@ -61,13 +66,15 @@ problem step final single between reasoning given through what who when where wh
 _UNSPACED = ("user", "model", "The", "In")
 
 
-def train(*, calls: bool = False) -> tokenizers.Tokenizer:
+def train(*, calls: bool = False, search: bool = False) -> tokenizers.Tokenizer:
     """Makes the embedded tokenizer, the same bytes on every call and machine.
 
     Args:
       calls: whether the tags of a tool's call and output are pieces, too.
+      search: whether the tokenizer is that of the task 'facts', with the tags of a search and of a citation.
     """
-    count, everyday = collections.Counter(_words(_corpus())), _EVERYDAY.split()
+    count = collections.Counter(_words(_searched() if search else _corpus()))
+    everyday, tags = _EVERYDAY.split(), SEARCH_TAGS if search else CALL_TAGS * calls
     for rank, word in enumerate(everyday):
         word = word if word in _UNSPACED else SPACE + word
         count[word] = count[word] or len(everyday) - rank
@@ -87,26 +94,26 @@ def train(*, calls: bool = False) -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="never")
     tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in CONTROLS + TURNS])
     tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in TAGS])
-    if calls:
-        tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in CALL_TAGS])
+    if tags:
+        tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in tags])
     # A text that is no conversation begins with the start token, in podrl and in transformers.
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B:1", special_tokens=[("<bos>", CONTROLS.index("<bos>"))]
     )
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE + calls * len(CALL_TAGS), tokenizer.get_vocab_size()
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE + len(tags), tokenizer.get_vocab_size()
     return tokenizer
 
 
-def write(directory: str | epath.PathLike, *, calls: bool = False) -> None:
+def write(directory: str | epath.PathLike, *, calls: bool = False, search: bool = False) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json in the form that `transformers` reads.
 
     Args:
       directory: directory to write to; it is made if it does not exist.
-      calls: whether the tags of a tool's call and output are pieces, too.
+      calls, search: kind of the tokenizer, see `train`.
     """
     path = epath.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    tokenizer = train(calls=calls)
+    tokenizer = train(calls=calls, search=search)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
@@ -129,6 +136,16 @@ def write(directory: str | epath.PathLike, *, calls: bool = False) -> None:
 
 def _corpus() -> list[str]:
     return [problems.GENERATOR.problem("train", index).question for index in range(CORPUS_PROBLEMS)]
+
+
+def _searched() -> list[str]:
+    """Lists texts of the task 'facts', with a line's end inside each town's name, so that its halves are pieces."""
+    texts = [facts.GENERATOR.problem("train", index).question for index in range(CORPUS_PROBLEMS)]
+    # A query begins with a building, and a statement with a word of its own: no space stands before these words.
+    texts += [text for one in facts.documents() for text in (one.shown, one.building)]
+    texts += [facts.GENERATOR.problem("train", index).statement for index in range(CORPUS_PROBLEMS)]
+    names = re.compile(f"({'|'.join(facts.BEGINNINGS)})({'|'.join(facts.ENDS)})")
+    return [names.sub(r"\1\n\2", text) for text in texts]
 
 
 def _words(texts: list[str]) -> list[str]:
@@ -160,11 +177,12 @@ def _splitter() -> pre_tokenizers.PreTokenizer:
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"Unknown arguments {argv[1:]}: the flags are --out=DIR and --calls.")
-    write(_OUT.value, calls=_CALLS.value)
+        raise app.UsageError(f"Unknown arguments {argv[1:]}: the flags are --out=DIR, --calls and --search.")
+    write(_OUT.value, calls=_CALLS.value, search=_SEARCH.value)
 
 
 if __name__ == "__main__":
     _OUT = flags.DEFINE_string("out", None, "Directory to write the tokenizer files to.", required=True)
     _CALLS = flags.DEFINE_bool("calls", False, "Adds the tags of a tool's call and output.")
+    _SEARCH = flags.DEFINE_bool("search", False, "Makes the tokenizer of the task 'facts'.")
     app.run(main)

@@ -53,7 +53,7 @@ from podrl.trainer.pack_shape import PackShape, pack_shape
 
 _ASSETS = pathlib.Path(__file__).resolve().parent.parent / "assets"
 # The checkpoints that come with podrl, by the names that model.path and tokenizer have for them.
-EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_tools")}
+EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_tools", "tiny_search")}
 TINY = EMBEDDED["tiny"]
 SCRATCH = "scratch"
 
@@ -80,8 +80,9 @@ class ModelSource:
     """The starting weights of a job.
 
     Attributes:
-      path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub; 'tiny' and 'tiny_tools' are the
-        checkpoints shipped with podrl, 'scratch' is a small model with random weights (the section `scratch`).
+      path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub; 'tiny', 'tiny_tools' and
+        'tiny_search' are the checkpoints shipped with podrl, 'scratch' is a small model with random weights (the
+        section `scratch`).
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy; '' for the starting weights.
       teachers: teachers of distillation, instead of `reference`; `grpo.teacher_coef` is its weight.
@@ -107,8 +108,8 @@ class ModelSource:
         if not path.is_dir():
             raise ValueError(
                 f"model.path={self.path!r} is not a directory: give a Hugging Face directory (config.json, "
-                "safetensors, tokenizer files), ORG/NAME of the hub, or 'tiny' or 'tiny_tools' for a checkpoint that "
-                "comes with podrl."
+                "safetensors, tokenizer files), ORG/NAME of the hub, or 'tiny', 'tiny_tools' or 'tiny_search' for a "
+                "checkpoint that comes with podrl."
             )
         return path
 

@@ -4,11 +4,16 @@ import re
 
 import numpy as np
 import pytest
+from embedded import EMBEDDED
 
 from podrl.data import facts
+from podrl.data.config import DataConfig
 from podrl.data.facts import BUILDINGS, GENERATOR, documents
 from podrl.data.generated import Draw, held_out
-from podrl.data.sft import forms
+from podrl.data.sft import SFTConfig, SFTStream, forms
+from podrl.data.template import CALL_END, CITE_END, CITE_START, SEARCH_START
+from podrl.data.tokenizer import Tokenizer
+from podrl.data.train_tokenizer import SEARCH_TAGS, write
 from podrl.rewards.citations import citations
 
 
@@ -88,3 +93,37 @@ def test_an_output_is_written_by_call_and_place():
         f"\n<tool_output><snippet id=0a1b2c3d-0>\nTitle: Belmora\nSnippet: {one.text}\n</snippet>\n"
         f"<snippet id=0a1b2c3d-1>\nTitle: Belmora\nSnippet: {two.text}\n</snippet></tool_output>\n\n"
     )
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(EMBEDDED["tiny_search"])
+
+
+def test_the_tokenizer_is_made_again_by_its_command(tmp_path, tokenizer):
+    write(tmp_path, search=True)
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (EMBEDDED["tiny_search"] / file.name).read_bytes(), file.name
+    assert all(len(tokenizer.encode(tag)) == 1 for tag in SEARCH_TAGS)
+
+
+def test_a_name_is_two_pieces_and_examples_fit_the_configuration(tokenizer):
+    for one in documents()[::50]:
+        assert len(tokenizer.encode(f" {one.town}", behind=5)) == 2, one.town
+    stream = SFTStream(DataConfig(path="facts", seed=1), SFTConfig(batch_size=256, max_length=112), tokenizer)
+    batch = next(stream)
+    assert max(batch.length_B) <= 112
+    for b, text in enumerate(batch.text):
+        ids, mask = batch.tokens_BT[b, : batch.length_B[b]], batch.mask_BT[b, : batch.length_B[b]]
+        learned = "".join(tokenizer.token_text(int(i)) for i in ids[mask > 0])
+        call, answer = re.search(rf"({SEARCH_START}.*?{CALL_END}).*(<answer>.*)", text, re.S).groups()
+        assert (
+            learned.replace("▁", " ") == f"{call}{answer}<end_of_turn>" and CITE_START in answer and CITE_END in answer
+        )
+
+
+def test_the_share_that_searches_falls_after_the_full_steps(tokenizer):
+    config = SFTConfig(batch_size=64, max_length=112, tagged_share=0.16, full_steps=2)
+    stream = SFTStream(DataConfig(path="facts", seed=1), config, tokenizer)
+    shares = [np.mean([SEARCH_START in text for text in next(stream).text]) for _ in range(10)]
+    assert shares[:2] == [1.0, 1.0] and np.mean(shares[2:]) == pytest.approx(0.16 + 0.84 * 0.3, abs=0.06)

@@ -145,7 +145,7 @@ def test_transformers_begins_plain_texts_alike(tmp_path, case):
 
 @pytest.mark.nightly("podrl/data")
 @pytest.mark.parity
-@pytest.mark.parametrize("name", ["tiny", "tiny_tools"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_tools", "tiny_search"])
 def test_transformers_begins_plain_texts_of_the_embedded_checkpoints_alike(name):
     transformers = pytest.importorskip("transformers")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(TINY.parent / name), Tokenizer(TINY.parent / name)
@@ -154,8 +154,8 @@ def test_transformers_begins_plain_texts_of_the_embedded_checkpoints_alike(name)
 
 
 def test_the_embedded_checkpoints_begin_plain_texts(tmp_path):
-    for name, calls in (("tiny", False), ("tiny_tools", True)):
-        train_tokenizer.write(tmp_path / name, calls=calls)
+    for name, kind in (("tiny", {}), ("tiny_tools", {"calls": True}), ("tiny_search", {"search": True})):
+        train_tokenizer.write(tmp_path / name, **kind)
         written = json.loads((tmp_path / name / "tokenizer.json").read_text())
         assert (
             written["post_processor"]
