@@ -35,9 +35,8 @@ def get_config(variant: str = "small") -> ConfigDict:
     config.roles = ConfigDict({"colocated": True})
     config.data = ConfigDict({"path": "facts", "seed": 42})
     config.env = ConfigDict({"environment": "tools", "mcp": ("python -m podrl.environments.search_server",)})
-    config.env.update({"max_tool_calls": 2, "arguments": {}})
-    if variant == "small":
-        config.env.arguments.snippet_search = {"limit": 1}  # one document in the answer of a search
+    small = {"snippet_search": {"limit": 1}}  # one document in the answer of a search
+    config.env.update({"max_tool_calls": 2, "arguments": small if variant == "small" else {}})
     config.grpo = ConfigDict({"num_generations": 8, "loss_agg_mode": "sequence-mean-token-mean", "beta": 0.0})
     config.rollout = ConfigDict({"prompts_per_step": 8, "max_prompt_length": 32})
     # Most tokens of a response, and most of them that the model samples; the other tokens are the server's.
