@@ -54,4 +54,5 @@ def get_config(variant: str = "small") -> ConfigDict:
         config.env.max_tool_calls = 10
         config.rollout.update({"max_prompt_length": 2048, "max_response_tokens": 16384})
         config.rollout.update({"max_tokens_to_generate": 8192, "kv_cache_size": 18432})
+        config.trainer.max_seq_token_per_tpu = 18432
     return config
