@@ -66,7 +66,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({"choices": [{"message": {"content": "SCORE: 1"}}]}).encode())
 
     def log_message(self, format, *args):
-        """Says nothing."""
+        """Drops the line that the base class would print for every request."""
 
 
 @pytest.mark.e2e

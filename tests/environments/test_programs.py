@@ -112,7 +112,7 @@ def send(body):
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     client.request("POST", place.path + "/chat/completions", json.dumps(body), headers)
     models = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=headers)
-    urllib.request.urlopen(models, timeout=120).close()
+    urllib.request.urlopen(models, timeout=600).close()
     client.close()
 
 
