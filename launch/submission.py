@@ -356,18 +356,18 @@ def main(argv: Sequence[str]) -> int:
     """Checks podrl's flags for tpu_vm.sh, writes the archive of --code and prints its URL; returns 3 for a refusal."""
     own, extra = list(argv[: argv.index("--")]), list(argv[argv.index("--") + 1 :])
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in own)
-    own_flags = dict(flag.removeprefix("--").split("=", 1) for flag in extra if re.match(r"--\w+=", flag))
+    podrl_flags = dict(flag.removeprefix("--").split("=", 1) for flag in extra if re.match(r"--\w+=", flag))
     try:
         code = read_code(flags["code"]) if "code" in flags else None
-        check_job(own_flags.get("config", ""), extra, {}, code=code)
+        check_job(podrl_flags.get("config", ""), extra, {}, code=code)
         if code is not None:
-            if not own_flags.get("workdir", "").startswith("gs://"):
+            if not podrl_flags.get("workdir", "").startswith("gs://"):
                 raise ValueError(
                     f"--code={flags['code']} goes to the bucket of the run, and "
-                    f"--workdir={own_flags.get('workdir', '')} is in none: say --workdir=gs://BUCKET/RUN after --."
+                    f"--workdir={podrl_flags.get('workdir', '')} is in none: say --workdir=gs://BUCKET/RUN after --."
                 )
             pathlib.Path(flags["archive"]).write_bytes(code.archive)
-            print(code.url(own_flags["workdir"]))
+            print(code.url(podrl_flags["workdir"]))
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 3

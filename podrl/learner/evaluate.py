@@ -289,12 +289,12 @@ class _Scores:
             if eval_set.scorer is not None:
                 record["truth"] = prompts.fields["answer"][p]
                 found = eval_set.scorer(texts[b], record["truth"])
-            values_of_reward = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
-            for key, value in (found | values_of_reward).items():
+            rewards_of_sample = {key: float(reward_B[b]) for key, reward_B in rewards.items()}
+            for key, value in (found | rewards_of_sample).items():
                 values.setdefault(key, []).append(value)
             if len(self.shown) < show:
                 turns = rollouts.episodes[b]["turns"]
-                entry = {"rewards": values_of_reward} if values_of_reward else {}
+                entry = {"rewards": rewards_of_sample} if rewards_of_sample else {}
                 self.shown.append({**record, **found, **entry, **({"turns": turns} if turns else {})})
         if eval_set.name and self.samples > 1 and eval_set.scorer is not None:
             votes = [_ANSWERS.vote_of(text) for text in texts]

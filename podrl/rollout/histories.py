@@ -273,8 +273,8 @@ def _with_objects(message: Message) -> Message:
     """Replaces the JSON text of a message's calls by objects, which most chat templates need."""
     if not (calls := message.get("tool_calls")):
         return message
-    calls_of = [{**c, "function": {**c["function"], "arguments": _object(c["function"]["arguments"])}} for c in calls]
-    return {**message, "tool_calls": calls_of}
+    parsed = [{**c, "function": {**c["function"], "arguments": _object(c["function"]["arguments"])}} for c in calls]
+    return {**message, "tool_calls": parsed}
 
 
 def _object(arguments: str) -> Any:

@@ -366,7 +366,7 @@ class LeaseServer(Leases):
 
         Args:
           step: the first step whose batch may still be asked for; changes up to the batches before it are dropped.
-          heard: number of the last change that every host has heard; later changes are kept.
+          last_change: number of the last change that every host has heard; later changes are kept.
         """
         for old in [s for s, change in self._change_of_batch.items() if s < step and change <= last_change]:
             change = self._change_of_batch.pop(old)
@@ -387,7 +387,7 @@ class LeaseServer(Leases):
         Args:
           step: the step to go on to.
           start: function that makes the answer to a process that joins at this step.
-          waits: False if hosts cannot fall behind, because they neither join nor leave.
+          wait: False if hosts cannot fall behind, because they neither join nor leave.
 
         Raises:
           LateError: a host had not reached the previous step within the deadline.

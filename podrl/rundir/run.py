@@ -354,14 +354,14 @@ class Run:
     def _checkpoints(self, savers: Sequence[int]) -> Checkpoints:
         config = json.loads(json.dumps(self.config, default=_name))
         directory = locate(self.place) / "checkpoints"
-        keep = self.checkpoint_config
+        settings = self.checkpoint_config
         return Checkpoints(
             directory,
             processes=savers,
             config=config,
-            keep=keep.keep,
-            keep_every=keep.keep_every,
-            keep_hours=keep.keep_hours,
+            keep=settings.keep,
+            keep_every=settings.keep_every,
+            keep_hours=settings.keep_hours,
         )
 
 

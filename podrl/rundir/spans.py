@@ -37,7 +37,7 @@ class Spans:
         self._spans: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
         self._calls: list[tuple[float, int, dict[str, Any]]] = []  # a heap of (seconds, number, span), shortest first
         self._call_count = 0
-        self._lock = threading.Lock()  # guards _calls and _called
+        self._lock = threading.Lock()  # guards _calls and _call_count
         self._step = 0
         self._unsent: list[dict[str, Any]] = []  # spans to send next
 

@@ -5,7 +5,7 @@ it before jax is imported, and tests can pass it recorded environments. A TPU VM
 but on its metadata server; `tpu_vm_metadata` fetches it, and `detect` takes it as a second mapping.
 
 Variables read, by platform (the first that matches decides):
-  given         none: the flags --coordinator, --process_id and --num_processes describe the cluster.
+  flags         none: the flags --coordinator, --process_id and --num_processes describe the cluster.
   pathways      JAX_PLATFORMS names `proxy`; JAX_BACKEND_TARGET is the proxy's address.
   jobset_split  PODRL_PLATFORM=jobset_split with PODRL_ROLE, PODRL_SLICE_INDEX, PODRL_SLICES, PODRL_HOST_INDEX,
                 PODRL_HOSTS_PER_SLICE, PODRL_TRAINER_SLICES, PODRL_TRAINER_HOSTS_PER_SLICE, PODRL_ROLLOUT_SLICES,
@@ -16,7 +16,7 @@ Variables read, by platform (the first that matches decides):
   gke           TPU_WORKER_ID and TPU_WORKER_HOSTNAMES (or TPU_PROCESS_ADDRESSES), injected by GKE.
   tpu_vm        metadata attributes agent-worker-number and worker-network-endpoints.
   single        none of these.
-On the last four platforms and on `given`, all processes may train while rollout hosts join them (--topology=split).
+On the last four platforms and on `flags`, all processes may train while rollout hosts join them (--topology=split).
 PODRL_CHANNEL is then the address at which process 0 listens for them: by default port 8483 of its host; `single` has no
 default.
 
@@ -35,7 +35,7 @@ from typing import Any, Literal, get_args
 from podrl.runtime.service import ask
 from podrl.storage.storage import on_network
 
-Kind = Literal["single", "local", "given", "tpu_vm", "gke", "multislice", "jobset_split", "pathways"]
+Kind = Literal["single", "local", "flags", "tpu_vm", "gke", "multislice", "jobset_split", "pathways"]
 Topology = Literal["single", "shared", "split", "pathways"]
 
 COORDINATOR_PORT = 8482
@@ -132,7 +132,7 @@ def detect(
         return cluster
     if topology == "split" and cluster.kind == "local" and cluster.process_count > 1:
         return dataclasses.replace(cluster, topology="split")
-    if topology == "split" and cluster.kind in ("single", "given", "tpu_vm", "gke", "multislice"):
+    if topology == "split" and cluster.kind in ("single", "flags", "tpu_vm", "gke", "multislice"):
         return _trainers(cluster, environment, metadata or {})
     raise ValueError(f"--topology={topology} {_topology_needs(topology, cluster)} Use --topology=auto.")
 
@@ -171,7 +171,7 @@ def _from_flags(flags: Mapping[str, str], environment: Mapping[str, str]) -> Clu
         named["--coordinator"] += f":{COORDINATOR_PORT}"
     coordinator = _address(named, "--coordinator")
     topology: Topology = "shared" if count > 1 else "single"
-    return Cluster("given", topology, index, count, coordinator=coordinator if count > 1 else "")
+    return Cluster("flags", topology, index, count, coordinator=coordinator if count > 1 else "")
 
 
 def _platform(environment: Mapping[str, str], metadata: Mapping[str, str]) -> Cluster:
@@ -454,7 +454,7 @@ def too_few_workers(cluster: Cluster, reached: int, waited_s: float) -> str:
     remedy = {
         "local": "Read the log of the missing ranks above.",
         "tpu_vm": "Start the program on every host: run with --worker=all, as launch/tpu_vm.sh does.",
-        "given": "Start the program on every host, with the same --coordinator and --num_processes, and --process_id "
+        "flags": "Start the program on every host, with the same --coordinator and --num_processes, and --process_id "
         "from 0 on; and let the port of the coordinator through between them.",
     }.get(cluster.kind, "See which pods are not Running: kubectl get pods -o wide.")
     return (

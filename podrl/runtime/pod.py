@@ -222,10 +222,8 @@ class Pod:
         self, process: int, kind: str, key: str, message: Message, deadline_s: float, moved: Callable[[], bool]
     ) -> Message:
         thread = threading.get_ident()
-        self._waits_of_threads[thread] = (
-            f"{key} of {self.seat.hosts.name(process)} (host {process})",
-            time.monotonic(),
-        )
+        event = f"{key} of {self.seat.hosts.name(process)} (host {process})"
+        self._waits_of_threads[thread] = (event, time.monotonic())
         try:
             return self._answer(process, kind, key, message, deadline_s, moved)
         finally:
@@ -297,9 +295,8 @@ class Pod:
             returned = process in self._addresses
             if returned and self._endpoints.get(process) == endpoint:
                 return self._differences(who)  # the same request, served twice
-            if (
-                previous := next((one for one, there in self._addresses.items() if there == address), None)
-            ) is not None:
+            previous = next((one for one, there in self._addresses.items() if there == address), None)
+            if previous is not None:
                 raise ValueError(
                     f"{self.seat.hosts.name(process)} (host {process}) listens at {address}, the address that "
                     f"{self.seat.hosts.name(previous)} (host {previous}) had before it, and connections to it are "

@@ -42,7 +42,7 @@ class Mirror:
         self.local = pathlib.Path(tempfile.mkdtemp(prefix="podrl-run-"))
         self._copied: dict[pathlib.Path, tuple[int, int]] = {}  # (time of change, size) when last copied
         self._changed = threading.Condition()
-        self._requests = self._copies = 0
+        self._requests = self._served = 0  # number of calls of `push`, and how many of them a copy has answered
         self._hurried = self._closing = self._failing = False
         self._thread: threading.Thread | None = None
         try:
@@ -82,7 +82,7 @@ class Mirror:
             self._requests += 1
             mine = self._requests
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: self._copies >= mine, wait_s)
+            return self._changed.wait_for(lambda: self._served >= mine, wait_s)
 
     def close(self, wait_s: float) -> bool:
         """Copies for the last time and ends the thread; returns False if the copy failed, and then keeps `local`."""
@@ -98,10 +98,10 @@ class Mirror:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._hurried or self._requests > self._copies or self._closing, _EVERY_S
+                    lambda: self._hurried or self._requests > self._served or self._closing, _EVERY_S
                 )
                 if self._hurried:
-                    self._changed.wait_for(lambda: self._requests > self._copies or self._closing, _SOON_S)
+                    self._changed.wait_for(lambda: self._requests > self._served or self._closing, _SOON_S)
                 if self._closing:
                     return
                 requests, self._hurried = self._requests, False
@@ -117,7 +117,7 @@ class Mirror:
                 continue
             self._failing = False
             with self._changed:
-                self._copies = requests
+                self._served = requests
                 self._changed.notify_all()
 
     def _copy(self) -> None:

@@ -243,8 +243,8 @@ class ORPO(JudgedAnswers):
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         logprob_P2 = scores.logprob_B.reshape(-1, 2)
         length_P2: Any = np.maximum((experience.mask_BT > 0).sum(axis=1), 1).reshape(-1, 2).astype(np.float32)
-        outputs: Any = logprob_P2
-        return _of_pairs(orpo(outputs, length_P2, coef=self._config.coef), logprob_P2, prefix="orpo")
+        inputs: Any = logprob_P2
+        return _of_pairs(orpo(inputs, length_P2, coef=self._config.coef), logprob_P2, prefix="orpo")
 
     def watched(self) -> Sequence[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
@@ -275,8 +275,8 @@ class KTO(JudgedAnswers):
         config, good_B = self._config, experience.desirable_B
         own_B, other_B = (x.logprob_B - x.ref_logprob_B for x in scores)
         weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
-        outputs: Any = (own_B, other_B, good_B)
-        found = jax.device_get(kto(*outputs, beta=config.beta, **weights))
+        inputs: Any = (own_B, other_B, good_B)
+        found = jax.device_get(kto(*inputs, beta=config.beta, **weights))
         right_B = (own_B > found.kl) == good_B
         measured = {
             "kto/loss": float(found.loss_B.mean()),

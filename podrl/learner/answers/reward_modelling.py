@@ -75,8 +75,8 @@ class RewardModelling:
         self, experience: SFTBatch, scores: PairScores, rewards: None
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes the weight of each answer's score, from the derivative of the loss."""
-        outputs: Any = scores.score_P2
-        found = jax.device_get(bradley_terry(outputs))
+        inputs: Any = scores.score_P2
+        found = jax.device_get(bradley_terry(inputs))
         measured = {
             "reward_model/loss": float(found.loss_P.mean()),
             "reward_model/margin": float(found.margin_P.mean()),

@@ -49,12 +49,9 @@ class EvaluationShares:
         self._waited = False  # True while training waits for the scores
         pod.on_evaluator_lost = self._remove_host
         pod.wait_sources.append(self._describe_wait)
-        for name, answer in (
-            ("share", self._on_request),
-            ("share made", self._on_scores),
-            ("share leaves", self._on_leaves),
-        ):
-            pod.channel.serve(name, answer)
+        pod.channel.serve("share", self._on_request)
+        pod.channel.serve("share made", self._on_scores)
+        pod.channel.serve("share leaves", self._on_leaves)
 
     def open_shares(self, name: str, shares: int, since: int) -> None:
         """Opens the evaluation of version `since`, in `shares` shares; all shares of the one before have been made."""
@@ -89,10 +86,10 @@ class EvaluationShares:
         Raises:
           LateError: no evaluation host was in the job for as long as the deadline.
         """
-        has_left, self._waited = None, True
+        absent_since, self._waited = None, True
         while not futures.wait([work], _LOOK_S).done:
-            has_left = None if self._present() else has_left or time.monotonic()
-            if has_left is not None and time.monotonic() - has_left > self._deadline_s:
+            absent_since = None if self._present() else absent_since or time.monotonic()
+            if absent_since is not None and time.monotonic() - absent_since > self._deadline_s:
                 raise LateError(
                     f"{self._pod.name} waited {self._deadline_s:.0f} s for an evaluation host: none of "
                     "roles.eval.hosts is in the job, and an evaluation is to be made. Start the same command again."
@@ -158,9 +155,8 @@ class EvaluationShares:
         """Allows a host that was asked to stop to leave; the last host stays, and the job stops."""
         host = int(message.value["process"])
         others = [other for other in self._present() if other != host]
-        has_left = self._pod.is_lost(
-            host
-        )  # a host that was let go asks again; other hosts may have been lost since then
+        # A host that was let go may ask again, and other hosts may have been lost since: the answer must stay yes.
+        has_left = self._pod.is_lost(host)
         may_leave = has_left or (bool(others) and not self._ending())
         if may_leave and not has_left:
             self._pod.let_go(host)

@@ -53,14 +53,8 @@ class RemoteEvaluations:
           done: function called with the step of each evaluation that is complete.
           wait: function that waits for the collecting future, and raises if waiting is in vain.
         """
-        self._pod, self._shares, self._deadline_s, self._collect, self._done = (
-            pod,
-            shares,
-            deadline_s,
-            collect,
-            done,
-        )
-        self._wait = wait
+        self._pod, self._shares, self._deadline_s = pod, shares, deadline_s
+        self._collect, self._done, self._wait = collect, done, wait
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-scores")
         self._work: Future[Sequence[Message]] | None = None
         self.step_in_flight: int | None = None

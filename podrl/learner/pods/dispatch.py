@@ -135,13 +135,10 @@ class Dispatcher:
         self._batches = 0  # batches of prompts read since the start of the run
         self._batches_before = 0  # batches of prompts that had been read before the current step
         self._failed: int | None = None  # a host that could not go on
-        self._read_error: tuple[int, BatchError] | None = (
-            None  # the batch whose prompts could not be read, and the error
-        )
-        self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (
-            -1,
-            {},
-        )  # the last `_collect_states`, with its step
+        # The batch whose prompts could not be read, and the error.
+        self._read_error: tuple[int, BatchError] | None = None
+        # The newest result of `_collect_states`, behind its step.
+        self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})
         self._awaited_step: int | None = None  # the step whose groups this process waits for
         lease_server.regroup = self._regroup
         pod.wait_sources.append(self._describe_wait)

@@ -61,12 +61,8 @@ class Player:
           deadline_s: the longest wait for the leader's orders, in seconds.
         """
         self._thread, self._pod, self._leases, self._mode = thread, pod, lease_client, mode
-        self._offer, self._offer_state, self._on_takeover, self._deadline_s = (
-            offer,
-            offer_state,
-            on_takeover,
-            deadline_s,
-        )
+        self._offer, self._offer_state = offer, offer_state
+        self._on_takeover, self._deadline_s = on_takeover, deadline_s
         self._player = GroupPlayer(
             generator,
             mode,
@@ -84,7 +80,7 @@ class Player:
         self._window: int | None = None  # version of the window that is open; None between windows
         self._closed = False
         self._unserved: set[Lease] = set()  # parts of batches that are not served yet
-        self._parts: set[Lease] = set()  # parts of batches that are owed or were served
+        self._parts: set[Lease] = set()  # parts of batches that are to be served, or were served
         self._released: list[tuple[int, int]] = []  # keys of groups that all trainers have
         self._groups: dict[tuple[int, int], OwnGroup] = {}  # by `OwnGroup.key`; changed on the rollout thread only
         self._clock_from = 0  # windows of earlier versions are repeated from the journal
@@ -244,9 +240,8 @@ class Player:
                 return
         except BatchError as error:
             self._failed = error
-            self._send_report(
-                failed=True
-            )  # the leader then decides a batch without groups, whose lease serves the error
+            # The leader then decides a batch without groups, whose lease serves the error.
+            self._send_report(failed=True)
             self._serving.submit(self._serve)
         except BaseException as error:
             if not self._closed:
@@ -260,8 +255,8 @@ class Player:
 
     def _has_work(self, version: int) -> bool:
         """True if orders or other work must be done before samples go on."""
-        orders = any(one.value["window"] <= version for one in list(self._orders))
-        return orders or bool(self._asides) or self._closed
+        ordered = any(one.value["window"] <= version for one in list(self._orders))
+        return ordered or bool(self._asides) or self._closed
 
     def _do_asides(self) -> None:
         with self._more:
@@ -326,7 +321,7 @@ class Player:
             group.since = max(group.since, version + 1)
 
     def _on_ended(self) -> None:
-        """Tells the leader which groups have ended, and serves parts of batches that are owed."""
+        """Tells the leader which groups have ended, and serves the parts of batches that have become whole."""
         self._report()
         if self._unserved:
             self._serving.submit(self._serve)
@@ -371,7 +366,7 @@ class Player:
     # Called on the serving thread.
 
     def _serve(self) -> None:
-        """Puts together and serves the owed parts of batches whose groups have all ended."""
+        """Puts together and serves the unserved parts of batches whose groups have all ended."""
         try:
             for lease in list(self._unserved):
                 self._serve_part(lease)

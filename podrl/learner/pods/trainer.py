@@ -170,7 +170,7 @@ class RemoteRollouts:
         self._evaluations.begin(step)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
-        """Returns the evaluation that was begun, like podrl.learner.evaluations.hosts.GivenEvaluations.evaluated."""
+        """Returns the evaluation that was begun, like podrl.learner.evaluations.hosts.RemoteEvaluations.evaluated."""
         return self._evaluations.evaluated(wait=wait)
 
     def unsaved(self) -> bool:
