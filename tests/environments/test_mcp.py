@@ -18,7 +18,7 @@ import pytest
 from processes import await_end
 from servers import serving
 from test_played_episodes import call, most_at_once, outputs, play, processes
-from waits import until
+from waits import PATIENCE_S, until
 
 from podrl.environments import servers
 from podrl.environments.config import EnvironmentConfig, MCPServer
@@ -110,7 +110,7 @@ def test_what_servers_return_becomes_text(stdio):
 
 
 def test_no_more_calls_at_once_than_a_server_may_have(tmp_path):
-    made = config(MCPServer(STDIO, names=("logged",), concurrency=3))
+    made = config(MCPServer(STDIO, names=("logged",), concurrency=3, deadline_s=PATIENCE_S))
     with Episodes(made, Limits(), journal=None) as episodes:
         assert most_at_once(episodes, tmp_path / "log", samples=12, least=3) == 3
 
@@ -124,7 +124,7 @@ def test_a_call_is_made_again_after_the_process_of_the_sessions_died():
         server = int(outputs(play(episodes, [call("pid", "X"), Turn("end")])[0])[0].split()[0])
         waiting(episodes, call("slow", "0.5"))
         os.kill(first := sessions(others), signal.SIGKILL)
-        (say,) = episodes.poll(60)
+        (say,) = episodes.poll(PATIENCE_S)
         assert outputs([None, say]) == ["waited 0.5"]
         others.add(first)
         await_end([server])
@@ -134,13 +134,13 @@ def test_a_call_is_made_again_after_the_process_of_the_sessions_died():
             others.add(last := sessions(others))
             os.kill(last, signal.SIGKILL)
         with pytest.raises(ServiceError, match="died 3 times in a row"):
-            episodes.poll(30)
+            episodes.poll(PATIENCE_S)
 
 
 def waiting(episodes, turn):
     """Starts an episode, numbered 1, that waits for a call."""
     episodes.start(1, Task("p"))
-    episodes.poll(30)
+    episodes.poll(PATIENCE_S)
     episodes.turn(1, turn)
     while not episodes.waiting():
         time.sleep(0.01)
@@ -149,7 +149,7 @@ def waiting(episodes, turn):
 
 def sessions(others):
     """The child that talks to servers, but for others."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         for number in set(processes()) - others:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -178,7 +178,7 @@ def test_a_server_on_the_network_may_be_restarted(kind):
         first.send_signal(signal.SIGKILL)
         first.wait()
         stack.enter_context(served(kind, port))
-        (say,) = episodes.poll(30)
+        (say,) = episodes.poll(PATIENCE_S)
         assert outputs([None, say]) == ["waited 0.6"]
         episodes.turn(1, Turn("end"))
         episodes.poll(5)

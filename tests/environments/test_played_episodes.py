@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from waits import until
+from waits import PATIENCE_S, until
 
 import podrl
 from podrl.environments.calls import SEPARATOR
@@ -353,7 +353,8 @@ def test_what_an_environment_says_is_text():
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_no_more_calls_at_once_than_are_allowed(most, tmp_path):
-    with Episodes(config(tools=["logged"], concurrency=most), Limits(), journal=None) as episodes:
+    made = config(tools=["logged"], concurrency=most, call_deadline_s=PATIENCE_S)
+    with Episodes(made, Limits(), journal=None) as episodes:
         assert most_at_once(episodes, tmp_path / "log", samples=12, least=most) == most
 
 
@@ -362,7 +363,7 @@ def most_at_once(episodes, log, samples, least):
     log.with_name(f"{log.name}.least").write_text(str(least))
     for number in range(samples):
         episodes.start(number, Task("p", sample=number))
-    done, end = 0, time.monotonic() + 60
+    done, end = 0, time.monotonic() + PATIENCE_S
     while done < samples and time.monotonic() < end:
         for message in episodes.poll(1.0):
             if isinstance(message, Done):
