@@ -1,5 +1,6 @@
 """Loads a Hugging Face checkpoint onto device shards, one tensor at a time."""
 
+import collections
 import dataclasses
 import functools
 import logging
@@ -27,9 +28,10 @@ from podrl.models.tensor_files import StoredTensor, scan_directory
 from podrl.storage.storage import locate
 from podrl.types import PyTree
 
-# Tensors that podrl does not need: rotary frequencies, and the parts of an image model other than its text decoder.
-_NOT_WEIGHTS = re.compile(
-    r".*rotary_emb\.inv_freq|mtp\..*|(model\.)?(visual|vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\..*"
+_FREQUENCIES = re.compile(r".*rotary_emb\.inv_freq")  # podrl computes them
+# Parts of a model other than its text decoder: towers of images and sound, and layers that predict further tokens.
+_OTHER_PARTS = re.compile(
+    r"(mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio))\..*"
 )
 # Prefixes of the text decoder's names in checkpoints with several towers, and the plain prefixes.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
@@ -136,8 +138,21 @@ def _match(
     wanted: Sequence[Entry], stored: Mapping[str, StoredTensor], config: ModelConfig, where: str
 ) -> dict[str, StoredTensor]:
     """Maps the tensor names of `wanted` to stored tensors; refuses missing, unknown and wrongly shaped tensors."""
-    named = {_plain_name(name): tensor for name, tensor in stored.items() if not _NOT_WEIGHTS.fullmatch(name)}
-    named = {name: tensor for name, tensor in named.items() if not _predicts_ahead(name, config)}
+    other = {name: part for name in stored if (part := _other_part(name, config))}
+    if other:
+        counts = collections.Counter(other.values())
+        _log.info(
+            "%s holds %d tensors of parts that podrl does not compute (images, sound, or predictions of several tokens "
+            "at once). They are skipped: %s.",
+            where,
+            len(other),
+            ", ".join(f"{count} of {part}" for part, count in counts.items()),
+        )
+    named = {
+        _plain_name(name): tensor
+        for name, tensor in stored.items()
+        if name not in other and not _FREQUENCIES.fullmatch(name)
+    }
     shapes = {name: entry.stored_shape for entry in wanted for name in entry.names()}
     named = {part.name: part for name, tensor in named.items() for part in _experts_apart(name, tensor, shapes)}
     if config.tie_embeddings:
@@ -174,10 +189,16 @@ def _experts_apart(name: str, tensor: StoredTensor, wanted: Container[str]) -> l
     return tensor.split(each, (tensor.shape[1] // len(names), tensor.shape[2]))
 
 
-def _predicts_ahead(name: str, config: ModelConfig) -> bool:
-    """True for tensors of layers behind the last, with which GLM 4.5 predicts several tokens at once."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return config.family == "glm4_moe" and layer is not None and int(layer[1]) >= config.num_layers
+def _other_part(name: str, config: ModelConfig) -> str:
+    """Returns the name of the part that a tensor belongs to if it is not the text decoder, else ''.
+
+    GLM 4.5 predicts several tokens at once with layers behind the last.
+    """
+    if match := _OTHER_PARTS.fullmatch(name):
+        return match[1]
+    layer = re.match(r"model\.layers\.(\d+)\.", _plain_name(name))
+    behind = config.family == "glm4_moe" and layer is not None and int(layer[1]) >= config.num_layers
+    return layer[0].rstrip(".") if behind and layer is not None else ""
 
 
 def _plain_name(name: str) -> str:

@@ -35,7 +35,7 @@ def tensors_of(directory):
     return dict(safetensors.numpy.load_file(directory / "model.safetensors"))
 
 
-def test_experts_in_one_tensor_are_those_in_a_tensor_each(tmp_path):
+def test_experts_in_one_tensor_are_those_in_a_tensor_each(tmp_path, caplog):
     """Reads the spelling of Qwen 3.5's files, beside tensors of images and of further predicted tokens."""
     directory = pathlib.Path(shutil.copytree(FIXTURES / "qwen3_5_moe", tmp_path / "fused"))
     tensors, fused = tensors_of(directory), {}
@@ -51,14 +51,19 @@ def test_experts_in_one_tensor_are_those_in_a_tensor_each(tmp_path):
     more = {"mtp.layers.0.mlp.experts.gate_up_proj": np.ones(3), "model.visual.patch_embed.bias": np.ones(2)}
     safetensors.numpy.save_file({**fused, **more}, directory / "model.safetensors")
     mesh = build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())
-    trees_equal(load(directory, mesh)[1], load(FIXTURES / "qwen3_5_moe", mesh)[1])
+    with caplog.at_level("INFO"):
+        trees_equal(load(directory, mesh)[1], load(FIXTURES / "qwen3_5_moe", mesh)[1])
+    (said,) = [line for line in caplog.messages if "skipped" in line]
+    assert "2 tensors" in said and "1 of mtp" in said and "1 of model.visual" in said
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
     directory = pathlib.Path(shutil.copytree(FIXTURES / "glm4_moe", tmp_path / "glm"))
     further = {f"model.layers.3.{name}": np.ones(2) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
     safetensors.numpy.save_file({**tensors_of(directory), **further}, directory / "model.safetensors")
-    params = load(directory, dtype=jnp.bfloat16)[1]
+    with caplog.at_level("INFO"):
+        params = load(directory, dtype=jnp.bfloat16)[1]
+    assert any("skipped: 2 of model.layers.3." in line for line in caplog.messages)
     trees_equal(params, load(FIXTURES / "glm4_moe", dtype=jnp.bfloat16)[1])
     # It decides between experts whose scores are nearly equal.
     assert params["layers"]["routed"]["selection_bias"].dtype == jnp.float32
