@@ -48,6 +48,7 @@ class Actor:
       state: trainable parameters, optimizer state and step.
       frozen: parameters that are not trained (empty without LoRA).
       reference: parameters of the reference policy; None before `keep_reference`.
+      reference_model: configuration of the reference policy; that of the actor before `keep_reference`.
       average: moving average of the trainable parameters, in float32; None before `keep_average`.
     """
 
@@ -91,7 +92,7 @@ class Actor:
             self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
         self.reference: PyTree | None = None
         self.average: PyTree | None = None
-        self._reference_model = self.model
+        self.reference_model = self.model
         self._step: Callable | None = None
         self._logprobs = self._reference_logprobs = self._logprob_fn(self.model)
         of = {"temperature": temperature, "dtype": training.dtype}
@@ -134,7 +135,7 @@ class Actor:
         if source is not None:
             loaded = from_pretrained(os.fspath(source), mesh=self.mesh, dtype=self._param_dtype)
             check_vocab(loaded.config, ids)
-            self.reference, self._reference_model = loaded.params, loaded.config
+            self.reference, self.reference_model = loaded.params, loaded.config
             if loaded.config != dataclasses.replace(self.model, lora=LoraConfig()):
                 self._reference_logprobs = self._logprob_fn(loaded.config)
         elif self.model.lora.rank:
@@ -168,7 +169,7 @@ class Actor:
           ValueError: the teacher lacks token ids of the policy, or has fewer ids than `teacher.top_k`.
         """
         forward = Forward(config=self.model, temperature=self._temperature, mesh=self.mesh, dtype=self.training.dtype)
-        how = taught(teacher, forward, self._reference_model) if teacher is not None else Taught({})
+        how = taught(teacher, forward, self.reference_model) if teacher is not None else Taught({})
         self._taught = how
         self._step = make_train_step(
             self.model,

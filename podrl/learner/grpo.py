@@ -305,8 +305,9 @@ class GRPO:
             group_size=self._config.num_generations,
             max_prompt_length=self.cluster.config.rollout().max_prompt_length + more,
         )
-        critic, teachers = self.cluster.critic, self.cluster.teachers
-        models = [self.cluster.model, *(other.model for other in (critic, *teachers) if other is not None)]
+        others = (self.cluster.critic, *self.cluster.teachers)
+        models = [self.cluster.model, self.cluster.actor.reference_model]
+        models += [other.model for other in others if other is not None]
         # A layer of linear attention keeps one state for segments that go on from an earlier one: that of a prompt.
         tree = shape.tree and not any(model.recurrent for model in models)
         return dataclasses.replace(shape, whole=self._loss.by_sample, tree=tree)

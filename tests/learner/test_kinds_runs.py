@@ -25,8 +25,10 @@ from podrl.job.config import TINY, ModelSource, complete
 from podrl.launch import find_config, load_config
 from podrl.learner.answers.preferences import DPO, KTO, ORPO, DPOConfig, KTOConfig, ORPOConfig
 from podrl.learner.answers.supervised import SFT
+from podrl.learner.grpo import GRPO
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
+from podrl.learner.settings import GRPOConfig
 from podrl.mesh.build import make_mesh
 from podrl.models import Decoder, decoder, from_pretrained
 from podrl.models.hf_config import config_from_hf
@@ -204,3 +206,22 @@ def test_grpo_trains_on_its_samples(tmp_path, lora, raw):
     records = [record for record in read_metrics(run) if "time/step" in record]
     assert len(records) == 2
     assert all(np.isfinite(r["actor/grad_norm"]) and r["sampler/abs_diff"] < 1e-4 for r in records)
+
+
+@pytest.mark.parametrize("raw", [GEMMA4, QWEN3_5])
+def test_pieces_share_prompts_only_if_a_reference_has_linear_attention(tmp_path, raw):
+    mesh = make_mesh("fsdp=2", jax.devices()[:2])
+    saved(tmp_path, mesh, raw)
+    cluster = RLCluster(
+        actor=TINY,
+        reference=tmp_path / "base",
+        cluster_config=ClusterConfig(
+            role_to_mesh={Role.ACTOR: mesh, Role.ROLLOUT: mesh},
+            training_config=RLTrainingConfig(eval_every_n_steps=0),
+            rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8),
+        ),
+    )
+    for beta, tree in ((0.0, True), (0.1, raw is GEMMA4)):
+        config = GRPOConfig(num_generations=2, beta=beta, old_logprob="trainer")
+        shape = GRPO(cluster, config, samples=4, say=print).shape
+        assert shape.shared and shape.tree == tree
