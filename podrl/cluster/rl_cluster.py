@@ -25,7 +25,7 @@ from podrl.data.conversation import prompts_of
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.mesh.build import local_mesh
-from podrl.models.config import LoraConfig
+from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.moe import check_mesh
 from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
 from podrl.rollout.episodes import Partner
@@ -153,6 +153,8 @@ class RLCluster:
             for path, names in (teachers or {}).items()
             if self.trains
         ]
+        for teacher in self.teachers:
+            self._check_own_mesh(Role.TEACHER, teacher.model)
         moves = (self.actor, self.rollout_mesh, self._local_mesh, rollout)
         self.weights = WeightSync(*moves, generates=self.generates, link=link)
         self.reward_source = "" if reward is None else os.fspath(reward)
@@ -163,6 +165,7 @@ class RLCluster:
                 local = local_mesh(mesh, here, key="roles.reward.mesh")
             more = {"longest": self.config.longest, "dtype": self.training_config.dtype}
             self.reward_model = RewardModel(self.reward_source, local, self.tokenizer, **more)
+            self._check_own_mesh(Role.REWARD, self.reward_model.model)
         self.metrics = UserMetrics()
 
     @property
@@ -188,8 +191,18 @@ class RLCluster:
             source = self._critic_source or Decoder(self.model, self.actor.params(), self.actor_mesh)
             mesh = self.config.role_to_mesh.get(Role.CRITIC, self.actor_mesh)
             self.critic = Critic(source, mesh, self.training_config, **self._options)
+            self._check_own_mesh(Role.CRITIC, self.critic.model)
             check_vocab(self.critic.model, self.tokenizer.vocab_size)
         return self.critic
+
+    def _check_own_mesh(self, role: Role, model: ModelConfig) -> None:
+        """Refuses a mesh of an auxiliary model's own that cuts experts which the model does not have.
+
+        On the actor's or the rollout's mesh, such a model has a copy at each position of the axis expert.
+        """
+        mesh = self.config.role_to_mesh.get(role)
+        if mesh not in (None, self.actor_mesh, self.rollout_mesh):
+            check_mesh(model, mesh, key=f"roles.{role.value}.mesh")
 
     # The actor, and its weights.
 

@@ -23,6 +23,7 @@ from podrl.models.moe import check_mesh
 from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import Rewards
 from podrl.rundir.gauges import read_plan
+from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.service import ServiceError
 from podrl.storage import hub, storage
 
@@ -47,6 +48,9 @@ def check_models(job: Job, keys: Collection[str]) -> None:
     named = {"model.path": job.model.path, "model.reference": job.model.reference}
     named |= {"model.critic": job.model.critic, "reward.model": job.reward.model}
     teachers = [("model.teachers", teacher.path) for teacher in job.model.teachers]
+    roles = job.roles
+    own = {"model.critic": ("critic", roles.critic), "reward.model": ("reward", roles.reward)}
+    own |= {"model.teachers": ("teacher", roles.teacher)}
     for key, path in [*named.items(), *teachers]:
         if key not in keys or not path or path == SCRATCH or (key == "model.path" and path in EMBEDDED):
             continue
@@ -56,12 +60,14 @@ def check_models(job: Job, keys: Collection[str]) -> None:
         if storage.is_remote(directory):  # a look at each file would be a request to the bucket
             continue
         try:
-            read_config(directory)
+            model = read_config(directory)
             if orbax_files.find_checkpoint(directory) is None:
                 scan_directory(directory)
         except ValueError as error:
             raise ValueError(f"{key}={path!r}: {error}") from error
-    for key, mesh in (("roles.trainer.mesh", job.roles.trainer.mesh), ("roles.rollout.mesh", job.roles.rollout.mesh)):
+        if key in own and own[key][1].mesh not in (TRAINER, ROLLOUT):
+            check_mesh(model, own[key][1].mesh, key=f"roles.{own[key][0]}.mesh")
+    for key, mesh in (("roles.trainer.mesh", roles.trainer.mesh), ("roles.rollout.mesh", roles.rollout.mesh)):
         if "model.path" in keys and parse_mesh(mesh, key=key)[AXES.index(EXPERT)] != 1:
             check_mesh(model_of(job), mesh, key=key)
 

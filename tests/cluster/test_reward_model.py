@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from podrl.cluster.config import ClusterConfig, Role
 from podrl.cluster.reward_model import RewardModel
+from podrl.cluster.rl_cluster import RLCluster
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import RolloutConfig
 from podrl.job.config import TINY
@@ -164,6 +165,18 @@ def test_it_may_not_share_devices_with_the_actor():
             continue
         with pytest.raises(ValueError, match=r"Role.REWARD on devices of Role.ACTOR"):
             ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=generation)
+
+
+def test_a_dense_model_on_a_mesh_of_its_own_that_cuts_experts_is_refused(directory):
+    devices = jax.devices()
+    roles = {Role.ACTOR: make_mesh("fsdp=2", devices[:2]), Role.ROLLOUT: make_mesh("data=2", devices[2:4])}
+    roles |= {role: make_mesh("expert=2", devices[i : i + 2]) for role, i in ((Role.REWARD, 4), (Role.CRITIC, 6))}
+    training = RLTrainingConfig(eval_every_n_steps=0)
+    config = ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=RolloutConfig())
+    with pytest.raises(ValueError, match=r"roles\.reward\.mesh='expert=2' .* a gemma2 model has none"):
+        RLCluster(actor=TINY, reward=directory, cluster_config=config)
+    with pytest.raises(ValueError, match=r"roles\.critic\.mesh='expert=2' .* a gemma2 model has none"):
+        RLCluster(actor=TINY, cluster_config=config).make_critic()
 
 
 @pytest.mark.nightly("podrl/models", "podrl/cluster/reward_model.py")

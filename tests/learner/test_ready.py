@@ -86,6 +86,23 @@ def test_weights_of_a_reward_model(model, capsys):
     refused(values(reward={"model": str(model)}), r"reward\.model=.* is not a complete safetensors file", capsys)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "role", "changes"),
+    [
+        ("grpo", "reward", lambda path: {"reward": {"model": path}}),
+        ("ppo", "critic", lambda path: {"model": {"critic": path}}),
+        ("opd", "teacher", lambda path: {"model": {"teachers": ({"path": path},)}}),
+    ],
+)
+def test_a_dense_model_on_a_mesh_of_its_own_that_cuts_experts(model, algorithm, role, changes):
+    made = values(algorithm, **changes(str(model)))
+    keys = ["reward.model", "model.critic", "model.teachers"]
+    ready.check_models(parse(made), keys)
+    made["roles"] = made.get("roles", {}) | {"colocated": False, role: {"mesh": "expert=2"}}
+    with pytest.raises(ValueError, match=rf"roles\.{role}\.mesh='expert=2' .* a gemma2 model has none"):
+        ready.check_models(parse(made), keys)
+
+
 def test_a_field_that_no_reward_function_can_be_given_is_found_at_the_start(tmp_path, capsys):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = {"question": ["2+2?"] * 3, "answer": ["4"] * 3, "image": [{"bytes": b"\xff\x00"}] * 3}
