@@ -39,9 +39,9 @@ class PackedTensor(StoredTensor):
         experts, inputs, outputs = index or tuple(slice(0, n) for n in self.shape)
         groups = slice(inputs.start // _GROUP, -(-inputs.stop // _GROUP))
         within = slice(inputs.start - groups.start * _GROUP, inputs.stop - groups.start * _GROUP)
+        code_EOGB, scale_EOG = self.blocks.as_bytes(), self.scales.as_bytes()  # opened once: remote ones are read whole
         for e in range(experts.start, experts.stop):
-            part = (slice(e, e + 1), outputs, groups)
-            code_OGB, scale_OG = self.blocks.read_bytes(part)[0], self.scales.read_bytes(part)[0]
+            code_OGB, scale_OG = (np.array(x[e, outputs, groups]) for x in (code_EOGB, scale_EOG))
             value_OGB2 = _VALUES[np.stack([code_OGB & 15, code_OGB >> 4], axis=-1)]
             value_OGX = value_OGB2.reshape(*scale_OG.shape, _GROUP)
             value_OGX = np.ldexp(value_OGX, scale_OG.astype(np.int32)[..., None] - _BIAS)

@@ -79,9 +79,9 @@ class StoredTensor:
             for n, name in enumerate(names)
         ]
 
-    def read_bytes(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads the rectangular part `index` of a tensor of unsigned bytes (code 'U8')."""
-        return np.array(self._mapped(np.dtype(np.uint8))[index])
+    def as_bytes(self) -> np.ndarray:
+        """Opens a tensor of unsigned bytes (code 'U8'): from a local file, parts are read as they are used."""
+        return self._mapped(np.dtype(np.uint8))
 
     def _mapped(self, dtype: np.dtype | None = None) -> np.ndarray:
         dtype = self.dtype if dtype is None else dtype
