@@ -117,12 +117,12 @@ def in_windows(
 
     The number of tokens is None for the batches that train next: their samples end in this window.
 
-        Args:
-          config: settings of the engine.
-          begin: function that makes the player of the batch that a step trains on.
-          longest: function from a step to the most tokens of a sample of its batch.
-          windows, steps: number of windows to play, and number of training steps.
-          staleness: largest number of versions that may draw one sample.
+    Args:
+      config: settings of the engine.
+      begin: function that makes the player of the batch that a step trains on.
+      longest: function from a step to the most tokens of a sample of its batch.
+      windows, steps: number of windows to play, and number of training steps.
+      staleness: largest number of versions that may draw one sample.
     """
     from podrl.rollout.clock import TokenClock
 

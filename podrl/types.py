@@ -231,9 +231,9 @@ class Layout:
       tokens_BT: token ids of the packed sequences.
       segment_BT: segment id of each token: 1, 2, ... within a row; 0 is padding.
       position_BT: position of the token inside its own sequence, from 0.
-      last_BT: last segment that sees the token; 0 on padding. A token sees the tokens before it in the row whose
-        segments, up to this last one, include its own segment: those of its segment, and those with which its sequence
-        begins and which belong to other segments. None if segments share no tokens: a token then sees its own segment.
+      last_BT: last segment that sees each token; 0 on padding. A token s is seen by the later tokens t of the row with
+        segment[s] <= segment[t] <= last[s]: the tokens of its own segment, and those of other segments whose sequences
+        begin with s. None if segments share no tokens: a token is then seen by its own segment alone.
       sample_BT: number of each token's sample within the row, from 1; 0 on padding. None unless samples of several
         segments lie in one row each, so that loss terms over whole samples can be computed.
       route_BTX: experts that the policy's tokens take, as in `Rollouts.route_BTX`; None where the router chooses for

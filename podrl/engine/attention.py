@@ -47,7 +47,7 @@ class Partial:
         return Partial(top, mass + mass2, value + value2)
 
     def with_sinks(self, sinks: tuple[Array, ...]) -> "Partial":
-        """Adds a key of value 0 with each query's score in the array of `sinks`; () adds none."""
+        """Adds a key of value 0, whose score for each query is in the array of `sinks`; () adds no key."""
         part = self
         for sink_q in sinks:
             top = jnp.broadcast_to(sink_q.astype(jnp.float32), part.top.shape)
@@ -265,7 +265,7 @@ def recent_attention(
       k_RKCH, v_RKCH: keys and values of the dispatch so far; C is the number of its decode steps.
       step: number of the present decode step, from 0, which is the place of the query's own token.
       window, softcap: arguments of `decode_attention`.
-      sinks: one array with the score of each head's sink, see `podrl.models.attention.attention`; () for none.
+      sinks: scores of the heads' sinks, in one array, see `podrl.models.attention.attention`; () if heads have none.
 
     Returns:
       The partial result of each query, (R, K, N/K).

@@ -54,8 +54,8 @@ def attention(
       softcap: c in c * tanh(score / c); 0 is off.
       shared: (last_BT, position_BT) if segments may begin with tokens of other segments. Token t then sees token s iff
         s <= t, segment[s] <= segment[t] <= last[s] and position[t] - position[s] < window. None otherwise.
-      sinks: one array with the score of each head's sink, a key of value 0 that every token sees (gpt-oss); () if heads
-        have no sinks.
+      sinks: scores of the heads' sinks, in one array; a sink is a key of value 0 that every token sees (gpt-oss). () if
+        heads have no sinks.
       mesh: mesh over which rows and heads are split as `podrl.mesh.rules` says; None for one device.
       windows: all values that `window` can take; splash is compiled once for each value shorter than T.
       form: algorithm. 'dense' holds all T x T scores of a row, forward and backward. 'blockwise' holds `block` x
@@ -200,7 +200,7 @@ def _blockwise(
     Args:
       shared: last_BT and position_BT, or nothing.
       block: tokens of a block.
-      order: array with the block numbers of the queries, if these are some blocks of the row only; the length of
+      order: block numbers of the queries, in one array, if the queries are only some blocks of the row; the length of
         the row is then a multiple of `block`. () if the queries are the whole row.
     """
     B, T, N, H = q_BTNH.shape
@@ -224,7 +224,7 @@ Where = tuple[Array, ...]
 
 # One array with the number, in the row, of each block of queries; () if query block n is block n of the row.
 Order = tuple[Array, ...]
-# One array with the score of each head's sink; () if heads have no sinks.
+# Scores of the heads' sinks, in one array; () if heads have no sinks.
 Sinks = tuple[Array, ...]
 
 

@@ -400,8 +400,8 @@ class ModelConfig:
         dense += ["down"] if lora.covers("down") and not lora.covers("expert_out") else []
         if dense and lora.pattern != LoraConfig.pattern:
             raise ValueError(
-                f"lora.pattern={lora.pattern!r} matches {', '.join(dense)}, which a {family} model does not have: its "
-                "feed-forwards are experts. Make model.lora.pattern match "
+                f"lora.pattern={lora.pattern!r} matches {', '.join(dense)} but not the experts, which are a {family} "
+                "model's feed-forwards: make model.lora.pattern match "
                 f"{', '.join((*ATTENTION_PROJECTIONS, *EXPERT_PROJECTIONS))}, or leave it out for attention alone."
             )
         if lora.dropout and any(map(lora.covers, EXPERT_PROJECTIONS)):
@@ -430,7 +430,7 @@ class ModelConfig:
         ]
         return np.stack(rows).astype(np.float32)
 
-    def turns(self) -> tuple[float, ...]:
+    def rope_factors(self) -> tuple[float, ...]:
         """Returns every layer's factor of the cosines and sines of rotary positions."""
         return tuple(scaling.attention_factor for scaling in self.rope_scaling_L)
 
@@ -457,9 +457,11 @@ def _scale(freq_H: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray
         keep_H = np.clip((scaling.original_length / wavelength_H - scaling.low_freq_factor) / span, 0.0, 1.0)
         return keep_H * freq_H + (1 - keep_H) * freq_H / scaling.factor
     if scaling.kind == "yarn":
-        # Number of the frequency, a real number, with which positions turn `turns` times over the original length.
-        at = lambda turns: len(freq_H) * np.log(scaling.original_length / (turns * 2 * np.pi)) / np.log(theta)  # noqa: E731
-        low, high = at(scaling.beta_fast), at(scaling.beta_slow)
+        # Numbers of the frequencies, as real numbers, that turn beta_fast and beta_slow times over the original length.
+        low, high = (
+            len(freq_H) * np.log(scaling.original_length / (turns * 2 * np.pi)) / np.log(theta)
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
         if scaling.truncate:
             low, high = np.floor(low), np.ceil(high)
         low, high = max(low, 0), min(high, 2 * len(freq_H) - 1)

@@ -45,13 +45,13 @@ class LayerInfo:
       index: number of the layer in the model, from 0.
       freq_H: rotary frequencies, radians per position.
       window: number of tokens that a token sees, itself included.
-      turn: factor of the cosines and sines of rotary positions; () if it is 1 in all layers.
+      rope_factor: factor of the cosines and sines of rotary positions; () if it is 1 in all layers.
     """
 
     index: Int[Array, ""]
     freq_H: Float[Array, " H/2"]
     window: Int[Array, ""]
-    turn: tuple[Float[Array, ""], ...] = ()
+    rope_factor: tuple[Float[Array, ""], ...] = ()
 
 
 # attend(q_BTNH, k_BTKH, v_BTKH, info, sinks) -> (out_BTNH, state): queries are scaled and rotated, keys are rotated.
@@ -245,7 +245,7 @@ def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
             index=jnp.asarray(config.layers_of(k), jnp.int32) if config.kinds else jnp.arange(config.num_layers),
             freq_H=jnp.asarray(alike.inverse_frequencies()),
             window=jnp.asarray(alike.windows()),
-            turn=(jnp.asarray(turn_L, jnp.float32),) if set(turn_L := alike.turns()) != {1.0} else (),
+            rope_factor=(jnp.asarray(factor_L, jnp.float32),) if set(factor_L := alike.rope_factors()) != {1.0} else (),
         )
         for k, alike in enumerate(config.alike())
     )
@@ -283,7 +283,7 @@ def rotate(x_BTNH: Array, position_BT: Array, info: LayerInfo) -> Array:
         return jnp.concatenate([rotate(turning, position_BT, info), rest], axis=-1)
     angle_BT1H = position_BT[..., None, None].astype(jnp.float32) * info.freq_H
     cos, sin = jnp.cos(angle_BT1H), jnp.sin(angle_BT1H)
-    for factor in info.turn:
+    for factor in info.rope_factor:
         cos, sin = cos * factor, sin * factor
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
@@ -416,17 +416,18 @@ def block(
     x_BTD = x_BTD + norm("post_attn_norm", out_BTD)
 
     h_BTD = norm("pre_mlp_norm", x_BTD)
+    route_BTk = None
     if config.experts is not None:
         assert routed is not None
         out_BTD, route_BTk = routed(h_BTD, layer, info)
-        return x_BTD + norm("post_mlp_norm", keep(out_BTD, "batch", "time", "act")), state, route_BTk
-    gate_BTF = moe.ACTIVATIONS[config.activation](proj("gate", h_BTD))
-    h_BTF = keep(gate_BTF * proj("up", h_BTD), "batch", "time", "mlp")
-    out_BTD = keep(proj("down", h_BTF), "batch", "time", "act")
-    x_BTD = x_BTD + norm("post_mlp_norm", out_BTD)
+    else:
+        gate_BTF = moe.ACTIVATIONS[config.activation](proj("gate", h_BTD))
+        h_BTF = keep(gate_BTF * proj("up", h_BTD), "batch", "time", "mlp")
+        out_BTD = proj("down", h_BTF)
+    x_BTD = x_BTD + norm("post_mlp_norm", keep(out_BTD, "batch", "time", "act"))
     if config.layer_scalar:
         x_BTD = x_BTD * jax.lax.stop_gradient(layer["layer_scalar"]).astype(x_BTD.dtype)
-    return x_BTD, state, None
+    return x_BTD, state, route_BTk
 
 
 def embed(

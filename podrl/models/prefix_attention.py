@@ -58,7 +58,7 @@ def prefix_attention(
       v_BTKH: values.
       segment_BT: segment of each token, 0 on padding.
       window: number of positions that a token sees, its own included.
-      sinks: one array with the score of each head's sink; () if heads have no sinks.
+      sinks: scores of the heads' sinks, in one array; () if heads have no sinks.
       last_BT: last segment that sees each token; 0 on padding.
       position_BT: position of each token inside its own sequence.
       softcap: c in c * tanh(score / c); 0 is off.
@@ -353,7 +353,7 @@ def _backward_keys(
 Where = tuple[Array, Array, Pairs, Pairs]
 
 
-# One array (N, 1, 1) with the score of each head's sink, float32; () if heads have no sinks.
+# Scores of the heads' sinks, in one array (N, 1, 1), float32; () if heads have no sinks.
 Sinks = tuple[Array, ...]
 
 

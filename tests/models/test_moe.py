@@ -386,7 +386,7 @@ def test_selection_biases_do_not_train():
 
 def test_what_experts_do_not_have_is_refused_by_name():
     for pattern, named in (("q|up", "up"), ("q|gate_proj|up_proj|down_proj", "gate, up"), ("q|expert_in|down", "down")):
-        with pytest.raises(ValueError, match=rf"matches {named}, which a qwen3_moe model does not have"):
+        with pytest.raises(ValueError, match=rf"matches {named} but not the experts, which are a qwen3_moe model's"):
             dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, pattern=pattern))
     with pytest.raises(ValueError, match=r"lora.dropout=0.5 with adapters on experts"):
         dataclasses.replace(CONFIG, lora=dataclasses.replace(ADAPTERS, dropout=0.5))
