@@ -69,7 +69,7 @@ class GRPO:
         if self._needs_reference:
             cluster.keep_reference()
         self._prepare()
-        # Of each mini-batch of a step: tokens of its sequences, tokens in its rows, tokens computed.
+        # Numbers of tokens of each mini-batch of a step: in its sequences, in its rows, and computed.
         self._packed: list[tuple[int, int, int]] = []
         self.shape = self.pack_shape(cluster.actor_mesh)
         self.layouts: list[tuple[PackShape, Mesh]] = [(self.shape, cluster.actor_mesh)]

@@ -359,7 +359,9 @@ def _dense_first(
     """Reads the two kinds of layers of a GLM 4.5: dense layers come first, and all others have experts."""
     dense, heads = known["first_k_dense_replace"], known["num_key_value_heads"]
     if dense >= layers:
-        raise ValueError(f"{where} has first_k_dense_replace={dense} for {layers} layers: one at least needs experts.")
+        raise ValueError(
+            f"{where} has first_k_dense_replace={dense} for {layers} layers: at least one must have experts."
+        )
     kinds = (Kind("routed", heads, head_dim), Kind("dense", heads, head_dim, dense=True))
     return (kinds, (1,) * dense + (0,) * (layers - dense)) if dense else ((), ())
 

@@ -527,7 +527,7 @@ class _Forest:
         return (taken, tree, size) if taken else ([], [], 0)
 
     def _parent(self, b: int, ends: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-        """Finds the longest path of the tree that a sequence may share: (number of tokens, index in the tree or -1)."""
+        """Finds the longest path of the tree that a sequence may share: (number of tokens, index of its end or -1)."""
         best, at, alike = (0, -1), b, self.most_B[b]
         while at >= 0 and alike > best[0]:
             shared, index = ends.get(at, best)
@@ -537,7 +537,7 @@ class _Forest:
         return best
 
     def _note(self, b: int, index: int, ends: dict[int, tuple[int, int]]) -> None:
-        """Notes a sequence of the tree for itself and for all sequences with which it begins alike."""
+        """Records in `ends` the path of a sequence, for itself and for all sequences with which it begins alike."""
         at, alike = b, self.lengths[b]
         while at >= 0 and ends.get(at, (0, -1))[0] < alike:
             ends[at] = (alike, index)
