@@ -292,7 +292,15 @@ class Scoring:
           right: smallest reward of the first function, or of the program, at which a sample counts as right.
           n: number of completions per record.
           acts: whether a program or an environment completes the records; it may give rewards.
+
+        Raises:
+          ValueError: a reward function has the name of a score of the program.
         """
+        if acts and rewards is not None and (taken := {"reward", "lost"} & set(rewards.names)):
+            raise ValueError(
+                f"--fns: {', '.join(sorted(taken))} is the name of a score of --program or --env, too: rename "
+                "the function."
+            )
         self._rewards, self._config, self._right, self._n, self._acts = rewards, config, right, n, acts
 
     def read(self, path: str) -> Sequence[shape.Record]:
@@ -306,9 +314,8 @@ class Scoring:
         """
         source = generate.read_prompts(path)
         records = [source[i] for i in range(len(source))]
-        # Fields that functions may take although records lack them: in training, episodes add 'turns' and 'model_text',
-        # and every completion has 'sample_text'.
-        given = {"turns": "", "model_text": "", "sample_text": ""}
+        # Fields that functions may take although records lack them.
+        given = {"sample_text": ""} | ({"turns": "", "model_text": ""} if self._acts else {})
         fields_of = sources.make_all(source, lambda record: given | shape.fields(record))
         asked = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
         lacks = [
@@ -336,17 +343,23 @@ class Scoring:
           ValueError: a function gave no reward, or there is neither a reward nor an answer.
           RewardError: a reward function failed.
         """
-        texts = [one["text"] for record in records for one in record["completions"]]
+        completions = [one for record in records for one in record["completions"]]
+        texts = [one["text"] for one in completions]
         own = [without_outputs(text) for text in texts]
         asked = [shape.fields({k: v for k, v in record.items() if k != "completions"}) for record in records]
         size = (len(records), self._n)
-        given = [one.get("reward") for record in records for one in record["completions"]]
+        given = [one.get("reward") for one in completions]
         acted: dict[str, Any] = {}
-        if any(reward is not None for reward in given):
+        # If no episode ended, the accuracies would hide it: every answer would be wrong.
+        none_ended = self._acts and all(one.get("stop") == "deadline" for one in completions)
+        if none_ended or any(reward is not None for reward in given):
             acted["reward"] = np.array([0.0 if reward is None else reward for reward in given])
             acted["lost"] = np.array([float(reward is None) for reward in given])
         if self._rewards is not None:
-            scores = self._rewarded(self._rewards, asked, texts)
+            fields: dict[str, Any] = {"sample_text": texts}
+            if self._acts:  # as in training, where episodes add these fields
+                fields |= {"turns": [one.get("turns", []) for one in completions], "model_text": own}
+            scores = self._rewarded(self._rewards, asked, texts, fields)
             first = next(iter(scores))
             scores = {"right": (scores[first] >= self._right).astype(float), **scores, **acted}
         elif acted:
@@ -366,20 +379,27 @@ class Scoring:
         pairs = zip(np.array(votes, object).reshape(size).tolist(), scores["right"].tolist(), strict=True)
         return {**scores, "majority": np.array([[majority(own, right)] for own, right in pairs])}
 
-    def _rewarded(self, rewards: Rewards, asked: Sequence[Mapping[str, Any]], texts: list[str]) -> dict[str, Any]:
+    def _rewarded(
+        self,
+        rewards: Rewards,
+        asked: Sequence[Mapping[str, Any]],
+        texts: list[str],
+        of_samples: Mapping[str, Sequence[Any]],
+    ) -> dict[str, Any]:
         """Computes the rewards of all completions.
 
         Args:
           rewards: the reward functions.
           asked: fields of each record as in training.
           texts: completions, record by record, n of each.
+          of_samples: fields by name, a value for each completion.
 
         Returns:
           Rewards by the name of the function, each (P * G).
         """
         names = list(dict.fromkeys(key for fields in asked for key in fields))
         each = [fields for fields in asked for _ in range(self._n)]
-        fields = {key: [one.get(key) for one in each] for key in names}
+        fields = {key: [one.get(key) for one in each] for key in names} | dict(of_samples)
         scores = rewards.score([one["question"] for one in each], texts, fields)
         if np.isnan(scores).any():
             function, at = np.argwhere(np.isnan(scores))[0]

@@ -151,6 +151,34 @@ def test_the_rewards_of_a_program_are_scores():
     silent = [{"question": "q", "completions": [{"text": "a"}]}]
     with pytest.raises(ValueError, match=r"No completion has a reward, and a record lacks 'answer' \(it has question"):
         evaluate.Scoring(None, RewardConfig(), 0.5, 1, acts=True)(silent)
+    away = [{"question": "q", "answer": "5", "completions": [{"text": "", "stop": "deadline"}]}]
+    found = evaluate.Scoring(None, RewardConfig(), 0.5, 1, acts=True)(away)
+    assert found["lost"].tolist() == [[1.0]] and found["right"].tolist() == [[0.0]]
+
+
+def test_functions_read_what_episodes_add(tmp_path):
+    """In training and here: 'turns' and 'model_text' with an environment alone, and 'sample_text' always."""
+    said = '<answer><cite id="a-0">1473</cite></answer>'
+    whole = f"<tool_output><snippet id=a-0>1473</snippet></tool_output>{said}"
+    turns = [{"by": "snippet_search", "text": "", "failed": ""}, {"by": "model", "text": said}]
+    records = [{"question": "q", "completions": [{"text": whole, "turns": turns}, {"text": said}]}]
+    config = RewardConfig(fns=("citations", "citation_format"))
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"question": "q"}\n')
+    with Rewards(config) as rewards:
+        score = evaluate.Scoring(rewards, config, 1.0, 2, acts=True)
+        assert len(score.read(str(path))) == 1
+        found = score(records)
+        assert found["citations"].tolist() == [[1.0, 0.0]] and found["citation_format"].tolist() == [[1.0, 0.8]]
+        with pytest.raises(ValueError, match="has no field 'turns'"):
+            evaluate.Scoring(rewards, config, 1.0, 2).read(str(path))
+
+
+def test_a_function_has_no_name_of_a_program_score(tmp_path):
+    (tmp_path / "f.py").write_text("def reward(completions, **fields):\n    return [0.0] * len(completions)\n")
+    config = RewardConfig(fns=(f"{tmp_path}/f.py:reward",))
+    with Rewards(config) as rewards, pytest.raises(ValueError, match="reward is the name of a score"):
+        evaluate.Scoring(rewards, config, 1.0, 1, acts=True)
 
 
 AGENT = """
