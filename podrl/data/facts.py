@@ -60,7 +60,7 @@ class Document:
 
     @property
     def text(self) -> str:
-        """Tells both facts."""
+        """Both facts in one sentence."""
         other = _other(self.building, str(self.number))
         return f"The {self.building} of {self.town} was built in {self.year} and {other}."
 
@@ -121,20 +121,20 @@ class Fact:
     def cited(self, draw: Draw) -> list[Part]:
         """Writes the answer by a search: the call, its output, which is not learned, and the cited statement."""
         key = _key(draw)
-        return [*self._searched(key), self._answered(f"{key}-0")]
+        return [*self._search(key), self._answered(f"{key}-0")]
 
     def half_known(self, draw: Draw) -> list[Part]:
-        """Writes a poor answer: mostly a guess, else a search whose output is not cited, or not by an id of its own."""
+        """Writes a poor answer: mostly a guess, else a search and an answer that cites nothing, or no document."""
         kind = draw.between(0, 9)
         if kind < 7:
             first, *rest = self.answer
             return [template.answered(first + "".join(str(draw.between(0, 9)) for _ in rest))]
-        return [*self._searched(_key(draw)), self._answered(f"{_key(draw)}-0" if kind == 7 else "")]
+        return [*self._search(_key(draw)), self._answered(f"{_key(draw)}-0" if kind == 7 else "")]
 
-    def _searched(self, key: str) -> list[Part]:
+    def _search(self, key: str) -> list[Part]:
         """Writes the call, and its output of one document."""
         call = f"{template.SEARCH_START}{self.document.building} of {self.document.town}{template.CALL_END}"
-        return [Part(call, learned=True), Part(searched(key, [self.document]))]
+        return [Part(call, learned=True), Part(search_output(key, [self.document]))]
 
     def _answered(self, cited: str) -> Part:
         mark = f'{template.CITE_START}{cited}">{self.statement}{template.CITE_END}'
@@ -145,7 +145,7 @@ def _other(building: str, number: str) -> str:
     return BUILDINGS[building][0].format(n=number)
 
 
-def searched(key: str, found: Sequence[Document]) -> str:
+def search_output(key: str, found: Sequence[Document]) -> str:
     """Writes the output of a search, character for character as podrl.environments does.
 
     Args:

@@ -7,6 +7,7 @@ trains or samples imports it: podrl.data.reasoning_worker does, and sends record
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,11 @@ from podrl.data.sources import Record, Records
 from podrl.workers.process import DiedError, Functions, LateError
 from podrl.workers.user_code import Limits
 
+_log = logging.getLogger(__name__)
 PREFIX = "reasoning_gym:"
 _DEADLINE_S = 120.0  # seconds for some records; a few datasets write all their problems before the first one
 _AT_ONCE = 64  # largest number of records that one request asks for
+_LOOKED_AT = 20  # problems looked at for each question of an evaluation, before a dataset counts as too small
 
 
 @functools.cache
@@ -50,15 +53,24 @@ class ReasoningGym:
         return Problems(self, split)
 
     def distinct(self, count: int) -> Iterator[Record]:
-        """Yields the first `count` held-out problems with different questions; fewer if the dataset has no more."""
+        """Yields the first `count` held-out problems with different questions; fewer, with a warning, if it has few."""
         held, seen = self.source("held_out"), set[str]()
-        for start in range(0, len(held), _AT_ONCE):
-            for record in held.several(range(start, min(start + _AT_ONCE, len(held)))):
+        last = min(len(held), _LOOKED_AT * count)
+        for start in range(0, last, _AT_ONCE):
+            for record in held.several(range(start, min(start + _AT_ONCE, last))):
                 if record["question"] not in seen:
                     seen.add(record["question"])
                     yield record
                 if len(seen) == count:
                     return
+        _log.warning(
+            "%s has only %d different questions among its first %d held-out problems, fewer than the %d of the "
+            "evaluation: lower eval.problems, or change data.arguments.",
+            self.path,
+            len(seen),
+            last,
+            count,
+        )
 
 
 class Problems(Records):

@@ -73,7 +73,7 @@ def train(*, calls: bool = False, search: bool = False) -> tokenizers.Tokenizer:
       calls: whether the tags of a tool's call and output are pieces, too.
       search: whether the tokenizer is that of the task 'facts', with the tags of a search and of a citation.
     """
-    count = collections.Counter(_words(_searched() if search else _corpus()))
+    count = collections.Counter(_words(_texts_of_facts() if search else _corpus()))
     everyday, tags = _EVERYDAY.split(), SEARCH_TAGS if search else CALL_TAGS * calls
     for rank, word in enumerate(everyday):
         word = word if word in _UNSPACED else SPACE + word
@@ -138,7 +138,7 @@ def _corpus() -> list[str]:
     return [problems.GENERATOR.problem("train", index).question for index in range(CORPUS_PROBLEMS)]
 
 
-def _searched() -> list[str]:
+def _texts_of_facts() -> list[str]:
     """Lists texts of the task 'facts', with a line's end inside each town's name, so that its halves are pieces."""
     texts = [facts.GENERATOR.problem("train", index).question for index in range(CORPUS_PROBLEMS)]
     # A query begins with a building, and a statement with a word of its own: no space stands before these words.

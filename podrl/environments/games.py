@@ -106,7 +106,8 @@ class _OpenEnv:
             from websockets.asyncio.client import connect
         except ImportError as error:
             raise ImportError("open_env needs the package websockets: pip install 'podrl[openenv]'.") from error
-        self._socket = await connect(self._url, max_size=None)
+        with self._named("connect"):
+            self._socket = await connect(self._url, max_size=None)
         return self._read(await self._asked("reset", {"seed": seed, **self._reset}))
 
     async def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
@@ -124,7 +125,8 @@ class _OpenEnv:
 
         with contextlib.suppress(ConnectionClosed):  # a server without a free session has said so, and closed
             await self._socket.send(json.dumps({"type": kind, "data": data}))
-        reply = json.loads(await self._socket.recv())
+        with self._named(kind):
+            reply = json.loads(await self._socket.recv())  # the wait ends with the episode, after env.deadline_s
         found = reply.get("data") or {}
         if reply.get("type") == "error":
             more = ""
@@ -132,6 +134,19 @@ class _OpenEnv:
                 more = " Each open episode has a session: start the server with a larger max_concurrent_envs."
             raise RuntimeError(f"{self._url} refused {kind}: {found.get('message')} ({found.get('code')}).{more}")
         return found
+
+    @contextlib.contextmanager
+    def _named(self, kind: str) -> Iterator[None]:
+        """Names the server and the request in the error of a server that cannot be reached or speaks no JSON."""
+        from websockets.exceptions import WebSocketException
+
+        try:
+            yield
+        except (OSError, WebSocketException, json.JSONDecodeError) as error:
+            raise ConnectionError(
+                f"The OpenEnv server at {self._url} gave no answer to {kind} ({type(error).__name__}: {error}): check "
+                "that it runs, and that the url of open_env is its address."
+            ) from error
 
     def _read(self, found: Mapping[str, Any]) -> str:
         seen = found.get("observation") or {}

@@ -30,17 +30,21 @@ class Document(NamedTuple):
 
 
 def read(path: pathlib.Path) -> list[Document]:
-    """Reads a corpus: JSON lines with the texts 'title' and 'text', of which the title may be missing.
+    """Reads a corpus: JSON lines with the texts 'title' and 'text'; the title may be missing.
 
     Raises:
       ValueError: a line is not of this form, or the file has none; the message names the line.
     """
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    # Lines of bytes, because str.splitlines also cuts at characters such as U+2028 inside a text.
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             record = json.loads(line)
-            found.append(Document(str(record.get("title", "")), record["text"]))
-        except (ValueError, KeyError, AttributeError) as error:
+            title, text = record.get("title", ""), record["text"]
+            if not isinstance(title, str) or not isinstance(text, str):
+                raise TypeError("'title' and 'text' must be texts")
+            found.append(Document(title, text))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"--corpus={path}, line {number}, is no text to be found ({type(error).__name__}: {error}): write "
                 '{"title": "...", "text": "..."} in each line.'

@@ -12,8 +12,8 @@ def serve(tool: Callable[..., str], transport: str, **address: Any) -> None:
     """Answers calls until the client has gone (stdio), or for ever (sse, streamable-http).
 
     Args:
-      tool: the tool; its name, annotations and docstring are those that clients see. A ValueError is a failed call,
-        whose text the model reads.
+      tool: the tool; clients see its name, annotations and docstring. A ValueError is a failed call, whose text the
+        model reads.
       transport: 'stdio', 'sse' or 'streamable-http'.
       address: `host` and `port` for 'sse' and 'streamable-http'; none for 'stdio'.
     """
@@ -51,8 +51,10 @@ def start(make: Callable[[], Callable[..., str]]) -> None:
     Args:
       make: function that makes the tool once the flags are read.
     """
-    transport = flags.DEFINE_enum("transport", "stdio", ("stdio", "sse", "streamable-http"), "How it is asked.")
-    port = flags.DEFINE_integer("port", 8000, "Port on this machine; not of stdio.")
+    transport = flags.DEFINE_enum(
+        "transport", "stdio", ("stdio", "sse", "streamable-http"), "Transport between clients and server."
+    )
+    port = flags.DEFINE_integer("port", 8000, "Port to listen at on this machine; unused with stdio.")
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:

@@ -3,12 +3,14 @@
 import ast
 import functools
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from podrl.rewards.text import TextConfig
 
 NAME = "reasoning_gym"
+_log = logging.getLogger(__name__)
 
 
 class ReasoningReward:
@@ -23,12 +25,13 @@ class ReasoningReward:
     def __init__(self, **settings: Any) -> None:
         """Stores the settings, which are fields of a TextConfig: its `extract` says where the answer stands."""
         self._config = TextConfig(**settings)
+        self._warned: set[str] = set()  # names of datasets
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
         """Scores every completion by its dataset, from 0 to 1, with parts for almost right answers in some datasets.
 
         A completion without an answer scores 0. So does an answer for which the scorer raises an error, as some scorers
-        do for an answer that they cannot read.
+        do for an answer that they cannot read. A warning shows the first such error of each dataset.
 
         Raises:
           Exception: the scorer raises an error for the right answer as well.
@@ -43,8 +46,18 @@ class ReasoningReward:
         scorer, problem = _scorer(given["name"], json.dumps(given["arguments"], sort_keys=True)), given["entry"]
         try:
             return float(scorer(answer, problem))
-        except Exception:  # noqa: BLE001 - the line below raises it again if the scorer itself does not work
+        except Exception as error:  # noqa: BLE001 - the line below raises it again if the scorer itself does not work
             scorer(problem["answer"], problem)
+            if given["name"] not in self._warned:
+                self._warned.add(given["name"])
+                _log.warning(
+                    "The scorer of reasoning_gym:%s raised %s: %s for the answer %.80r, which scores 0, as do all "
+                    "answers that it cannot read.",
+                    given["name"],
+                    type(error).__name__,
+                    error,
+                    answer,
+                )
             return 0.0
 
 

@@ -89,7 +89,7 @@ def test_a_half_known_answer_never_cites_well_and_mostly_guesses():
 
 def test_an_output_is_written_by_call_and_place():
     one, two = documents()[:2]
-    assert facts.searched("0a1b2c3d", [one, two]) == (
+    assert facts.search_output("0a1b2c3d", [one, two]) == (
         f"\n<tool_output><snippet id=0a1b2c3d-0>\nTitle: Belmora\nSnippet: {one.text}\n</snippet>\n"
         f"<snippet id=0a1b2c3d-1>\nTitle: Belmora\nSnippet: {two.text}\n</snippet></tool_output>\n\n"
     )

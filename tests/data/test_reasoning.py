@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from podrl.config import merge
 from podrl.data.config import DataConfig
-from podrl.data.mixture import split
+from podrl.data.mixture import reasoning_gym, split
 from podrl.data.pipeline import PromptStream, held_out_prompts, set_prompts
 from podrl.data.tokenizer import Tokenizer
 from podrl.evaluate import Scoring
@@ -72,6 +72,24 @@ def test_the_right_answer_scores_1_and_nonsense_0(name):
     with Rewards(config) as rewards:
         found = Scoring(rewards, config, 1.0, 3)(records)["reasoning_gym"]
     assert (found[:, 0] == 1).all() and (found[:, 1] < 0.2).all() and (found[:, 2] == 0).all()
+
+
+@needs
+def test_answers_that_a_scorer_cannot_read_are_told_once(capfd):
+    (part,) = split(DataConfig("reasoning_gym:prime_factorization", size=20)).parts
+    record = dict(part.train[0])
+    with Rewards(RewardConfig(fns=("reasoning_gym",), workers=1)) as rewards:
+        for _ in range(2):
+            found = rewards.score(["q"], ["<answer>nonsense</answer>"], {"entry": [record["entry"]]})
+            assert found.tolist() == [[0.0]]
+    assert capfd.readouterr().err.count("The scorer of reasoning_gym:prime_factorization raised") == 1
+
+
+@needs
+def test_a_dataset_with_too_few_questions_is_told(caplog):
+    few = DataConfig("reasoning_gym:chain_sum", arguments=FEW, size=1_000_000)
+    assert 0 < len(list(reasoning_gym(few).distinct(20))) < 20
+    assert "fewer than the 20 of the evaluation" in caplog.text
 
 
 @needs

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 import threading
 
 import pytest
@@ -32,8 +33,8 @@ whole = open_env(os.environ.get(ADDRESS, ""), "message")
 wrong = open_env(os.environ.get(ADDRESS, ""), "message", observation="words")
 
 
-def played(name, said):
-    config = EnvironmentConfig(environment=f"{__file__}:{name}")
+def played(name, said, **settings):
+    config = EnvironmentConfig(environment=f"{__file__}:{name}", **settings)
     with Episodes(config, Limits(), journal=None) as episodes:
         return [play(episodes, [Turn(text) for text in said], Task("p", seed=seed)) for seed in (3, 4, 3)]
 
@@ -59,7 +60,7 @@ def test_a_game_for_two_has_an_opponent():
 
 
 class Server:
-    """An OpenEnv server: three messages end an episode; at most `most` sessions are open."""
+    """An OpenEnv server: three messages end an episode, at most `most` sessions are open, and 'leave' hangs up."""
 
     def __init__(self, most):
         self.most, self.open, self.resets, self.closed = most, 0, [], 0
@@ -78,6 +79,10 @@ class Server:
             if asked["type"] == "reset":
                 self.resets.append(asked["data"])
                 seen = {"text": f"seed {asked['data']['seed']}", "left": left}
+            elif asked["data"]["message"] == "leave":
+                break
+            elif asked["data"]["message"] == "wait":
+                continue
             else:
                 left -= 1
                 seen = {"text": asked["data"]["message"].upper(), "left": left}
@@ -127,3 +132,20 @@ def test_a_server_of_openenv_is_played_over_its_websocket(monkeypatch):
 def test_what_a_server_of_openenv_refuses_is_named(monkeypatch, name, most, why):
     with serving(monkeypatch, most), pytest.raises(Exception, match=why):
         played(name, ["a"])
+
+
+def test_a_server_of_openenv_that_is_lost_is_named(monkeypatch):
+    with serving(monkeypatch), pytest.raises(Exception, match=r"at ws://127\.0\.0\.1:\d+/ws gave no answer to step"):
+        played("echo", ["a", "leave"])
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # no program listens
+        monkeypatch.setenv(ADDRESS, f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        with pytest.raises(
+            Exception, match=r"at ws://127\.0\.0\.1:\d+/ws gave no answer to connect .* url of open_env"
+        ):
+            played("echo", ["a"])
+
+
+def test_a_server_of_openenv_that_never_answers_ends_its_sample_at_the_deadline(monkeypatch):
+    with serving(monkeypatch):
+        assert [done.reason for _, done in played("echo", ["wait"], deadline_s=0.5)] == ["deadline"] * 3

@@ -36,7 +36,7 @@ def test_a_title_is_found_and_equal_documents_keep_their_order():
 
 def test_the_answer_is_semantic_scholars_and_limits_are_refused(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"title": "A", "text": "red"}\n{"text": "red red"}\n')
+    corpus.write_text('{"title": "A", "text": "red\u2028cat"}\n{"text": "red red"}\n')
     search = searcher(corpus)
     (found,) = json.loads(search("red", limit=1))["data"]
     assert found["paper"] == {"title": ""} and found["snippet"] == {"text": "red red"} and found["score"] > 0
@@ -47,7 +47,7 @@ def test_the_answer_is_semantic_scholars_and_limits_are_refused(tmp_path):
         search("x" * 1001)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"title": "A"}'])
+@pytest.mark.parametrize("line", ["{", "[]", '{"title": "A"}', '{"text": null}', '{"title": 1, "text": "red"}'])
 def test_a_file_that_is_no_corpus_is_refused_by_its_line(tmp_path, line):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(f'{{"text": "red"}}\n{line}\n')
@@ -77,7 +77,7 @@ def test_the_prompt_of_podrl_shows_the_formats_that_are_read():
     assert (asked.name, asked.arguments, asked.problem) == ("snippet_search", {"": "bridge of Belmora"}, "")
     output, end, answer = rest.partition("</tool_output>\n\n")
     document = next(one for one in facts.documents() if (one.town, one.building) == ("Belmora", "bridge"))
-    assert output + end == facts.searched("5f1c09ab", [document])
+    assert output + end == facts.search_output("5f1c09ab", [document])
     assert citations([""], [answer], [output + end + answer]) == [1.0]
 
 
@@ -96,5 +96,5 @@ def test_a_model_reads_what_the_first_examples_show():
     seen = says[1].observation
     key = seen.partition("<snippet id=")[2].partition("-")[0]
     second = next(other for other in facts.documents()[3:6] if other != one and other.shown in seen)
-    assert seen == facts.searched(key, [one, second])
+    assert seen == facts.search_output(key, [one, second])
     assert "ValueError: 1001 characters, at most 1000" in says[2].observation
