@@ -45,7 +45,7 @@ class SFTConfig:
         or are an error.
       tagged_share: share of the targets that keep the reference form, which is a call of the calculator for 'sums', and
         a search with a cited answer for 'facts'; the other targets are written as a base model might answer. It applies
-        to targets that podrl writes: those of the embedded tasks, and of files of questions and answers.
+        to the targets that podrl writes: the targets of embedded tasks, and of files of questions and answers.
       full_steps: number of first steps in which every target keeps the reference form, whatever `tagged_share` is.
     """
 

@@ -393,10 +393,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
       ValueError: a key occurs twice.
     """
-    make_all = dict(pairs)
-    if len(make_all) < len(pairs):
+    made = dict(pairs)
+    if len(made) < len(pairs):
         _refuse_twice([name for name, _ in pairs], "keys of an object")
-    return make_all
+    return made
 
 
 def _refuse_twice(names: Sequence[str], what: str) -> None:

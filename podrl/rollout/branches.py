@@ -131,7 +131,7 @@ class Branches:
         self._branches: list[_Branch] = []
         self._asides: list[Track] = []
         self._opened: collections.Counter[bytes] = collections.Counter()
-        self._newest: ChatRequest | None = None  # newest request
+        self._newest: ChatRequest | None = None
         self._requests = 0
         self._toolsets: list[Sequence[Mapping[str, Any]]] = []  # the different tools of answered requests
         self.forks: collections.Counter[Fork] = collections.Counter()
