@@ -63,7 +63,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from podrl.engine.engine import Engine
     from podrl.engine.sizes import engine_shape
     from podrl.mesh.build import make_mesh
-    from podrl.models import decoder, sizes
+    from podrl.models import parameters, sizes
     from podrl.plan import chips
 
     topology = chips.parse_topology(args.topology, key="--topology")
@@ -71,7 +71,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     model, dtype = sizes.config_of(args.size), jax.numpy.dtype(args.dtype)
     shape = engine_shape(_config(args), mesh.shape["data"] * mesh.shape["fsdp"])
     engine = Engine(model, mesh, shape, dtype, kernel={"yes": True, "no": False}.get(args.kernel))
-    params = decoder.abstract_params(model, mesh, dtype)
+    params = parameters.abstract_params(model, mesh, dtype)
     programs = {program.name: program for program in engine.programs(params)}
     started = time.perf_counter()
     generate, prefill = (

@@ -148,10 +148,10 @@ def write_weights(directory: str, argv: Sequence[str]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from podrl.models import decoder, hf_save
+    from podrl.models import hf_save, parameters
 
     model = model_of(args)
-    params = jax.jit(lambda key: decoder.init_params(model, key, jnp.bfloat16))(jax.random.key(args.seed))
+    params = jax.jit(lambda key: parameters.init_params(model, key, jnp.bfloat16))(jax.random.key(args.seed))
     hf_save.save(directory, model, params, dtype=jnp.bfloat16, extra_files=tokenizer_files(model.vocab_size))
 
 

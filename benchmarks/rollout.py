@@ -95,7 +95,7 @@ class Bench:
         import jax
 
         from podrl.mesh.build import make_mesh, parse_mesh
-        from podrl.models import decoder
+        from podrl.models import parameters
         from podrl.rollout.worker import RolloutWorker
         from podrl.types import Policy
 
@@ -104,12 +104,12 @@ class Bench:
         mesh = make_mesh(args.mesh, jax.devices() if -1 in sizes else jax.devices()[: math.prod(sizes)], key="--mesh")
         self.model = model = model_of(args)
         dtype = jax.numpy.dtype(args.dtype)
-        abstract = decoder.abstract_params(model, mesh, dtype)
+        abstract = parameters.abstract_params(model, mesh, dtype)
         self.kv_token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
 
         def init(key: Any) -> Any:
             """Draws parameters with embeddings so small that all tokens are about equally likely in any context."""
-            params = decoder.init_params(model, key, dtype)
+            params = parameters.init_params(model, key, dtype)
             return {**params, "embed": params["embed"] * args.embed_scale}
 
         make = jax.jit(init, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))

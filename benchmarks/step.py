@@ -83,7 +83,7 @@ def _make_update(args: argparse.Namespace) -> _Update:
     from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
     from podrl.groups import complete
     from podrl.mesh.build import make_mesh, parse_mesh
-    from podrl.models import decoder
+    from podrl.models import parameters
     from podrl.trainer import packing, step
     from podrl.trainer import state as state_lib
     from podrl.trainer.config import RLTrainingConfig
@@ -122,9 +122,9 @@ def _make_update(args: argparse.Namespace) -> _Update:
         model, PolicyLoss(KLLossSettings()), optimizer, mesh, dtype=args.dtype, remat=args.remat
     )
     logprob_fn = step.make_logprob_fn(model, mesh, dtype=args.dtype)
-    abstract = decoder.abstract_params(model, mesh, jax.numpy.dtype("float32"))
+    abstract = parameters.abstract_params(model, mesh, jax.numpy.dtype("float32"))
     placed = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    params = jax.jit(lambda key: decoder.init_params(model, key), out_shardings=placed)(jax.random.key(args.seed))
+    params = jax.jit(lambda key: parameters.init_params(model, key), out_shardings=placed)(jax.random.key(args.seed))
     state, frozen = state_lib.init_state(params, model, optimizer, mesh)
     return _Update(mesh, model, shape, samples, placements, batches, train_step, logprob_fn, state, frozen)
 
@@ -133,7 +133,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from podrl.mesh.chips import peak_flops
-    from podrl.models import decoder
+    from podrl.models import parameters
     from podrl.models.sizes import parameter_count
 
     job = _make_update(args)
@@ -144,7 +144,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if index == 1:
             jax.monitoring.register_event_duration_secs_listener(_count_compiles(compiles))
         start = time.perf_counter()
-        jax.block_until_ready(job.score(decoder.join_trainable(state.params, job.frozen), batch.layout()))
+        jax.block_until_ready(job.score(parameters.join_trainable(state.params, job.frozen), batch.layout()))
         scored, busy = time.perf_counter(), time.process_time()
         state, metrics = job.train_step(state, job.frozen, batch)
         jax.block_until_ready((state, metrics))
@@ -152,9 +152,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         processor.append(time.process_time() - busy)
         scoring.append(scored - start)
     built = len(compiles)
-    flops, parameters = matmul_flops(job.mesh, args.dtype), parameter_count(job.model)
+    flops, weights = matmul_flops(job.mesh, args.dtype), parameter_count(job.model)
     work = [
-        _model_flops(job.model, parameters, sample["length_B"], placement.packed)
+        _model_flops(job.model, weights, sample["length_B"], placement.packed)
         for sample, placement in zip(samples, placements, strict=True)
     ]
     timed = range(1, len(samples))
@@ -175,7 +175,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         - memory.alias_size_in_bytes,
         "compiles": built,
         "mesh": args.src,
-        "parameters": parameters,
+        "parameters": weights,
         "rows": job.shape.rows,
         "tokens_per_row": job.shape.tokens,
         "micro_batches": statistics.mean(placements[i].micro_batches for i in timed),

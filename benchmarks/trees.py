@@ -20,7 +20,7 @@ def trees(args: Any) -> tuple[Any, Any]:
 
     from podrl.mesh.build import make_mesh, parse_mesh
     from podrl.mesh.rules import sharding_for
-    from podrl.models import decoder
+    from podrl.models import parameters
 
     source, target = (math.prod(parse_mesh(getattr(args, k), key=f"--{k}")) for k in ("src", "dst"))
     devices = jax.devices()
@@ -37,7 +37,7 @@ def trees(args: Any) -> tuple[Any, Any]:
         ]
     else:
         model = model_of(args)
-        trees = [decoder.abstract_params(model, mesh, np.dtype(args.src_dtype)) for mesh in meshes]
+        trees = [parameters.abstract_params(model, mesh, np.dtype(args.src_dtype)) for mesh in meshes]
     return trees[0], jax.tree.map(lambda leaf: leaf.sharding, trees[1])
 
 

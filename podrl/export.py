@@ -31,7 +31,7 @@ from podrl.data import shape
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import KINDS, SCRATCH, ModelSource, ScratchModel
 from podrl.mesh import build
-from podrl.models import decoder, hf_load, hf_save, lora, orbax_files, peft_files, scalar
+from podrl.models import hf_load, hf_save, lora, orbax_files, parameters, peft_files, scalar
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import config_to_hf, read_config
 from podrl.rundir import identity
@@ -220,7 +220,7 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
     """
     run = read_run(workdir)
     mesh = build.make_mesh("fsdp=-1", jax.local_devices())
-    kind: Any = scalar if run.scores else decoder
+    kind: Any = scalar if run.scores else parameters
     trainable, frozen = kind.split_trainable(kind.abstract_params(run.config, mesh, jnp.dtype(run.dtype)), run.config)
     step, params = restore_params(workdir, step, trainable)
     if run.config.lora.rank:
@@ -233,7 +233,7 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
         if run.base is None:
             raise ValueError(f"{workdir} trained random weights, and its checkpoint lacks those that do not train.")
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype))
-        params = kind.join_trainable(params, decoder.split_trainable(base, run.config)[1])
+        params = kind.join_trainable(params, parameters.split_trainable(base, run.config)[1])
     return run, step, params
 
 

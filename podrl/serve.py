@@ -333,7 +333,7 @@ def _model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
 
     from podrl.export import load_run
     from podrl.job.config import EMBEDDED
-    from podrl.models import decoder, hf_load, lora
+    from podrl.models import hf_load, lora, parameters
 
     if (pathlib.Path(name) / "checkpoints").is_dir():
         run, _, params = load_run(locate(name))
@@ -342,7 +342,7 @@ def _model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
         config = run.config
         if config.lora.rank:
             config, params = lora.merge(params, config)
-        shapes = decoder.abstract_params(config, mesh, dtype)
+        shapes = parameters.abstract_params(config, mesh, dtype)
         placed = jax.tree.map(lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding), params, shapes)
         return config, placed, run.tokenizer
     directory = EMBEDDED.get(name) or locate(hub.local(name))

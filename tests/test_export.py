@@ -13,7 +13,7 @@ from podrl import evaluate, export, generate
 from podrl.data.shape import PROMPTS_FILE
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import TINY, ModelSource
-from podrl.models import LoraConfig, decoder, from_pretrained
+from podrl.models import LoraConfig, from_pretrained, parameters
 from podrl.storage.checkpoint import Checkpoints
 from podrl.trainer.config import RLTrainingConfig
 from podrl.types import TrainState
@@ -39,13 +39,13 @@ def make_run(workdir, variant: str, steps=(3,)):
     for step in steps:
         model = from_pretrained(TINY, lora=source.lora)
         changed = jax.tree.map(lambda x, step=step: x + 0.005 * step, model.params)
-        trainable, frozen = decoder.split_trainable(changed, model.config)
+        trainable, frozen = parameters.split_trainable(changed, model.config)
         trainable, frozen = (
-            (trainable, decoder.split_trainable(model.params, model.config)[1]) if frozen else (changed, {})
+            (trainable, parameters.split_trainable(model.params, model.config)[1]) if frozen else (changed, {})
         )
         state = TrainState(trainable, {"mu": jax.tree.map(jnp.zeros_like, trainable)}, jnp.int32(step))
         checkpoints.save(step, state, {"step": step}, {})
-        models[step] = type(model)(model.config, decoder.join_trainable(trainable, frozen), model.mesh)
+        models[step] = type(model)(model.config, parameters.join_trainable(trainable, frozen), model.mesh)
     checkpoints.close()
     return models
 

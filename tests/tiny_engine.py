@@ -9,7 +9,7 @@ import pytest
 
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.mesh.build import make_mesh
-from podrl.models import decoder
+from podrl.models import decoder, parameters
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
 from podrl.rollout.worker import RolloutWorker
 from podrl.types import STOP_EOS, STOP_LENGTH, Policy, Prompts
@@ -46,7 +46,9 @@ class Tiny:
 
     def __init__(self, mesh_spec: str, devices: int, model: ModelConfig = MODEL, dtype: str = "float32"):
         self.mesh, self.model, self.dtype = make_mesh(mesh_spec, jax.devices()[:devices]), model, jnp.dtype(dtype)
-        self.shardings = jax.tree.map(lambda x: x.sharding, decoder.abstract_params(model, self.mesh, jnp.dtype(dtype)))
+        self.shardings = jax.tree.map(
+            lambda x: x.sharding, parameters.abstract_params(model, self.mesh, jnp.dtype(dtype))
+        )
         self._init = jax.jit(self._random, out_shardings=self.shardings)
         self._forward = jax.jit(self._logprobs)
         self.params = self.make_params(0)
@@ -60,7 +62,7 @@ class Tiny:
         def grow(path, x):
             return x + 0.3 * jax.random.normal(key, x.shape, x.dtype) if "lora_b" in str(path[-1]) else x
 
-        return jax.tree_util.tree_map_with_path(grow, decoder.init_params(self.model, key, self.dtype))
+        return jax.tree_util.tree_map_with_path(grow, parameters.init_params(self.model, key, self.dtype))
 
     def worker(self, config: RolloutConfig, *, warm: bool = True, **kwargs) -> RolloutWorker:
         """Makes a worker; with `warm=False` only the programs a test runs are compiled."""

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from podrl.algorithms.distill import Distillation, IdRows, Teacher
 from podrl.mesh.backlog import Backlog
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.pretrained import check_vocab, from_pretrained
@@ -105,7 +105,7 @@ class Actor:
         return make_logprob_fn(model, self.mesh, temperature=self._temperature, dtype=self.training.dtype)
 
     def _placed(self, params: PyTree) -> PyTree:
-        abstract = decoder.abstract_params(self.model, self.mesh, self._param_dtype)
+        abstract = parameters.abstract_params(self.model, self.mesh, self._param_dtype)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         # Integer base weights (lora.base_dtype) and their scales keep their dtype.
         dtypes = jax.tree.map(lambda leaf: leaf.dtype, abstract)
@@ -115,7 +115,7 @@ class Actor:
 
     def params(self) -> PyTree:
         """Returns the whole parameter tree, trainable and frozen leaves together, without a copy."""
-        return decoder.join_trainable(self.state.params, self.frozen)
+        return parameters.join_trainable(self.state.params, self.frozen)
 
     def abstract_state(self) -> TrainState:
         """Returns shapes and shardings of `state`, for restoring a checkpoint."""
@@ -142,7 +142,7 @@ class Actor:
             self.reference = self.frozen
         else:
             copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
-            self.reference = decoder.join_trainable(copy, self.frozen)
+            self.reference = parameters.join_trainable(copy, self.frozen)
 
     def keep_average(self) -> None:
         """Begins a moving average of the trainable parameters at their present values; the average is in float32."""
@@ -236,7 +236,7 @@ class Actor:
     def _average(self) -> PyTree:
         """Returns the whole parameter tree, with the moving average in the place of the trainable leaves."""
         assert self.average is not None, "keep_average comes first"
-        return decoder.join_trainable(self.average, self.frozen)
+        return parameters.join_trainable(self.average, self.frozen)
 
     def reference_logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token under the reference policy: log p (A, B, T), nats.

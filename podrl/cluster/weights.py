@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from podrl.cluster.actor import Actor
 from podrl.cluster.pull_link import PullLink, WeightPublisher
 from podrl.engine.config import RolloutConfig
-from podrl.models import decoder, lora
+from podrl.models import lora, parameters
 from podrl.models.config import LoraConfig
 from podrl.transfer.publish import Publisher
 from podrl.types import Policy, PyTree
@@ -57,11 +57,11 @@ class WeightSync:
         self.merge: Callable[[PyTree, PyTree], PyTree] | None = None
         if config.merge_adapters and actor.model.lora.rank:
             self.model = dataclasses.replace(actor.model, lora=LoraConfig())
-            sent, base = decoder.abstract_params(self.model, actor.mesh, self.dtype), {}
+            sent, base = parameters.abstract_params(self.model, actor.mesh, self.dtype), {}
             self.merge = lora.merging(actor.model, sent)
-        target = decoder.abstract_params(self.model, mesh, self.dtype)
+        target = parameters.abstract_params(self.model, mesh, self.dtype)
         merges = self.merge is not None  # a merged model moves whole, leaves that are never trained included
-        self._moved_places, frozen = (target, {}) if merges else decoder.split_trainable(target, self.model)
+        self._moved_places, frozen = (target, {}) if merges else parameters.split_trainable(target, self.model)
         self.publisher: Any = self._publisher_of("trainable", sent, self._moved_places)
         self._base_publisher = self._publisher_of("base", base, frozen, lasting=True) if base else None
         self._base: PyTree | None = None if base else {}
@@ -100,7 +100,7 @@ class WeightSync:
             return moved
         if in_place:
             self._in_place = moved.params
-        return Policy(self._view(decoder.join_trainable(moved.params, self._base)), version)
+        return Policy(self._view(parameters.join_trainable(moved.params, self._base)), version)
 
     def await_version(self, version: int) -> None:
         """Waits until the trainers offer a version, if trainers and rollouts are separate clusters; on any thread.
@@ -117,7 +117,7 @@ class WeightSync:
 
     def blank(self) -> Policy:
         """Returns a policy with zero weights, for compiling before the first weights have arrived."""
-        return Policy(_zeros(decoder.abstract_params(self.model, self._local, self.dtype)), 0)
+        return Policy(_zeros(parameters.abstract_params(self.model, self._local, self.dtype)), 0)
 
     def release(self) -> None:
         """Frees the memory kept for the next in-place move."""

@@ -23,8 +23,8 @@ from jax.sharding import SingleDeviceSharding
 from podrl.data.train_tokenizer import CHAT_TEMPLATE, TURNS
 from podrl.models import hf_save, orbax_files
 from podrl.models.config import ModelConfig
-from podrl.models.decoder import is_param, param_specs
 from podrl.models.hf_config import config_from_hf
+from podrl.models.parameters import is_param, param_specs
 from podrl.models.sizes import SIZES
 from podrl.runtime.arguments import Parser
 from podrl.storage.storage import locate

@@ -20,7 +20,7 @@ from podrl.engine.sampling import LaneSampling, draw
 from podrl.engine.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
 from podrl.mesh import rules
 from podrl.mesh.build import check_decodes
-from podrl.models import decoder, delta, moe
+from podrl.models import decoder, delta, moe, parameters
 from podrl.models.attention import on_gpu, on_tpu
 from podrl.models.config import ModelConfig
 from podrl.models.sizes import parameter_count
@@ -287,19 +287,19 @@ class Engine:
     def _param_specs(self) -> PyTree:
         """Returns the specs of prepared parameters."""
 
-        def spec(param: decoder.Param, split: bool) -> Spec:
+        def spec(param: parameters.Param, split: bool) -> Spec:
             cut = 1 if split else 0
             return rules.spec_for(param.axes[cut:], param.shape[cut:], self.mesh)
 
-        specs = decoder.param_specs(self.model)
+        specs = parameters.param_specs(self.model)
         stacks = [
             {name: spec(param, self.unrolled) for name, param in stack.items()}
-            for stack in decoder.stacks_of(specs["layers"], self.model)
+            for stack in parameters.stacks_of(specs["layers"], self.model)
         ]
         tree = {name: spec(param, False) for name, param in specs.items() if name != "layers"}
         if self.unrolled:
             return {**tree, "layers": [stacks[kind] for kind, _ in self.model.places()]}
-        return {**tree, "layers": decoder.as_layers(stacks, self.model)}
+        return {**tree, "layers": parameters.as_layers(stacks, self.model)}
 
     def _shown(self, spec: Spec) -> NamedSharding:
         """Returns the sharding of a result that hosts read: each host of a replica gets all of the replica's rows."""
@@ -323,7 +323,7 @@ class Engine:
         """Converts weights to the programs' form: one tree per layer where layers are unrolled, else unchanged."""
         if not self.unrolled:
             return params
-        stacks = decoder.stacks_of(params["layers"], self.model)
+        stacks = parameters.stacks_of(params["layers"], self.model)
         layers = [{name: x[i] for name, x in stacks[kind].items()} for kind, i in self.model.places()]
         return {**params, "layers": layers}
 
@@ -353,7 +353,7 @@ class Engine:
         """Lists every program of the engine with its arguments as shapes and shardings; allocates nothing.
 
         Args:
-          params: the model's parameters, or their shapes and shardings (`decoder.abstract_params`).
+          params: the model's parameters, or their shapes and shardings (`parameters.abstract_params`).
 
         Returns:
           The programs in the order in which a run first needs them; `program.jitted.lower(*program.args).compile()`
@@ -439,7 +439,7 @@ class Engine:
             infos = [dataclasses.replace(info, index=jnp.arange(len(info.window))) for info in infos]
 
         steps, scanned = [], []
-        stacks = (decoder.stacks_of(tree, self.model) for tree in (params["layers"], specs))
+        stacks = (parameters.stacks_of(tree, self.model) for tree in (params["layers"], specs))
         for kind, (stack, cuts) in enumerate(zip(*stacks, strict=True)):
             # A scan would copy each layer's experts in every step, so the scan's body gets the experts of all layers
             # and picks its own by index. Experts that are cut over fsdp are gathered layer by layer instead.

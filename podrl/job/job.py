@@ -32,7 +32,7 @@ from podrl.job.ready import check_all, check_models, check_records, check_reward
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
 from podrl.learner.playing import REWARD_NAME, asks_template, environment_config, offered, playing
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.pretrained import Decoder
 from podrl.rewards.compose import RewardConfig, Rewards
 from podrl.rewards.reference import accuracies
@@ -166,11 +166,11 @@ def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int, 
       here: whether the mesh has devices of this process.
     """
     model = config.model(vocab_size)
-    abstract = decoder.abstract_params(model, mesh, jnp.dtype("float32"))
+    abstract = parameters.abstract_params(model, mesh, jnp.dtype("float32"))
     if not here:
         return Decoder(model, abstract, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = jax.jit(functools.partial(decoder.init_params, model), out_shardings=shardings)
+    make = jax.jit(functools.partial(parameters.init_params, model), out_shardings=shardings)
     return Decoder(model, make(jax.random.key(seed)), mesh)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.engine import unrolls
 from podrl.job.config import SCRATCH, Job
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.sizes import config_of
@@ -91,8 +91,8 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
     """Counts the copies of a job's weights on these meshes, from shapes alone."""
     model, dtype = model_of(job), rollout_dtype(job)
     decoded = rollout_model(job, model)
-    moved, _ = decoder.split_trainable(decoder.abstract_params(decoded, trainer, dtype), decoded)
-    policy = decoder.abstract_params(decoded, rollout, dtype)
+    moved, _ = parameters.split_trainable(parameters.abstract_params(decoded, trainer, dtype), decoded)
+    policy = parameters.abstract_params(decoded, rollout, dtype)
     generating = 2 if unrolls(decoded, rollout, dtype) else 1
     # Evaluation hosts pull one more version, at a time of their own.
     versions = job.kept_versions + bool(job.roles.eval.hosts)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from podrl.models.config import EXPERT_PROJECTIONS, ModelConfig
-from podrl.models.decoder import Param, is_adapter, param_specs, projection_inputs, stacks_of
+from podrl.models.parameters import Param, is_adapter, param_specs, projection_inputs, stacks_of
 
 _PROJECTION_MODULES = {
     "q": "self_attn.q_proj",

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array
 
 from podrl.models.config import ModelConfig
-from podrl.models.decoder import is_adapter, stacks_of
 from podrl.models.hf_config import config_to_hf
 from podrl.models.hf_names import Entry, entries, part_of, to_stored
+from podrl.models.parameters import is_adapter, stacks_of
 from podrl.models.tensor_files import Outgoing, split_into_files, write_file, write_index
 from podrl.types import PyTree
 

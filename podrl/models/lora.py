@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from podrl.mesh import rules
 from podrl.models.config import ATTENTION_PROJECTIONS, EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
-from podrl.models.decoder import (
+from podrl.models.parameters import (
     Param,
     as_layers,
     is_adapter,

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 
 from podrl.mesh import rules
 from podrl.models.config import EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
-from podrl.models.decoder import Param, is_param, param_specs
 from podrl.models.finite import refuse_nonfinite
 from podrl.models.hf_config import config_to_hf
+from podrl.models.parameters import Param, is_param, param_specs
 from podrl.models.quantize import quantized_leaves
 from podrl.storage.storage import Place, absolute, first_line
 from podrl.types import PyTree
@@ -50,8 +50,8 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
     soon as they are read.
 
     Args:
-      folder: checkpoint of the tree of `podrl.models.decoder.param_specs`, or of this tree under the one key 'params',
-        of any floating dtype and written from any mesh.
+      folder: checkpoint of the tree of `podrl.models.parameters.param_specs`, or of this tree under the one key
+        'params', of any floating dtype and written from any mesh.
       config: the model; its adapters are not read.
       mesh: devices that hold the parameters.
       dtype: storage type of the parameters.

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from podrl.models.config import ATTENTION_PROJECTIONS, EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
-from podrl.models.decoder import as_layers, is_adapter, stacks_of
 from podrl.models.hf_load import load_entries, single_device_mesh
 from podrl.models.hf_names import entries, module_of
 from podrl.models.hf_save import finished_directory, is_writer, write_entries
 from podrl.models.lora import matches_nothing
+from podrl.models.parameters import as_layers, is_adapter, stacks_of
 from podrl.models.tensor_files import scan_file
 from podrl.storage.regular import load_object
 from podrl.types import PyTree

@@ -24,7 +24,7 @@ class Decoder(nnx.Module):
 
     Attributes:
       config: architecture of the model, adapters included.
-      weights: parameter tree of podrl/models/decoder.py, in which every leaf is an nnx.Param.
+      weights: parameter tree of podrl/models/parameters.py, in which every leaf is an nnx.Param.
       directory: directory that the parameters were loaded from; '' if they were not loaded from a directory.
     """
 

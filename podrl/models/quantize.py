@@ -12,7 +12,8 @@ from jaxtyping import Array
 
 from podrl.mesh import rules
 from podrl.models.config import ModelConfig
-from podrl.models.decoder import dense_weight, grouped_dim, param_specs
+from podrl.models.decoder import dense_weight
+from podrl.models.parameters import grouped_dim, param_specs
 
 _LARGEST = {"int8": 127, "int4": 7}
 

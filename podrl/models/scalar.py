@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from podrl.mesh import rules
-from podrl.models import decoder, lora
+from podrl.models import lora, parameters
 from podrl.models.config import LoraConfig, ModelConfig
-from podrl.models.decoder import Param
 from podrl.models.hf_config import read_config
 from podrl.models.hf_load import load_entries
 from podrl.models.hf_names import Entry, entries
+from podrl.models.parameters import Param
 from podrl.models.tensor_files import scan_directory
 from podrl.storage.storage import locate
 from podrl.transfer.publish import Publisher
@@ -26,7 +26,7 @@ HEAD = "score"  # name of the head's leaf, as in Hugging Face's sequence classif
 
 def param_specs(config: ModelConfig) -> dict:
     """Declares the decoder's parameters without its output matrix, and the head (D, 1)."""
-    specs = {name: spec for name, spec in decoder.param_specs(config).items() if name != "unembed"}
+    specs = {name: spec for name, spec in parameters.param_specs(config).items() if name != "unembed"}
     return specs | {HEAD: Param((config.model_dim, 1), ("norm", "norm"), 0.0)}
 
 
@@ -35,21 +35,21 @@ def abstract_params(config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree
     return jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype_in(dtype), sharding=rules.sharding_for(p.axes, p.shape, mesh)),
         param_specs(config),
-        is_leaf=decoder.is_param,
+        is_leaf=parameters.is_param,
     )
 
 
 def split_trainable(params: PyTree, config: ModelConfig) -> tuple[PyTree, PyTree]:
-    """Splits parameters into (trainable, frozen): the head always trains, the trunk as in `decoder.split_trainable`."""
+    """Splits parameters into (trainable, frozen): the head trains, the trunk as in `parameters.split_trainable`."""
     trunk = {name: leaf for name, leaf in params.items() if name != HEAD}
-    trainable, frozen = decoder.split_trainable(trunk, config)
+    trainable, frozen = parameters.split_trainable(trunk, config)
     return {**trainable, HEAD: params[HEAD]}, frozen
 
 
 def join_trainable(trainable: PyTree, frozen: PyTree) -> PyTree:
     """Joins the two trees of `split_trainable`, without a copy."""
     trunk = {name: leaf for name, leaf in trainable.items() if name != HEAD}
-    return {**decoder.join_trainable(trunk, frozen), HEAD: trainable[HEAD]}
+    return {**parameters.join_trainable(trunk, frozen), HEAD: trainable[HEAD]}
 
 
 def on_trunk(params: PyTree, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> PyTree:

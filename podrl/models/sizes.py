@@ -8,8 +8,8 @@ import jax
 
 from podrl.config import nearest
 from podrl.models.config import ModelConfig
-from podrl.models.decoder import is_param, param_specs, stacks_of
 from podrl.models.hf_config import config_from_hf
+from podrl.models.parameters import is_param, param_specs, stacks_of
 
 
 def _gemma2(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from podrl.job.weights import device_bytes
 from podrl.mesh.rules import batch_shards, time_shards
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import ModelConfig
 from podrl.plan.programs import ROLLOUT, Setting
 from podrl.plan.training import HINTED, LIKELY, TEACHING, filled_micro_batches, training_programs
@@ -20,7 +20,7 @@ def least_bytes(side: str, setting: Setting) -> float:
     """
     if side == ROLLOUT:
         mesh = setting.rollout_mesh()
-        return device_bytes(decoder.abstract_params(setting.rollout_model, mesh, setting.rollout_dtype()))
+        return device_bytes(parameters.abstract_params(setting.rollout_model, mesh, setting.rollout_dtype()))
     training, model, mesh = setting.job.trainer, setting.model, setting.trainer_mesh()
     state, frozen = state_lib.abstract_state(model, training.optimizer(), mesh, training.param_dtype)
     shape, tensor = setting.job.pack_shape(mesh), mesh.shape["tensor"]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from podrl.algorithms.bradley_terry import ScoredRows, weighted_score
 from podrl.algorithms.dpo import WeightedRows, weighted_likelihood
-from podrl.models import decoder, scalar
+from podrl.models import parameters, scalar
 from podrl.plan.programs import TRAINER, Program, Setting
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import ScoreForward, make_critic_step, make_value_fn
@@ -31,7 +31,7 @@ def given_programs(setting: Setting) -> list[Program]:
     else:
         loss, rows = (CrossEntropy(), SupervisedRows) if job.section == "sft" else (weighted_likelihood, WeightedRows)
         state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
-        whole, temperature = decoder.join_trainable(state.params, frozen), job.rollout.temperature
+        whole, temperature = parameters.join_trainable(state.params, frozen), job.rollout.temperature
         update = make_train_step(model, loss, optimizer, mesh, temperature=temperature, **of)
         score = make_logprob_fn(model, mesh, temperature=temperature, dtype=training.dtype)
         scored = "" if job.section == "sft" else "log-probabilities"

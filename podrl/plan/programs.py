@@ -18,7 +18,7 @@ from podrl.job.config import Job
 from podrl.job.weights import Copies, copies, device_bytes, model_of, rollout_dtype, rollout_model
 from podrl.mesh.build import make_mesh, spreads_copies
 from podrl.mesh.rules import batch_shards
-from podrl.models import decoder, delta
+from podrl.models import delta, parameters
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.moe import check_mesh
@@ -110,13 +110,13 @@ class Setting:
         """
         model, teacher = self.reference, self.job.algo.distillation
         if teacher is not None and teacher.teacher == "ema":
-            params = decoder.abstract_params(self.model, mesh, jnp.dtype("float32"))
-            return decoder.split_trainable(params, self.model)[0]
+            params = parameters.abstract_params(self.model, mesh, jnp.dtype("float32"))
+            return parameters.split_trainable(params, self.model)[0]
         if model is None or (teacher is not None and teacher.teacher == "current"):
             return None
         if model.lora.rank and not self.job.model.reference:
             return None
-        return decoder.abstract_params(model, mesh, jnp.dtype(self.job.trainer.param_dtype))
+        return parameters.abstract_params(model, mesh, jnp.dtype(self.job.trainer.param_dtype))
 
     def teachers(self) -> list[tuple[str, ModelConfig]]:
         """The directory (or published size) and the model of each of `model.teachers`."""
@@ -154,7 +154,7 @@ def rollout_programs(setting: Setting) -> list[Program]:
     job, model, mesh = setting.job, setting.rollout_model, setting.rollout_mesh()
     engine = _engine(setting, mesh)
     shards, shape = engine.shards, engine.shape
-    params = decoder.abstract_params(model, mesh, setting.rollout_dtype())
+    params = parameters.abstract_params(model, mesh, setting.rollout_dtype())
     group, prompts = job.algo.num_generations, job.rollout.prompts_per_step
     pieces = prompts * pieces_per_prompt(prompts, group, shards)
     bucket = shape.buckets[-1]
@@ -336,10 +336,10 @@ class _Ends:
         target = make_mesh(job.roles.rollout.mesh, targets, key="roles.rollout.mesh", auto="data=-1")
         optimizer = job.trainer.optimizer()
         state, frozen = state_lib.abstract_state(model, optimizer, source, job.trainer.param_dtype)
-        params = decoder.abstract_params(setting.rollout_model, target, wire)
-        moved, _ = decoder.split_trainable(params, setting.rollout_model)
+        params = parameters.abstract_params(setting.rollout_model, target, wire)
+        moved, _ = parameters.split_trainable(params, setting.rollout_model)
         merged = setting.rollout_model != model
-        sent = decoder.abstract_params(setting.rollout_model, source, wire) if merged else state.params
+        sent = parameters.abstract_params(setting.rollout_model, source, wire) if merged else state.params
         shardings = jax.tree.map(lambda leaf: leaf.sharding, moved)
         plan = make_plan(sent, shardings, dtype=wire)
         leaves, places = jax.tree.leaves(sent), jax.tree.leaves(shardings)

@@ -23,7 +23,7 @@ from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.job.weights import device_bytes
 from podrl.learner.settings import AlgorithmConfig, PPOConfig
 from podrl.mesh import rules
-from podrl.models import decoder, moe, scalar
+from podrl.models import moe, parameters, scalar
 from podrl.models.attention import BLOCK
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
@@ -63,7 +63,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     shape = setting.job.pack_shape(mesh)
     route_bytes = moe.route_bytes(model) if job.rollout.router_replay else 0
     batch = state_lib.abstract_batch(loss.rows, shape, mesh, route_bytes=route_bytes)
-    whole = decoder.join_trainable(state.params, frozen)
+    whole = parameters.join_trainable(state.params, frozen)
     held, teacher = setting.reference_params(mesh), algo.distillation
     joined: Any = with_old(loss, old)
     batch = _of_sources(batch, algo, several=bool(loss.others))
@@ -91,7 +91,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     )
     reference, moments = device_bytes(held), device_bytes(state.opt_state)
     several = setting.teachers()
-    weights = [decoder.abstract_params(other, mesh, jnp.dtype(training.param_dtype)) for _, other in several]
+    weights = [parameters.abstract_params(other, mesh, jnp.dtype(training.param_dtype)) for _, other in several]
     reference += sum(map(device_bytes, weights))
     # Scoring always loops over the filled micro-batches; the update has a loop only if there can be several.
     scored = _training_trips(setting, shape, looped=True)
@@ -108,7 +108,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         if teacher is not None and teacher.teacher == "current":
             given, own = whole, 0.0
         elif teacher is not None and teacher.teacher == "ema":
-            given, own = decoder.join_trainable(held, frozen), trained
+            given, own = parameters.join_trainable(held, frozen), trained
         read = batch
         if job.data.hinted:  # the teacher's prompts are longer
             longer = setting.job.pack_shape(mesh, more=algo.teacher_hint_tokens)

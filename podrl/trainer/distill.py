@@ -13,7 +13,7 @@ from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.distill import Distillation, IdRows, TaughtRows, TopKRows, top_k_kl
 from podrl.algorithms.segments import masked
 from podrl.mesh import rules
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import ModelConfig
 from podrl.trainer.divergence import Output, chosen_logprobs, token_divergence, top_ids
 from podrl.trainer.objective import Forward, Objective, TokenLoss, Trunk
@@ -64,7 +64,7 @@ def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
         )
     trunk = Trunk(config=teacher, mesh=forward.mesh, dtype=forward.dtype)
     if how.kl == "full":
-        join = lambda params, fixed: (decoder.join_trainable(params, fixed[0]), fixed[1])  # noqa: E731
+        join = lambda params, fixed: (parameters.join_trainable(params, fixed[0]), fixed[1])  # noqa: E731
         objective = functools.partial(full_objective, teacher=trunk)
         return Taught({"objective_of": objective, "join": join}, whole=True)
     if how.top_k > ids:

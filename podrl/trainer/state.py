@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
 from podrl.mesh import rules
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import ModelConfig
 from podrl.trainer.optimizer import AdamState, Optimizer
 from podrl.trainer.pack_shape import PackShape
@@ -32,8 +32,8 @@ def abstract_state(
       mesh: mesh of the trainer.
       dtype: type of the stored parameters.
     """
-    params = decoder.abstract_params(config, mesh, jnp.dtype(dtype))
-    trainable, frozen = decoder.split_trainable(params, config)
+    params = parameters.abstract_params(config, mesh, jnp.dtype(dtype))
+    trainable, frozen = parameters.split_trainable(params, config)
     return abstract_train_state(trainable, optimizer, mesh), frozen
 
 
@@ -86,7 +86,7 @@ def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: 
       optimizer: optimizer of the trainable parameters.
       mesh: mesh of the trainer.
     """
-    trainable, frozen = decoder.split_trainable(params, config)
+    trainable, frozen = parameters.split_trainable(params, config)
     return init_train_state(trainable, optimizer, mesh), frozen
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from podrl.mesh import rules
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import ModelConfig
 from podrl.trainer import state as state_lib
 from podrl.trainer.objective import Forward, Objective, TokenLoss, token_objective
@@ -36,7 +36,7 @@ def make_train_step(
     remat: str = "none",
     seed: int = 0,
     objective_of: Callable[[Forward, TokenLoss], Objective] = token_objective,
-    join: Callable[[PyTree, PyTree], PyTree] = decoder.join_trainable,
+    join: Callable[[PyTree, PyTree], PyTree] = parameters.join_trainable,
 ) -> TrainStep:
     """Builds the jitted training step of a loss on token log-probabilities; see `make_update`.
 
@@ -54,8 +54,8 @@ def make_train_step(
       join: function (trainable, frozen) -> parameters that the objective takes.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype, remat=remat)
-    abstract = decoder.abstract_params(config, mesh, jnp.dtype(param_dtype))
-    trainable, _ = decoder.split_trainable(abstract, config)
+    abstract = parameters.abstract_params(config, mesh, jnp.dtype(param_dtype))
+    trainable, _ = parameters.split_trainable(abstract, config)
     return make_update(objective_of(forward, loss), trainable, join, optimizer, mesh, seed=seed)
 
 

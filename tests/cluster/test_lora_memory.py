@@ -12,7 +12,7 @@ from podrl.cluster.config import ClusterConfig, Mode, Role
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.job.config import TINY
 from podrl.mesh.build import make_mesh
-from podrl.models import LoraConfig, decoder
+from podrl.models import LoraConfig, parameters
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
@@ -84,7 +84,7 @@ def test_only_adapters_move_once_the_base_is_there(cluster):
     assert len(moved) == 14 and all("_lora_" in path for path in moved)
     update(cluster)
     second = cluster.sync_weights(2)
-    names = buffers(decoder.split_trainable(second.params, cluster.model)[1])
+    names = buffers(parameters.split_trainable(second.params, cluster.model)[1])
     old, new = buffers(first.params), buffers(second.params)
     assert all(old[name] == new[name] for name in names)
     for name in ("q_lora_a", "q_lora_b"):

@@ -11,7 +11,7 @@ import sentencepiece
 
 from podrl.contrib import kaggle_gemma
 from podrl.data.tokenizer import Tokenizer
-from podrl.models import decoder, hf_load
+from podrl.models import hf_load, parameters
 from podrl.models.hf_config import config_from_hf
 from podrl.models.sizes import SIZES
 
@@ -65,7 +65,7 @@ def size(request, monkeypatch):
 
 @pytest.fixture
 def params(size):
-    return decoder.init_params(config_from_hf(SIZES[size], where=size), jax.random.key(3))
+    return parameters.init_params(config_from_hf(SIZES[size], where=size), jax.random.key(3))
 
 
 @pytest.mark.parametrize("flattened", [True, False])

@@ -3,14 +3,14 @@ import numpy as np
 
 from podrl.engine.engine import Engine
 from podrl.engine.sizes import engine_shape
-from podrl.models import decoder
+from podrl.models import parameters
 
 
 def test_programs_are_those_a_run_calls(tiny, tight, tight_config):
     """A worker calls the programs that `programs` compiles from shapes alone: same arguments, same shardings."""
     model, mesh = tight.model, tiny.mesh
     engine = Engine(model, mesh, engine_shape(tight_config, 2), np.dtype("float32"))
-    programs = {p.name: p for p in engine.programs(decoder.abstract_params(model, mesh, np.dtype("float32")))}
+    programs = {p.name: p for p in engine.programs(parameters.abstract_params(model, mesh, np.dtype("float32")))}
     assert list(programs) == ["prepare", "prefill_8", "prefill_16", "insert", "generate", "spill", "restore"]
     prepared = engine.prepare(tiny.params)
     state = engine.init_state()

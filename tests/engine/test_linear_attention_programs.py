@@ -10,7 +10,7 @@ from podrl.engine.config import RolloutConfig
 from podrl.engine.engine import Engine
 from podrl.engine.sizes import engine_shape
 from podrl.mesh.build import make_mesh
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.hf_config import config_from_hf
 
 QWEN3_5 = {
@@ -44,7 +44,7 @@ def test_no_step_of_decoding_copies_the_states(layers):
     mesh = make_mesh("data=1", jax.devices()[:1])
     engine = Engine(model, mesh, engine_shape(CONFIG, 1, recurrent=True), np.dtype("float32"))
     assert engine.unrolled == (layers == 4)
-    programs = engine.programs(decoder.abstract_params(model, mesh, np.dtype("float32")))
+    programs = engine.programs(parameters.abstract_params(model, mesh, np.dtype("float32")))
     assert [p.name for p in programs][-3:] == ["copy", "spill_memory", "restore_memory"]
     generate = next(p for p in programs if p.name == "generate")
     text = generate.jitted.lower(*generate.args).compile().as_text()

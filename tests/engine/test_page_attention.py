@@ -19,7 +19,7 @@ from podrl.engine.page_attention import chosen, takes
 from podrl.engine.reads import LaneReads, Page, ReadShape
 from podrl.engine.sizes import engine_shape
 from podrl.mesh.build import make_mesh
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import gemma2_config
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.hlo import cost_of
@@ -119,7 +119,7 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
     config = RolloutConfig(max_prompt_length=128, max_tokens_to_generate=3968, kv_cache_size=4096, lanes=128)
     shape = engine_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
     engine = Engine(model, mesh, shape, jnp.dtype("bfloat16"), **how)
-    params = decoder.abstract_params(model, mesh, jnp.dtype("bfloat16"))
+    params = parameters.abstract_params(model, mesh, jnp.dtype("bfloat16"))
     return engine, {program.name: program for program in engine.programs(params)}
 
 
@@ -192,4 +192,4 @@ def test_refused_where_it_cannot_be():
     config = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8, kv_cache_size=16, lanes=2, page_kernel=True)
     worker = RolloutWorker(model, mesh, config, pad_id=0, eos_ids=(1,), decode=lambda ids: "", seed=0)
     with pytest.raises(ValueError, match=r"rollout\.page_kernel=True needs an NVIDIA GPU"):
-        worker.warm_up(decoder.init_params(model, jax.random.key(0), jnp.dtype("float32")), lambda line: None)
+        worker.warm_up(parameters.init_params(model, jax.random.key(0), jnp.dtype("float32")), lambda line: None)

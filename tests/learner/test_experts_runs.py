@@ -13,7 +13,7 @@ from podrl.job import describe, job, placement
 from podrl.job.config import TINY, ScratchModel, complete, parse
 from podrl.launch import find_config, load_config
 from podrl.mesh.build import make_mesh
-from podrl.models import decoder, hf_save
+from podrl.models import hf_save, parameters
 from podrl.models.hf_config import config_from_hf, read_config
 from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
@@ -46,7 +46,7 @@ def directory(tmp_path_factory):
     target = tmp_path_factory.mktemp("models") / "experts"
     fields = json.loads((TINY / "config.json").read_text())
     ids = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    hf_save.save(target, config, decoder.init_params(config, jax.random.key(0)), fields=ids)
+    hf_save.save(target, config, parameters.init_params(config, jax.random.key(0)), fields=ids)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, target / name)
     return target
@@ -96,7 +96,7 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(lora, directory, tmp_pa
     assert all(0.7 < r["moe/replayed"] < 1 and r["moe/route_differs"] < 0.01 for r in records)
     assert all(0.5 <= r["moe/load_max"] <= 1 and 0.2 < r["moe/evenness"] < 1 for r in records)  # two of four experts
     leaves = changed(tmp_path / "run")
-    assert leaves and all(decoder.is_adapter(name) == bool(lora) for name in leaves)
+    assert leaves and all(parameters.is_adapter(name) == bool(lora) for name in leaves)
     assert lora or {"router", "expert_in", "expert_out", "q"} <= leaves
     if "base_dtype" in lora:  # and a resumed run ends with the same bits
         assert {f"{n}_lora_{side}" for n in ("expert_in", "expert_out") for side in "ab"} <= leaves

@@ -30,7 +30,7 @@ from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
 from podrl.learner.settings import GRPOConfig
 from podrl.mesh.build import make_mesh
-from podrl.models import Decoder, decoder, from_pretrained
+from podrl.models import Decoder, from_pretrained, parameters
 from podrl.models.hf_config import config_from_hf
 from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
@@ -80,7 +80,7 @@ QWEN3_5 = {
 def saved(tmp_path, mesh, raw=GEMMA4):
     """A random model in a directory with the tokenizer that comes with podrl."""
     config = config_from_hf(raw)
-    params = decoder.init_params(config, jax.random.key(0))
+    params = parameters.init_params(config, jax.random.key(0))
     for stack in params["layers"].values():
         if config.layer_scalar:
             stack["layer_scalar"] = stack["layer_scalar"] * 0.8

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from podrl.mesh import build, rules
-from podrl.models import decoder, from_pretrained
+from podrl.models import decoder, from_pretrained, parameters
 from podrl.models.config import LoraConfig, ModelConfig, RopeScaling, gemma2_config
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -41,7 +41,7 @@ def random_params(config, seed=0):
             rng.normal(size=spec.shape) * spec.std if spec.std > 0 else np.zeros(spec.shape), jnp.float32
         )
 
-    return jax.tree.map(draw, decoder.param_specs(config), is_leaf=decoder.is_param)
+    return jax.tree.map(draw, parameters.param_specs(config), is_leaf=parameters.is_param)
 
 
 def plain(tokens_BT):
@@ -157,22 +157,22 @@ def test_rematerialisation_changes_no_gradient(params, tokens_BT, remat):
 def test_params_follow_their_declaration():
     config = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2, pattern="q|down"))
     mesh = build.make_mesh("fsdp=2,tensor=4", jax.devices())
-    abstract = decoder.abstract_params(config, mesh, jnp.bfloat16)
-    real = jax.eval_shape(lambda key: decoder.init_params(config, key, jnp.bfloat16), jax.random.key(0))
+    abstract = parameters.abstract_params(config, mesh, jnp.bfloat16)
+    real = jax.eval_shape(lambda key: parameters.init_params(config, key, jnp.bfloat16), jax.random.key(0))
     jax.tree.map(lambda a, r: (a.shape, a.dtype) == (r.shape, r.dtype) or pytest.fail(f"{a} {r}"), abstract, real)
-    assert sorted(k for k in real["layers"] if decoder.is_adapter(k)) == [
+    assert sorted(k for k in real["layers"] if parameters.is_adapter(k)) == [
         "down_lora_a", "down_lora_b", "q_lora_a", "q_lora_b",
     ]  # fmt: skip
-    trainable, frozen = decoder.split_trainable(real, config)
+    trainable, frozen = parameters.split_trainable(real, config)
     assert len(jax.tree.leaves(trainable)) == 4
-    joined = decoder.join_trainable(trainable, frozen)
+    joined = parameters.join_trainable(trainable, frozen)
     assert jax.tree.structure(joined) == jax.tree.structure(real)
     assert joined["layers"]["q"] is real["layers"]["q"]
 
 
 def test_initial_parameters_have_the_declared_spread():
     config = dataclasses.replace(CONFIG, norm_plus_one=False)
-    params = decoder.init_params(config, jax.random.key(0))
+    params = parameters.init_params(config, jax.random.key(0))
     assert (np.asarray(params["final_norm"]) == 1).all()
     assert np.std(np.asarray(params["layers"]["gate"])) == pytest.approx(16**-0.5, rel=0.1)
     assert np.std(np.asarray(params["layers"]["o"])) == pytest.approx((4 * 8) ** -0.5, rel=0.1)
@@ -236,7 +236,7 @@ def test_offloading_needs_a_host_memory(params, tokens_BT):
 def test_embedding_rows_reach_their_shards_by_an_exchange(capfd):
     """XLA warns when it finds no way between two shardings but through the whole array."""
     mesh = build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())
-    params = decoder.abstract_params(CONFIG, mesh, jnp.dtype("float32"))
+    params = parameters.abstract_params(CONFIG, mesh, jnp.dtype("float32"))
     tokens_BT = jax.ShapeDtypeStruct((8, 20), jnp.int32, sharding=rules.sharding_for(("batch", "time"), (8, 20), mesh))
     embed = jax.jit(lambda params, tokens_BT: decoder.embed(params, tokens_BT, CONFIG, jnp.dtype("float32"), mesh))
     embed.lower(params, tokens_BT).compile()

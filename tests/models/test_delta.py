@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from podrl.mesh import build
-from podrl.models import decoder, delta, from_pretrained
+from podrl.models import decoder, delta, from_pretrained, parameters
 from podrl.models.config import Delta
 from podrl.models.hf_config import config_from_hf
 
@@ -161,7 +161,7 @@ def test_every_mesh_without_seq_computes_what_one_device_does(model, mesh):
         ),
         static_argnums=1,
     )
-    shapes = decoder.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))
+    shapes = parameters.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), model.params, shapes)
     np.testing.assert_allclose(run(params, mesh), run(model.params, None), atol=1e-4)
 

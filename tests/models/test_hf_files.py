@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from podrl.mesh import build
-from podrl.models import Decoder, check_vocab, decoder, from_pretrained, hf_load, hf_save, load, save
+from podrl.models import Decoder, check_vocab, from_pretrained, hf_load, hf_save, load, parameters, save
 from podrl.models.config import LoraConfig, gemma2_config
 from podrl.models.tensor_files import scan_directory
 
@@ -135,7 +135,7 @@ SLACK = 300_000  # what Python and jax allocate beside tensors
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
     directory = tmp_path_factory.mktemp("memory") / "model"
-    params = jax.tree.map(lambda p: jnp.ones(p.shape), decoder.param_specs(BIG), is_leaf=decoder.is_param)
+    params = jax.tree.map(lambda p: jnp.ones(p.shape), parameters.param_specs(BIG), is_leaf=parameters.is_param)
     save(directory, BIG, params)
     return directory, params
 

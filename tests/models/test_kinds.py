@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from podrl.mesh import build
-from podrl.models import LoraConfig, decoder, from_pretrained, peft_files
+from podrl.models import LoraConfig, decoder, from_pretrained, parameters, peft_files
 from podrl.models.hf_config import config_from_hf, config_to_hf
 
 GEMMA4 = pathlib.Path(__file__).parent / "fixtures" / "gemma4"
@@ -48,11 +48,11 @@ def pattern(model, kind_L):
 def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
     config = pattern(model, kind_L)
     assert config.runs() == want
-    params = decoder.init_params(config, jax.random.key(0))
+    params = parameters.init_params(config, jax.random.key(0))
     tokens_BT = jnp.arange(14).reshape(2, 7)
     x_BTD = decoder.embed(params, tokens_BT, config, jnp.dtype(jnp.float32))
     position_BT = jnp.broadcast_to(jnp.arange(7), (2, 7))
-    stacks, infos = decoder.stacks_of(params["layers"], config), decoder.layer_infos(config)
+    stacks, infos = parameters.stacks_of(params["layers"], config), decoder.layer_infos(config)
     taken = [0, 0]
 
     def attend(q, k, v, info, sinks):
@@ -77,7 +77,7 @@ def test_every_mesh_computes_what_one_device_does(model, mesh):
     def total(params, mesh):
         return (hidden(params, model.config, tokens_BT, mesh=mesh) @ weight_D).mean()
 
-    shapes = decoder.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))
+    shapes = parameters.abstract_params(model.config, mesh, jnp.dtype(jnp.float32))
     params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), model.params, shapes)
     got, want = (
         jax.jit(jax.value_and_grad(total), static_argnums=1)(p, m) for p, m in ((params, mesh), (model.params, None))
@@ -87,12 +87,12 @@ def test_every_mesh_computes_what_one_device_does(model, mesh):
 
 
 def test_scalars_of_layers_do_not_train_and_are_joined_again(model):
-    trainable, frozen = decoder.split_trainable(model.params, model.config)
+    trainable, frozen = parameters.split_trainable(model.params, model.config)
     assert {kind: list(leaves) for kind, leaves in frozen["layers"].items()} == {
         "sliding": ["layer_scalar"],
         "full": ["layer_scalar"],
     }
-    joined = decoder.join_trainable(trainable, frozen)
+    joined = parameters.join_trainable(trainable, frozen)
     assert jax.tree.structure(joined) == jax.tree.structure(model.params)
     gradient = jax.grad(lambda p: hidden(p, model.config, jnp.arange(6)[None]).sum())(model.params)
     assert not any(np.any(stack["layer_scalar"]) for stack in gradient["layers"].values())
@@ -102,9 +102,9 @@ def test_adapters_of_every_kind_merge_and_go_through_peft_files(model, tmp_path)
     adapted = from_pretrained(GEMMA4, lora=LoraConfig(rank=2))
     assert "v_lora_a" in adapted.params["layers"]["sliding"] and "v_lora_a" not in adapted.params["layers"]["full"]
     assert "q_lora_a" in adapted.params["layers"]["full"]
-    trainable, frozen = decoder.split_trainable(adapted.params, adapted.config)
+    trainable, frozen = parameters.split_trainable(adapted.params, adapted.config)
     moved = jax.tree.map(lambda x: x + 0.1, trainable)
-    params = decoder.join_trainable(moved, frozen)
+    params = parameters.join_trainable(moved, frozen)
     tokens_BT = jnp.arange(6)[None]
     want_BTD = hidden(params, adapted.config, tokens_BT)
     trained = type(model)(adapted.config, params, adapted.mesh)
@@ -119,8 +119,8 @@ def test_projections_of_every_kind_are_stored_as_integers():
     rounded = from_pretrained(GEMMA4, lora=LoraConfig(rank=2, base_dtype="int8"))
     for stack in rounded.params["layers"].values():
         assert stack["q"].dtype == jnp.int8 and stack["q_scale"].dtype == jnp.float32
-    specs = decoder.param_specs(rounded.config)
-    shapes = jax.tree.map(lambda p: p.shape, specs, is_leaf=decoder.is_param)
+    specs = parameters.param_specs(rounded.config)
+    shapes = jax.tree.map(lambda p: p.shape, specs, is_leaf=parameters.is_param)
     assert shapes == jax.tree.map(lambda a: a.shape, rounded.params)
 
 

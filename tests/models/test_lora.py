@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from podrl.mesh import build
-from podrl.models import Decoder, decoder, from_pretrained, lora, peft_files
-from podrl.models.config import LoraConfig
+from podrl.models import Decoder, decoder, from_pretrained, lora, parameters, peft_files
+from podrl.models.config import PROJECTIONS, LoraConfig
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "gemma2"
 EXPERTS = FIXTURE.parent / "qwen3_moe"
@@ -33,7 +33,7 @@ def busy(model: Decoder) -> Decoder:
 
 def test_fresh_adapters_change_nothing(tokens_BT):
     base, adapted = from_pretrained(FIXTURE), from_pretrained(FIXTURE, lora=LORA)
-    assert sum(decoder.is_adapter(n) for n in adapted.params["layers"]) == 14
+    assert sum(parameters.is_adapter(n) for n in adapted.params["layers"]) == 14
     np.testing.assert_array_equal(np.asarray(base(tokens_BT)), np.asarray(adapted(tokens_BT)))
 
 
@@ -48,7 +48,7 @@ def test_fresh_adapters_do_not_depend_on_the_mesh():
 def test_merging_keeps_the_logits(tokens_BT):
     adapted = busy(from_pretrained(FIXTURE, lora=LORA))
     merged = adapted.merged()
-    assert not any(decoder.is_adapter(n) for n in merged.params["layers"]) and merged.config.lora.rank == 0
+    assert not any(parameters.is_adapter(n) for n in merged.params["layers"]) and merged.config.lora.rank == 0
     assert merged.params["embed"] is adapted.params["embed"]
     difference = np.abs(np.asarray(adapted(tokens_BT)) - np.asarray(from_pretrained(FIXTURE)(tokens_BT))).max()
     assert difference > 0.05
@@ -68,7 +68,7 @@ def test_adapters_of_experts_merge_and_survive_a_peft_directory(tmp_path, patter
     again = from_pretrained(
         EXPERTS, build.make_mesh("fsdp=2,tensor=2", jax.devices()[:4]), adapters=tmp_path / "adapter"
     )
-    for name in (n for n in adapted.params["layers"] if decoder.is_adapter(n)):
+    for name in (n for n in adapted.params["layers"] if parameters.is_adapter(n)):
         np.testing.assert_array_equal(again.params["layers"][name], adapted.params["layers"][name], err_msg=name)
     np.testing.assert_allclose(np.asarray(again(tokens_BT)), want, atol=2e-5, rtol=0)
 
@@ -130,7 +130,7 @@ def test_a_pattern_that_matches_nothing_is_refused(pattern):
 
 def test_patterns_match_short_and_hugging_face_names():
     config = LoraConfig(rank=4, pattern="(q|v)_proj|down")
-    assert [n for n in decoder.PROJECTION_NAMES if config.covers(n)] == ["q", "v", "down"]
+    assert [n for n in PROJECTIONS if config.covers(n)] == ["q", "v", "down"]
     with pytest.raises(ValueError, match=r"is not a regular expression"):
         LoraConfig(rank=4, pattern="(q")
     with pytest.raises(ValueError, match=r"lora\.dropout=1\.0"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from podrl.mesh import build
-from podrl.models import decoder, moe
+from podrl.models import decoder, moe, parameters
 from podrl.models.config import Experts, LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.plan.chips import parse_topology, prepare
@@ -69,10 +69,10 @@ def random_integers(weight):
 
 def random_params(config, seed=0):
     """Random parameters whose adapters have an effect, and whose projections are integers where they are to be."""
-    params = decoder.init_params(
+    params = parameters.init_params(
         dataclasses.replace(config, lora=dataclasses.replace(config.lora, base_dtype="")), jax.random.key(seed)
     )
-    specs, layers = decoder.param_specs(config)["layers"], dict(params["layers"])
+    specs, layers = parameters.param_specs(config)["layers"], dict(params["layers"])
     for i, (name, spec) in enumerate(sorted(specs.items())):
         if name not in layers or name.endswith("_lora_b"):
             layers[name] = 0.1 * jax.random.normal(jax.random.key(i), spec.shape)
@@ -276,12 +276,12 @@ def test_a_mesh_changes_neither_logits_nor_gradients(spec, config):
     for name, x in params["layers"].items():
         if "bias" in name or name == "sinks":  # these begin at 0
             params["layers"][name] = 0.3 * jax.random.normal(next(keys), x.shape)
-    trainable, frozen = decoder.split_trainable(params, config)
+    trainable, frozen = parameters.split_trainable(params, config)
     tokens_BT = np.random.default_rng(0).integers(0, 32, (8, 16)).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(16), (8, 16))
 
     def loss(trainable, frozen, mesh):
-        params = decoder.join_trainable(trainable, frozen)
+        params = parameters.join_trainable(trainable, frozen)
         hidden = decoder.hidden(
             params, tokens_BT, np.ones_like(tokens_BT), position_BT, config, mesh=mesh, remat="full"
         )
@@ -289,10 +289,12 @@ def test_a_mesh_changes_neither_logits_nor_gradients(spec, config):
 
     mesh = build.make_mesh(spec, jax.devices())
     placed = jax.tree.map(
-        lambda x, a: jax.device_put(x, a.sharding), params, decoder.abstract_params(config, mesh, jnp.dtype("float32"))
+        lambda x, a: jax.device_put(x, a.sharding),
+        params,
+        parameters.abstract_params(config, mesh, jnp.dtype("float32")),
     )
     want, want_grad = jax.jit(jax.value_and_grad(lambda t, f: loss(t, f, None)))(trainable, frozen)
-    placed = decoder.split_trainable(placed, config)
+    placed = parameters.split_trainable(placed, config)
     got, got_grad = jax.jit(jax.value_and_grad(lambda t, f: loss(t, f, mesh)))(*placed)
     np.testing.assert_allclose(got, want, rtol=1e-4)
     assert config.lora.rank == 0 or all(np.abs(grad).max() > 1e-3 for grad in jax.tree.leaves(want_grad))
@@ -379,9 +381,9 @@ def test_parts_of_the_experts_add_up_to_all_of_them(monkeypatch, tpu):
 def test_selection_biases_do_not_train():
     config = config_with(selection_bias=True)
     params = random_params(config)
-    trainable, frozen = decoder.split_trainable(params, config)
+    trainable, frozen = parameters.split_trainable(params, config)
     assert list(frozen["layers"]) == ["selection_bias"] and "selection_bias" not in trainable["layers"]
-    assert jax.tree.structure(decoder.join_trainable(trainable, frozen)) == jax.tree.structure(params)
+    assert jax.tree.structure(parameters.join_trainable(trainable, frozen)) == jax.tree.structure(params)
 
 
 def test_what_experts_do_not_have_is_refused_by_name():
@@ -394,7 +396,7 @@ def test_what_experts_do_not_have_is_refused_by_name():
         lora = LoraConfig(rank=2, pattern=pattern)
         assert {"expert_in_lora_a", "expert_out_lora_b"} <= set(moe.param_shapes(config_with(lora=lora)))
     default = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2))
-    adapters = {n for n in decoder.param_specs(default)["layers"] if decoder.is_adapter(n)}
+    adapters = {n for n in parameters.param_specs(default)["layers"] if parameters.is_adapter(n)}
     assert adapters == {f"{n}_lora_{side}" for n in "qkvo" for side in "ab"}
     with pytest.raises(ValueError, match="9 experts of 8 cannot be chosen"):
         Experts(8, 9, 4)

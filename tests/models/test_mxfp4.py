@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from podrl.mesh import build
-from podrl.models import decoder, load, save
+from podrl.models import load, parameters, save
 from podrl.models.hf_config import config_from_hf
 from podrl.models.mxfp4 import joined
 from podrl.models.tensor_files import scan_directory, scan_file
@@ -72,7 +72,7 @@ def test_a_model_in_mxfp4_is_the_model_in_bfloat16(tmp_path):
     """A directory as published is read onto a mesh that cuts the experts' weights, and written as bfloat16."""
     raw = json.loads((OSS / "config.json").read_text()) | {"hidden_size": 32, "intermediate_size": 64}
     model, rng = config_from_hf(raw), np.random.default_rng(1)
-    save(tmp_path / "made", model, decoder.init_params(model, jax.random.key(0)), dtype=jnp.bfloat16)
+    save(tmp_path / "made", model, parameters.init_params(model, jax.random.key(0)), dtype=jnp.bfloat16)
     plain = {name: tensor.read() for name, tensor in scan_directory(tmp_path / "made").items()}
     packed = dict(plain)
     for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:

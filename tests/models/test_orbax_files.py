@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from podrl.mesh.build import make_mesh
-from podrl.models import LoraConfig, decoder, from_pretrained, orbax_files
+from podrl.models import LoraConfig, from_pretrained, orbax_files, parameters
 from podrl.models.config import gemma2_config
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "gemma2"
@@ -120,7 +120,7 @@ SLACK = 700_000  # what Python, Orbax (half of it: lists of its counters) and ja
 def big(tmp_path):
     keys = iter(jax.random.split(jax.random.key(0), 32))
     params = jax.tree.map(
-        lambda p: jax.random.normal(next(keys), p.shape), decoder.param_specs(BIG), is_leaf=decoder.is_param
+        lambda p: jax.random.normal(next(keys), p.shape), parameters.param_specs(BIG), is_leaf=parameters.is_param
     )
     orbax_files.save(tmp_path / "model", BIG, params)
     return tmp_path / "model"
@@ -139,7 +139,9 @@ def test_a_truncated_leaf_is_named(big):
 @pytest.mark.parametrize(("layout", "devices"), [("data=1", 1), ("fsdp=2,tensor=2", 4), ("data=8", 8)])
 def test_loading_holds_two_leaves_at_most(big, layout, devices):
     """It holds the leaf as stored and as wanted, beside the devices' arrays (host memory here, in bfloat16)."""
-    total = 4 * sum(math.prod(p.shape) for p in jax.tree.leaves(decoder.param_specs(BIG), is_leaf=decoder.is_param))
+    total = 4 * sum(
+        math.prod(p.shape) for p in jax.tree.leaves(parameters.param_specs(BIG), is_leaf=parameters.is_param)
+    )
     assert total > 7 * LARGEST
     mesh = make_mesh(layout, jax.devices()[:devices])
     load = lambda: orbax_files.load(big / "params", BIG, mesh, jnp.bfloat16)  # noqa: E731

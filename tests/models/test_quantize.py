@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from podrl.mesh import build
-from podrl.models import LoraConfig, decoder, from_pretrained
+from podrl.models import LoraConfig, decoder, from_pretrained, parameters
 from podrl.models.config import gemma2_config
 from podrl.models.quantize import quantize
 
@@ -41,7 +41,7 @@ def test_groups_are_of_64_inputs_where_they_divide():
         vocab_size=8, num_layers=1, model_dim=192, ffn_dim=100, num_heads=2, num_kv_heads=1, head_dim=128
     )
     config = dataclasses.replace(config, lora=LoraConfig(rank=2, base_dtype="int8"))
-    specs = decoder.param_specs(config)["layers"]
+    specs = parameters.param_specs(config)["layers"]
     assert {n: specs[f"{n}_scale"].shape for n in ("q", "o", "gate", "down")} == {
         "q": (1, 3, 2, 128),
         "o": (1, 2, 2, 192),
@@ -77,18 +77,18 @@ def test_integers_stay_and_only_adapters_learn(dtype):
     mesh = build.make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     tokens_BT = np.load(FIXTURE / "expected.npz")["tokens_BT"]
     model = from_pretrained(FIXTURE, mesh, lora=LoraConfig(rank=2, base_dtype=dtype))
-    abstract = decoder.abstract_params(model.config, mesh, jnp.float32)
+    abstract = parameters.abstract_params(model.config, mesh, jnp.float32)
     jax.tree.map(
         lambda a, r: (a.shape, a.dtype) == (r.shape, r.dtype) or pytest.fail(f"{a} {r}"), abstract, model.params
     )
     assert model.params["layers"]["gate"].dtype == jnp.dtype(dtype) and model.params["embed"].dtype == jnp.float32
-    trainable, frozen = decoder.split_trainable(model.params, model.config)
+    trainable, frozen = parameters.split_trainable(model.params, model.config)
     segment_BT, position_BT = np.ones_like(tokens_BT), np.broadcast_to(np.arange(12), tokens_BT.shape)
 
     @jax.jit
     def gradient(trainable):
         def loss(trainable):
-            params = decoder.join_trainable(trainable, frozen)
+            params = parameters.join_trainable(trainable, frozen)
             return (decoder.hidden(params, tokens_BT, segment_BT, position_BT, model.config) ** 2).sum()
 
         return jax.grad(loss)(trainable)
@@ -117,4 +117,4 @@ def test_what_makes_no_sense_is_refused():
         LoraConfig(rank=0, base_dtype="int8")
     config = dataclasses.replace(from_pretrained(FIXTURE).config, lora=LoraConfig(rank=1, base_dtype="int8"))
     with pytest.raises(ValueError, match="needs trained weights"):
-        decoder.init_params(config, jax.random.key(0))
+        parameters.init_params(config, jax.random.key(0))

@@ -13,7 +13,7 @@ from packed_rows import packed_rows
 from podrl.algorithms.policy_rows import ReferencedRows
 from podrl.mesh.build import make_mesh
 from podrl.mesh.rules import batch_shards
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import ModelConfig, gemma2_config
 from podrl.trainer import packing
 from podrl.trainer import state as state_lib
@@ -40,7 +40,7 @@ class Tiny:
 
     def params(self):
         """Draws random parameters; adapters are random too, so that they have an effect."""
-        abstract = decoder.abstract_params(self.config, self.mesh, jnp.dtype(self.param_dtype or self.dtype))
+        abstract = parameters.abstract_params(self.config, self.mesh, jnp.dtype(self.param_dtype or self.dtype))
         return jax.tree.map(
             lambda x, leaf: jax.device_put(x.astype(leaf.dtype), leaf.sharding), _host_params(self.config), abstract
         )
@@ -76,7 +76,7 @@ class Tiny:
 
 @functools.cache
 def _host_params(config):
-    params = jax.tree.map(np.array, jax.jit(lambda key: decoder.init_params(config, key))(jax.random.key(0)))
+    params = jax.tree.map(np.array, jax.jit(lambda key: parameters.init_params(config, key))(jax.random.key(0)))
     for name, x in params["layers"].items():
         if name.endswith("_lora_b"):
             x += 0.02

@@ -10,7 +10,7 @@ from packed_rows import packed_rows
 
 from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.mesh.rules import batch_shards
-from podrl.models import decoder, scalar
+from podrl.models import decoder, parameters, scalar
 from podrl.trainer import packing
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step, make_value_fn
@@ -109,7 +109,7 @@ def test_a_fresh_critic_says_0_and_leaves_the_actor_alone(tiny):
     assert (np.asarray(value_ABT) == 0).all()
     trainable, frozen = scalar.split_trainable(params, case.config)
     assert set(trainable) == {"layers", scalar.HEAD}
-    assert all(decoder.is_adapter(name) for name in trainable["layers"])
+    assert all(parameters.is_adapter(name) for name in trainable["layers"])
     # Trained leaves are copies, so that donating them does not take the actor's; the base is shared.
     name = next(iter(trainable["layers"]))
     pointer = lambda x: x.addressable_shards[0].data.unsafe_buffer_pointer()  # noqa: E731

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.trainer.step import make_logprob_fn
 
 
@@ -65,6 +65,6 @@ def test_a_resumed_run_drops_what_it_would_have_dropped(tiny):
 
 def test_scoring_never_drops(tiny):
     plain, dropping = tiny(lora=2), _dropping(tiny(lora=2), 0.5)
-    params = decoder.join_trainable(*(lambda s: (s[0].params, s[1]))(plain.state()))
+    params = parameters.join_trainable(*(lambda s: (s[0].params, s[1]))(plain.state()))
     scores = [make_logprob_fn(case.config, case.mesh)(params, plain.batch().layout()) for case in (plain, dropping)]
     np.testing.assert_array_equal(np.asarray(scores[0]), np.asarray(scores[1]))

@@ -11,7 +11,7 @@ import pytest
 from updates import SAME, assert_same, update
 
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
-from podrl.models import LoraConfig, decoder, from_pretrained
+from podrl.models import LoraConfig, decoder, from_pretrained, parameters
 from podrl.trainer import state as state_lib
 from podrl.trainer.objective import CrossEntropy, SupervisedRows
 from podrl.trainer.optimizer import Optimizer
@@ -62,7 +62,9 @@ def test_mini_batch_metrics_of_the_first_update_are_on_policy(tiny):
     case = tiny()
     state, frozen = case.state()
     batch = case.batch()
-    logprob_ABT = make_logprob_fn(case.config, case.mesh)(decoder.join_trainable(state.params, frozen), batch.layout())
+    logprob_ABT = make_logprob_fn(case.config, case.mesh)(
+        parameters.join_trainable(state.params, frozen), batch.layout()
+    )
     same = dict.fromkeys(("old_logprob_BT", "ref_logprob_BT", "sampler_logprob_BT"), logprob_ABT)
     batch = batch.replace(rows=batch.rows.replace(**same))
     _, metrics = case.step(PolicyLoss(KLLossSettings(beta=0.1)))(state, frozen, batch)

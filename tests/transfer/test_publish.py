@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
-from podrl.models import decoder
+from podrl.models import parameters
 from podrl.models.config import Experts, gemma2_config
 from podrl.transfer.plan import Layout
 from podrl.transfer.publish import Publisher, WeightMismatchError
@@ -57,10 +57,10 @@ def test_experts_may_be_cut_differently_on_both_sides(trainer, rollout, transpor
     config = dataclasses.replace(base, experts=Experts(count=8, chosen=2, ffn_dim=4))
     source, target = make_mesh(trainer, jax.devices()[:4]), make_mesh(rollout, jax.devices()[4:])
     before, after = (
-        jax.tree.map(lambda x: x.sharding, decoder.abstract_params(config, mesh, jnp.dtype("float32")))
+        jax.tree.map(lambda x: x.sharding, parameters.abstract_params(config, mesh, jnp.dtype("float32")))
         for mesh in (source, target)
     )
-    params = jax.jit(lambda key: decoder.init_params(config, key), out_shardings=before)(jax.random.key(0))
+    params = jax.jit(lambda key: parameters.init_params(config, key), out_shardings=before)(jax.random.key(0))
     publisher = Publisher(params, after, target_dtype=jnp.bfloat16, transport=transport)
     policy = publisher.publish(params, 1)
     publisher.verify(policy)

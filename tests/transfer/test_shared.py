@@ -15,7 +15,7 @@ FOUR = """
     import jax.numpy as jnp
     from podrl.mesh.build import make_mesh
     from podrl.transfer.publish import Publisher, WeightMismatchError
-    from podrl.models import decoder
+    from podrl.models import parameters
     from podrl.models.config import LoraConfig, gemma2_config
     from podrl.types import Policy
 
@@ -24,8 +24,8 @@ FOUR = """
     trainer, rollout = make_mesh("fsdp=2,tensor=2", devices[:4]), make_mesh("data=2,tensor=2", devices[4:])
     sizes = dict(vocab_size=32, num_layers=2, model_dim=16, ffn_dim=32, num_heads=4, num_kv_heads=2, head_dim=8)
     model = dataclasses.replace(gemma2_config(**sizes), lora=LoraConfig(rank=2))
-    source = decoder.abstract_params(model, trainer, jnp.float32)
-    target = decoder.abstract_params(model, rollout, jnp.bfloat16)
+    source = parameters.abstract_params(model, trainer, jnp.float32)
+    target = parameters.abstract_params(model, rollout, jnp.bfloat16)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
 
     def values(tree, version):
@@ -43,8 +43,8 @@ FOUR = """
             for shard in array.addressable_shards:
                 assert (np.asarray(shard.data) == want.astype(jnp.bfloat16)[shard.index]).all()
 
-    adapters, base = decoder.split_trainable(source, model)
-    adapters_to, base_to = decoder.split_trainable(shardings, model)
+    adapters, base = parameters.split_trainable(source, model)
+    adapters_to, base_to = parameters.split_trainable(shardings, model)
     base_publisher = Publisher(base, base_to, target_dtype=jnp.bfloat16)
     publisher = Publisher(adapters, adapters_to, target_dtype=jnp.bfloat16)
     frozen = base_publisher.publish(placed(base, 100), 1)
