@@ -80,9 +80,16 @@ SAME = {
     "grpo_search.py:prompted": "tools",
     "sft_search.py": "sft",
     "grpo_real.py:qwen3_06b_gpu": "qwen3_06b",  # on a GPU
-    # A larger size without adapters, which podrl.plan compiles for its own slices.
-    "grpo_real.py:qwen3_8b_v5p16": "qwen3_06b",
-    "grpo_real.py:qwen3_8b_v6e32": "qwen3_06b",
+    # Other sizes without adapters, which podrl.plan compiles for their own slices.
+    "grpo_qwen.py:qwen3_06b_v6e8": "qwen3_06b",
+    "grpo_qwen.py:qwen3_17b_v6e8": "qwen3_06b",
+    "grpo_qwen.py:qwen3_4b_v6e16": "qwen3_06b",
+    "grpo_qwen.py:qwen3_8b_v5p16": "qwen3_06b",
+    "grpo_qwen.py:qwen3_8b_v6e32": "qwen3_06b",
+    "grpo_qwen.py:qwen3_14b_v6e32": "qwen3_06b",
+    "grpo_qwen.py:qwen3_32b_v5p32": "qwen3_06b",
+    "grpo_qwen.py:qwen3_30b_a3b_v5p32": "experts_grpo",
+    "grpo_qwen.py:qwen3_30b_a3b_v6e64": "experts_grpo",
 }
 
 

@@ -1,12 +1,10 @@
-"""GRPO on GSM8K: published models on machines that one can rent. docs/real-model.md walks through three variants.
+"""GRPO on GSM8K: adapters of published models on machines that one can rent; docs/real-model.md goes through them.
 
-No variant has been run on its machine.
+No variant has been run on its machine. grpo_qwen.py trains all weights of larger models.
 
     python -m podrl.launch --config=grpo_real.py:qwen3_06b_gpu --config.model.path=DIR --config.data.path=train.jsonl
 
 Variants:
-    qwen3_8b_v5p16    Qwen 3 8B, all weights, on two v5p 2x2x2 slices: one trains, one generates
-    qwen3_8b_v6e32    Qwen 3 8B, all weights, on two v6e 4x4 slices: one trains, one generates
     gemma3_4b_v5e16   Gemma 3 4B on one v5e 4x4 slice: hosts 0 and 1 train, hosts 2 and 3 generate
     qwen3_06b_gpu     Qwen 3 0.6B on one GPU that trains and generates in turn
     qwen3_06b_v6e8    Qwen 3 0.6B on one v6e-8 host: four chips train, four generate
@@ -16,7 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-VARIANTS = ("qwen3_8b_v5p16", "qwen3_8b_v6e32", "gemma3_4b_v5e16", "qwen3_06b_gpu", "qwen3_06b_v6e8")
+VARIANTS = ("gemma3_4b_v5e16", "qwen3_06b_gpu", "qwen3_06b_v6e8")
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -29,14 +27,6 @@ def get_config(variant: str = "") -> ConfigDict:
         config.fake_devices = 16  # for --dry_run on a laptop
         config.roles.update({"trainer": {"mesh": "fsdp=8"}, "rollout": {"mesh": "data=4,tensor=2"}})
         config.trainer.update({"train_micro_batch_size": 2, "remat": "full"})
-    elif variant.startswith("qwen3_8b"):
-        config.model.size = "qwen3-8b"
-        config.model.lora.rank = 0
-        config.grpo.beta = 0.0  # no reference is held beside the policy
-        chips = {"qwen3_8b_v5p16": 8, "qwen3_8b_v6e32": 16}[variant]
-        config.fake_devices = 2 * chips
-        config.roles.update({"trainer": {"mesh": f"fsdp={chips}"}, "rollout": {"mesh": f"data={chips // 4},tensor=4"}})
-        config.trainer.update({"micro_batch_sequences": chips, "remat": "full", "learning_rate": 1e-6})
     elif variant == "qwen3_06b_gpu":
         config.fake_devices = 1
         config.roles.colocated = True

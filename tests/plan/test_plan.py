@@ -157,16 +157,30 @@ def test_a_search_prints_the_command_that_runs_what_it_found():
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("variant", "topology"), [("qwen3_8b_v5p16", "v5p:2x2x2"), ("qwen3_8b_v6e32", "v6e:4x4")])
-def test_a_configuration_to_start_with_8b_has_room_on_its_chips(monkeypatch, variant, topology):
+@pytest.mark.parametrize(
+    ("variant", "topology", "billions"),
+    [
+        ("qwen3_06b_v6e8", "v6e:2x2", 0.60),
+        ("qwen3_17b_v6e8", "v6e:2x2", 1.72),
+        ("qwen3_4b_v6e16", "v6e:2x4", 4.02),
+        ("qwen3_8b_v5p16", "v5p:2x2x2", 8.19),
+        ("qwen3_8b_v6e32", "v6e:4x4", 8.19),
+        ("qwen3_14b_v6e32", "v6e:4x4", 14.77),
+        ("qwen3_32b_v5p32", "v5p:2x2x4", 32.76),
+        ("qwen3_30b_a3b_v5p32", "v5p:2x2x4", 30.53),
+        ("qwen3_30b_a3b_v6e64", "v6e:4x8", 30.53),
+    ],
+)
+def test_every_size_of_qwen_has_room_on_its_chips(monkeypatch, variant, topology, billions):
     chips = _setting(monkeypatch, topology).trainer
-    config = launch.load_config(f"{launch.find_config('grpo_real.py')}:{variant}").to_dict()
+    config = launch.load_config(f"{launch.find_config('grpo_qwen.py')}:{variant}").to_dict()
     setting = Setting(parse(ConfigDict(complete(config)).to_dict()), chips, chips, 512)
-    assert 8e9 < parameter_count(setting.model) < 8.5e9 and setting.model.lora.rank == 0
+    parameters = parameter_count(setting.model)
+    assert round(parameters / 1e9, 2) == billions and setting.model.lora.rank == 0
     assert setting.trainer_mesh().size == setting.rollout_mesh().size == len(chips.devices())
     # Weights and two moments of 4 bytes over the trainer's chips, and no more than half of a chip's memory.
     kept = least_bytes("trainer", setting)
-    assert 12 * 8e9 / len(chips.devices()) < kept < chips.chip.hbm / 2 > least_bytes("rollout", setting)
+    assert 12 * parameters / len(chips.devices()) < kept < chips.chip.hbm / 2 > least_bytes("rollout", setting)
 
 
 @needs_libtpu
