@@ -46,7 +46,8 @@ class SetConfig:
       template: form of the set's prompts, as in data.template; '' takes data.template.
       system_prompt: instructions before the set's questions, as in data.sources.
       question_field, answer_field: fields of the question and of the answer, as in `data`; '' takes those of `data`.
-      arguments: settings of the set's dataset of reasoning-gym, instead of data.arguments.
+      arguments: settings of the set's dataset of reasoning-gym; by default data.arguments if the training data have the
+        same dataset, else the dataset's own defaults.
     """
 
     name: str
@@ -75,7 +76,9 @@ class SetConfig:
     def data(self, data: DataConfig) -> DataConfig:
         """Returns data settings with this set's records alone; `data` are the job's settings."""
         own = {name: getattr(self, name) for name in (*_AS_SOURCE, "name")}
-        return dataclasses.replace(data, path="", sources=(SourceConfig(**own),), eval_path="", eval_fraction=0.0)
+        same = self.path in (data.path, *(source.path for source in data.sources))
+        changed = {"path": "", "eval_path": "", "eval_fraction": 0.0, "arguments": data.arguments if same else {}}
+        return dataclasses.replace(data, sources=(SourceConfig(**own),), **changed)
 
 
 _TAKEN = ("greedy", "sampled", "error", "pair", "records")

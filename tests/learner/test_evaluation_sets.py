@@ -227,3 +227,7 @@ def test_the_data_of_a_set_are_its_own():
     job = planned(())
     data = SetConfig(name="a", path="sums", reward=("length",), env="none").data(job.data)
     assert data.sources[0].fields == {"reward_fns": ["length"], "env": "none"} and data.eval_path == ""
+    sums = dataclasses.replace(job.data, path="reasoning_gym:chain_sum", arguments={"min_terms": 2})
+    for path, arguments in ((sums.path, sums.arguments), ("reasoning_gym:letter_counting", {})):
+        (single,) = SetConfig(name="a", path=path).data(sums).singles()
+        assert single.arguments == arguments
