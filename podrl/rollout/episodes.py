@@ -499,6 +499,9 @@ class Pump:
             for number in done.dropped:
                 episode.branches.drop(self._session, number)
         self._join(episode)
+        lost = done.reason in ("deadline", "failed")
+        if lost:
+            episode.rewards = []  # what an episode had earned before it was lost would look like its whole reward
         self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
         if done.reward is not None or episode.rewards:
             episode.reward = sum((reward for _, reward in episode.rewards), 0.0)
@@ -506,7 +509,7 @@ class Pump:
         episode.metrics = {**counted, **done.metrics}
         self._unopened.get(b // self.request.group_size, set()).discard(b)
         track = episode.track
-        stop = STOP_DEADLINE if done.reason in ("deadline", "failed") else self._why(episode, done)
+        stop = STOP_DEADLINE if lost else self._why(episode, done)
         if track is not None and track.stop is None:
             self._session.end(track, stop)
         self._end(b, stop, done.text)

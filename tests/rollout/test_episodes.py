@@ -209,17 +209,24 @@ def test_an_observation_without_room_is_cut_and_ends_the_sample(play):
     assert (rollouts.turn_reward_BT.sum(axis=1) == 0.5).all()
 
 
-def test_a_late_episode_ends_where_it_stands(play):
-    class Late(Scripted):
+@pytest.mark.parametrize("reason", ["deadline", "failed"])
+def test_a_lost_episode_ends_where_it_stands_without_the_rewards_of_its_turns(play, reason):
+    class Lost(Scripted):
         def turn(self, episode, turn):
-            if episode % 2:
-                self.ready.append(Done(episode, None, {}, None, "deadline"))
+            if episode % 2 and self.turns[episode]:
+                self.ready.append(Done(episode, None, {}, None, reason))
             else:
                 super().turn(episode, turn)
 
-    rollouts, _ = play(dialogue_of, host=Late)
-    assert (rollouts.stop_B[1::2] == STOP_DEADLINE).all()
-    assert not (rollouts.stop_B[::2] == STOP_DEADLINE).any()
+    def earning(task):
+        yield say(max_new=3, stop=())
+        yield say("7", max_new=3, stop=(), reward=0.25)
+
+    rollouts, _ = play(earning, host=Lost)
+    lost_B = rollouts.stop_B == STOP_DEADLINE
+    assert lost_B[1::2].all() and not lost_B[::2].any() and (rollouts.mask_BT.sum(axis=1) == 6).all()
+    assert (rollouts.turn_reward_BT.sum(axis=1) == np.where(lost_B, 0.0, 0.25)).all()
+    assert [episode.get("reward") for episode in rollouts.episodes[:2]] == [0.25, None]
 
 
 @pytest.mark.parametrize(("reason", "stop"), [("turns", STOP_ENV), ("calls", STOP_CALLS)])
