@@ -224,6 +224,11 @@ class EnvironmentConfig:
         return bool(self.environment or self.program or self.tools or self.mcp)
 
     @property
+    def branches(self) -> bool:
+        """True if an environment of the job may ask by Model.chat, so that its samples may have several pieces."""
+        return any(choice not in (TOOLS, NONE) for choice in self.choices)
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """Names of the job's environments; the first is used for records without the field `env`."""
         return (self.environment or (PROGRAM if self.program else TOOLS), *self.others) if self.used else ()

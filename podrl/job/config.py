@@ -398,8 +398,16 @@ class Job:
             sequences=self.mini_batch_size,
             max_length=self.longest + more,
             group_size=self.group_size,
-            max_prompt_length=0 if self.kind.offline else self.rollout.max_prompt_length + more,
+            **self._of_samples(more),
         )
+
+    def _of_samples(self, more: int) -> dict[str, Any]:
+        """Returns the arguments of `pack_shape` that only jobs with samples have."""
+        if self.kind.offline:
+            return {}
+        loss = self.algo.policy_loss(self.rollout.max_tokens_to_generate)
+        limit = self.rollout.max_prompt_length + more
+        return {"max_prompt_length": limit, "pieces": self.env.branches, "by_sample": loss.by_sample}
 
     def as_mapping(self) -> dict[str, Any]:
         """Returns the full configuration as nested mappings."""

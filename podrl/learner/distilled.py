@@ -28,15 +28,15 @@ from podrl.trainer.state import fetch
 from podrl.types import SOURCE, Batch, Experience, Layout, Rollouts, unrouted
 
 
-def make_grpo(cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]) -> GRPO:
+def make_grpo(cluster: RLCluster, config: GRPOConfig, **more: Any) -> GRPO:
     """Makes the algorithm of a configuration: Distilled if a teacher has a weight, else GRPO; arguments as in GRPO."""
-    return (GRPO if config.distillation is None else Distilled)(cluster, config, samples=samples, say=say)
+    return (GRPO if config.distillation is None else Distilled)(cluster, config, **more)
 
 
 class Distilled(GRPO):
     """Implements podrl.learner.loop.Algorithm for a policy that learns from a teacher as well."""
 
-    def __init__(self, cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None]):
+    def __init__(self, cluster: RLCluster, config: GRPOConfig, **more: Any):
         """Prepares the teacher; arguments as in GRPO.
 
         Raises:
@@ -58,7 +58,7 @@ class Distilled(GRPO):
         self._rate, self._hint_tokens = config.teacher_rate, config.teacher_hint_tokens
         if self._teacher.teacher == "ema":
             cluster.actor.keep_average()
-        super().__init__(cluster, config, samples=samples, say=say)
+        super().__init__(cluster, config, **more)
         if self._teacher.teacher != "reference":
             self._shape_on(cluster.actor_mesh)  # settings that do not fit together fail here, not in the first step
 

@@ -40,7 +40,15 @@ class GRPO:
       layouts: (packed shape, mesh) pairs that samples are packed for.
     """
 
-    def __init__(self, cluster: RLCluster, config: GRPOConfig | PPOConfig, *, samples: int, say: Callable[[str], None]):
+    def __init__(
+        self,
+        cluster: RLCluster,
+        config: GRPOConfig | PPOConfig,
+        *,
+        samples: int,
+        say: Callable[[str], None],
+        pieces: bool = False,
+    ):
         """Sets the cluster's loss, and keeps a reference if one is needed; compiles nothing yet.
 
         Args:
@@ -48,8 +56,9 @@ class GRPO:
           config: the settings.
           samples: number of samples of a step.
           say: function that prints a warning about settings that are probably a mistake.
+          pieces: whether samples may have several pieces.
         """
-        self.cluster, self._config, self._samples = cluster, config, samples
+        self.cluster, self._config, self._samples, self._pieces = cluster, config, samples, pieces
         self.mini_batch_size = (cluster.training_config.mini_batch_size or 0) * config.num_generations or samples
         updates = len(packing.mini_batches(np.arange(samples), self.mini_batch_size)) * config.num_iterations
         self.old = config.old_source(updates)
@@ -304,13 +313,14 @@ class GRPO:
             max_length=self.cluster.config.longest + more,
             group_size=self._config.num_generations,
             max_prompt_length=self.cluster.config.rollout().max_prompt_length + more,
+            pieces=self._pieces,
+            by_sample=self._loss.by_sample,
         )
         others = (self.cluster.critic, *self.cluster.teachers)
         models = [self.cluster.model, self.cluster.actor.reference_model]
         models += [other.model for other in others if other is not None]
         # A layer of linear attention keeps one state for segments that go on from an earlier one: that of a prompt.
-        tree = shape.tree and not any(model.recurrent for model in models)
-        return dataclasses.replace(shape, whole=self._loss.by_sample, tree=tree)
+        return dataclasses.replace(shape, tree=shape.tree and not any(model.recurrent for model in models))
 
     def mini_batches(self, step: int, iteration: int, samples: int) -> list[np.ndarray]:
         """Splits a pass into the samples of each update, in an order drawn from (seed, step, iteration)."""

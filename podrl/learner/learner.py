@@ -391,7 +391,8 @@ class SampleLearner:
     def _trained(self, stream: PromptStream, reward_names: Sequence[str], run: Run) -> Trained:
         """Builds the algorithm and its report, on a cluster that trains."""
         samples = stream.prompts_per_step // self.config.prompt_batches * self.config.num_generations
-        algorithm = self._algorithm(self.cluster, self.config, samples=samples, say=run.console.print)
+        given: dict[str, Any] = {"samples": samples, "say": run.console.print, "pieces": self._environment.branches}
+        algorithm = self._algorithm(self.cluster, self.config, **given)
         report = SampleReport(
             self.config,
             reward_names=reward_names,

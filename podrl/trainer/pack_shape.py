@@ -31,7 +31,8 @@ class PackShape:
       tokens: number of tokens of one row, T.
       shards: number of data shards that split the rows of a micro-batch evenly.
       shared: whether sequences of a row that begin with the same tokens share these tokens.
-      whole: whether all pieces of a sample lie in one row, for a loss with terms over whole samples.
+      whole: whether all pieces of a sample lie in one row, for a loss with terms over whole samples; layouts then
+        number the samples of a row.
       tree: whether pieces of samples share all tokens with which pieces of their group begin, and not only a prompt.
     """
 
@@ -90,6 +91,8 @@ def pack_shape(
     max_length: int,
     group_size: int = 1,
     max_prompt_length: int = 0,
+    pieces: bool = False,
+    by_sample: bool = False,
 ) -> PackShape:
     """Chooses the shape of all packed batches of a run from the trainer's settings and the mesh.
 
@@ -100,6 +103,8 @@ def pack_shape(
       max_length: greatest length of a sequence, tokens.
       group_size: number of sequences that begin with the same prompt.
       max_prompt_length: greatest length of a prompt, tokens.
+      pieces: whether samples may have several pieces.
+      by_sample: whether the loss has terms over whole samples.
 
     Raises:
       ValueError: rows are too short for the longest sequence or do not split along time, a device's limit of tokens is
@@ -142,7 +147,7 @@ def pack_shape(
     shape = PackShape.for_worst_case(
         sequences, max_length, max_tokens_per_row=tokens, rows_per_micro_batch=rows, shards=shards, shared=shared
     )
-    return dataclasses.replace(shape, tree=training.share_prompts is not False)
+    return dataclasses.replace(shape, whole=pieces and by_sample, tree=pieces and training.share_prompts is not False)
 
 
 def _kind(mesh: Mesh) -> str:

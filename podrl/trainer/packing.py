@@ -109,7 +109,6 @@ class Placement:
       segment_B: number of the sequence in the row, from 1, which is the segment id of its own tokens.
       parent_B: index of the sequence with which the sequence shares its first tokens; -1 if it shares none.
       shared_B: number of tokens that the sequence shares with its parent.
-      by_sample: whether layouts number the samples of a row, because samples of several pieces lie in one row each.
     """
 
     shape: PackShape
@@ -123,7 +122,6 @@ class Placement:
     segment_B: Int[np.ndarray, " B"]
     parent_B: Int[np.ndarray, " B"]
     shared_B: Int[np.ndarray, " B"]
-    by_sample: bool = False
 
     @property
     def computed(self) -> int:
@@ -211,11 +209,11 @@ class Placement:
             )
         segment_X = self.segment_B[sequence_X]
         layout = Layout(tokens_ABT, self._packed(segment_X), self._packed(offset_X))
-        if self.shape.shared or self.shared_B.any():
+        if self.shape.shared or self.shape.tree:
             last_ABT: Any = np.zeros_like(tokens_ABT)
             np.maximum.at(last_ABT.reshape(-1), flat_X, segment_X.astype(np.int32))
             layout = dataclasses.replace(layout, last_BT=last_ABT)
-        if self.by_sample:
+        if self.shape.whole:
             layout = dataclasses.replace(layout, sample_BT=self._packed(self._sample_numbers()[sequence_X]))
         return layout
 
@@ -365,7 +363,7 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
             )
     elif (whole := _Forest.apart(pieces, pieces.sample_B)).largest() <= shape.tokens:
         forests.append(whole)
-    return dataclasses.replace(_first_that_fits(forests, shape), by_sample=shape.whole)
+    return _first_that_fits(forests, shape)
 
 
 def _prefixes(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], pieces: Pieces) -> SharedPrefixes:

@@ -115,7 +115,7 @@ def abstract_batch(rows: type[Rows], shape: PackShape, mesh: Mesh, *, route_byte
         return jax.ShapeDtypeStruct(dims, dtype, sharding=rules.sharding_for(axes, dims, mesh))
 
     token, value = (placed(dtype, *_AXES[:3]) for dtype in (jnp.int32, jnp.float32))
-    layout = Layout(*[token] * (4 if shape.shared else 3))
+    layout = Layout(*[token] * (4 if shape.shared or shape.tree else 3), sample_BT=token if shape.whole else None)
     if route_bytes:
         dims = (shape.micro_batches, shape.rows, shape.tokens, route_bytes)
         route: Any = jax.ShapeDtypeStruct(dims, jnp.uint8, sharding=rules.sharding_for(_AXES, dims, mesh))

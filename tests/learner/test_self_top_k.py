@@ -238,7 +238,7 @@ def test_the_sampled_token_has_the_log_probability_that_sampled_gives_it_in_samp
     pieces = dataclasses.replace(rollouts, piece_BT=piece_BT.astype(rollouts.piece_BT.dtype), mask_BT=mask_BT)
     for hints in (HINTS, [None, [5]]):
         experience = told(dataclasses.replace(bench.experience, rollouts=pieces), hints)
-        make = functools.partial(make_grpo, cluster, samples=B, say=print)
+        make = functools.partial(make_grpo, cluster, samples=B, say=print, pieces=True)
         sampled = make(job(teacher_kl="sampled").algo).score(0, experience).ref_logprob_BT[mask_BT > 0]
         id_XK, found_XK = columns(make(job(teacher_top_k=VOCABULARY).algo).score(0, experience), pieces)
         token_X = pieces.tokens_BT[mask_BT > 0]

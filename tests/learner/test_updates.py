@@ -194,6 +194,18 @@ def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, mon
     assert found["other"] == found["leader"] == [1.0, [], 1.0, []]
 
 
+def test_settings_alone_decide_what_packed_rows_hold(bench):
+    """Plans know the settings only; rows for pieces have further columns, which jobs without pieces do not pay for."""
+    for environment, pieces in {"": False, "agent.py:Agent": True}.items():
+        rollout = {"prompts_per_step": P, "max_prompt_length": PROMPT, "max_tokens_to_generate": LIMIT}
+        rollout |= {"max_response_tokens": LIMIT}
+        described = parsed("grpo", {"policy_loss_fn": "gspo"}, env={"environment": environment}, rollout=rollout)
+        given = {"samples": B, "say": print, "pieces": described.env.branches}
+        shape = GRPO(bench.cluster, described.algo, **given).shape
+        assert shape == described.pack_shape(bench.cluster.actor_mesh)
+        assert shape.tree == shape.whole == pieces
+
+
 def rarely(names, often):
     """Cases of a long table: those of `often` run always, the others where what they combine has changed."""
     seldom = [pytest.mark.slow, pytest.mark.nightly("podrl/algorithms", "podrl/trainer", "podrl/learner/grpo.py")]

@@ -1,6 +1,7 @@
 """Samples of several pieces: each sampled token is trained once, with its piece's context and its sample's weight."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from packed_rows import packed_rows
 
 from podrl.algorithms.policy_loss import LossSettings, PolicyLoss
 from podrl.algorithms.policy_rows import PolicyRows
+from podrl.mesh.build import make_mesh
 from podrl.mesh.rules import batch_shards
 from podrl.models import decoder
 from podrl.models.config import GLOBAL_WINDOW
@@ -170,6 +172,17 @@ def test_samples_of_one_piece_are_placed_as_before():
         assert type(placement.layout(rollouts.tokens_BT)) is Layout
         for name in ("micro_B", "row_B", "start_B", "segment_B"):
             np.testing.assert_array_equal(getattr(placement, name), getattr(plain, name))
+
+
+def test_a_batch_without_pieces_has_the_arrays_of_every_other_batch():
+    """So the update is compiled once, whichever batch has the first sample of several pieces."""
+    mesh = make_mesh("fsdp=1", jax.devices()[:1])
+    for shared, whole, tree in itertools.product([False, True], repeat=3):
+        shape = PackShape(4, 2, 48, shared=shared, whole=whole, tree=tree)
+        wanted = jax.tree.structure(state_lib.abstract_batch(Layout, shape, mesh).rows)
+        for rollouts in (CASE, made([[(PROMPT, 4)]] * 6)):
+            layout = place_samples(rollouts, np.arange(6), shape).layout(rollouts.tokens_BT)
+            assert jax.tree.structure(layout) == wanted
 
 
 def test_a_piece_that_the_policy_did_not_speak_in_takes_no_room():
