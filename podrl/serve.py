@@ -97,6 +97,7 @@ def _serve(args: argparse.Namespace) -> int:
         parser=args.parser,
         context_tokens=context,
         max_requests=args.max_requests,
+        page=True,
     )
     with Desk(settings, Limits()) as desk:
         ended = threading.Event()
@@ -104,6 +105,7 @@ def _serve(args: argparse.Namespace) -> int:
             signal.signal(number, lambda *_: ended.set() or desk.wake())
         where = f"base_url={desk.address} api_key={desk.key}"
         sys.stdout.write(f"{args.model} is served as model {settings.models[0]!r}: {where}  (Ctrl-C ends)\n")
+        sys.stdout.write(f"Its requests and answers: {desk.address.removesuffix('v1')}?key={desk.key}\n")
         sys.stdout.flush()
         run(serving, desk, ended.is_set)
     return 0

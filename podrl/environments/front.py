@@ -25,6 +25,7 @@ class FrontSettings:
       max_requests: most open requests of one key; further requests wait.
       body_bytes: longest body of a request, in bytes.
       grace_s: seconds for which a request stays open after its last client has hung up, so that a retry can join it.
+      page: whether `GET /?key=KEY` shows the newest requests and answers to a browser.
     """
 
     host: str = "127.0.0.1"
@@ -35,6 +36,7 @@ class FrontSettings:
     max_requests: int = 32
     body_bytes: int = 64 << 20
     grace_s: float = 5.0
+    page: bool = False
 
 
 class Handler(Protocol):

@@ -13,9 +13,11 @@ import hmac
 import itertools
 import json
 import socket
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, BinaryIO
 
+from podrl.environments.front_page import Page
 from podrl.environments.wire import chat, completions, generate, messages, responses
 from podrl.environments.wire.asks import ASIDE, Answer, Choice, Part, Refused, Wanted
 from podrl.environments.wire.fields import parse
@@ -107,6 +109,7 @@ class _Client:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.path, self.method = str(scope["path"]), scope["method"]
+        self._query = bytes(scope.get("query_string", b"")).decode("latin-1")
         self._headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
         self._receive, self._send = receive, send
         self.began = False
@@ -116,6 +119,8 @@ class _Client:
 
     @property
     def key(self) -> str:
+        if self.path == "/":  # a browser sends no header
+            return dict(urllib.parse.parse_qsl(self._query)).get("key", "")
         kind, _, key = self.header("authorization").partition(" ")
         return key.strip() if kind.lower() == "bearer" else self.header("x-api-key")
 
@@ -175,6 +180,13 @@ class _Client:
         await self._start(status, "application/json", {"content-length": str(len(content))})
         await self._send({"type": "http.response.body", "body": content})
 
+    async def page(self, content: bytes) -> None:
+        """Sends a page without scripts."""
+        safe = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        safe |= {"referrer-policy": "no-referrer", "cache-control": "no-store", "content-length": str(len(content))}
+        await self._start(200, "text/html; charset=utf-8", safe)
+        await self._send({"type": "http.response.body", "body": content})
+
     async def say(self, text: str, *, more: bool = True) -> None:
         """Sends text of a response of server-sent events; the last text has `more` False."""
         if not self.began:
@@ -204,6 +216,7 @@ class Endpoint:
         self._most_bytes: int = settings["body_bytes"]
         self._context: int = settings["context_tokens"]
         self._grace_s: float = settings["grace_s"]
+        self._page = Page(self._parser) if settings["page"] else None
         self._tell = tell
         self._episodes: dict[bytes, _Episode] = {}  # by the digests of their keys
         self._digests: dict[str, bytes] = {}  # digests of keys, by the names of episodes
@@ -224,7 +237,10 @@ class Endpoint:
             case {"part": number, "said": said} if number in self._turns:
                 self._turns[number][1].add(Part(**{**said, "choice": Choice(**said["choice"])}))
             case {"answer": number, "said": said} if number in self._turns:
-                self._turns[number][1].add(Answer.of(said))
+                turn, answer = self._turns[number][1], Answer.of(said)
+                if self._page is not None and turn.outcome is None:
+                    self._page.add(turn.wanted, answer)
+                turn.add(answer)
             case {"refuse": number, "said": said} if number in self._turns:
                 self._forget(*self._turns[number], Refused(**said))
 
@@ -266,6 +282,9 @@ class Endpoint:
             return
         try:
             episode = self._episode(client)
+            if self._page is not None and client.path == "/" and client.method == "GET":
+                await client.page(self._page.html())
+                return
             if client.path != "/v1/models" and client.path not in _DIALECTS:
                 served = ", ".join([*_DIALECTS, "/v1/models"])
                 raise Refused(404, "not_found", f"There is no path {client.path[:80]!r}; there are {served}.")

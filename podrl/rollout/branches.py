@@ -71,6 +71,8 @@ class _Branch:
       before: (number of the track's tokens, number of records in `turns`) before its newest request.
       turns: records of its turns.
       count: number of the track's tokens that stay in the row, for a branch that was cut; None for all tokens.
+      why: reason why it was opened; '' for the first branch.
+      like: earlier branch with which it begins alike longest, and the number of these tokens; None if there is none.
     """
 
     track: Track
@@ -78,6 +80,8 @@ class _Branch:
     before: tuple[int, int] = (0, 0)
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     count: int | None = None
+    why: Fork | Literal[""] = ""
+    like: "tuple[_Branch, int] | None" = None
 
     def tokens(self) -> list[int]:
         return [*self.track.prompt.tolist(), *self.track.tokens]
@@ -190,7 +194,8 @@ class Branches:
                 self._asides.append(track)
             else:
                 if self._branches:
-                    self.forks[self._reason(request, tokens)] += 1
+                    branch.why, branch.like = self._reason(request, tokens), self._like(tokens)
+                    self.forks[branch.why] += 1
                 self._branches.append(branch)
         self.current, self._newest, self.read = branch, request, tokens
         self._requests += 1
@@ -248,7 +253,9 @@ class Branches:
         Returns:
           (record of the sample, number of each token's piece, records of the turns in the order of the row). Piece 0
           is the first branch if that branch began with the data's prompt, else the prompt alone. The record is None if
-          no branch is trained.
+          no branch is trained. If there are several branches, the first turn of each has the field `branch`: the
+          number of its piece, the reason why it was opened (`Fork`), the piece of the earlier branch with which it
+          begins alike longest (None for none), and the number of these tokens.
         """
         for track in (*self._asides, *(branch.track for branch in self._branches)):
             if track.stop is None:
@@ -269,6 +276,12 @@ class Branches:
                 values += [*[DRAWN[name].fill] * len(prompt), *branch.kept(track.drawn[name])]
             whole.sampled += sum(version >= 0 for version in kept)
             piece_X += [number] * (len(prompt) + len(kept))
+        numbers = {id(branch): number for number, branch in enumerate(self._branches, int(first))}
+        for branch in self._branches if len(self._branches) > 1 else ():
+            of, shared = branch.like or (None, 0)
+            of = numbers.get(id(of))
+            said = {"piece": numbers[id(branch)], "why": branch.why, "of": of, "shared": 0 if of is None else shared}
+            branch.turns[0] = {**branch.turns[0], "branch": said}
         whole.paused = self._branches[-1].track.paused
         self._join_routes(session, whole)
         return whole, piece_X, [turn for branch in self._branches for turn in branch.turns]
@@ -324,6 +337,16 @@ class Branches:
                 return "tools"
         concurrent = any(one.tokens()[: len(tokens)] == tokens for one in self._branches)
         return "concurrent" if concurrent else "history"
+
+    def _like(self, tokens: Sequence[int]) -> tuple[_Branch, int] | None:
+        """Returns the branch with which tokens begin alike longest, and the number of these tokens; None for none."""
+        most, like = 0, None
+        for branch in self._branches:
+            size = min(len(known := branch.tokens()), len(tokens))
+            differs_X = np.append(np.asarray(known[:size]) != np.asarray(tokens[:size]), True)
+            if (alike := int(differs_X.argmax())) > most:
+                most, like = alike, branch
+        return like and (like, most)
 
     def _of(self, parser: str) -> Histories:
         if parser not in self._histories:

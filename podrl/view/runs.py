@@ -313,6 +313,7 @@ class RunFiles:
             text = record.get("completion", record.get("text", ""))
             rows.append({"step": record["step"], "prompt": str(record.get("prompt", "")), "completion": str(text)})
             rows[-1] |= {"truth": _written(record.get("truth")), "rewards": _by_function(record)}
+            rows[-1] |= {"branches": branches(record.get("turns") or ())}
             rows[-1] |= {"reward": reward if type(reward := record.get("reward")) in (int, float) else None}
         return rows
 
@@ -448,9 +449,30 @@ def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
             "length": int(traced.samples["length"][b] - traced.samples["prompt_length"][b]),
             "failed": any(turn.get("failed") for turn in traced.episodes[b].get("turns", ())),
             "mismatch": _mismatch(traced, b),
+            "branches": branches(traced.episodes[b].get("turns", ())),
         }
         for b, completion in enumerate(traced.completions)
     ]
+
+
+def branches(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the branches of a sample's turns as trees; no branches if the sample has one context.
+
+    Each branch has the fields of podrl.rollout.branches.Branches.joined, its `turns`, and the `branches` that begin
+    like it longest.
+    """
+    trees: list[dict[str, Any]] = []
+    known: dict[Any, dict[str, Any]] = {}
+    branch = None
+    for turn in turns:
+        if began := turn.get("branch"):
+            branch = {**began, "turns": [], "branches": []}
+            (known[began["of"]]["branches"] if began["of"] in known else trees).append(branch)
+            known[began["piece"]] = branch
+        if branch is not None:
+            shown = ("by", "text", "tokens", "reward", "failed")
+            branch["turns"].append({name: turn[name] for name in shown if name in turn})
+    return trees
 
 
 def _written(answer: Any) -> str:

@@ -24,7 +24,7 @@ CHAT, IDS = "/v1/chat/completions", "/inference/v1/generate"
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 BODY = 1 << 16  # bytes; longest body in these tests
 # Retries always come within this grace: PATIENCE_S only ends a test that hangs.
-SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=2 * PATIENCE_S, context_tokens=64)
+SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=2 * PATIENCE_S, context_tokens=64, page=True)
 
 
 @pytest.fixture
@@ -102,6 +102,19 @@ def test_an_answer_whole_and_streamed(shared):
     assert status == 200 and lines[-1] == "[DONE]" and {chunk["id"] for chunk in chunks} == {"chatcmpl-a2"}
     said = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
     assert [text for text in said if text] == ["h", "o"] and chunks[-1]["usage"]["completion_tokens"] == 2
+
+
+def test_the_page_shows_answers_to_those_who_have_the_key(shared):
+    client = Client(shared, body={"model": "policy", "messages": [{"role": "user", "content": "<i>page?"}]})
+    ((number, _),) = events(shared, 1)
+    shared.tell(number, answer("shown"))
+    assert client.response()[0] == 200
+    status, text = Client(shared, path=f"/?key={shared.key}").response()
+    assert status == 200 and "&lt;i&gt;page?" in text and "shown" in text
+    assert [Client(shared, path=path).response()[0] for path in ("/", "/?key=podrl-AAAAAAAAAAAAAAAAAAAAAA")] == [
+        401,
+        401,
+    ]
 
 
 def test_a_refusal_of_the_owner_has_its_status_also_for_streams(shared):

@@ -14,6 +14,7 @@ from podrl.environments.workers import EnvironmentFailure, Episodes
 from podrl.rollout.episodes import Partner
 from podrl.rollout.integrity import faults
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
+from podrl.view.runs import branches
 from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -149,6 +150,12 @@ def test_what_continues_extends_a_piece_and_what_does_not_opens_one(play, servin
         assert rollouts.turn_reward_BT[b].sum() == 1.0
         turns = [turn for turn in rollouts.episodes[b]["turns"] if turn["by"] == "model"]
         assert sum(turn["tokens"] for turn in turns) == rollouts.mask_BT[b].sum()
+        (trunk,) = branches(rollouts.episodes[b]["turns"])
+        (fork,) = trunk["branches"]
+        alike = int((np.asarray(first[: len(prompt)]) == second[: len(prompt)]).argmin())
+        assert (fork["piece"], fork["why"], fork["of"], fork["shared"]) == (1, "history", 0, alike) and alike > 0
+        assert [turn["by"] for turn in trunk["turns"]] == ["model", "environment", "model"]
+        assert [turn.get("reward") for turn in fork["turns"]] == [None, 1.0]
     assert len({str(pieces_of(rollouts, b)[0][0]) for b in range(4)}) > 1
 
 

@@ -1,0 +1,147 @@
+"""The page of podrl.serve: the newest requests and answers as trees of branches, with the reason why each one began."""
+
+import array
+import collections
+import dataclasses
+import html
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from podrl.environments.wire import chat
+from podrl.environments.wire.asks import Answer, Wanted, visible_text
+
+_KEPT = 256  # requests on the page; older ones are forgotten
+_SHOWN = 4000  # characters of a message; the middle of a longer one is left out
+_STYLE = (
+    "body{font:14px/1.4 system-ui,sans-serif;margin:1em;max-width:75em}pre{white-space:pre-wrap;margin:.2em 0}"
+    "details{margin:.3em 0 .3em 1em;padding-left:.6em;border-left:2px solid #8888}small{opacity:.7}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """An answered request.
+
+    Attributes:
+      number: number of the request, from 1.
+      wanted: the request.
+      answers: the answers as messages of the assistant.
+      ends: tokens of the prompt with each answer, 4 bytes each.
+      of: number of the request whose answer this request goes on from; 0 if there is none.
+      why: reason why it began a branch; '' if it went on with one.
+      tokens: numbers of tokens of the prompt, of the prompt without what it goes on from, and of the answers.
+    """
+
+    number: int
+    wanted: Wanted
+    answers: Sequence[Mapping[str, Any]]
+    ends: Sequence[bytes]
+    of: int
+    why: str
+    tokens: tuple[int, int, int]
+
+
+class Page:
+    """The newest answered requests of one key."""
+
+    def __init__(self, parser: str) -> None:
+        """Begins without requests; `parser` is the format in which the model writes a tool call (env.parser)."""
+        self._parser = parser
+        self._nodes: collections.deque[_Node] = collections.deque(maxlen=_KEPT)
+        self._numbers = itertools.count(1)
+
+    def add(self, wanted: Wanted, answer: Answer) -> None:
+        """Takes an answered request."""
+        prompt = _packed(answer.prompt_ids)
+        known = [(len(end), node) for node in self._nodes for end in node.ends if prompt.startswith(end)]
+        shared, before = max(known, key=lambda each: each[0], default=(0, None))
+        if wanted.ask.messages is None:
+            answers = [{"content": visible_text(choice, wanted.stop)} for choice in answer.choices]
+        else:
+            answers = [chat.message_of(wanted, answer, i, self._parser) for i in range(len(answer.choices))]
+        ends = [prompt + _packed(choice.tokens) for choice in answer.choices]
+        sampled = sum(len(choice.tokens) for choice in answer.choices)
+        tokens = (len(answer.prompt_ids), len(answer.prompt_ids) - shared // 4, sampled)
+        of, why = (before.number, "") if before else (0, self._why(wanted))
+        if of and any(node.of == of for node in self._nodes):
+            why = "concurrent: another request has gone on from the same answer"
+        self._nodes.append(_Node(next(self._numbers), wanted, answers, ends, of, why, tokens))
+
+    def _why(self, wanted: Wanted) -> str:
+        """Returns the reason why a request begins a branch."""
+        messages = wanted.ask.messages
+        if messages is None:
+            return "its tokens go on from no answer"
+        last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        if last < 0:
+            return "a new conversation"
+        said = [*map(_said, messages[: last + 1])]
+        for node in reversed(self._nodes):
+            begun = [*map(_said, node.wanted.ask.messages or ())]
+            if begun == said[:-1] and said[-1] in map(_said, node.answers):
+                if node.wanted.ask.tools != wanted.ask.tools:
+                    return "tools: it repeats an answer to a request with other tools"
+                return "template: the chat template renders an earlier answer differently from how it was sampled"
+        return "history: it repeats no answer of this server"
+
+    def html(self) -> bytes:
+        """Writes the page; texts of requests and answers are shown as text."""
+        below: dict[int, list[_Node]] = {}
+        there = {node.number for node in self._nodes}
+        for node in self._nodes:
+            below.setdefault(node.of if node.of in there else 0, []).append(node)
+        known = {node.number: node for node in self._nodes}
+        trees = "".join(_written(node, known, below) for node in reversed(below.get(0, [])))
+        head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>podrl.serve</title><style>{_STYLE}</style>'
+        text = f"<h1>podrl.serve</h1><p>The newest {_KEPT} answered requests, the newest branch first. "
+        text += "A request stands below the answer that it goes on from. Reload the page for newer ones.</p>"
+        return f"{head}{text}{trees or '<p>No request has been answered yet.</p>'}</html>".encode()
+
+
+def _written(node: _Node, known: Mapping[int, _Node], below: Mapping[int, Sequence[_Node]]) -> str:
+    """Writes a branch: a request, the requests that go on one after the other, and the branches that begin there."""
+    parts = ["<details open><summary>"]
+    one: _Node | None = node
+    while one is not None:
+        prompt, new, sampled = one.tokens
+        parts.append(f"request {one.number}{', aside' if one.wanted.ask.aside else ''} <b>{html.escape(one.why)}</b>")
+        parts.append(f" <small>{prompt} tokens read, {new} of them new; {sampled} sampled</small>")
+        parts.append("</summary>" if one is node else "")
+        parts += [_message(*each) for each in _new(one, known.get(one.of))]
+        parts += [_message("assistant", message) for message in one.answers]
+        after = below.get(one.number, ())
+        parts += [_written(other, known, below) for other in after if len(after) > 1]
+        one = after[0] if len(after) == 1 else None
+    return "".join([*parts, "</details>"])
+
+
+def _new(node: _Node, before: _Node | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """Lists the (role, message) pairs of a request that the request before it does not have."""
+    ask = node.wanted.ask
+    if ask.messages is None:
+        return [("prompt", {"content": ask.text if ask.text is not None else f"{node.tokens[1]} new token ids"})]
+    seen = 0 if before is None or before.wanted.ask.messages is None else len(before.wanted.ask.messages) + 1
+    return [(str(message["role"]), message) for message in ask.messages[seen:]]
+
+
+def _message(role: str, message: Mapping[str, Any]) -> str:
+    texts = [str(message.get("content") or "")]
+    for call in message.get("tool_calls") or ():
+        texts.append(f"calls {call['function']['name']}({call['function']['arguments']})")
+    return "".join(f"<pre><b>{html.escape(role)}</b> {html.escape(_cut(text))}</pre>" for text in texts if text)
+
+
+def _cut(text: str) -> str:
+    half = _SHOWN // 2
+    return text if len(text) <= _SHOWN else f"{text[:half]} [...] {text[-half:]}"
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    return json.dumps([message.get("role", "assistant"), message.get("content") or "", calls])
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return array.array("i", tokens).tobytes()
