@@ -14,6 +14,7 @@ from test_played_episodes import play
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.games import open_env, text_arena
 from podrl.environments.protocol import Task, Turn
+from podrl.environments.stepped import SteppedEnvironment
 from podrl.environments.workers import Episodes
 from podrl.workers.user_code import Limits
 
@@ -28,6 +29,18 @@ def first(read):
 
 
 noughts = text_arena("TicTacToe-v0", opponent=first)
+
+
+def walk():
+    """A game of gymnasium whose actions and observations are numbers, as texts."""
+    import gymnasium
+
+    game = gymnasium.make("FrozenLake-v1", is_slippery=False)
+    game = gymnasium.wrappers.TransformObservation(game, lambda cell: f"You are at {cell}.", None)
+    return gymnasium.wrappers.TransformAction(game, lambda text: int(text), game.action_space)
+
+
+lake = SteppedEnvironment(walk)
 echo = open_env(os.environ.get(ADDRESS, ""), "message", observation="text", level=2)
 whole = open_env(os.environ.get(ADDRESS, ""), "message")
 wrong = open_env(os.environ.get(ADDRESS, ""), "message", observation="words")
@@ -57,6 +70,15 @@ def test_a_game_for_two_has_an_opponent():
     for says, done in played("noughts", ["[4]", "[4]", "[4]"]):
         assert "Tic Tac Toe" in says[0].observation and "[0]" in says[1].observation
         assert done.reward == -1.0  # the cell is taken: an invalid move, twice, loses the game
+
+
+def test_a_game_of_gymnasium_is_a_stepped_environment():
+    pytest.importorskip("gymnasium", reason="needs the package gymnasium")
+    for says, done in played("lake", "112122"):  # down, down, right, down, right, right
+        assert [say.observation for say in says] == [f"You are at {cell}." for cell in (0, 4, 8, 9, 13, 14)]
+        assert done.reward == 1.0 and done.metrics == {"steps": 6.0, "return": 1.0}
+    for says, done in played("lake", "21"):  # right, and down into a hole
+        assert len(says) == 2 and done.reward == 0.0
 
 
 class Server:
