@@ -15,7 +15,7 @@ from podrl.runtime.local_pod import free_ports
 
 
 def _with_generation(download):
-    """Names the object's generation in downloads, as Google's do and tensorstore needs to overwrite it."""
+    """Adds the object's generation to downloads, as Google does; tensorstore needs it to overwrite an object."""
 
     def answer(request, response, storage, *args, **kwargs):
         with contextlib.suppress(NotFound):
@@ -28,7 +28,7 @@ def _with_generation(download):
 
 
 def _with_precondition(insert):
-    """Refuses to write over another version than the request names, as Google does; the server takes one at a time."""
+    """Refuses to overwrite another version than the request names, as Google does; handles one request at a time."""
 
     def answer(request, response, storage, *args, **kwargs):
         wanted = request.query.get("ifGenerationMatch")
@@ -48,7 +48,7 @@ def _with_precondition(insert):
 
 
 def _with_refusals(insert):
-    """Answers 503 to what is below `Bucket.refused`, as a service that is overloaded; every client tries again."""
+    """Answers 503 for objects below `Bucket.refused`, as an overloaded service does; every client tries again."""
 
     def answer(request, response, storage, *args, **kwargs):
         meta = (request.data or {}).get("meta", {}) if isinstance(request.data, dict) else {}
@@ -70,8 +70,8 @@ class Bucket:
     """A bucket served over the JSON API of Google Cloud Storage from this process; used as a `with` block.
 
     Attributes:
-      refused: objects whose names begin so are not taken; '' for none.
-      refusals: how often one was not.
+      refused: prefix of object names whose writes are refused; '' for none.
+      refusals: number of refused requests.
     """
 
     NAME = "bucket"
@@ -98,7 +98,7 @@ class Bucket:
             "STORAGE_EMULATOR_HOST": self._url,
             "TENSORSTORE_GCS_HTTP_URL": self._url,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks over gRPC, which nobody answers here
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # uses gRPC, which this server does not speak
             "NO_GCE_CHECK": "true",
         }
 

@@ -24,7 +24,7 @@ def _resident() -> float:
 
 
 class _Peak:
-    """The most memory that this process held, looked at 50 times a second."""
+    """Measures the largest memory of this process, 50 times a second."""
 
     def __init__(self) -> None:
         self.bytes, self._ended = _resident(), threading.Event()
@@ -59,7 +59,7 @@ def _host(rank: int, hosts: int, port: int, directory: str, mesh: str, what: str
     checkpoints, found = Checkpoints(directory), {"what": what, "rank": rank}
     if what == "save":
         state = jax.block_until_ready({f"w{i}": make(i) for i in range(leaves)})
-        tree_sums(state)  # compiled
+        tree_sums(state)  # compiles the program
         found["held"], peak, started = _resident(), _Peak(), time.perf_counter()
         assert checkpoints.save(1, state, {}, {})
         found["blocked_s"] = time.perf_counter() - started
@@ -78,7 +78,7 @@ def _host(rank: int, hosts: int, port: int, directory: str, mesh: str, what: str
 
 
 def measure(leaves: int, rows: int = 4096) -> list[dict[str, Any]]:
-    """Saves and restores: what each process of each part found; bytes in all units."""
+    """Saves and restores; returns the measurements of each process of each part, in bytes."""
     found = []
     with tempfile.TemporaryDirectory() as directory:
         for hosts, mesh, what in ((4, "fsdp=8", "save"), (4, "fsdp=8", "restore"), (2, "fsdp=2,tensor=2", "restore")):

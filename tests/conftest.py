@@ -13,8 +13,8 @@ import pytest
 from quick_runs import NO_EMITTERS, QUICK_RUNS
 from reach import Reach
 
-gc.disable()  # until all modules are imported, which makes millions of objects and little garbage
-# Each of hundreds of processes would compile the modules of podrl anew, a tenth of what its start costs.
+gc.disable()  # until all modules are imported: imports make millions of objects and little garbage
+# Otherwise each of hundreds of processes would compile podrl's modules anew, a tenth of the cost of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -23,22 +23,23 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="podrl-compiled-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-hypothesis.settings.register_profile("podrl", deadline=None, print_blob=True)  # no example fails by its time
+hypothesis.settings.register_profile("podrl", deadline=None, print_blob=True)  # no example fails because it is slow
 hypothesis.settings.load_profile("podrl")
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Runs all tests in a process per core, four at most, as each takes gigabytes; chosen files in this one."""
+    """Runs all tests in one process per core, but at most four (each needs gigabytes); runs chosen files in this
+    process."""
     return min(os.cpu_count() or 1, 4) if config.args == config.getini("testpaths") else 0
 
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """Leaves XLA's optimisations out where compiling takes most of the time of a module's tests: it takes half.
+    """Turns XLA's optimisations off for modules whose tests mostly compile: compiling then takes half the time.
 
-    jax's cache in memory does not know that setting: what was compiled under it would go on being used by the modules
-    that follow in this process, where it differs in the last bits from what they compile themselves. A precision that
-    CPU devices have anyway is in the cache's keys, and keeps the two apart.
+    This setting is not in the keys of jax's cache in memory, so later modules in this process would use programs that
+    differ in the last bits from their own. The matmul precision is in the keys: setting it to the precision that CPU
+    devices have anyway keeps the two kinds of programs apart.
     """
     _optimised(False)
     yield
@@ -55,7 +56,7 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leaves files unread that name none of the marks that are asked for: importing them takes most of a collection."""
+    """Skips files that have none of the requested marks, because most of a collection's time goes into imports."""
     marks = config.option.markexpr.split(" or ")
     if all(map(str.isidentifier, marks)) and collection_path.match("test_*.py"):
         source = collection_path.read_text().lower()
@@ -64,7 +65,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests that depend on nothing that has changed since all of them passed."""
+    """Leaves out tests that do not depend on any file changed since all tests passed."""
     commit = config.getoption("since")
     changed = nightly.changed_since(commit, config.rootpath) if commit else None
     reach = None if changed is None else Reach(config.rootpath)
@@ -75,23 +76,25 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    """Leaves XLA's emitters of fused loops to the tests that compile as runs do: without optimisations they take half.
+    """Turns XLA's emitters of fused loops off, except for tests that compile as runs do: they take half of compiling.
 
-    Each loop has passes of its own; without them the whole program is written at once. Slow tests are another run.
+    With emitters XLA compiles each loop in passes of its own; without them, the whole program at once. Slow tests keep
+    them, because they run separately.
     """
     if "not slow" in config.option.markexpr:
         os.environ["XLA_FLAGS"] += f" {NO_EMITTERS}"
 
 
 def pytest_collection_finish(session):
-    """Keeps the modules' objects out of garbage collections, and makes these rarer: a twentieth of the time."""
+    """Keeps the modules' objects out of garbage collections and makes these rarer, which saves a twentieth of the
+    time."""
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 
-# Default tests compile much and run little, session and module fixtures included; but plans are of optimised programs.
-# Slow tests compile as runs do.
+# Default tests compile much and run little, as do their fixtures; but plans need optimised programs. Slow tests compile
+# as runs do.
 OPTIMISED = "plan"
 
 
@@ -102,7 +105,8 @@ def _quick(item):
 
 
 def _optimised(yes):
-    """Sets whether XLA optimises; the precision, which CPU devices have anyway, keeps both apart in jax's caches."""
+    """Turns XLA's optimisations on or off; the precision (CPU devices have it anyway) keeps both apart in jax's
+    caches."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", not yes)

@@ -1,4 +1,4 @@
-"""Finds the models that come with podrl without importing what configures a job, so that a test depends on less."""
+"""Finds the models that come with podrl without importing the modules that configure a job, so tests depend on less."""
 
 import importlib.resources
 import pathlib

@@ -1,4 +1,4 @@
-"""Joins the processes of a job as endpoints of this one."""
+"""Joins the processes of a job as endpoints within this process."""
 
 import contextlib
 import threading

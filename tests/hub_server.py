@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 
 class Hub:
-    """Repositories of a hub, and what was asked of it.
+    """Repositories of a hub, and the requests that it received.
 
     Attributes:
-      url: for HF_ENDPOINT.
-      files: 'models/ORG/NAME' or 'datasets/ORG/NAME' to content by path.
+      url: address, the value for HF_ENDPOINT.
+      files: content by path for each repository, 'models/ORG/NAME' or 'datasets/ORG/NAME'.
       gated: repositories that need the token 'secret'.
       cuts: paths whose next download breaks off half-way.
       asked: (method, path, Range header) of every request.
@@ -30,13 +30,13 @@ class Hub:
         self.asked: list[tuple[str, str, str]] = []
 
     def commit(self, repo: str) -> str:
-        """The commit of a repository's only branch, which stays when the branch moves."""
+        """Returns the commit of a repository's only branch; old commits stay when the branch moves."""
         made = hashlib.sha1(json.dumps({k: _etag(v) for k, v in self.files[repo].items()}).encode()).hexdigest()
         self.history[repo, made] = dict(self.files[repo])
         return made
 
     def at(self, repo: str, revision: str) -> dict[str, bytes] | None:
-        """The files of a branch or commit; None where there is none."""
+        """Returns the files of a branch or commit; None if there is no such branch or commit."""
         commit = self.commit(repo)
         return self.history.get((repo, commit if revision == "main" else revision))
 

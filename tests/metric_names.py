@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from podrl.rewards.reference import accuracies
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Packages whose code makes metrics: dictionary keys with a slash in them are their names there.
+# Packages whose code makes metrics: a dictionary key with a slash is a metric's name there.
 MAKERS = ("algorithms", "cluster", "engine", "job", "learner", "rollout", "rundir", "trainer")
 _NAME = re.compile(r"[a-z_*]+/[a-z_0-9*/]+")
-# Made on the way, and replaced before a record is written.
+# Intermediate names, which are replaced before a record is written.
 REPLACED = {"rollout/age", "rollout/kept_tokens", "sampler/moment_*", "sampler/moment_weight"}
-# Stages whose seconds never reach a record: after the steps, and of other hosts.
+# Stages whose seconds never reach a record: stages after the last step, and stages of other hosts.
 UNTIMED = {"closing checkpoints", "closing the run directory", "waiting for trainer 0 to restore"}
 
 
@@ -24,13 +24,13 @@ def listed() -> list[str]:
 
 
 def unlisted(names: Iterable[str]) -> list[str]:
-    """Lists those names of a run's records that docs/metrics.md does not have."""
+    """Lists the names in a run's records that docs/metrics.md does not have."""
     known = [re.compile(re.escape(name).replace(r"\*", ".+")) for name in listed()]
     return sorted(name for name in set(names) - {"step"} if not any(form.fullmatch(name) for form in known))
 
 
 def written() -> set[str]:
-    """Collects the names that the source can write; * is a part that a run gives."""
+    """Collects the names that the source can write; * is a part that is only known in a run."""
     trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "podrl").rglob("*.py"))}
     makers = [tree for path, tree in trees.items() if path.relative_to(ROOT / "podrl").parts[0] in MAKERS]
     stages = {stage for tree in trees.values() for stage in _stages(tree)} - UNTIMED
@@ -46,14 +46,14 @@ def written() -> set[str]:
 
 
 def _expanded(name: str, stages: set[str], prefixes: set[str]) -> Iterator[str]:
-    """Puts the values that code knows in the place of *."""
+    """Replaces * by the values that the code names."""
     group, _, rest = name.partition("/")
     if name == "time/*":
         values: Iterable[str] = stages
     elif group == "*":
         yield from (f"{prefix}/{rest}" for prefix in prefixes)
         return
-    elif name == "eval/*_*":  # how the samples are drawn, and what is measured
+    elif name == "eval/*_*":  # kind of sampling, and the measured quantity
         measured = [*accuracies("", "1"), "reward", "reward/*"]
         yield from (f"eval/{how}_{what}" for how in ("greedy", "sampled") for what in measured)
         return
@@ -65,7 +65,7 @@ def _expanded(name: str, stages: set[str], prefixes: set[str]) -> Iterator[str]:
 
 
 def _keys(tree: ast.AST) -> Iterator[str]:
-    """Yields keys of dictionaries, displayed, assigned to, set as a default, or comprehended."""
+    """Yields keys of dictionaries: in displays, assignments, setdefault() and comprehensions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
             yield from (_text(key) for key in node.keys)
@@ -88,12 +88,12 @@ def _stages(tree: ast.AST) -> Iterator[str]:
 
 
 def _prefixes(tree: ast.AST) -> Iterator[str]:
-    """Yields what functions are given as `prefix`; a file whose calls name it has its names under these alone."""
+    """Yields the values passed as `prefix`; a file whose calls pass it has names under these prefixes only."""
     yield from (_text(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "prefix")
 
 
 def _defaults(tree: ast.AST) -> Iterator[str]:
-    """Yields the defaults of functions' `prefix`: the groups of names in files whose callers are elsewhere."""
+    """Yields the defaults of parameters called `prefix`: groups of names in files whose callers are elsewhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.arguments):
             defaults = zip(node.kwonlyargs, node.kw_defaults, strict=True)
@@ -101,7 +101,7 @@ def _defaults(tree: ast.AST) -> Iterator[str]:
 
 
 def _text(node: ast.AST | None) -> str:
-    """The text of a literal, with * for what an f-string puts in; '' for anything else."""
+    """Returns the text of a literal, with * for an f-string's values; '' for anything else."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):

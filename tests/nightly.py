@@ -1,4 +1,4 @@
-"""Chooses the tests that a change touches; .ci/nightly runs the others, too."""
+"""Chooses the tests that a change touches; .ci/nightly runs all tests."""
 
 import ast
 import pathlib
@@ -11,12 +11,12 @@ from reach import Reach
 
 
 def changed_since(commit: str, root: pathlib.Path) -> list[str] | None:
-    """Lists the files, relative to the root, that differ from a commit in more than words.
+    """Lists the files, relative to the root, that differ from a commit in more than comments and docstrings.
 
-    A Python file whose comments, docstrings or layout alone differ runs as it ran before.
+    A Python file that differs only in comments, docstrings or layout behaves as before, so it is left out.
 
     Returns:
-      The files; None where the commit is not known here, and every test has to run.
+      The files; None if the commit is not known here, so that every test has to run.
     """
     done = _git(root, "diff", "--name-only", "--no-renames", commit)
     if done is None:
@@ -53,14 +53,14 @@ def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root:
     """True if a test has to run.
 
     Args:
-      item: the collected test. One that is marked nightly runs where its file or a path that its marks name has
-        changed; any other one, unless its imports tell that it depends on nothing that has changed.
-      changed: the files that have changed; None where that is not known, and every test runs.
-      reach: what test files depend on; None where every test runs.
-      root: the checkout.
+      item: collected test. A test marked nightly runs if its file or a path in its marks has changed; any other test
+        runs unless its imports show that it depends on no changed file.
+      changed: files that have changed; None if they are not known, so that every test runs.
+      reach: dependencies of test files; None if every test runs.
+      root: directory of the checkout.
 
     Raises:
-      pytest.UsageError: a mark names a path that is not there, so that no change would ever touch it.
+      pytest.UsageError: a mark names a path that does not exist, so no change would ever touch it.
     """
     marks = list(item.iter_markers("nightly"))
     named = [path for mark in marks for path in mark.args]

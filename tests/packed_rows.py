@@ -6,9 +6,9 @@ from podrl.types import Layout
 
 
 def packed_rows(kind, placement, *, tokens_BT, mask_BT, kl_scale=1.0, **values_BT):
-    """Makes a host batch of a loss's rows; finds its other per-token inputs by name.
+    """Makes a host batch of the rows of a loss; finds the loss's other per-token inputs by name.
 
-    Inputs that are not passed are ones; those that a row need not have are left out.
+    Inputs that are not passed are filled with 1; optional inputs are left out.
     """
     layout = placement.layout(tokens_BT)
     if kind is Layout:

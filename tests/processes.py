@@ -22,7 +22,7 @@ from podrl.rundir.metrics import read_metrics
 from podrl.storage.checkpoint import read_state
 
 DEADLINE_S = 420.0
-# A curriculum that has something to say within three steps: few records, some of them solved at once.
+# A curriculum that acts within three steps: few records, some of which are solved at once.
 CURRICULUM = (
     *("--config.data.size=12", "--config.data.curriculum.metric=approximate_format"),
     *("--config.data.curriculum.pass_at=0.0", "--config.data.curriculum.retire_after=1"),
@@ -39,10 +39,10 @@ SMALL = (
     "--config.grpo.num_generations=4",
     "--config.rollout.lanes=16",
     "--config.rollout.max_tokens_to_generate=16",
-    "--config.rollout.max_prompt_length=64",  # looking for it takes each process over a second
+    "--config.rollout.max_prompt_length=64",  # the search for the longest prompt takes each process over a second
     "--config.log.to=()",
 )
-# Where no mesh is asked for: each device costs a start and a step their time, and two share all there is to share.
+# Devices if no mesh is given: each one makes starts and steps slower, and two suffice to share all arrays.
 TWO_DEVICES = "--config.fake_devices=2"
 # Metrics that may differ between two equal runs.
 _CLOCKS = re.compile(r"time/|perf/|pod/|rollout/tokens_per_s|episode/seconds|tools/.*/seconds")
@@ -65,7 +65,7 @@ class Job:
           workdir: passed as --workdir.
           args: further flags.
           base: the flags before them.
-          logs: where its output goes, and its working directory; by default beside the run directory.
+          logs: directory for its output, also its working directory; by default beside the run directory.
         """
         self.workdir = workdir
         logs = logs or workdir.parent
@@ -118,7 +118,7 @@ class Job:
         try:
             return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGUSR1)  # prints all stacks
+            self.process.send_signal(signal.SIGUSR1)  # this signal makes it print all stacks
             raise AssertionError(f"did not end within {DEADLINE_S} s:\n{self.stdout}{self.stderr}") from None
 
     def finish(self, code: int = 0) -> "Job":
@@ -197,7 +197,7 @@ def comparable(workdir: pathlib.Path) -> list[dict]:
 
 
 def samples(workdir: pathlib.Path) -> list[dict]:
-    """Reads samples.jsonl without what tools took, and whether a record answered for them."""
+    """Reads samples.jsonl without the durations of tools, and without the marks of recorded answers."""
     found = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
     for turn in (turn for sample in found for turn in sample.get("turns", ())):
         turn.pop("seconds", None)
@@ -229,9 +229,10 @@ def listening(pids: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def wall_clock_kept(workdir: pathlib.Path, *flags: str, prompts: int, staleness: int) -> None:
-    """Asserts what a run by the wall clock promises: each prompt trained once, no token too old, podrl.replay equal.
+    """Asserts the promises of a run by the wall clock: each prompt is trained once, no token is too old, podrl.replay
+    agrees.
 
-    `flags` are those of the run's processes, which the replay needs, too.
+    `flags` are the flags of the run's processes; the replay needs them too.
     """
     steps, records = trained_steps(workdir), read_metrics(workdir)
     assert steps == list(range(1, steps[-1] + 1))
@@ -251,7 +252,7 @@ def wall_clock_kept(workdir: pathlib.Path, *flags: str, prompts: int, staleness:
 
 
 def chose(records: Sequence[Mapping[str, Any]]) -> bool:
-    """True if the curriculum of a run has retired or postponed a prompt, and had others left."""
+    """Returns True if a run's curriculum has retired or postponed a prompt, and had other prompts left."""
     sizes = [record for record in records if "data/curriculum/unseen" in record]
     closed = [record["data/curriculum/retired"] + record["data/curriculum/postponed"] for record in sizes]
     return bool(sizes) and 0 < max(closed) < sum(v for k, v in sizes[-1].items() if k.startswith("data/curriculum/"))

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 CODE = ("podrl", "tests")
 _SETS_UP = "tests/conftest.py"
-# Only tests that name these depend on them; any other file outside CODE may matter to any test.
+# Only tests that name these files depend on them; any other file outside CODE may matter to any test.
 _APART = re.compile(r"docs/|benchmarks/|[\w/-]+\.md$|\.ci/(nightly-passed|run)$")
-# A test with one of these words starts processes, or looks at more files than it imports.
+# A test with one of these words starts processes, or reads more files than it imports.
 _BEYOND = re.compile(
     r"subprocess|Popen|sys\.executable|multiprocessing|inspect|glob\(|benchmarks|docs|\.md\b|ROOT|parents\[(?!1\])"
 )
@@ -18,7 +18,7 @@ _MODULE = re.compile(r"(podrl(?:\.\w+)+)(?::\w+)?")  # strings: modules imported
 
 
 class Reach:
-    """Knows the files of one checkout, and those that each test file depends on."""
+    """The files of one checkout, and the files that each test file depends on."""
 
     def __init__(self, root: pathlib.Path) -> None:
         self._root = root
@@ -26,14 +26,14 @@ class Reach:
         self._modules = {path.removesuffix(".py").removesuffix("/__init__"): path for path in self._paths}
 
     def untouched(self, test: str, changed: Sequence[str]) -> bool:
-        """True if a test file depends on none of the files that have changed, all relative to the root."""
+        """Returns True if a test file depends on none of the changed files; paths are relative to the root."""
         changed = [path for path in changed if not _APART.match(path)]
         files = self.of(test)
         return files is not None and self._paths.issuperset(changed) and files.isdisjoint(changed)
 
     @functools.cache  # noqa: B019 - as below
     def of(self, test: str) -> frozenset[str] | None:
-        """Lists the files that a test file depends on, with itself; None where its imports do not tell."""
+        """Lists the files that a test file depends on, itself included; None if its imports do not tell."""
         found = {test, *(f"{folder}/conftest.py" for folder in _around(test))} & self._paths
         waiting = [*(found - {_SETS_UP})]
         while waiting:
@@ -43,7 +43,8 @@ class Reach:
             new = self._imports(path) - found
             found |= new
             waiting += new
-        # Packages import nothing themselves. What sets up all tests starts processes for a few, which do so themselves.
+        # Packages import nothing themselves. conftest.py starts processes only for tests that start processes
+        # themselves.
         packages = {f"{folder}/__init__.py" for path in found for folder in _around(path)} & self._paths
         return frozenset(found | packages | self._imports(_SETS_UP))
 
@@ -70,13 +71,13 @@ class Reach:
                 if path.endswith("/__init__.py") and end < len(names):
                     home = self._homes(path).get(names[end], "")
                     return self._files(home.split("."), importer) if home else {path}
-                if path:  # of podrl itself no more is used than the names that follow it
+                if path:  # of package podrl only the names that follow it are used
                     return self._beside(path) if path.endswith("/__init__.py") and names != ["podrl"] else {path}
         return set()
 
     @functools.cache  # noqa: B019 - as above
     def _homes(self, path: str) -> dict[str, str]:
-        """Reads where a package has its public names from, the dictionary _HOME of its __init__.py."""
+        """Reads the modules of a package's public names from the dictionary _HOME in its __init__.py."""
         for node in ast.parse(self._source(path)).body:
             match node:
                 case ast.Assign(targets=[ast.Name(id="_HOME")], value=value):
@@ -98,7 +99,7 @@ def _around(path: str) -> Iterator[str]:
 def _names(tree: ast.AST) -> Iterator[str]:
     """Lists the dotted names that a file imports, takes from the package podrl, or has in a string.
 
-    A logger is called by a module's or a package's name, and uses nothing of it.
+    The name of a logger is also a module's or package's name, but does not make the file depend on it.
     """
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Settings of every config refuse a wrong key, type or number by name, whoever makes the config."""
+"""Every config class refuses a wrong key, type or number by name, however the config is made."""
 
 import ast
 import dataclasses
@@ -115,7 +115,7 @@ def test_every_config_is_found():
 @pytest.mark.parametrize("value", [-1, 0, math.inf, math.nan, 10**30, 2.5, "x"], ids=str)
 @pytest.mark.parametrize(("cls", "field"), FIELDS, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_every_number_is_taken_within_its_range_or_refused_by_name(cls, field, value):
-    """Other ValueErrors are of settings that contradict each other; they come after the ranges and name keys too."""
+    """Other ValueErrors are about settings that contradict each other; they come after the ranges and name keys too."""
     limits, several = numbers(cls)[field], "tuple" in str(cls.__dataclass_fields__[field].type)
     whole = "whole number" if "int" in str(cls.__dataclass_fields__[field].type) else "number"
     required = {f.name: 1 for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING}
@@ -153,7 +153,7 @@ def test_annotated_numbers_keep_their_own_ranges():
         Own(share=1)
 
 
-# Reading a field to check or to print it is no use of it.
+# Reading a field only to check or to print it does not count as a use.
 CHECKS = re.compile(r"__post_init__|check|_check_\w+|describe|warnings")
 ELSEWHERE = {
     "Job.compile_cache": "podrl.launch reads it from the configuration before jax is imported",
@@ -182,7 +182,7 @@ def test_a_field_that_only_checks_read_counts_as_unused():
 
 
 def test_every_field_of_every_config_is_used():
-    """A field of one legal value documents what podrl does and needs no reader."""
+    """A field with one legal value documents podrl's behaviour and needs no reader."""
     package = pathlib.Path(podrl.__file__).parent
     used = set().union(*(used_attributes(path.read_text()) for path in package.rglob("*.py")))
     unread = [(cls, field) for cls in configs().values() for field in dataclasses.fields(cls) if field.name not in used]

@@ -1,4 +1,4 @@
-"""The command line: where a config is found, and the errors for misspelt keys."""
+"""The command line: the places where a config is found, and the errors for misspelt keys."""
 
 import ast
 import os
@@ -71,7 +71,7 @@ def test_no_default_puts_words_before_a_question(tmp_path):
     assert decided(("a.py:f",), path=path)["system_prompt"] == ""
     assert decided(("a.py:f", "answer@x"), path=path)["system_prompt"] == SYSTEM_PROMPT
     assert decided(("answer",), path=path, system_prompt="")["system_prompt"] == ""
-    assert decided(("answer",), path="problems")["system_prompt"] == "auto"  # none, as system_prompt() says
+    assert decided(("answer",), path="problems")["system_prompt"] == "auto"  # no prompt, as system_prompt() says
     sources = (SourceConfig(path, name="a", reward=("a.py:f",)), SourceConfig(path, name="b"))
     assert [one.system_prompt for one in decided(("answer",), sources=sources)["sources"]] == ["", SYSTEM_PROMPT]
 
@@ -106,9 +106,9 @@ def test_the_pod_recipe_can_be_read_on_a_laptop(tmp_path):
 
 
 def test_an_override_with_none_empties_a_number(tmp_path):
-    # The recipe counts prompts of a micro-batch; sequences can be given only in their place.
+    # The recipe counts prompts per micro-batch; a number of sequences can only replace that number.
     emptied = ["--config.trainer.train_micro_batch_size=None", "--config.trainer.micro_batch_sequences=8"]
-    last = ["--config.rollout.top_p=None", "--config.rollout.top_p=0.5"]  # the last one counts
+    last = ["--config.rollout.top_p=None", "--config.rollout.top_p=0.5"]  # the last value counts
     done = _launch(tmp_path, "--config=grpo_gemma.py:gemma2_2b_v5e16", "--dry_run", *emptied, *last)
     assert '"train_micro_batch_size": null' in done.stdout and '"top_p": 0.5' in done.stdout, done.stderr
     done = _launch(tmp_path, "--config=grpo_gemma.py", "--dry_run", "--config.seed=None")

@@ -1,4 +1,4 @@
-"""The choice of tests to run after a change: tests that it touches through imports or `nightly` marks."""
+"""The choice of tests after a change: tests that the change touches through imports or `nightly` marks."""
 
 import pathlib
 import subprocess
@@ -13,7 +13,7 @@ REACH = Reach(ROOT)
 
 
 class Item:
-    """A collected test of tests/x/test_y.py with `nightly` marks of these paths."""
+    """A collected test of tests/x/test_y.py whose `nightly` marks name these paths."""
 
     nodeid = "test_y"
 
@@ -156,7 +156,8 @@ PLAIN = {"podrl/plain.py", "podrl/__init__.py"}
     ],
 )
 def test_what_a_test_file_depends_on(test, files, checkout):
-    """Imports anywhere, modules named in strings, public names of a package, conftests; None where it sees more."""
+    """Dependencies: imports anywhere, modules named in strings, public names of a package, conftests; None if
+    unknown."""
     found = Reach(checkout).of(f"tests/{test}")
     assert found == (None if files is None else files | ALWAYS | {f"tests/{test}"})
 
@@ -184,7 +185,7 @@ def test_a_test_runs_unless_all_it_depends_on_is_as_it_was(changed, left_out, ch
 
 
 def test_what_is_imported_is_found():
-    """A whole job imports most of podrl: each of its modules is among the files that its source leads to."""
+    """A whole job imports most of podrl: each imported module must be among the files that `reach` finds."""
     program = "import podrl.job.job, sys\nprint(*(m.__file__ for n, m in sys.modules.items() if n.startswith('podrl')))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {pathlib.Path(name).relative_to(ROOT).as_posix() for name in done.stdout.split()}

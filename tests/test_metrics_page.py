@@ -1,4 +1,4 @@
-"""docs/metrics.md lists what runs write, no more and no less; whole runs are held to it in processes.run."""
+"""docs/metrics.md lists exactly the metrics that runs write; processes.run checks whole runs against it."""
 
 from metric_names import ROOT, listed, unlisted, written
 

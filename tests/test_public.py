@@ -21,7 +21,7 @@ PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
 
 
 def different() -> dict[str, tuple[str, str]]:
-    """Reads the table of defaults that differ: key -> (Tunix's, podrl's)."""
+    """Reads the table of defaults that differ: key -> (Tunix's value, podrl's value)."""
     table = PAGE.read_text().partition("| key | Tunix | podrl | why |\n")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[1:]]
     return {row[0].strip("`"): (row[1], row[2]) for row in rows}
@@ -72,7 +72,7 @@ def test_fields_have_tunix_defaults_or_are_refused_with_advice(name):
 
 
 def test_weights_of_a_learners_own_functions():
-    assert podrl.RewardConfig(weights=(1.0, 0.5)).weights == (1.0, 0.5)  # for the reward_fns of a learner
+    assert podrl.RewardConfig(weights=(1.0, 0.5)).weights == (1.0, 0.5)  # a learner takes reward_fns instead
     with pytest.raises(ValueError, match="2 values for 4 functions"):
         podrl.RewardConfig(weights=(1.0, 0.5)).require(environment=False)
     with pytest.raises(ValueError, match="2 values for 1 functions"):
@@ -133,7 +133,7 @@ def test_a_mesh_with_the_axes_of_a_tunix_script_is_taken_and_another_is_one_sent
 @pytest.mark.parametrize(("name", "cls"), [("grpo", podrl.GRPOConfig), ("ppo", podrl.PPOConfig)])
 def test_an_algorithm_has_the_same_defaults_from_python_and_from_the_command(name, cls):
     mine, commanded = cls(), cls(**unset(name)[name])
-    names = {"policy_loss_fn", "kl_method"}  # texts that have several spellings
+    names = {"policy_loss_fn", "kl_method"}  # values whose text has several spellings
     fields = {field.name for field in dataclasses.fields(cls)} - names
     assert {f: getattr(mine, f) for f in fields} == {f: getattr(commanded, f) for f in fields}
     assert mine.policy_loss(64).formula() == commanded.policy_loss(64).formula()
@@ -152,7 +152,7 @@ def test_roles_are_those_of_the_field_and_a_teacher():
     }
 
 
-# What Tunix's classes have in public beside their fields: methods and properties (rl_cluster.py, rl_learner.py).
+# Public methods and properties of Tunix's classes (rl_cluster.py, rl_learner.py).
 SURFACE = {
     podrl.RLCluster: (
         "actor_trainer buffer_metrics buffer_metrics_async close cluster_config critic_trainer generate "
@@ -182,7 +182,7 @@ def test_methods_and_properties_of_tunix_are_there_or_say_the_way_of_podrl(cls, 
 def test_arguments_of_tunix_are_refused_with_the_way_of_podrl(call, name, way):
     with pytest.raises(TypeError, match=rf"has no argument '{name}': .*{way}"):
         call(None, [], **{name: 4})
-    with pytest.raises(AttributeError, match="NoneType"):  # None is as if it were not given
+    with pytest.raises(AttributeError, match="NoneType"):  # None counts as an omitted argument
         call(None, [], **{name: None})
 
 

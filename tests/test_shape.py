@@ -1,4 +1,4 @@
-"""The shape of the package: import circles, deadlines by the clock of the day, names of tests, indented docstrings."""
+"""The shape of the package: import cycles, deadlines by the time of day, names of tests, indented docstrings."""
 
 import ast
 import pathlib
@@ -9,7 +9,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent / "podrl"
 
 
 def circles(imports: dict[str, set[str]]) -> list[set[str]]:
-    """Finds modules that reach each other (Kosaraju: the order of a first walk, then a walk against the arrows)."""
+    """Finds import cycles by Kosaraju's algorithm: a first walk orders the modules, a second follows imports
+    backwards."""
 
     def walk(start, edges, seen):
         stack, order = [(start, iter(sorted(edges[start])))], []
@@ -43,12 +44,12 @@ def test_no_modules_import_each_other():
     assert circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules}) == []
 
 
-# Files that write the time of day for people, or compare it with times of files, which are of the same clock.
+# Files that write the time of day for people, or compare it with files' times, which come from the same clock.
 _OF_DAY = {"sinks.py", "spans.py", "gauges.py", "recorder.py", "cache.py", "runs.py", "serving.py"}
 
 
 def test_no_deadline_reads_the_clock_of_the_day():
-    """It may be set, forwards or backwards, at any moment; time.monotonic() goes on."""
+    """The time of day may be set forwards or backwards at any moment; time.monotonic() never jumps."""
     read, clocks = set(), ("time.time", "datetime.now", "datetime.datetime.now", "datetime.utcnow")
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -58,14 +59,14 @@ def test_no_deadline_reads_the_clock_of_the_day():
 
 
 def test_files_of_tests_have_names_of_their_own():
-    """Pytest imports them by name alone."""
+    """Pytest imports test files by name alone."""
     names = [path.name for path in pathlib.Path(__file__).parent.rglob("test_*.py")]
     assert names
     assert sorted(set(names)) == sorted(names)
 
 
 def test_docstrings_are_indented_as_their_code():
-    """`Args:` deeper than its function is a quotation to the site, and the arguments are lost."""
+    """The site reads an `Args:` indented deeper than its function as a quotation, and loses the arguments."""
     wrong = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

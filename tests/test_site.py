@@ -1,4 +1,4 @@
-"""The documentation's site has what it promises; `.ci/run` builds it with every warning an error."""
+"""The documentation site has its pages, search and keys; `.ci/run` builds it with warnings as errors."""
 
 import pathlib
 import re

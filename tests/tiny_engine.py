@@ -1,4 +1,4 @@
-"""One tiny model and few engines, shared by the tests of engine and rollout: compiling takes most of their time."""
+"""One tiny model and a few engines, shared by tests of engine and rollout, which spend most of their time compiling."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ MODEL = dataclasses.replace(
     ),
     lora=LoraConfig(rank=2, alpha=4.0, pattern="q|v|down"),
 )
-# A pool so small that four lanes with long samples must spill, prompts that need two chunks, groups over two reads.
+# The pool is so small that four lanes with long samples must spill; prompts need two chunks, groups two reads.
 TIGHT = RolloutConfig(
     max_tokens_to_generate=12,
     temperature=1.0,
@@ -65,7 +65,7 @@ class Tiny:
         return jax.tree_util.tree_map_with_path(grow, parameters.init_params(self.model, key, self.dtype))
 
     def worker(self, config: RolloutConfig, *, warm: bool = True, **kwargs) -> RolloutWorker:
-        """Makes a worker; with `warm=False` only the programs a test runs are compiled."""
+        """Makes a worker; with `warm=False` only the programs that a test runs are compiled."""
         worker = RolloutWorker(
             self.model, self.mesh, config, **{"pad_id": 0, "eos_ids": EOS, "decode": letters, "seed": 3, **kwargs}
         )
@@ -104,7 +104,7 @@ def make_prompts(lengths, seed: int = 0, index=None) -> Prompts:
 
 
 def check_samples(tiny, rollouts, sampling: Sampling, *, eos=EOS, atol: float = 1e-4) -> None:
-    """Compares every sampled token with the full forward pass, and the record with itself."""
+    """Compares every sampled token with the full forward pass, and checks that the record's fields agree."""
     reference_BTV = tiny.logprobs(rollouts.tokens_BT, rollouts.length_B)
     B, T = rollouts.tokens_BT.shape
     chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]

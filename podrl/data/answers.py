@@ -21,9 +21,9 @@ class Example(NamedTuple):
 
 
 def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
-    """Encodes parts as one example, each part on its own behind the part before it.
+    """Encodes parts as one example, each part on its own after the part before it.
 
-    Behind a part that ends the model's turn stands the tokenizer's `turn_end_id`.
+    After a part that ends the model's turn it adds the tokenizer's `turn_end_id`.
 
     Raises:
       ValueError: the example is longer than `limit`, and `limit` makes this an error.
@@ -67,7 +67,7 @@ def turns(
     Args:
       messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
       tokenizer: tokenizer of the model that learns, with its chat template.
-      limit: most tokens of the example.
+      limit: largest number of tokens of the example.
       tools: value of the record's field 'tools': schemas of functions, their JSON text, or None.
       first: index of the first message that may be learned.
 
@@ -83,14 +83,15 @@ def turns(
 def of_record(
     record: Mapping[str, Any], names: Sequence[str], render: Renderer, tokenizer: Tokenizer, limit: Limit
 ) -> list[Example | TooLong]:
-    """Makes an example of each of a record's answers, behind the record's prompt; it ends with the model's last turn.
+    """Makes an example of each of a record's answers, after the record's prompt; an example ends with the model's last
+    turn.
 
     Args:
       record: record that has passed `check`.
       names: names of the fields that hold the answers.
       render: function that writes a question as a prompt.
       tokenizer: tokenizer of the model that learns.
-      limit: most tokens of an example.
+      limit: largest number of tokens of an example.
 
     Raises:
       ValueError: the chat template cannot write a conversation (see podrl.data.conversation.parts), or an example is
@@ -108,7 +109,7 @@ def of_record(
 
 
 def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> str:
-    """Returns the reason why a record gives no examples of the answers in its fields `names`; '' if it gives them."""
+    """Returns the reason why the answers in a record's fields `names` make no examples; '' if they do."""
     before = "prompt" if record.get("prompt") is not None else data.question_field
     if not _has_turns(record, names):
         missing = [name for name in (before, *names) if not isinstance(record.get(name), str)]
@@ -172,6 +173,6 @@ def _shared(conversations: Sequence[Sequence[Message]]) -> int:
 
 
 def _ended(example: Example) -> Example:
-    """Cuts an example behind its last learned token, because a template may write text behind the model's last turn."""
+    """Cuts an example after its last learned token, because a template may write text after the model's last turn."""
     end = max((i + 1 for i, learned in enumerate(example.learned) if learned), default=0)
     return example._replace(tokens=example.tokens[:end], learned=example.learned[:end])

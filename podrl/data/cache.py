@@ -27,7 +27,7 @@ _SETTLED_S = 2.0
 
 
 class Cache:
-    """Stored arrays and files; the key of each is a checksum of the input that it was made of."""
+    """Stored arrays and files; the key of each is a checksum of the input from which it was made."""
 
     def __init__(self, where: str) -> None:
         """Opens a cache without writing anything.
@@ -57,7 +57,7 @@ class Cache:
             with open(file, "rb") as content:
                 digest = hashlib.file_digest(content, "sha256")
         if stat.mtime < time.time() - _SETTLED_S:
-            with contextlib.suppress(OSError):  # the stored checksum only saves the next reader time
+            with contextlib.suppress(OSError):  # without the stored checksum the next reader only takes longer
                 self.write(memo, digest.hexdigest().encode())
         return digest.hexdigest()
 
@@ -81,12 +81,12 @@ class Cache:
         return self.directory / (name + suffix)
 
     def write(self, place: Place, content: bytes) -> None:
-        """Writes a file at once: a reader finds the whole file or no file."""
+        """Writes a file atomically: a reader finds the whole file or no file."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if is_remote(place):
             place.write_bytes(content)
             return
-        # A random name and no process number: hosts may share a cache, and two hosts may have equal process numbers.
+        # The name is random and not a process number: hosts may share a cache, and may have equal process numbers.
         ready = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
         ready.write_bytes(content)
         ready.replace(place)

@@ -16,7 +16,7 @@ from jinja2 import nodes
 MOST = 1 << 20
 # Names of the template variables that hold the marks around a text inside {% generation %}.
 _MARKS = ("generation_opens_", "generation_closes_")
-_WIDTH = re.compile(r"[%:{]\S*\d{7}")  # finds a format in a text that pads to millions of characters
+_WIDTH = re.compile(r"[%:{]\S*\d{7}")  # finds a format in a text that would pad to millions of characters
 
 Message = Mapping[str, Any]  # 'role', 'content', and other fields that templates read, such as 'tool_calls'
 Tools = Sequence[Mapping[str, Any]]  # each is {"type": "function", "function": {name, description, parameters}}
@@ -66,7 +66,7 @@ class ChatTemplate:
           add_generation_prompt: whether to end with the opening of the model's turn.
           tokens: texts of the special tokens by their names, such as 'bos_token'.
           tools: schemas of the functions that the model may call.
-          marks: two texts, written before and behind each stretch that the template puts inside `{% generation %}`,
+          marks: two texts, written before and after each stretch that the template puts inside `{% generation %}`,
             which marks the model's words.
 
         Raises:

@@ -23,7 +23,8 @@ EMBEDDED: Mapping[str, Generator[Any]] = {
 
 
 def is_generated(path: str) -> bool:
-    """True if a value of data.path names no file but a task that writes its records, and holds a part of them out."""
+    """Returns True if a value of data.path names a task that generates its records and holds a part of them out, not a
+    file."""
     return path in EMBEDDED or path.startswith(REASONING)
 
 
@@ -34,8 +35,8 @@ class SourceConfig:
 
     Attributes:
       path: an embedded task, a dataset of reasoning-gym or a file of records, as data.path takes it.
-      name: name of the source in tables, and in the field `dataset` of its records. '' stands for the last part of the
-        path up to its first dot.
+      name: name of the source in tables, and in the field `dataset` of its records. '' takes the last part of the path,
+        up to its first dot.
       weight: share of the prompts that are drawn from this source, relative to the other sources' weights. Either all
         sources have a weight or none has; without weights every record of the mixture is drawn equally often.
       count: number of the source's records that are used, chosen by data.seed; None uses all.
@@ -49,7 +50,7 @@ class SourceConfig:
       reward: reward functions that score the samples of this source, instead of reward.fns.
       group: value of the field `group` in this source's records. Rewards and evaluations are also reported for each
         group alone.
-      hint: text that only a teacher reads behind the question, as data.hint takes it; '' takes data.hint.
+      hint: text that only a teacher reads after the question, as data.hint takes it; '' takes data.hint.
       env: name of the environment in env.others in which samples of this source act; '' takes env.environment.
       grpo: settings of the section grpo that differ for samples of this source, such as {'teacher_coef': 1.0}: weights
         of the loss's components, the loss and the advantage (docs/algorithms.md).
@@ -127,12 +128,12 @@ class DataConfig:
       question_field: name of the record's field with the question. A record may ask in the field 'prompt' or
         'messages' instead (docs/data.md).
       answer_field: name of the record's field with the answer, which only some rewards need. The answer of a GSM8K
-        solution is the text behind '####'.
+        solution is the text after '####'.
       system_prompt: instructions before the question; '' for none. 'auto' is none, unless a reward function that
         scores the records of a file reads the reference tags ('answer', 'exact_format', ...): then 'auto' is the text
         that asks for these tags.
-      hint: text behind the question that only a teacher reads, with names of the record's fields in braces, such as
-        'The answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
+      hint: text after the question that only a teacher reads, with names of the record's fields in braces, such as 'The
+        answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
       template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without one.
       seed: seed of the shuffling, and of generated problems.
       shuffle: whether every epoch has a new order; False keeps the order of the file.
@@ -174,7 +175,7 @@ class DataConfig:
 
     @property
     def hinted(self) -> bool:
-        """True where some source has a hint for a teacher."""
+        """True if any source has a hint for a teacher."""
         return any(single.hint for single in self.singles())
 
     @property

@@ -1,10 +1,10 @@
 """Renders a conversation by its chat template, and finds the parts of the text that a model is to learn.
 
-The text is the template's rendering of the whole conversation. If the template marks the model's words by
-{% generation %}, these marks say which parts are learned. Otherwise the parts are found by comparing renderings: a turn
-of the assistant begins where the prompt for that turn ends, and ends with the end mark that the template writes behind
-the turn. A template may write a turn differently once other turns follow; for example, some templates drop the thoughts
-of earlier turns. The model then learns the turn as the rendering of the whole conversation shows it.
+The text is the template's rendering of the whole conversation. If the template marks the model's words by {% generation
+%}, these marks decide which parts are learned. Otherwise the parts are found by comparing renderings: a turn of the
+assistant begins where the prompt for that turn ends, and ends with the end mark that the template writes after the
+turn. A template may write a turn differently once other turns follow; for example, some templates drop the thoughts of
+earlier turns. The model then learns the turn as the rendering of the whole conversation shows it.
 """
 
 import functools
@@ -25,9 +25,10 @@ from podrl.types import Prompts
 
 _log = logging.getLogger(__name__)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the fields from which templates read thoughts
-# The most characters of a turn's header, of the text between the header and the turn's words, and of its end mark.
+# Largest number of characters of a turn's header, of the text between the header and the turn's words, and of its end
+# mark.
 _MOST = 256
-_ASK = {"role": "user", "content": "ask"}  # stands before a turn if the template demands a question there
+_ASK = {"role": "user", "content": "ask"}  # question that is put before a turn if the template demands one
 
 
 def render(
@@ -53,7 +54,7 @@ def parts(
 ) -> list[Part]:
     """Renders a conversation as parts whose texts join to the template's text; the assistant's turns are learned.
 
-    The last part has `ends` set if it is a turn of the assistant behind which the template writes no end mark.
+    The last part has `ends` set if it is a turn of the assistant after which the template writes no end mark.
 
     Args:
       tokenizer: tokenizer whose chat template writes the text.
@@ -143,7 +144,7 @@ class _Writing:
         self._tokenizer = tokenizer
         self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)
         key = _json((messages, tools or tokenizer.tools))
-        # A word that occurs in no message: wherever a rendering holds it, the template wrote what it stands for.
+        # A word that occurs in no message, so it is found in a rendering exactly where the template wrote its field.
         self._word = next(word for n in range(len(key)) if (word := f"zq{n}x") not in key)
         fault: ValueError | None = None
         for self.messages in _forms([_given(message) for message in messages]):
@@ -206,7 +207,7 @@ class _Writing:
             headers = self._headers(before, prompt)
             opened = self._start(i, prompt, headers, alone, before, [])
             start = self._start(i, prompt, headers, self.whole, self.messages[:i], self.messages[i + 1 :])
-        # Behind the output of a tool, Gemma 4's prompt opens no turn, although the whole text has a header there.
+        # After the output of a tool, Gemma 4's prompt opens no turn, although the whole text has a header there.
         # Falcon's header begins with a line feed, unless it is the first header of the text.
         if not prompt.endswith(self._header):
             opened, start = (
@@ -236,7 +237,7 @@ class _Writing:
 
     @functools.cached_property
     def _header(self) -> str:
-        """The text that a generation prompt adds behind a question: the opening of the assistant's turn."""
+        """The text that a generation prompt adds after a question: the opening of the assistant's turn."""
         try:
             question, prompt = (self.write([_ASK], add_generation_prompt=opens) for opens in (False, True))
         except ValueError:
@@ -254,7 +255,7 @@ class _Writing:
     def _headers(self, before: Sequence[Message], prompt: str) -> Mapping[int, str]:
         """Finds the places in a turn's prompt where its header may end, and the text by which to find each again.
 
-        A prompt may have white space, tags or special tokens behind the header; some of them open a thought.
+        A prompt may have white space, tags or special tokens after the header; some of them open a thought.
 
         Returns:
           {end of the header: its last special token or its last line that is not empty, whichever is shorter}.
@@ -289,7 +290,7 @@ class _Writing:
           headers: result of `_headers` for this prompt.
           text: rendering of `before`, the turn, and `behind`.
           before: messages before the turn.
-          behind: messages behind the turn.
+          behind: messages after the turn.
         """
         turn = self.messages[i]
         message = {key: value for key, value in turn.items() if key not in _REASONING} | {"content": self._word}
@@ -333,7 +334,7 @@ class _Writing:
         if behind and behind[0][0] == 0:
             end = stop + behind[0][1]
             found, rest = whole[stop:end], whole[end : end + _MOST].lstrip()
-            # A special token behind a turn without a mark opens the next header and is no end mark, unless it is one of
+            # A special token after a turn without a mark opens the next header and is no end mark, unless it is one of
             # the model's end tokens.
             other = bool(mark) and any(a == 0 for a, _ in self._tokenizer.special_spans(rest))
             if found == mark or other or self._tokenizer.token_id(found) in self._tokenizer.eos_ids:
@@ -356,8 +357,8 @@ class _Writing:
             head, _, tail = text.partition(self._word)
             if head + tail == self.whole and len(head) >= start:
                 return len(head) - start
-        # A turn with calls ends at a special token: the one before which the text has the most of the turn's end, or
-        # else the first one behind the turn's last call.
+        # A turn with calls ends at a special token. This is the token before which the text agrees with most of the
+        # turn's end; if there is none, it is the first special token after the turn's last call.
         called = [str(_function(call).get("name")) for call in message.get("tool_calls", ())]
         last = turn_text[max(0, *(turn_text.rfind(name) for name in called[-1:])) :] if called else turn_text
         places = [place for place, _ in self._tokenizer.special_spans(whole[: len(turn_text) + _MOST])]
@@ -386,8 +387,8 @@ class _Writing:
         last, earlier = (text.partition(self._word)[2] for text in (last, earlier))
         shared, mark, ends, closing = _shared(last, earlier), "", 0, ""
         for start, end in self._tokenizer.special_spans(last):
-            # A special token behind other text is no mark: some templates always write the next prompt. Nor is a token
-            # that only a last turn has.
+            # A special token after other text is no mark, because some templates always write the next prompt. A token
+            # that only a last turn has is no mark either.
             if mark and (start > ends or ends <= shared < end):
                 break
             mark, ends = last[start:end], end
@@ -421,7 +422,7 @@ class _Writing:
 
 
 def _given(message: Message) -> Message:
-    """Copies a message without empty calls and fields that are None, its thoughts under both names of templates."""
+    """Copies a message without empty calls and None fields, with its thoughts under both names that templates use."""
     kept = _without_none(message)
     if calls := kept.pop("tool_calls", None):
         kept["tool_calls"] = [_with(_without_none(call), _without_none(_function(call))) for call in calls]
@@ -511,7 +512,7 @@ def _shared_end(a: str, b: str) -> int:
 
 
 def _is_cut(text: str, of: str) -> bool:
-    """True if `text` is equal to `of`, or to `of` without one stretch of characters."""
+    """Returns True if `text` equals `of`, or `of` without one stretch of characters."""
     return len(text) <= len(of) and _shared(text, of) + _shared_end(text, of) >= len(text)
 
 
@@ -562,7 +563,7 @@ def prompts_of(
     Args:
       conversations: prompts, each a text or a list of messages; the chat template renders messages.
       tokenizer: the model's tokenizer, whose chat template is used.
-      max_length: most tokens that a prompt may have.
+      max_length: largest number of tokens that a prompt may have.
       chat: whether a text is a user's turn, which the chat template renders; if False, the model continues the text
         itself.
 

@@ -1,4 +1,4 @@
-"""A stream that chooses records by their pass rates: most come in a shuffled order, some from pools beside it."""
+"""A stream that chooses records by their pass rates: most come in a shuffled order, some are drawn from pools."""
 
 import bisect
 import itertools
@@ -128,8 +128,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
             too_long.append(made)
             if len(too_long) == MOST_IN_A_ROW:
                 raise self.unfit(MOST_IN_A_ROW)
-        # Back to where the walk was, as if it had not begun. It does not begin once all records that are too long are
-        # known; a resumed run knows none of them, begins the walk, and must draw the same records all the same.
+        # The walk goes back to its start position. A run that knows all records that are too long never begins this
+        # walk; a resumed run knows none of them and begins it, but must still draw the same records.
         walk.position = position
         return None
 
@@ -151,7 +151,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
         return [part, *(k for k in range(len(self._sources)) if k != part)]
 
     def bring_back(self, pool: int) -> None:
-        """Counts, and reports at powers of ten, a record of `pool` that is drawn because no other record is left."""
+        """Counts a record of `pool` that is drawn because no other record is left; reports the count at powers of
+        ten."""
         self._brought_back += 1
         if str(self._brought_back).rstrip("0") == "1":  # 1, 10, 100, ...
             _log.warning(
@@ -178,7 +179,7 @@ class _Draw(Generic[Item]):
     ) -> None:
         self.stream, self._last_N, self._pool_N = stream, last_N, pool_N
         self._closed = stream.curriculum.config.closed
-        self._needed = len(busy) + count  # so many records of a pool are enough to find one that is not busy
+        self._needed = len(busy) + count  # this number of a pool's records surely has one that is not busy
         self._busy = _Away(self, busy)  # records in batches whose results are not known, or in this batch
         self._mine = _Away(self, ())  # records in this batch
         self._queues: dict[tuple[int, int], _Queue] = {}
@@ -186,7 +187,7 @@ class _Draw(Generic[Item]):
         self.chosen: list[int] = []
 
     def next(self, part: int, wanted: int | None) -> Item:
-        """Returns the next item: from the wanted pool or the source's walk, else from whatever is left."""
+        """Returns the next item: from the wanted pool or the source's walk, else from any other records."""
         for number, item in self._offers(part, wanted):
             self.chosen.append(number)
             self._busy.add(number)
@@ -233,14 +234,14 @@ class _Draw(Generic[Item]):
                     yield number, item
 
     def shut(self, number: int) -> bool:
-        """True if a record's pool is closed, so that the walk skips the record."""
+        """Returns True if a record's pool is closed, so that the walk skips the record."""
         return self._pool_N[number] in self._closed
 
 
 class _Queue:
-    """Yields the records of a pool, the one visited longest ago first, and by number where visits are equally old.
+    """Yields the records of a pool, the one visited longest ago first; equally old visits are ordered by number.
 
-    Only the first `needed` records are sorted at once; the rest is sorted when somebody gets that far.
+    Only the first `needed` records are sorted at once; the rest is sorted when the caller gets that far.
     """
 
     def __init__(self, ids_N: np.ndarray, last_N: np.ndarray, needed: int) -> None:

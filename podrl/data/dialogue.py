@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from podrl.data.tokenizer import ORDINARY, Tokenizer
 
-# Stands for the model's words in renderings that show what a template writes behind them. The words hold a thought, so
-# that a template which drops thoughts from earlier turns is noticed.
+# Replaces the model's words in renderings that show the template's text after them. The words hold a thought, so that a
+# template which drops thoughts from earlier turns is noticed.
 _WORDS = "<think>\nfirst\n</think>\n\nthen"
-# Two characters of Unicode's private use. They stand around a text in a rendering, to find the text again.
+# Two characters of Unicode's private use area. They enclose a text in a rendering, so that it can be found again.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
 
@@ -135,7 +135,7 @@ class Dialogue:
     def _behind(self, role: str, texts: Sequence[str]) -> str:
         """Renders the text that the chat template writes between the model's words and its next words.
 
-        Between them stands one turn of `role` for each of `texts`.
+        Between them the template writes one turn of `role` for each of `texts`.
         """
         turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": _WORDS}]
         whole = self.tokenizer.apply_chat_template([*turns, *({"role": role, "content": text} for text in texts)])
@@ -146,7 +146,7 @@ class Dialogue:
         texts = [text.replace(_OPEN, "").replace(_CLOSE, "") for text in texts]
         whole = self._behind(role, texts)
         written, values = [whole], []
-        for form in (str, str.strip):  # many templates strip a text; with marks around it they would not
+        for form in (str, str.strip):  # many templates strip a text, but not if it has marks around it
             parts = self._behind(role, [_OPEN + form(text) + _CLOSE for text in texts]).split(_OPEN)
             pairs = [part.partition(_CLOSE)[::2] for part in parts[1:]]
             written, values = [parts[0], *(after for _, after in pairs)], [inside for inside, _ in pairs]

@@ -99,10 +99,10 @@ class Generator(Generic[P]):
                 return candidate
 
     def distinct(self, split: Split, count: int, seed: int = 0) -> list[P]:
-        """Returns the first `count` problems of a stream that have different keys: a fixed evaluation set.
+        """Returns the first `count` problems of a stream with different keys, as a fixed evaluation set.
 
         Raises:
-          ValueError: the task does not have so many.
+          ValueError: the task has fewer different problems.
         """
         chosen: dict[str, P] = {}
         index = 0

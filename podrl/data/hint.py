@@ -18,8 +18,8 @@ def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, questi
     Args:
       record: record that asks (podrl.data.shape).
       fields: fields that the hint may name, as reward functions get them.
-      hint: text with names of fields in braces. It is added behind the text that asks, after an empty line. A hint
-        with `{prompt}` replaces the text that asks, which is then filled in for `{prompt}`.
+      hint: text with names of fields in braces. The hint follows the text that asks, after an empty line. A hint with
+        `{prompt}` replaces the text that asks, which is then filled in for `{prompt}`.
       question_field: name of the field with the question; shape.asked says which field asks.
 
     Raises:
@@ -43,7 +43,7 @@ def _filled(question: str, fields: Mapping[str, Any], hint: str) -> str:
         if name == _ASKED:
             return question
         value = fields.get(name)
-        # Where several answers are right, the field is a list; the hint names the first answer.
+        # If several answers are right, the field is a list, and the hint names the first answer.
         value = value[0] if isinstance(value, list | tuple) and value else value
         if not shape.is_text(value):
             named = ", ".join((_ASKED, *fields))

@@ -52,7 +52,7 @@ class LabelStream(Batches[_Labelled]):
     """An endless, exactly resumable stream of `LabelledBatch`.
 
     Attributes:
-      steps_per_epoch: number of batches whose answers are as many as the records, at least 1.
+      steps_per_epoch: number of batches that together have as many answers as there are records, at least 1.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, *, answers: int, max_length: int) -> None:
@@ -67,8 +67,8 @@ class LabelStream(Batches[_Labelled]):
             are desirable; the others are answers that a base model might write.
           tokenizer: tokenizer of the model that learns.
           answers: number of answers in a batch.
-          max_length: most tokens of prompt and answer together; data.long_prompts says whether longer examples are left
-            out or are an error.
+          max_length: largest number of tokens of prompt and answer together; data.long_prompts says whether longer
+            examples are left out or are an error.
 
         Raises:
           ValueError: the data cannot be read, or a record holds no labelled answer.

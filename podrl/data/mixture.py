@@ -20,7 +20,7 @@ from podrl.data.transforms import transformed
 from podrl.types import SOURCE
 
 _log = logging.getLogger(__name__)
-# Size in bytes from which on a file takes longer to read than to be found in the cache.
+# Size in bytes above which reading a file takes longer than finding it in the cache.
 WORTH = 1 << 20
 
 Form = Callable[[Record, str, DataConfig], None]
@@ -87,7 +87,7 @@ class Opened:
         return sum(len(part.held_out) for part in self.parts) if self.evaluation is None else len(self.evaluation)
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Counts what became of each source's records: one row for each source, for the run directory."""
+        """Counts the records of each source by their use, one row per source, for the run directory."""
         whole = sum(part.weight for part in self.parts)
         return [
             {"source": part.name or part.config.path, "share": round(part.weight / whole, 6), **part.counts}
@@ -277,7 +277,7 @@ def _read(
       path: path of the file, or of a directory of files.
       part: name of the split, with which the names of the files begin; '' if `path` is a file.
       notes: object that takes the notes of the file's records.
-      cache: cache of what reading large files found.
+      cache: cache of the records and notes of large files.
       form: function that refuses records of another form; None if records must ask.
       with_question: whether a record that asks is allowed whatever its form, as in an evaluation file, whose records
         may be prompts or answers.

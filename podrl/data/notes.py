@@ -1,4 +1,4 @@
-"""Stores, of every record in a file, the hash of its question and whether it has an answer, while the file is read."""
+"""Stores the hash of every record's question, and whether the record has an answer, while a file is read."""
 
 import array
 import hashlib
@@ -16,7 +16,7 @@ class Notes:
     """The notes of the records of one source, in their order."""
 
     def __init__(self, question_field: str, answer_field: str) -> None:
-        """Starts without notes; the arguments name the record's fields with the question and the answer."""
+        """Makes empty notes; the arguments name the record's fields with the question and the answer."""
         self._question, self._answer = question_field, answer_field
         self._hashes, self._answered = array.array("Q"), array.array("b")
 
@@ -43,7 +43,8 @@ class Notes:
         self._note(record, answered=shape.answers(record, place, self._answer))
 
     def note_any_answer(self, record: Record, place: str) -> None:
-        """Adds the notes of a record with its own completion; nobody trains on its answer field, of any content."""
+        """Adds the notes of a record with its own completion; its answer field may have any content, as no one trains
+        on it."""
         try:
             answered = shape.answers(record, place, self._answer)
         except ValueError:

@@ -25,7 +25,7 @@ class PairStream(Batches[_Pair]):
     """An endless, exactly resumable stream of `SFTBatch`: rows 2p and 2p + 1 are the answers of pair p, chosen first.
 
     Attributes:
-      steps_per_epoch: number of batches whose pairs are as many as the records, at least 1.
+      steps_per_epoch: number of batches that together have as many pairs as there are records, at least 1.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class PairStream(Batches[_Pair]):
             same solution is rejected.
           tokenizer: tokenizer of the model that learns.
           pairs: number of pairs in a batch.
-          max_length: most tokens of prompt and answer together; data.long_prompts says whether pairs with a longer
-            answer are left out or are an error.
+          max_length: largest number of tokens of prompt and answer together; data.long_prompts says whether pairs with
+            a longer answer are left out or are an error.
           key: name of the setting that is `max_length`, for messages.
 
         Raises:

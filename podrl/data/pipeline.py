@@ -38,8 +38,8 @@ class PromptStream(Batches[_Task]):
 
     Attributes:
       prompts_per_step: number P of prompts in a step of the whole job.
-      steps_per_epoch: number of steps whose prompts are as many as the records, at least 1.
-      curriculum: pass rates by which prompts are chosen; None if every prompt has its turn.
+      steps_per_epoch: number of steps that together have as many prompts as there are records, at least 1.
+      curriculum: pass rates by which prompts are chosen; None if all prompts come in turn.
       unanswered: (place and fields of a record without an answer, the source's own reward functions) for each file
         that has such a record.
       groups: names of the groups that the records' field `group` may have.
@@ -68,7 +68,7 @@ class PromptStream(Batches[_Task]):
           render: function of a record (of a `Sourced` record in a mixture) that returns its prompt and reward fields.
           tokenizer: tokenizer of the model that answers.
           prompts_per_step: number of prompts in a step of the whole job.
-          max_prompt_length: most tokens of a prompt; also the width of every batch.
+          max_prompt_length: largest number of tokens of a prompt; also the width of every batch.
           shuffle_seed: seed of the order; None keeps the source's order.
           long_prompts: treatment of a longer prompt: 'skip' leaves it out and counts it, 'error' raises.
           unanswered: value of the attribute `unanswered`.
@@ -120,7 +120,7 @@ class PromptStream(Batches[_Task]):
           config: settings of the data.
           tokenizer: tokenizer of the model that answers.
           prompts_per_step: number of prompts in a step of the whole job.
-          max_prompt_length: most tokens of a prompt.
+          max_prompt_length: largest number of tokens of a prompt.
           hint_tokens: number of tokens by which a teacher's prompt may exceed `max_prompt_length`.
           teachers: tokenizers of teachers, as in `renderer`.
 
@@ -156,7 +156,7 @@ class PromptStream(Batches[_Task]):
     ) -> "PromptStream":
         """Builds a stream over a list of prompts: texts, which are used as they are, or records (podrl.data.shape).
 
-        A question becomes a turn of the chat template if the model has one, behind the instructions `system`. Reward
+        A question becomes a turn of the chat template if the model has one, after the instructions `system`. Reward
         functions read the record's fields as they are, and its question as `question`. A prompt that is too long is an
         error. The other arguments are those of the constructor.
 
@@ -206,8 +206,8 @@ def held_out_prompts(
       config: settings of the data.
       tokenizer: tokenizer of the model that answers.
       count: number of prompts; the result has fewer if the data holds fewer out.
-      max_prompt_length: most tokens of a prompt; `config.long_prompts` says whether longer prompts are left out or are
-        an error.
+      max_prompt_length: largest number of tokens of a prompt; `config.long_prompts` says whether longer prompts are
+        left out or are an error.
       batch_size: number of prompts in each batch (the last may hold fewer); None puts all prompts into one batch.
 
     Returns:

@@ -74,7 +74,7 @@ class CurriculumConfig:
 
     @property
     def shares(self) -> dict[int, float]:
-        """Maps each pool that has a share of the prompts to its share."""
+        """Maps each pool with a share of the prompts to its share."""
         share_of_pool = {EASY: self.easy_share, HARD: self.hard_share}
         return {pool: share for pool, share in share_of_pool.items() if share is not None}
 
@@ -175,7 +175,7 @@ class Curriculum:
     """
 
     def __init__(self, config: CurriculumConfig, records: int) -> None:
-        """Starts without results."""
+        """Stores the settings; there are no results yet."""
         self.config, self.records = config, records
         self._lag, self._row = 0, -1
         self._lock = threading.Lock()
@@ -188,14 +188,14 @@ class Curriculum:
 
     @property
     def lag(self) -> int:
-        """The number of steps right before a batch's step whose results come too late to choose the batch."""
+        """Number of steps right before a batch's step whose results come too late for the choice of the batch."""
         return self._lag
 
     def begin(self, *, lag: int, names: Sequence[str]) -> None:
         """Sets the values that stay the same during a run.
 
         Args:
-          lag: number of steps right before a batch's step whose results come too late to choose the batch.
+          lag: number of steps right before a batch's step whose results come too late for the choice of the batch.
           names: names of the run's reward functions, in the order of `Experience.reward_FB`.
 
         Raises:
@@ -210,7 +210,7 @@ class Curriculum:
                 )
             self._row = list(names).index(self.config.metric)
 
-    # The results of steps go in.
+    # Methods that add results of steps.
 
     def see(self, step: int, experience: Experience) -> None:
         """Adds the pass rates of the batch that step `step` trains on."""
@@ -232,15 +232,15 @@ class Curriculum:
         assert step == self._newest + 1, f"results of step {step} after those of {self._newest}"
         with self._lock:
             self._newer[step], self._newest = results, step
-            # The table must go back far enough to begin a batch again on a host that knows of one step less, or from a
-            # checkpoint of the step before.
+            # The table must reach back far enough to begin a batch again on a host that knows one step less, or from
+            # the checkpoint before.
             while self._at < step - 1 - self._lag:
                 self._move(max(self._table_at, self._at + 1))
                 self._before.popleft()
                 del self._newer[self._at]
                 self._at += 1
 
-    # Tables, sizes and checkpoints come out.
+    # Methods that return tables, sizes and checkpoints.
 
     @contextlib.contextmanager
     def table(self, batch: int) -> Iterator[Table]:

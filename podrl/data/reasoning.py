@@ -1,4 +1,4 @@
-"""Reads problems of the package reasoning-gym (extra [reasoning]), which a process of its own writes.
+"""Reads problems of the package reasoning-gym (extra [reasoning]), which a separate process generates.
 
 `data.path=reasoning_gym:NAME` names one of its datasets. The package takes seconds to import, so no process that
 trains or samples imports it: podrl.data.reasoning_worker does, and sends records.
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 PREFIX = "reasoning_gym:"
 _DEADLINE_S = 120.0  # seconds for some records; a few datasets write all their problems before the first one
 _AT_ONCE = 64  # largest number of records that one request asks for
-_LOOKED_AT = 20  # problems looked at for each question of an evaluation, before a dataset counts as too small
+_LOOKED_AT = 20  # number of problems tried for each question of an evaluation before a dataset counts as too small
 
 
 @functools.cache

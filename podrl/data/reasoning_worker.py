@@ -42,7 +42,7 @@ def records(
 ) -> list[str]:
     """Writes the problems at some indices of a split.
 
-    The candidates for index i are problem i of the dataset, and then problems at random places behind the first `size`.
+    The candidates for index i are problem i of the dataset, and then problems at random places after the first `size`.
     The first candidate whose question belongs to the split, by the question's hash, is the problem at index i.
 
     Args:

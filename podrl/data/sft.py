@@ -41,8 +41,8 @@ class SFTConfig:
 
     Attributes:
       batch_size: number of examples in a step.
-      max_length: most tokens of prompt and target together; data.long_prompts says whether longer examples are left out
-        or are an error.
+      max_length: largest number of tokens of prompt and target together; data.long_prompts says whether longer examples
+        are left out or are an error.
       tagged_share: share of the targets that keep the reference form, which is a call of the calculator for 'sums', and
         a search with a cited answer for 'facts'; the other targets are written as a base model might answer. It applies
         to the targets that podrl writes: the targets of embedded tasks, and of files of questions and answers.
@@ -87,7 +87,7 @@ class SFTStream(Batches[Example]):
     """An endless, exactly resumable stream of `SFTBatch`.
 
     Attributes:
-      steps_per_epoch: number of batches whose examples are as many as the records, at least 1.
+      steps_per_epoch: number of batches that together have as many examples as there are records, at least 1.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part
 def plain_solution(solution: str) -> str:
     """Extracts the reasoning of a GSM8K solution, without the answer's line and the calculator's marks."""
     before, _, after = solution.rpartition("\n####")
-    marked = before and "\n" not in after.strip()  # with more lines behind it, '####' begins a heading of Markdown
+    marked = before and "\n" not in after.strip()  # if more lines follow, '####' begins a heading of Markdown
     return _CALCULATION.sub("", before if marked else solution)
 
 
@@ -236,7 +236,7 @@ def by_part(writers: Sequence[Callable[[int, Any], Any]]) -> Callable[[int, Any]
 
 
 def _solved(record: sources.Record, place: str, data: DataConfig) -> bool:
-    """True if a record holds a question and its answer."""
+    """Returns True if a record holds a question and its answer."""
     return shape.is_text(record.get(data.question_field)) and shape.answers(record, place, data.answer_field)
 
 

@@ -16,7 +16,7 @@ PROMPTS_FILE = "prompts.json"  # file of an exported model that says how the run
 
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"} | {name: name for name in ("user", "assistant", "system", "tool")}
-_TEXTS = ("text", "input_text", "output_text")  # types of those content parts of OpenAI's interfaces that hold text
+_TEXTS = ("text", "input_text", "output_text")  # types of the content parts in OpenAI's interfaces that hold text
 
 
 def normal(record: Record) -> Record:
@@ -137,7 +137,8 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
 
 
 def is_learned(turn: Mapping[str, Any]) -> bool:
-    """True for a turn of the assistant that is to be learned: its 'weight', a field of OpenAI's form, is not 0."""
+    """Returns True for a turn of the assistant that must be learned: its 'weight', a field of OpenAI's form, is not
+    0."""
     return turn["role"] == "assistant" and turn.get("weight") != 0
 
 
@@ -230,7 +231,7 @@ def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
 
 
 def conversation(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
-    """Returns a conversation's turns, without a last turn of the assistant, because the model is to write that turn."""
+    """Returns a conversation's turns without a last turn of the assistant, because the model will write that turn."""
     turns = record[name]
     return turns[:-1] if turns[-1]["role"] == "assistant" else turns
 
@@ -245,7 +246,7 @@ def question(record: Record, question_field: str = QUESTION) -> str:
 
 
 def same_question(record: Record, question_field: str = QUESTION) -> str:
-    """Returns a text that is equal for records that ask the same question, whatever its case and white space.
+    """Returns a text that is equal for records with the same question, in any letter case and with any white space.
 
     The question of a conversation is the text of all its user's turns; the instructions of a system turn do not count.
     The field may hold a value of any type: a record of answers may ask in another field.
@@ -262,7 +263,7 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
     """Returns the fields of a record for reward functions and environments.
 
     `question` is the text of the question. If the record has an answer, `solution` is the text of the answer, and
-    `answer` is the part of it behind '####', or all of it without '####'. If the record lists several right answers,
+    `answer` is the part of it after '####', or all of it without '####'. If the record lists several right answers,
     both are lists. A field `solution` of the record's own stays. All other fields keep their names and values, and so
     do a `question_field` and an `answer_field` of other names.
 
@@ -283,7 +284,7 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
 
 
 def final_answer(solution: str) -> str:
-    """Reads the answer of a solution: the line behind the last '####', as in GSM8K, or else the whole text.
+    """Reads the answer of a solution: the line after the last '####', as in GSM8K, or else the whole text.
 
     If more than one line follows '####', it is a heading of Markdown and marks no answer.
     """

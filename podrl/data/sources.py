@@ -205,7 +205,7 @@ class _Normal(Records):
 
 
 class RecordCache(Protocol):
-    """A memory of files that were read before."""
+    """A cache of files that were read before."""
 
     def __call__(self, file: epath.Path, lines: _Lines, read: Callable[[], None]) -> None:
         """Fills `lines` with the file's records; calls `read`, which reads the file, if its content is not known."""

@@ -14,8 +14,8 @@ from podrl.types import BatchError
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
-# The number of consecutive items that may be too long. More are an error, because skipping on through a large source
-# would look like a hang.
+# The number of consecutive items that may be too long. A larger number is an error, because skipping through a large
+# source would look like a hang.
 MOST_IN_A_ROW = 10_000
 _TOLD = 1000  # number of records after which a check reports its progress again
 
@@ -58,7 +58,7 @@ class Limit:
     """The length limit of an item.
 
     Attributes:
-      tokens: most tokens of an item.
+      tokens: largest number of tokens of an item.
       key: name of the setting with this limit, for messages.
       beyond: treatment of a longer item: 'skip' leaves it out, 'error' raises.
     """

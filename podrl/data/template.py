@@ -30,8 +30,8 @@ class Part(NamedTuple):
 
     Attributes:
       text: text as the model reads or writes it.
-      learned: whether the model is to write the text; if False, the model reads it.
-      ends: whether the model is to end its turn behind the text.
+      learned: whether the model learns to write the text; if False, the model reads it.
+      ends: whether the model learns to end its turn after the text.
       rendered: whether the chat template wrote the text, with the start token if it writes one; if False, the text is
         plain and has no start token.
     """
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 def turn(text: str) -> Part:
-    """Makes the part of a whole turn of the model, or of the end of a turn, that is to be learned."""
+    """Makes the learned part for a whole turn of the model, or for the end of a turn."""
     return Part(text, learned=True, ends=True)
 
 
@@ -83,7 +83,7 @@ def completion(reasoning: str, answer: str) -> str:
 
 
 def gsm8k_answer(solution: str) -> str:
-    """Extracts the text behind the last `####` of a GSM8K solution; a number loses its commas: '1,200' becomes '1200'.
+    """Extracts the text after the last `####` of a GSM8K solution; a number loses its commas: '1,200' becomes '1200'.
 
     Raises:
       ValueError: the solution has no `####`.

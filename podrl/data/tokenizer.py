@@ -26,7 +26,7 @@ FILES = (
     "additional_chat_templates/tool_use.jinja",
 )
 ORDINARY = -1  # stands for any token that is not special
-_ANCHORS = ("\n", "0", ".", "a")  # a text is encoded behind the first of these that forms no token with it
+_ANCHORS = ("\n", "0", ".", "a")  # a text is encoded after the first of these characters that forms no token with it
 _WORD = "zq0x"  # stands for the model's words, or for a call's name, in a rendering that shows how a turn ends
 _ASK = {"role": "user", "content": "ask"}
 _SAID = {"role": "assistant", "content": _WORD}
@@ -68,7 +68,7 @@ class Tokenizer:
       bos_id: id of the start token; None if the model names none. `start_ids` says whether a text begins with it.
       start_ids: ids that the tokenizer's own post-processor puts before a plain text; often the start token, or none.
       eos_ids: every id that ends a completion: the tokenizer's own end token first, and the chat template's included.
-      turn_end_id: id that ends the model's turn: the mark that the chat template writes behind the turn, else the first
+      turn_end_id: id that ends the model's turn: the mark that the chat template writes after the turn, else the first
         end id.
       tools: schemas of the functions that the model may call; the chat template writes them into every conversation.
     """
@@ -124,7 +124,7 @@ class Tokenizer:
             Never set it for a rendering of the chat template: the template writes the start token if the model wants
             one.
           behind: id of the token before the text, or ORDINARY; None if nothing is before the text. Llama's and
-            Mistral's tokenizers put a space before a text that nothing precedes, and some of them also behind a special
+            Mistral's tokenizers put a space before a text that nothing precedes, and some of them also after a special
             token.
 
         Raises:
@@ -164,13 +164,14 @@ class Tokenizer:
         return next((own for own in found if own is not None), ids)
 
     def _split_behind(self, anchor: str, text: str) -> list[int] | None:
-        """Encodes a text behind the text `anchor`; None if a token holds characters of both."""
+        """Encodes a text after the text `anchor`; None if a token holds characters of both."""
         before, ids = self._backend.encode(anchor), self._backend.encode(anchor + text)
         return ids[len(before) :] if ids[: len(before)] == before else None
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 - of the few tokenizers of a process
     def _changed_by(self, anchors: tuple[str, ...]) -> bool:
-        """True if some texts have other tokens behind an anchor than alone, as where the tokenizer inserts a space."""
+        """Returns True if some texts have other tokens after an anchor than alone, for example if the tokenizer inserts
+        a space."""
         words = [(word, self._backend.encode(word)) for word in ("a", "1", "(", " a", "\n\na")]
         behind = [(self._split_behind(anchor, word), ids) for anchor in anchors for word, ids in words]
         return any(own is not None and own != ids for own, ids in behind)
@@ -200,15 +201,15 @@ class Tokenizer:
             ids = self._encode_behind(text, behind)
             if self._special.isdisjoint(ids):
                 return ids
-        # The text is cut behind the first character of every special token, so that no piece holds a whole one.
+        # The text is cut after the first character of every special token, so that no piece holds a whole one.
         cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
         ids: list[int] = []
         for start, end in itertools.pairwise(cuts):
             ids += self._encode_behind(text[start:end], ids[-1] if ids else behind)
         if self._special.isdisjoint(ids):
             return ids
-        # A special token is left that only the normalised text shows, or that has one character: each character is
-        # encoded alone, and characters that are special tokens are dropped.
+        # A special token remains if only the normalised text shows it, or if it has one character. Then each character
+        # is encoded alone, and characters that are special tokens are dropped.
         parts = [self._encode_behind(character, ORDINARY) for character in text]
         return [i for part in parts if self._special.isdisjoint(part) for i in part]
 
@@ -270,7 +271,7 @@ class Tokenizer:
           messages: mappings with 'role' (system, user, assistant or tool) and 'content'.
           add_generation_prompt: whether to end with the opening of the model's turn.
           tools: schemas of the functions that the model may call; None for the tokenizer's own.
-          marks: two texts, written before and behind each stretch that the template marks as the model's words.
+          marks: two texts, written before and after each stretch that the template marks as the model's words.
 
         Raises:
           ValueError: the tokenizer has no chat template, `messages` is no list of messages, or the template refuses
@@ -364,7 +365,8 @@ class Tokenizer:
     def _end_ids(
         self, generation: Mapping[str, Any], model: Mapping[str, Any], turns: Sequence[int]
     ) -> tuple[int, ...]:
-        """Lists the end tokens: the tokenizer's own, those of the first file that lists some, and the chat template's.
+        """Lists the end tokens: the tokenizer's own, the end tokens of the first file that lists some, and the chat
+        template's.
 
         Raises:
           ValueError: there are none, or one of them is not in the vocabulary.
@@ -387,14 +389,14 @@ class Tokenizer:
         return ends
 
     def _end_of(self, turn: Message) -> int | None:
-        """Returns the id of the mark that the chat template writes behind `turn`; None if it writes none."""
+        """Returns the id of the mark that the chat template writes after `turn`; None if it writes none."""
         for before in ([_ASK], [{"role": "system", "content": "be brief"}, _ASK], []):
             try:
                 text = self.apply_chat_template([*before, turn], add_generation_prompt=False) if self._templates else ""
             except ValueError:
                 continue
             _, found, tail = text.rpartition(_WORD)
-            # Behind a call, the template first closes the call: the mark of the turn is the last one.
+            # After a call the template first closes the call, so the mark of the turn is the last one.
             marks = [i for i in self._backend.encode(tail) if self._is_mark(i)] if found else []
             return next(iter(marks if turn is _SAID else reversed(marks)), None)
         return None
@@ -539,7 +541,7 @@ class _Json:
         self._add(path, named)
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         tokens = self._tokenizer.get_added_tokens_decoder()
-        # As in transformers, a token is special where either file says so.
+        # As in transformers, a token is special if either file says so.
         special = {i for i, token in tokens.items() if token.special} | {
             i for i, (_, is_special) in named.items() if is_special
         }
@@ -732,7 +734,7 @@ def right_padded(
 
     Args:
       rows: token ids of each sequence.
-      pad_id: id that stands beyond the end of a sequence.
+      pad_id: id that fills the row after the end of a sequence.
       width: T, at least the length of the longest sequence. None takes the length of the longest sequence, at least 1.
     """
     length_B = np.array([len(row) for row in rows], np.int32)

@@ -57,7 +57,7 @@ class Transform:
       length: bounds of the length of a field's text; records outside them are dropped.
       map: function 'file.py:function' or 'package.module:function', which is called in a process of its own with each
         record, a dict, and returns the new record, or None to drop the record.
-      deadline_s: most seconds that `map` may take for 256 records.
+      deadline_s: longest time that `map` may take for 256 records, in seconds.
     """
 
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""The decode engine: it draws the tokens of samples in one running batch, and knows nothing of rewards or episodes."""
+"""The decode engine: it draws the tokens of samples in one running batch, and knows neither rewards nor episodes."""

@@ -18,7 +18,7 @@ Ability = Literal["windows", "greedy_members", "tells"]
 class SamplingSettings:
     """Sampling settings. Every value is traced: changing it recompiles nothing.
 
-    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the filter before it left. A
+    The temperature applies first, then top-k, top-p and min-p, each to the tokens that the previous filter left. A
     filter also keeps the tokens that tie with the last token that it keeps.
 
     Attributes:
@@ -56,11 +56,11 @@ class Sampling(SamplingSettings):
     """Sampling settings of one request.
 
     Attributes:
-      max_new: most tokens that a sample may generate, including the end token; None is the engine's
+      max_new: largest number of tokens that a sample may generate, including the end token; None is the engine's
         max_tokens_to_generate.
       stop_ids: token ids that end a sample besides the tokenizer's own.
-      greedy: number of greedy samples per prompt. They are the first ones of the prompt, drawn at temperature 0, and
-        leave the prompt's other samples bit for bit unchanged.
+      greedy: number of greedy samples per prompt. They are the prompt's first samples, drawn at temperature 0, and
+        leave its other samples bit for bit unchanged.
       Others: fields of SamplingSettings.
     """
 
@@ -113,27 +113,29 @@ class RolloutConfig(SamplingSettings):
     """Settings of the rollout: sampling defaults and the fixed sizes of the decode engine.
 
     Attributes:
-      prompts_per_step: P, distinct prompts a training step samples from.
+      prompts_per_step: P, number of different prompts of a training step.
       max_tokens_to_generate: default of Sampling.max_new, tokens.
-      max_response_tokens: most tokens that follow a prompt, sampled tokens and tokens from the environment together;
-        must be set if samples have an environment. None is max_tokens_to_generate.
+      max_response_tokens: largest number of tokens that follow a prompt, sampled tokens and tokens from the environment
+        together; must be set if samples have an environment. None is max_tokens_to_generate.
       seed: seed of all samples; None is the job's seed.
-      max_prompt_length: longest prompt accepted, tokens.
-      kv_cache_size: most tokens that one sample may hold, including its prompt; a request that could exceed it is
-        refused.
+      max_prompt_length: length of the longest accepted prompt, in tokens.
+      kv_cache_size: largest number of tokens that one sample may hold, including its prompt; a request that could
+        exceed it is refused.
       data_type: dtype of the engine's weights, activations and cache; None is the trainer's compute dtype.
       eos_tokens: ids that end a sample; None is the tokenizer's.
       return_logprobs: accepted for compatibility; podrl always returns log-probabilities.
-      lanes: samples decoded at once over the whole mesh, rounded up to a multiple of its data-parallel size. Samples
-        are bitwise reproducible for a fixed number of lanes.
-      steps_per_dispatch: decode steps per device call; a finished sample's lane is refilled at the next call but one.
+      lanes: number of samples that the whole mesh decodes at once, rounded up to a multiple of its data-parallel size.
+        Samples are bitwise reproducible for a fixed number of lanes.
+      steps_per_dispatch: decode steps per device call; the lane of a finished sample is refilled two calls later.
       page_tokens: tokens per page of the key/value pool, a multiple of steps_per_dispatch.
       pool_tokens: tokens of key/value cache per data-parallel shard; None holds every lane's longest request. With a
         smaller pool, the scheduler moves caches of samples to the host when the pool is full.
       prefill_tokens: tokens prefilled per device call and shard; longer prompts are prefilled in chunks.
-      members_per_read: samples of one prompt that read a prompt page together; about the group size.
-      window_tokens: tokens that a sample draws under each version of the weights but the last, with max_staleness of 2
-        or more (docs/async.md); a multiple of steps_per_dispatch. None follows the lengths of earlier samples.
+      members_per_read: number of samples of one prompt that read a prompt page together; should be about the group
+        size.
+      window_tokens: number of tokens that a sample draws under each version of the weights except the last, with
+        max_staleness of 2 or more (docs/async.md); a multiple of steps_per_dispatch. None computes it from the lengths
+        of earlier samples.
       clock: rule by which weights change inside samples and batches are chosen, with max_staleness of 1 or more.
         'tokens' counts each sample's tokens, so that a run that is killed and resumed ends with bitwise the same
         weights. 'wall' takes the samples that finish first, for tools that take minutes; it records its decisions in a
@@ -201,7 +203,7 @@ class RolloutConfig(SamplingSettings):
 
     @property
     def response_tokens(self) -> int:
-        """The most tokens that follow a prompt."""
+        """Largest number of tokens that follow a prompt."""
         return self.max_tokens_to_generate if self.max_response_tokens is None else self.max_response_tokens
 
     @property

@@ -19,7 +19,7 @@ CALLS: dict[str, Callable[..., Any]] = {}  # the methods of Device that are sent
 
 
 def tell_nobody(name: str, args: Sequence[Any]) -> None:
-    """Sends a call nowhere: the `Tell` of a mesh on one host."""
+    """Does nothing: the `Tell` of a mesh on one host, which has no other hosts to send calls to."""
 
 
 def _told(call: Call) -> Call:
@@ -77,7 +77,7 @@ class Device:
           wait: whether to wait until the call is done, so that calls do not pile up.
         """
         self.state = self.engine.prefills[bucket](self._params, self.state, self.engine.put_rows(flat_BI))
-        if wait:  # not by a Backlog: the next call donates this state, so nobody could wait for it afterwards
+        if wait:  # not by a Backlog: the next call donates this state, so nothing could wait for it afterwards
             jax.block_until_ready(self.state.token_R)
 
     @_told

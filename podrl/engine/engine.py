@@ -88,7 +88,7 @@ class Engine:
         kernel: bool | None = None,
         routes: bool = False,
     ):
-        """Compiles nothing yet.
+        """Stores the model and the shapes; programs are compiled when they are first used.
 
         Args:
           model: the policy's architecture.
@@ -113,9 +113,9 @@ class Engine:
         self._attending, self._recurrent = (
             [m for m in kinds if (m.delta is None) == attends] for attends in (True, False)
         )
-        # The number of each kind of layers among the attention kinds, or among the kinds of linear attention.
+        # Number of each kind of layers, counted among the attention kinds or among the kinds of linear attention.
         self._number = [sum((m.delta is None) == (n.delta is None) for n in kinds[:k]) for k, m in enumerate(kinds)]
-        # The place of the first layer of each kind among all layers with experts, in the order of recorded routes.
+        # Place of each kind's first layer among all layers with experts, in the order of recorded routes.
         routed = [0 if m.experts is None else m.num_layers for m in kinds]
         self._first_routed = [sum(routed[:k]) for k in range(len(kinds))]
         self.kernel = all(
@@ -137,7 +137,7 @@ class Engine:
         self.prefills = {
             bucket: self._program(functools.partial(self._prefill, bucket), flat_args=1) for bucket in shape.buckets
         }
-        # Not jitted where it changes nothing: the results of a program would be a second copy of the weights.
+        # Not jitted if it changes nothing, because a program's results would be a second copy of the weights.
         self.prepare = jax.jit(self._prepare) if self.unrolled else self._prepare
 
     # Shapes and shardings.
@@ -233,7 +233,7 @@ class Engine:
         return Spec(*(e[0] if e and len(e) == 1 else e for e in kept))
 
     def _mapped(self, local: Callable, specs: tuple) -> Callable:
-        """Maps `local` over the data-parallel shards; `specs` are those of its arguments and those of its results."""
+        """Maps `local` over the data-parallel shards; `specs` are the specs of its arguments and of its results."""
         is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
         tensor = self.mesh.shape["tensor"] > 1
         inside, outside = jax.tree.map(self._manual, specs, is_leaf=is_spec) if tensor else specs
@@ -303,7 +303,7 @@ class Engine:
 
     def _shown(self, spec: Spec) -> NamedSharding:
         """Returns the sharding of a result that hosts read: each host of a replica gets all of the replica's rows."""
-        if self.several_hosts:  # rows stay cut over `data`: the hosts of a replica read its own rows alone
+        if self.several_hosts:  # rows stay cut over `data`: the hosts of a replica read only the replica's rows
             spec = Spec(*("data" if "data" in ((e,) if isinstance(e, str) else e or ()) else None for e in spec))
         return NamedSharding(self.mesh, spec)
 
@@ -320,7 +320,7 @@ class Engine:
     # The programs' functions, which run on each shard.
 
     def _prepare(self, params: PyTree) -> PyTree:
-        """Converts weights to the programs' form: one tree per layer where layers are unrolled, else unchanged."""
+        """Converts weights to the programs' form: one tree per layer if layers are unrolled, else unchanged."""
         if not self.unrolled:
             return params
         stacks = parameters.stacks_of(params["layers"], self.model)
@@ -528,7 +528,7 @@ class Engine:
         return state, out
 
     def _any(self, live_R: Array) -> Array:
-        """Returns True while the loop of any shard continues that must take as many steps as this one."""
+        """Returns True while any shard whose loop must take as many steps as this shard's still continues."""
         alive = jnp.any(live_R)
         # A collective deadlocks unless all its shards run it equally often. Shards gather weights over fsdp and
         # exchange tokens over expert; with tensor > 1 XLA places collectives, so all shards take the same number of
@@ -639,8 +639,8 @@ class Engine:
     def _flush(self, pool_LMKCH: Array, recent_LRKNH: Array, reads: ReadList, live_R: Array) -> Array:
         """Writes the dispatch's keys, values or routes to pages; lanes that were not live write to the unread page.
 
-        NaN and infinity are replaced by finite numbers. Their lane has failed, and a later owner of the page gives the
-        keys that it does not see the weight 0, but 0 x NaN is NaN.
+        NaN and infinity are replaced by finite numbers. Their lane has failed. A later owner of the page gives unseen
+        keys the weight 0, but 0 x NaN would be NaN.
         """
         page_R = jnp.where(live_R, reads.write_page_R, self.shape.pages - 1)
 
@@ -654,7 +654,7 @@ class Engine:
     # Prefill.
 
     def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
-        """Computes keys, values and memories of given tokens, but no logits; `pack_chunks` makes `flat_BI`."""
+        """Computes keys, values and memories of given tokens, but no logits; `flat_BI` comes from `pack_chunks`."""
         model, s = self.model, self.shape
         J, C, B = s.max_pages, s.page_tokens, s.prefill_rows(bucket)
         length_B = begins_B = ends_B = jnp.zeros(B, jnp.int32)

@@ -26,14 +26,14 @@ _LANES, _ROWS = 128, 8  # size of a register in float32
 _PAGES = 8  # pages of a block, fewer if its keys and values would take more than _BUFFER bytes
 _BUFFER, _VMEM_BYTES = 2 << 20, 32 << 20
 _SCALAR_BYTES = 512 << 10  # half of a core's memory for scalars
-_SCORES = 6  # most arrays of a head's scores that the compiler keeps at once
+_SCORES = 6  # largest number of arrays of a head's scores that the compiler keeps at once
 
 
 class Sizes(NamedTuple):
     """Sizes that decide how much near memory (VMEM) a run takes.
 
     Attributes:
-      W: most lanes of a run.
+      W: largest number of lanes of a run.
       K: key heads of a device.
       G: queries of a lane per key head.
       C: tokens of a page.
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
         return -(-self.G // _ROWS) * _ROWS
 
     def pages(self, dtype: jnp.dtype) -> int:
-        """Returns the most pages of a block."""
+        """Returns the largest number of pages of a block."""
         room = _BUFFER // (2 * self.K * self.C * self.H * jnp.dtype(dtype).itemsize)
         return max(1, min(room, _PAGES))
 
@@ -81,7 +81,7 @@ def takes(page_tokens: int, head_dim: int, dtype: jnp.dtype, *, numbers: int) ->
 def chosen(
     wanted: bool | None, model: ModelConfig, mesh: Mesh, page_tokens: int, reads: ReadShape, dtype: jnp.dtype
 ) -> bool:
-    """Returns True if an engine attends by a kernel: as the configuration says, else where the kernel runs and pays.
+    """Returns True if an engine uses the attention kernel: as configured, else if the kernel runs and pays.
 
     On TPUs it pays if a device has two cores, which share no near memory: XLA then writes the pages that it gathers to
     HBM (counted: docs/measurements/planning.md). On GPUs it always pays (docs/measurements/chips.md).
@@ -215,7 +215,7 @@ def _kernel(
         for w in range(W):
             lane = member(w)
 
-            # A read may serve fewer than W lanes: skip its empty places.
+            # A read may serve fewer than W lanes, so its empty places are skipped.
             @pl.when((number_R[lane] > 0) & (first_R[lane] == read * W + w))
             def _(w: int = w, lane: Any = lane) -> None:
                 for kept, out in ((sum_WKgH, out_RKgH), (top_WKg, stats_RKg)):
@@ -250,7 +250,7 @@ def _kernel(
 
 
 def _div(x: Any, by: int) -> Any:
-    """Divides integers that are not negative; `//` would look up the chip at hand, and there may be none."""
+    """Divides non-negative integers; `//` would look up the machine's chip, and there may be none."""
     return jax.lax.div(x, jnp.full_like(x, by))
 
 

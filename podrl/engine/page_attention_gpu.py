@@ -1,4 +1,4 @@
-"""A Pallas kernel of decoding attention for NVIDIA GPUs: one launch for all lanes, however much they read.
+"""A Pallas kernel of decoding attention for NVIDIA GPUs: one launch for all lanes, however many pages they read.
 
 XLA's form loops over reads. The loop's end is known on the device alone, so every turn costs a GPU a round trip to the
 host. Here each program of the grid belongs to a lane, a key head, and one of a few parts of the lane's reads, and takes
@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 from podrl.engine.reads import Runs
 from podrl.models.attention import NEG_INF
 
-_ROWS = 16  # fewest rows of a matrix product
-_PROGRAMS = 512  # about as many programs as keep a GPU of 132 processors busy
-_PARTS = 16  # most parts of a lane's reads
-_SCORES = 1 << 16  # most bytes of a page's keys of one head, which a program holds
+_ROWS = 16  # smallest number of rows of a matrix product
+_PROGRAMS = 512  # about the number of programs that keep a GPU with 132 processors busy
+_PARTS = 16  # largest number of parts of a lane's reads
+_SCORES = 1 << 16  # largest number of bytes of a page's keys of one head, which a program holds
 
 
 def takes(device: Any, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> bool:

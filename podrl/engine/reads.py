@@ -22,7 +22,7 @@ class ReadList:
 
     Attributes:
       total_2: number of shared reads in use, and of own reads in use.
-      longest_2: most shared reads of any lane, and most own reads of any lane.
+      longest_2: largest number of shared reads of a lane, and largest number of own reads of a lane.
       shared_page_U, shared_start_U, shared_count_U: prompt pages to read, each for up to W lanes: index of the page,
         position of its first token, number of its tokens.
       shared_lane_UW: lanes that each shared read serves.
@@ -100,9 +100,9 @@ class ReadShape:
 
     Attributes:
       lanes: R, lanes of the shard.
-      shared: U, most shared reads; a multiple of `podrl.engine.attention.SHARED_BLOCK`.
-      own: O, most own reads; a multiple of `podrl.engine.attention.OWN_BLOCK`.
-      members: W, most lanes that a shared read serves.
+      shared: U, largest number of shared reads; a multiple of `podrl.engine.attention.SHARED_BLOCK`.
+      own: O, largest number of own reads; a multiple of `podrl.engine.attention.OWN_BLOCK`.
+      members: W, largest number of lanes that a shared read serves.
     """
 
     lanes: int

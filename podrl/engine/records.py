@@ -8,7 +8,7 @@ from podrl.engine.reads import Page
 
 
 class Status(enum.Enum):
-    """State of a sample: waiting for a lane, running in a lane, paused by its caller without a lane, or ended."""
+    """State of a sample: waiting for a lane, running in a lane, paused by its caller (without a lane), or ended."""
 
     WAITING = 0
     RUNNING = 1
@@ -56,8 +56,8 @@ class Sample:
       id: handle of the sample.
       prompt: handle of the sample's prompt.
       length: number of tokens of the prompt.
-      max_new: most tokens that the sample may sample.
-      expected: the caller's guess of how many tokens the sample will draw; None without a guess.
+      max_new: largest number of tokens that the sample may sample.
+      expected: caller's estimate of the number of tokens that the sample will draw; None without an estimate.
       left: number of tokens that the sample may still draw, counted down by whole dispatches while it runs.
       position: position of the token that the sample feeds next.
       store: cache of the sample's own tokens.
@@ -68,9 +68,9 @@ class Sample:
       grown: upper bound of the tokens sampled so far.
       unfed: number of tokens before `position` without keys and values; they are prefilled when it is seated.
       compact: whether to feed again from the first page that is not full, not only from the last page.
-      seated: count of seats before its newest seat: the larger, the later it was seated; -1 before the first.
-      spilled_at: number of the plan that took its lane away, -1 without one. The tokens that were in flight then are
-        known only at a later plan, so that plan does not seat it again.
+      seated: order of its newest seat: a larger number means a later seat; -1 before the first.
+      spilled_at: number of the plan that took its lane away; -1 without one. That plan does not seat it again, because
+        the tokens in flight are known only to a later plan.
     """
 
     id: int
@@ -118,9 +118,9 @@ class Plan:
       spills: stores to copy to the host; their pages and places may be overwritten afterwards.
       restores: stores to copy back, with their new pages and places.
       prefills: prompts to prefill.
-      feeds: prefills of samples' given tokens, which run after those of prompts.
+      feeds: prefills of samples' given tokens, which run after the prompts' prefills.
       frees: (shard, lane) of lanes to stop.
-      copies: (shard, place, lane) of memories of prompts to copy to lanes, from which newly seated samples begin.
+      copies: (shard, place, lane) of prompts' memories to copy to lanes, where newly seated samples begin from them.
       seats: samples to put into lanes; each has its shard and lane.
       running: (sample, shard, lane) of every lane in the dispatch; empty if there is nothing to run.
     """
@@ -142,10 +142,11 @@ class Feed:
     Attributes:
       sample: the sample.
       start: position of the first token to prefill.
-      prior: (page, start, count) of the prompt's pages and of the full pages that the sample has already.
+      prior: (page, start, count) of the prompt's pages and of the sample's full pages.
       targets: indices of the pages for the new keys and values.
       offset: number of tokens that the first target page holds already.
-      place: place of the prompt's memory, from which the prefill begins; it leaves the new memory in the sample's lane.
+      place: place of the prompt's memory, from which the prefill begins; the prefill writes the new memory to the
+        sample's lane.
     """
 
     sample: Sample
@@ -167,7 +168,7 @@ class PoolShape:
       page_tokens: tokens of a page.
       steps: decode steps of a dispatch.
       members: samples that share a read of a prompt's page.
-      sample_pages: most pages that a sample and its prompt may hold together.
+      sample_pages: largest number of pages that a sample and its prompt may hold together.
       calls: (longest chunk in tokens, rows of a shard) of each prefill call, ascending.
       slots: prompts of a shard whose memory of linear attention is kept, at least `lanes`; 0 for models without linear
         attention.

@@ -49,7 +49,7 @@ class RouteReader:
     """
 
     def __init__(self, device: Device):
-        """Reads nothing yet."""
+        """Makes an empty collection."""
         self._device = device
         self._wanted: list[tuple[_Piece, int]] = []  # (piece, index of its page)
         self._used = [0] * device.engine.shards
@@ -58,7 +58,7 @@ class RouteReader:
     def want(self, owner: Routed, length: int, stores: Sequence[tuple[str, int, Sequence[Page]]]) -> None:
         """Requests the routes of a sample's tokens; they are in `owner.routes` after the next `settle`.
 
-        Tokens that are in none of the pages keep the routes that were read before, else 0.
+        Tokens that are in none of the pages keep the routes that were read before; if there are none, they get 0.
 
         Args:
           owner: the sample.

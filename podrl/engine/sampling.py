@@ -38,8 +38,8 @@ class Draw:
       kept_R: share of the probability at that temperature that the lane's filters left; exactly 1 without filters. The
         token was drawn with log-probability logprob_R - log(kept_R).
       raw_logprob_R: log-probability of the token under softmax of the logits, nats.
-      failed_R: whether there is no distribution, because a logit was NaN or +infinity or all were -infinity; the other
-        fields then mean nothing.
+      failed_R: True if there is no distribution, because a logit was NaN or +infinity or all were -infinity; the other
+        fields are then invalid.
     """
 
     token_R: Int[Array, " R"]
@@ -81,7 +81,8 @@ def draw(
     # times as long there.
     V = logits_RV.shape[-1]
     first_R = jnp.min(jnp.where(logits_RV == top_R[:, None], jnp.arange(V, dtype=jnp.int32), V), axis=-1)
-    # No logit equals the maximum if the compiler computes the logits twice with different results: fail, do not guess.
+    # Without a logit that equals the maximum (the compiler may have computed the logits twice, differently) the lane
+    # fails.
     failed_R |= greedy_R & (first_R == V)
     token_R = jnp.where(greedy_R, first_R, sampled_R)
     token_R = jnp.where(failed_R, 0, token_R)
@@ -124,7 +125,8 @@ def _pick(weight_RI: Float[Array, "R I"], uniform_R: Float[Array, " R"]) -> tupl
     total_R = upto_RI[:, -1]
     past_RI = upto_RI <= (uniform_R * total_R)[:, None]
     index_R = jnp.sum(past_RI, axis=-1, dtype=jnp.int32)
-    # Rounding may make the target equal to the total, which no sum exceeds: then the last index with weight is right.
+    # Rounding may make the target equal to the total, which no sum exceeds; the right index is then the last one with
+    # weight.
     place_RI = jnp.where(weight_RI > 0, jnp.arange(weight_RI.shape[-1], dtype=jnp.int32), 0)
     last_R = jnp.max(place_RI, axis=-1)
     return jnp.minimum(index_R, last_R), total_R

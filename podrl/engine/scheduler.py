@@ -17,7 +17,8 @@ import numpy as np
 from podrl.engine.reads import LaneReads, Page, ReadShape
 from podrl.engine.records import Feed, Fill, Move, Plan, PoolShape, PromptRow, Sample, Status, Store
 
-# Prompts are prefilled ahead while a shard has fewer waiting samples than this times its lanes, or the call's rows.
+# Prompts are prefilled ahead while a shard has fewer waiting samples than this factor times its lanes, or than the
+# call's rows.
 _AHEAD = 2
 
 
@@ -63,7 +64,7 @@ class _Shard:
 class Scheduler:
     """Assigns lanes and pages to samples; moves pages to the host and back when the pool is full.
 
-    A caller adds samples. Then it repeats: it calls `plan()`, carries the plan out and calls `advance()`; as results
+    A caller adds samples. Then it repeatedly calls `plan()`, carries the plan out and calls `advance()`. When results
     arrive it calls `finish`, `pause` and `resume`.
     """
 
@@ -78,7 +79,7 @@ class Scheduler:
         self._plans = 0
         self._lengths: dict[int, list[int]] = {}  # new tokens of finished samples, by prompt
 
-    # Calls by which the caller reports changes.
+    # Methods by which the caller reports changes.
 
     def add(
         self,
@@ -94,7 +95,7 @@ class Scheduler:
         Args:
           prompt: handle of the prompt, not used before.
           length: number of tokens of the prompt.
-          samples: (handle, most new tokens, expected new tokens or None) of each sample.
+          samples: (handle, largest number of new tokens, expected number of new tokens or None) of each sample.
           pieces: number of groups to cut the samples into; groups may run on different shards.
           urgent: whether these samples get lanes before samples that are not urgent.
         """
@@ -108,7 +109,7 @@ class Scheduler:
         self._sorted = False
 
     def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[Store, int, list[int]]]:
-        """Frees the lane and pages of a sample that has ended, and those of its prompt after the prompt's last sample.
+        """Frees the lane and pages of a sample that has ended, and the prompt's pages after the prompt's last sample.
 
         Args:
           handle: handle of the sample.
@@ -121,7 +122,7 @@ class Scheduler:
         sample = self.samples.pop(handle)
         if sample.status is Status.WAITING:  # rare: only a cancelled sample ends before it was in a lane
             piece = next((piece for piece in self._pieces if any(s is sample for s in piece)), None)
-            if piece is not None:  # it has no shard yet, so it holds no pages
+            if piece is not None:  # the sample has no shard yet, so it holds no pages
                 piece[:] = [s for s in piece if s is not sample]
                 self._pieces = [piece for piece in self._pieces if piece]
                 sample.status = Status.DONE
@@ -178,7 +179,7 @@ class Scheduler:
         which tokens are fed again, because feeding a token again changes the last bits of all logits after it.
 
         Returns:
-          The sample's store, in a list, if the store's copy on the host is useless now; else an empty list.
+          A list with the sample's store if the store's copy on the host is now useless; else an empty list.
         """
         sample = self.samples[handle]
         self._vacate(sample, live=True)
@@ -215,9 +216,10 @@ class Scheduler:
         assigned.insert(sum(s.grown > 0 for s in assigned), sample)
 
     def _fit(self, sample: Sample, *, compact: bool) -> _Fit:
-        """Counts the pages that a sample's given tokens need when they are fed behind its last page.
+        """Counts the pages that a sample's given tokens need when they are fed after its last page.
 
-        With `compact` they are fed behind its first page that is not full: the tokens of all later pages are fed again.
+        With `compact` they are fed after its first page that is not full, and the tokens of all later pages are fed
+        again.
         """
         C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
         keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
@@ -235,12 +237,12 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """True while any sample waits for a lane or runs."""
+        """Returns True while any sample waits for a lane or runs."""
         return any(s.status in (Status.WAITING, Status.RUNNING) for s in self.samples.values())
 
     @property
     def crowded(self) -> bool:
-        """True while any sample waits for a lane."""
+        """Returns True while any sample waits for a lane."""
         return bool(self._pieces) or any(shard.assigned for shard in self._shards)
 
     def free_counts(self) -> tuple[int, int]:
@@ -301,7 +303,7 @@ class Scheduler:
         sample.store.pages.append(Page(shard.take(1)[0], sample.position, 0))
 
     def _spill_one(self, shard: _Shard, plan: Plan) -> bool:
-        """Moves one store to the host: an idle one, else that of the sample seated last, which loses its lane.
+        """Moves one store to the host: an idle store, else the store of the sample seated last, which loses its lane.
 
         Returns False if there is no sample or store to move.
         """
@@ -322,7 +324,7 @@ class Scheduler:
     def _idle_stores(self, shard: _Shard) -> list[Store]:
         """Lists the stores on the device that no running sample reads, in the order in which they are spilled.
 
-        Stores of paused samples come first, then stores of waiting samples, then those of prompts.
+        Stores of paused samples come first, then stores of waiting samples, then stores of prompts.
         """
         return [
             *self._resting(shard, Status.PAUSED),
@@ -377,7 +379,7 @@ class Scheduler:
                 continue
             if self._pieces and self._goes_before(shard) and self._make_room(shard, self._pieces[-1][0], plan):
                 self._assign(shard, self._pieces.pop())
-            # A sample that this plan spilled is not seated again by it: the tokens in flight are not read yet.
+            # This plan does not seat a sample that it spilled, because the sample's tokens in flight are not read yet.
             ready = bool(shard.assigned) and shard.assigned[0].spilled_at < self._plans
             if ready and self._make_room(shard, shard.assigned[0], plan):
                 self._seat(shard, shard.assigned.pop(0), plan)
@@ -387,8 +389,8 @@ class Scheduler:
     def _goes_before(self, shard: _Shard) -> bool:
         """Returns True if the next group of samples goes before the shard's assigned samples.
 
-        It does if no sample is assigned, or if the group is urgent and the first assigned sample is neither urgent nor
-        begun.
+        This is the case if no sample is assigned, or if the group is urgent and the first assigned sample is neither
+        urgent nor begun.
         """
         first = shard.assigned[0] if shard.assigned else None
         return first is None or (self._pieces[-1][0].urgent and not first.urgent and not first.grown)
@@ -454,8 +456,8 @@ class Scheduler:
     def _expected(self, sample: Sample) -> float:
         """Estimates how many new tokens a sample will have when it ends.
 
-        The estimate is the caller's, else the mean of the prompt's finished samples, else half of `max_new`; it is at
-        least one dispatch more than the sample has, and at most `max_new`.
+        The estimate comes from the caller, else from the mean of the prompt's finished samples, else it is half of
+        `max_new`. It is at least one dispatch more than the sample has, and at most `max_new`.
         """
         if sample.expected is not None:
             guess = sample.expected

@@ -28,7 +28,7 @@ class Opening:
     Attributes:
       tokens: token ids to append ("given tokens").
       stop_strings, stop_ids: texts and ids that pause the sample, besides the ids that end every sample.
-      max_new: most tokens to sample before the sample pauses; None for as many as it has left.
+      max_new: largest number of tokens to sample before the sample pauses; None for all its remaining tokens.
     """
 
     tokens: Sequence[int] = ()
@@ -55,18 +55,20 @@ class Track:
       drawn: a list over the tokens for each name of `podrl.types.DRAWN`; a given token has the column's fill.
       sampled: number of tokens sampled so far.
       limit: value of `sampled` at which the sample ends or pauses.
-      hold: value of `sampled` at which the sample leaves the session, to go on in another session; None for never.
+      hold: value of `sampled` at which the sample leaves the session, to continue in another; None for never.
       held: whether the sample is outside of a session: it has left its session, or has not entered one yet.
-      recorded: whether `hold` repeats an interruption by the wall clock. Pages are then laid out as they were when
-        nobody knew of the interruption beforehand.
+      recorded: whether `hold` repeats an interruption by the wall clock. Pages are then laid out as in the original
+        run, in which the interruption was not known beforehand.
       stop: reason why the sample ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
-      paused: reason why the sample paused, as for `stop`; None while it runs.
+      paused: reason why the sample paused, with the values of `stop`; None while it runs.
       first: index of the first token after the tokens that were appended last (`Session.extend`).
-      text: the completion without end tokens, cut after a stop string; while paused, the part from token `first` on.
+      text: text of the completion without end tokens, cut after a stop string; while paused, its part from token
+        `first` on.
       epoch: number of pauses so far. A dispatch launched before a pause may have decoded beyond it; the epoch at the
         launch shows that these results are void.
-      breaks: numbers of sampled tokens at which the sample went on in another session under the same weights. Prefill
-        computed its keys and values anew there, with other last bits than decoding, so a repeat has to break there too.
+      breaks: numbers of sampled tokens at which the sample continued in another session under the same weights. Prefill
+        computed its keys and values anew at these points, and its last bits differ from decoding's, so a repetition
+        must break at the same points.
       recording: whether to record the experts that the sample's tokens take.
       routes: experts of the tokens of prompt and completion, as in `Rollouts.route_BTX`, when it last left a session.
         Every session computes all tokens anew, so each token has the experts of its newest computation. None before
@@ -145,14 +147,14 @@ class Session:
         eos_ids: Sequence[int],
         cache_tokens: int,
     ):
-        """Begins with no samples.
+        """Makes a session without samples.
 
         Args:
           device: pools, lanes and weights.
           version: version of the weights.
           decode: function that turns token ids into text, without special tokens.
           eos_ids: ids that end every sample.
-          cache_tokens: most tokens of a sample, prompt included.
+          cache_tokens: largest number of tokens of a sample, prompt included.
         """
         engine, s = device.engine, device.engine.shape
         self.device, self.engine, self.stats = device, engine, Stats()
@@ -217,7 +219,7 @@ class Session:
         *,
         recording: bool = False,
     ) -> Track:
-        """Makes the record of a sample that is in no session yet; for the arguments see `add` and `Track`."""
+        """Makes the record of a sample that is not in a session yet; for the arguments see `add` and `Track`."""
         assert sampling.max_new is not None and sampling.max_new > 0, sampling
         stop_ids = (*self._eos_ids, *sampling.stop_ids)
         finder = StopFinder(sampling.stop_strings, self._decode) if sampling.stop_strings else None
@@ -258,12 +260,12 @@ class Session:
 
     @property
     def open(self) -> int:
-        """Number of samples that have not ended, paused ones included."""
+        """Number of samples that have not ended, including paused samples."""
         return len(self._tracks)
 
     @property
     def busy(self) -> bool:
-        """True while `step` has something to do; False also if every open sample is paused."""
+        """Returns True while `step` has work; False if every open sample is paused."""
         return bool(self._flights) or self._scheduler.busy
 
     @property
@@ -288,7 +290,7 @@ class Session:
         return max(began + 0.9 * min(self.took) - 2 * max(self.planned) - time.perf_counter(), 0.0)
 
     def step(self) -> list[Track]:
-        """Launches the next dispatch, if there is work for it, and reads the one launched before it.
+        """Launches the next dispatch, if there is work for it, and reads the previous dispatch.
 
         Returns:
           The samples that ended, paused or left the session in the dispatch that was read.
@@ -305,7 +307,7 @@ class Session:
         return self.read()
 
     def read(self) -> list[Track]:
-        """Reads the dispatch in flight, if there is one, and launches none: the device is idle from then on.
+        """Reads the dispatch in flight, if there is one, and launches no other, so the device is idle afterwards.
 
         Returns:
           The samples that ended, paused or left the session, as `step` does.
@@ -341,7 +343,7 @@ class Session:
             self._scheduler.resume(track.handle, left=last - track.sampled)
 
     def hold(self, track: Track) -> None:
-        """Takes an open sample out of the session; another session can go on with its record."""
+        """Takes an open sample out of the session; another session can continue its record."""
         if not track.held:
             track.held = True
             self._release(track, live=track.paused is None and track.sampled < track.until)
@@ -372,7 +374,7 @@ class Session:
         return self.engine.shape.stop_ids - len(self._eos_ids) - len(sampling.stop_ids)
 
     def room(self, track: Track) -> int:
-        """Returns for how many more tokens of a sample the cache has room."""
+        """Returns the number of further tokens of a sample for which the cache has room."""
         return self._cache_tokens - len(track.prompt) - len(track.tokens)
 
     def _open(self, track: Track, opening: Opening) -> None:
@@ -506,7 +508,8 @@ class Session:
         return events
 
     def _settle(self, track: Track, live: bool) -> bool:
-        """Ends or pauses a sample after its new tokens were read, or takes it out of the session, if it is time to.
+        """Ends or pauses a sample after its new tokens were read, or takes it out of the session, if one of these is
+        due.
 
         Returns:
           True if it did any of these, False if the sample goes on.
@@ -570,7 +573,7 @@ class Session:
         del self._tracks[track.handle]
 
     def _text(self, track: Track, stop: int, first: int = 0) -> str:
-        """Decodes a completion from its token `first` on, without an end token, and cut after a stop string."""
+        """Decodes a completion from its token `first` on, without an end token; cuts it after a stop string."""
         tokens = track.tokens[first:]
         text = self._decode(tokens[:-1] if stop == STOP_EOS else tokens)
         return track.finder.cut(text) if track.finder and stop == STOP_STRING else text

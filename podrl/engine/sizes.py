@@ -62,7 +62,7 @@ def engine_shape(config: RolloutConfig, shards: int, *, recurrent: bool = False)
                 f"{config.kv_cache_size}."
             )
     largest = max(C, min(prompt * C, config.prefill_tokens // C * C))
-    # A bucket of half a page, if samples have environments: most observations are shorter than a page.
+    # If samples have environments there is a bucket of half a page, because most observations are shorter than a page.
     buckets = [C // 2, C] if config.response_tokens > config.max_tokens_to_generate and C > 1 else [C]
     while buckets[-1] < largest:
         buckets.append(min(2 * buckets[-1], largest))

@@ -27,9 +27,9 @@ class EngineShape:
       pages: M, pages of the pool, including the last one, which is never read.
       page_tokens: C, tokens of a page.
       steps: decode steps per dispatch.
-      prompt_pages: most pages of a prompt.
-      max_pages: J, most pages that one sample and its prompt may hold together.
-      members: W, most samples that share a read of a prompt's page.
+      prompt_pages: largest number of pages of a prompt.
+      max_pages: J, largest number of pages that one sample and its prompt may hold together.
+      members: W, largest number of samples that share a read of a prompt's page.
       stop_ids: E, ids that may end a sample.
       buckets: lengths of prefill chunks, tokens, ascending; each has a program.
       prefill_tokens: tokens of a prefill call; its rows are this number divided by its bucket, at least 1.
@@ -68,7 +68,8 @@ class EngineShape:
         return tuple((bucket, self.prefill_rows(bucket)) for bucket in self.buckets)
 
     def chunk_pages(self, bucket: int) -> int:
-        """Returns the most pages that a chunk touches: one more than it fills, as it may begin inside a page."""
+        """Returns the largest number of pages that a chunk touches: one more than it fills, as it may begin inside a
+        page."""
         return -(-bucket // self.page_tokens) + 1
 
     def chunk_shape(self, shards: int, bucket: int) -> tuple[int, int]:
@@ -80,8 +81,8 @@ class EngineShape:
         """Packs chunks into the flat argument of a bucket's prefill: int32, one row per prefill row of the mesh.
 
         The columns are the fields of `Chunk`: the tokens (as many columns as the bucket), start, then J pages, J starts
-        and J counts of the pages before the chunk, the target pages, the offset. With slots there follow the number of
-        tokens and the places `begins` and `ends`.
+        and J counts of the pages before the chunk, the target pages, the offset. With slots the number of tokens and
+        the places `begins` and `ends` follow.
         """
         J, (rows, width) = self.max_pages, self.chunk_shape(shards, bucket)
         flat = np.zeros((shards, rows // shards, width), np.int32)
@@ -118,7 +119,7 @@ class EngineShape:
     def reads(self) -> ReadShape:
         """Returns the sizes of a read list that has room for any use of the lanes and pages.
 
-        In the worst case every shared read serves one lane, so there are as many as lanes times a prompt's pages.
+        In the worst case every shared read serves only one lane, so there are lanes times a prompt's pages of them.
         """
         shared = self.lanes * self.prompt_pages
         up = lambda n, block: -(-n // block) * block  # noqa: E731
@@ -133,7 +134,7 @@ class DecodeState:
 
     Attributes:
       pools: arrays that are cut into pages; a page has the same index in all of them. Each kind of attention layers has
-        two, its keys and its values, (L, M, K, C, H). Where routes are recorded, a last one has the experts that each
+        two, its keys and its values, (L, M, K, C, H). If routes are recorded, a last array has the experts that each
         token took, (L, M, 1, C, k) (`podrl.models.moe.route`).
       token_R: id of the token that each lane feeds next.
       position_R: position of that token in its sequence.
@@ -143,8 +144,8 @@ class DecodeState:
       stop_RE: ids that end the lane's sample; -1 in unused columns.
       memories: arrays of the memory that layers of linear attention keep of a sequence. Each kind of these layers, or
         each layer if the layers are unrolled, has two: states (L, P, N, H, U) and inputs of the convolution (L, P, I)
-        (`podrl.models.delta.memory_shapes`). P counts places (`EngineShape.places`), and the first R are those of the
-        lanes: the place of a live lane has the memory of the tokens before `position_R`.
+        (`podrl.models.delta.memory_shapes`). P counts places (`EngineShape.places`), and the first R places belong to
+        the lanes: the place of a live lane has the memory of the tokens before `position_R`.
     """
 
     pools: tuple[Array, ...]
@@ -165,7 +166,7 @@ class Emitted:
       tokens_RT: ids of the tokens; T is the number of decode steps, and the first `count_R` columns hold tokens.
       drawn: an array (R, T) for each name of `podrl.types.DRAWN`.
       count_R: number of tokens that each lane sampled.
-      live_R: whether the lane goes on sampling.
+      live_R: whether the lane continues to sample.
       failed_R: whether the lane ended because its logits were no distribution (`podrl.engine.sampling.Draw`).
       steps_X: number of decode steps that each shard ran.
     """
@@ -215,7 +216,7 @@ class LaneUpdates:
 
     @classmethod
     def unpacked(cls, packed_RI: Any) -> "LaneUpdates":
-        """Splits packed fields again; for use inside a compiled program."""
+        """Splits packed fields; for use inside a compiled program."""
         real_R3 = jax.lax.bitcast_convert_type(packed_RI[:, 7:10], jnp.float32)
         key_R2 = jax.lax.bitcast_convert_type(packed_RI[:, 5:7], jnp.uint32)
         return cls(*[*packed_RI[:, :5].T, key_R2, *real_R3.T, packed_RI[:, 10:]])
@@ -232,8 +233,8 @@ class Chunk:
       prior: (page, start, count) of the pages that hold the sequence's earlier tokens.
       targets: indices of the pages for the new keys and values.
       offset: place of the first token in the first target page; the page's earlier places keep their content.
-      begins, ends: places to read the memory before the chunk from, and to write the memory after it to; used if the
-        shape has slots.
+      begins, ends: places of the memory before the chunk, which is read, and of the memory after it, which is written;
+        used if the shape has slots.
     """
 
     shard: int

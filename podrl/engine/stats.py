@@ -10,9 +10,9 @@ class Meter:
     """Splits the device's time into seconds of prefill and seconds of decoding.
 
     If no dispatch is in flight, as at the start of a window, the caller waits for the prefill calls before it launches
-    the next dispatch, so that they are timed alone. By then the dispatch is ready to launch: the wait costs the device
-    the time of one launch. A prefill call behind a dispatch in flight is assumed to take as long as the mean of the
-    timed calls. Decoding is the rest of the time until the last dispatch is read.
+    the next dispatch, so that these calls are timed alone. The wait costs the device only the time of one launch,
+    because the dispatch is prepared meanwhile. A prefill call that is queued after a dispatch is assumed to take the
+    mean time of the timed calls. The remaining time until the last dispatch is read counts as decoding.
 
     Attributes:
       calls: number of prefill calls so far.
@@ -22,7 +22,7 @@ class Meter:
         self.calls = 0
         self._clock = clock
         self._flying = 0  # dispatches in flight
-        self._since = 0.0  # time at which the device could begin the work that is waited for next
+        self._since = 0.0  # time at which the device could begin its next work
         self._new = 0  # prefill calls since the last launch of a dispatch
         self._alone, self._alone_s = 0, 0.0  # prefill calls that were timed alone, and their seconds
         self._later_s = 0.0  # seconds of all other work
@@ -57,7 +57,7 @@ class Meter:
         self._flying, self._later_s, self._since = self._flying - 1, self._later_s + now - self._since, now
 
     def seconds(self) -> tuple[float, float]:
-        """Returns the seconds of prefill and those of decoding; (0, all seconds) if no prefill call was timed."""
+        """Returns (seconds of prefill, seconds of decoding); (0, all seconds) if no prefill call was timed."""
         between_s = min((self.calls - self._alone) * self._alone_s / max(self._alone, 1), self._later_s)
         return self._alone_s + between_s, self._later_s - between_s
 
@@ -129,7 +129,7 @@ class RolloutStats:
 
     @classmethod
     def of(cls, s: Stats, *, seconds: float, compiles: int) -> "RolloutStats":
-        """Makes the counters of a call from those of its session, which has ended."""
+        """Makes the counters of a call from the counters of its session, which has ended."""
         prefill_s, decode_s = s.meter.seconds()
         return cls(
             tokens=s.tokens,

@@ -28,8 +28,8 @@ class StopFinder:
         """
         start, self._seen = self._seen, len(tokens)
         text = self._text(tokens[self._first :])
-        # Some decoders write a whole run of bytes as partial as long as its last character is. A stop string in the
-        # run is then seen only in the text of fewer tokens.
+        # Some decoders write a whole run of bytes as partial while its last character is partial. A stop string in the
+        # run is then visible only in the text of fewer tokens.
         if self._contains(text) or _PARTIAL in text:
             for end in range(start + 1, len(tokens) + 1):
                 if self._contains(self._text(tokens[self._first : end])):

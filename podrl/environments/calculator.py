@@ -2,7 +2,7 @@
 
 import re
 
-LONGEST = 100  # most characters of an expression; this also bounds the size of its value
+LONGEST = 100  # largest number of characters of an expression; this also bounds the size of its value
 _NUMBER, _OPERATOR = re.compile(r"\s*(-?[0-9]+)"), re.compile(r"\s*([-+*])")
 
 

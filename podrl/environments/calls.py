@@ -34,12 +34,12 @@ _PART = re.compile(
     re.DOTALL,
 )
 _TAG = re.compile(r"<[|/]{0,2}+([A-Za-z_:-]{3,24}+)\|?+>?+")
-# Tags that are never read as calls, even if they resemble the name of a tool.
+# Tags that are never read as calls, even if they resemble a tool's name.
 _NO_CALLS = frozenset(("answer", "think", "tool_output", "tool_response", "snippet", "webpage"))
 _ALIKE = 0.8  # smallest difflib ratio at which a tag counts as a misspelt tag of a call
-_LAST_TAGS = 64  # most different tags of a turn that are compared with the tags of calls; the last ones
+_LAST_TAGS = 64  # largest number of different tags of a turn, the last ones, that are compared with the tags of calls
 _DEPTH = 64  # deepest nesting of arrays and objects in JSON of a model or a tool
-_SHOWN = 80  # most characters of the model's text that a message quotes
+_SHOWN = 80  # largest number of characters of the model's text that a message quotes
 _STRUCTURE = re.compile(
     r"<(?=\||/?(?:tool_output|snippet|webpage|call_tool|call|tool|tool_call|tool_response|answer)\b)", re.IGNORECASE
 )
@@ -348,7 +348,7 @@ class Json:
         return made if any(call.arguments and _alike(call.name, self._tools) for call in made[-_LAST_TAGS:]) else []
 
     def _is_meant(self, value: Any) -> bool:
-        """True for an object with arguments that names a known tool, though not under the key that calls use."""
+        """Returns True for an object with arguments that names a known tool, but under another key than calls use."""
         words = (*value, *value.values()) if isinstance(value, dict) and any(key in value for key in _CALLED) else ()
         return any(isinstance(word, str) and word in self._tools for word in words)
 
@@ -547,7 +547,7 @@ def _spoken(text: str, calls: Iterable[tuple[int, int]]) -> tuple[str, str]:
 
 
 def _json_in(text: str) -> tuple[list[tuple[int, int]], list[int]]:
-    """Finds the JSON in a text in one pass. A JSON decoder would start anew at each bracket: quadratic time.
+    """Finds the JSON in a text in one pass. A JSON decoder would start again at each bracket, in quadratic time.
 
     Returns:
       (start and end of each outermost object or array, start of each call that breaks off).
@@ -680,19 +680,20 @@ def _near(text: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _alike(word: str, names: Iterable[str]) -> bool:
-    """True for a word that equals or resembles one of `names`; letter case, `_`, `:` and `-` are ignored."""
+    """Returns True for a word that equals or resembles one of `names`; letter case, `_`, `:` and `-` are ignored."""
     plain = re.sub(r"[_:-]", "", word[:_SHOWN].lower())
     ratios = (difflib.SequenceMatcher(None, plain, re.sub(r"[_:-]", "", name.lower())).ratio() for name in names)
     return word in names or any(ratio >= _ALIKE for ratio in ratios)
 
 
 def _names_one(text: str, tools: Sequence[str]) -> bool:
-    """True if a text contains the name of a tool in quotation marks."""
+    """Returns True if a text contains the name of a tool in quotation marks."""
     return bool(tools and re.search(rf"""["'](?:{"|".join(map(re.escape, tools))})["']""", text))
 
 
 def _in_other_tags(said: str, tools: Sequence[str]) -> bool:
-    """True if a turn calls a known tool with tags: `<... name="search">` anywhere, or `<search>...</search>` last."""
+    """Returns True if a turn calls a known tool by tags: `<... name="search">` anywhere, or `<search>...</search>` at
+    its end."""
     names = "|".join(map(re.escape, tools))
     if names and re.search(rf"""<\w[\w:-]*+\s++name\s*+=\s*+["']?+(?:{names})(?![\w.-])""", said):
         return True
@@ -701,7 +702,7 @@ def _in_other_tags(said: str, tools: Sequence[str]) -> bool:
 
 
 def _kinds(property_: Any) -> list[Any]:
-    """Lists the types that a property of a schema allows, besides the values that the schema enumerates."""
+    """Lists the types that a property of a schema allows, without the values that the schema enumerates."""
     if not isinstance(property_, Mapping) or "enum" in property_:
         return []
     kind = property_.get("type")

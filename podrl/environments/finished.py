@@ -1,7 +1,7 @@
 """The record of a finished episode of a program: its requests, hashes of the answers that it got, and its result.
 
-A run that is started again plays the record instead of running the program again. A program need not do the same
-twice, so only the record leads to the same sample.
+A run that is started again plays the record instead of running the program again. A program may behave differently the
+second time, so only the record leads to the same sample.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NUMBER = -1  # number of the record in the journal; the outside answers of its sample are numbered from 0
+NUMBER = -1  # number of the record in the journal; outside answers of a sample are numbered from 0, so it is free
 Said = Mapping[str, Any]  # a request, as the fields of a podrl.environments.workers.Say
 
 

@@ -21,8 +21,8 @@ class FrontSettings:
       port: port to listen at; 0 takes any free port.
       models: model names that clients may use, each also with ':aside' appended; the first is the default.
       parser: format in which the model writes a tool call (env.parser).
-      context_tokens: most tokens of a prompt and its answer, which /v1/models reports; 0 reports nothing.
-      max_requests: most open requests of one key; further requests wait.
+      context_tokens: largest number of tokens of a prompt and its answer, which /v1/models reports; 0 reports nothing.
+      max_requests: largest number of open requests of one key; further requests wait.
       body_bytes: longest body of a request, in bytes.
       grace_s: seconds for which a request stays open after its last client has hung up, so that a retry can join it.
       page: whether `GET /?key=KEY` shows the newest requests and answers to a browser.
@@ -40,7 +40,7 @@ class FrontSettings:
 
 
 class Handler(Protocol):
-    """Takes the requests of a front. The front's event loop calls the methods, so they must not block."""
+    """Receives the requests of a front. The front's event loop calls the methods, so they must not block."""
 
     def asked(self, number: int, episode: str, wanted: Wanted) -> None:
         """Takes a new request; the owner answers it with `Front.part` and ends it with `answer` or `refuse`."""

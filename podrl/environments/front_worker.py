@@ -25,14 +25,14 @@ from podrl.runtime.sockets import raise_descriptor_limit
 from podrl.workers import child
 from podrl.workers.frames import pack
 
-_BEAT_S = 3.0  # a stream without news sends a comment this often, so that no proxy closes it
+_BEAT_S = 3.0  # an idle stream sends a comment this often, so that no proxy closes it
 _SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
 _BACKLOG, _KEEP_ALIVE_S, _END_S = 4096, 3600, 1
 _LARGE = 1 << 20  # bytes; longer bodies are read one at a time, which bounds the memory
-# A refused body is read and dropped, up to this many times the longest length: most clients read no answer before they
-# have sent everything.
+# A refused body is read and dropped, up to this many times the allowed length, because most clients read no answer
+# before they have sent everything.
 _DRAINED = 4
-_KEPT = 32  # most requests of an episode, open ones included, before answered ones are forgotten
+_KEPT = 32  # number of an episode's requests, open ones included, above which answered requests are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
     "/v1/responses": responses,

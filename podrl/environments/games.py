@@ -74,13 +74,13 @@ class _TextArena:
         return True
 
     def _observed(self) -> str:
-        """Reads what is new for the present player, without the player's own actions."""
+        """Reads the new messages for the present player, without the player's own actions."""
         player, new = self._env.get_observation()
         return "\n".join(message for sender, message, *_ in new if sender != player).strip()
 
     @contextlib.contextmanager
     def _drawing(self, seed: int | None = None) -> Iterator[None]:
-        """Lets the game draw from a generator of its own, so that it is a function of its seed and the actions."""
+        """Gives the game a random generator of its own, so that it depends only on its seed and the actions."""
         with _DRAWS:
             others = random.getstate()
             if seed is not None:
@@ -123,7 +123,7 @@ class _OpenEnv:
     async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server without a free session has said so, and closed
+        with contextlib.suppress(ConnectionClosed):  # a server without a free session has reported this, and closed
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         with self._named(kind):
             reply = json.loads(await self._socket.recv())  # the wait ends with the episode, after env.deadline_s

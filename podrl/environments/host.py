@@ -261,12 +261,12 @@ class Host:
             self._enter(episode)
 
     async def _watch_blocked(self) -> None:
-        """Kills a worker whose loop has stood still for env.blocked_s."""
+        """Kills a worker whose event loop has been blocked for env.blocked_s."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(BEAT_S)
             now = time.monotonic()
-            # This process itself stood still, so it could not read the frames of its workers: they get more time.
+            # This process itself was blocked and could not read its workers' frames, so the workers get more time.
             if now - last > 5 * BEAT_S:
                 for home in self._homes:
                     home.heard = now
@@ -338,7 +338,8 @@ class Host:
     # The records of finished episodes.
 
     def _keeps(self, task: Task) -> bool:
-        """True if the whole episode is recorded when it ends: an agent program need not do the same on a replay."""
+        """Returns True if the whole episode is recorded at its end, because an agent program may behave differently on
+        a replay."""
         return bool(self._journal and self._config.program and task.fields.get("env") not in self._config.others)
 
     def _what(self, task: Task) -> str:
@@ -369,7 +370,7 @@ class Host:
         self._emit({"say": episode.number, **finished.said[at], "records": []})
 
     def _begin_anew(self, episode: _Episode) -> None:
-        """Starts a recorded episode in a worker, because the model answered otherwise than in the earlier run."""
+        """Starts a recorded episode in a worker, because the model's answer differs from the earlier run's."""
         if not self._warned:
             _log.warning(
                 "%s is recorded as finished, but the model now answers otherwise (turn %d): the program is asked "
@@ -414,7 +415,7 @@ class Host:
                 home.at = at
             case {"loaded": _}:
                 home.loaded.set_result(frame)
-                if self._watch is not None and "raised" in frame:  # the first workers did load the environment
+                if self._watch is not None and "raised" in frame:  # the first workers could load the environment
                     why = f"cannot be loaded again: {frame['raised']}"
                     self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
             case {"say": life, "said": said, "records": records} if life in self._lives:
@@ -435,7 +436,7 @@ class Host:
     def _said(self, episode: _Episode, said: dict[str, Any], records: list[dict[str, Any]]) -> None:
         at, episode.at = episode.at, episode.at + 1
         if at < len(episode.said):
-            if episode.said[at] != said and self._config.program:  # a program need not do the same on a replay
+            if episode.said[at] != said and self._config.program:  # a program may behave differently on a replay
                 why = "its worker was lost, and its program did not ask the same again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return
@@ -518,7 +519,7 @@ class Host:
         self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
 
     def _note(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
-        """Reports a call that has just ended to `called`; the time in the queue of its tool is not part of the call."""
+        """Reports a call that has just ended to `called`; the wait for its tool is not part of the call's time."""
         if self._called is not None:
             ended = time.monotonic()
             failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))

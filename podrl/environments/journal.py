@@ -120,8 +120,8 @@ class Files:
         self._files: dict[str, BinaryIO] = {}
         self._records: dict[str, Records] = {}
         self._waiting: list[tuple[str, Record, Future[Message]]] = []
-        self._lock = threading.Lock()  # guards _files and _records
-        self._more = threading.Condition()  # guards _waiting and _thread
+        self._lock = threading.Lock()  # protects _files and _records
+        self._more = threading.Condition()  # protects _waiting and _thread
         self._thread: threading.Thread | None = None
 
     async def read(self, name: str) -> Records:
@@ -204,7 +204,7 @@ class Files:
                 for name, record, _ in records:
                     known = self._read(name)
                     if known.get(_key(record)) == record:
-                        continue  # the same record was sent twice
+                        continue  # the same record came twice
                     changed[name] = file = self._open(name)
                     file.write(sealed_lines.encode(record))
                     known[_key(record)] = record

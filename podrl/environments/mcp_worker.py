@@ -1,7 +1,7 @@
 """The process that holds MCP sessions: `python -m podrl.environments.mcp_worker`, started by `servers.py`.
 
 Each server has one session, which all calls to it share, and which is opened again after it broke. The code works with
-package mcp 1.24 to 2.x; where their names differ, it tries both. It never imports jax.
+package mcp 1.24 to 2.x; if a name differs between versions, the code tries both names. It never imports jax.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from podrl.workers.frames import pack
 _CONNECT_S = 30.0  # longest time to connect and list the tools
 _PING_S = 5.0  # longest wait for a server's answer to a ping
 _WATCH_S = 2.0  # time between two checks of the server during a call
-_PAGES = 1000  # most pages of a server's list of tools
+_PAGES = 1000  # largest number of pages of a server's list of tools
 _LAST_LINES = 20  # most lines of a command's standard error that an error message repeats
 _FILE_BYTES = 16 << 20  # largest size of the file with a command's standard error
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0  # pauses between attempts to connect
@@ -126,7 +126,8 @@ class _Server:
         return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
 
     async def _watched(self, session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls a tool, and checks meanwhile that a server on the network still lives, as not every client notices.
+        """Calls a tool, and checks meanwhile that a server on the network is still there, because some clients do not
+        notice.
 
         Raises:
           ConnectionError: the server is gone.
@@ -142,7 +143,8 @@ class _Server:
             call.cancel()
 
     async def _gone(self, session: Any) -> bool:
-        """True if nothing listens at the server's address, or if the server lost the session; False if it is busy."""
+        """Returns True if nothing listens at the server's address, or if the server lost the session; False if it is
+        busy."""
         url = urllib.parse.urlsplit(self._server.target)
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
@@ -214,7 +216,7 @@ class _Given:
     def last_lines(self) -> str:
         """Returns the last lines of the command's standard error; waits at most 5 s for the command to end."""
         if self._reader is not None:
-            # Not without limit: a process that the command left behind may hold the pipe open.
+            # The wait has a limit, because a process that the command left behind may keep the pipe open.
             self._reader.join(_PING_S)
         return "".join(self._last).rstrip()
 
@@ -295,7 +297,8 @@ def _declared(tool: Any) -> dict[str, Any]:
 
 
 def _text_of(content: Any) -> str:
-    """Gets the text of one part of a server's answer, or of the resource in it; '[image]' and the like without text."""
+    """Gets the text of one part of a server's answer, or of the resource in it; '[image]' (or another kind) if it has
+    no text."""
     text = getattr(content, "text", None)
     if text is None:
         text = getattr(getattr(content, "resource", None), "text", None)

@@ -25,7 +25,7 @@ Kind = Literal["agent", "infrastructure"]
 _KINDS: tuple[Kind, ...] = ("agent", "infrastructure")
 _LINE_BYTES = 64 << 20  # longest line that a program may write
 _TAIL = 20  # last lines of standard error that a failure shows
-_FILE_BYTES = 64 << 20  # most bytes of standard error that are kept in the run directory, for each worker
+_FILE_BYTES = 64 << 20  # largest number of bytes of standard error that are kept in the run directory, for each worker
 _GRACE_S = 5.0  # see FrontSettings.grace_s
 _RESENT = ("temperature", "top_p", "top_k", "min_p", "seed")  # settings that the job sets, so a request's are ignored
 
@@ -90,7 +90,7 @@ class _Session:
     overridden: int = 0
 
     def lose(self, kind: Kind, why: str) -> None:
-        """Ends the episode as a failure."""
+        """Ends the episode with a failure."""
         if not self.lost.done():
             self.lost.set_exception(AgentFailure(kind, why))
 
@@ -252,7 +252,7 @@ class Program:
             session.settle(number)
 
     def failed(self, error: Exception) -> None:
-        """Ends every open episode as a failure of the infrastructure; the next episode starts another front."""
+        """Ends every open episode with a failure of the infrastructure; the next episode starts another front."""
         self._front = None
         for session in self._sessions.values():
             session.lose("infrastructure", str(error))
@@ -317,7 +317,7 @@ class _Runner:
                 reply = _object(said)
                 if reply.get("id") == line["id"]:
                     return _result(reply, self._log)
-                self._log.add(said)  # a line that the program prints, and that is not its answer
+                self._log.add(said)  # an ordinary line of output, which is not the program's answer
         except ConnectionError:
             pass
         except ValueError as error:
@@ -329,7 +329,7 @@ class _Runner:
         raise AgentFailure("agent", f"The program {ended} before it had answered its task.")
 
     def tail(self) -> str:
-        """Returns the last lines of standard error, to end a message with."""
+        """Returns the last lines of standard error, for the end of a message."""
         return "".join(f"\n  {line}" for line in self._last)
 
     async def kill(self) -> None:

@@ -1,7 +1,7 @@
 """A search over a file of texts as an MCP server: `python -m podrl.environments.search_server [--corpus=FILE.jsonl]`.
 
 Its tool `snippet_search` ranks texts by BM25 and answers in the form of Semantic Scholar, as DR-Tulu's server does. The
-default corpus are the made-up facts of the embedded task 'facts' (podrl/data/facts.py).
+default corpus is the made-up facts of the embedded task 'facts' (podrl/data/facts.py).
 """
 
 import collections
@@ -17,7 +17,7 @@ from absl import flags
 from podrl.environments import tool_server
 
 FACTS = pathlib.Path(__file__).resolve().parent.parent / "assets" / "facts.jsonl"
-LONGEST, MOST = 1000, 100  # most characters of a query, and most texts of an answer
+LONGEST, MOST = 1000, 100  # largest number of characters of a query, and of texts in an answer
 _K1, _B = 1.2, 0.75  # weights of BM25 (Robertson and Zaragoza 2009): how repeated words and long texts count
 _WORD = re.compile(r"\w+")
 
@@ -77,7 +77,7 @@ class Index:
 
         Args:
           query: words to find.
-          limit: most documents to return. A document without any of the words is not returned.
+          limit: largest number of documents to return. A document without any of the words is not returned.
         """
         scores: collections.defaultdict[int, float] = collections.defaultdict(float)
         for word in dict.fromkeys(_words(query)):

@@ -18,7 +18,7 @@ from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits, is_of_the_job
 
 _log = logging.getLogger("podrl.environments")
-_LIVES = 3  # deaths of the process in a row, without an answer in between, after which the job ends
+_LIVES = 3  # number of deaths of the process, without an answer in between, after which the job ends
 
 
 class Servers:
@@ -144,7 +144,7 @@ class Servers:
                 self._opened(key, tools, None)
             case {"wrong": key, "why": why}:
                 target, future = self._open[key][0].target, self._open[key][1]
-                if future.done():  # the server was connected before, so nobody waits for the future
+                if future.done():  # the server was connected before, so no caller waits for the future
                     self._on_gone(ServiceError(f"MCP server {target} {why}"))
                 self._opened(key, [], ValueError(f"env.mcp: {target} {why}"))
             case {"gone": key, "why": why}:

@@ -11,7 +11,7 @@ from typing import Any
 from podrl import agent
 from podrl.environments.calculator import calculator
 
-_CALLS = 2  # most calls of the calculator for one sum
+_CALLS = 2  # largest number of the calculator's calls for one sum
 _TOOL = {
     "type": "function",
     "function": {

@@ -1,4 +1,5 @@
-"""Offers a Python function as a tool over MCP; the servers that come with podrl are a function and this file."""
+"""Offers a Python function as a tool over MCP; each server that comes with podrl consists of a function and this
+file."""
 
 import functools
 import inspect
@@ -46,10 +47,10 @@ def serve(tool: Callable[..., str], transport: str, **address: Any) -> None:
 
 
 def start(make: Callable[[], Callable[..., str]]) -> None:
-    """Reads the flags --transport and --port, and those that the program has defined, and serves a tool.
+    """Reads the flags --transport and --port and the program's own flags, and serves a tool.
 
     Args:
-      make: function that makes the tool once the flags are read.
+      make: function that makes the tool after the flags have been read.
     """
     transport = flags.DEFINE_enum(
         "transport", "stdio", ("stdio", "sse", "streamable-http"), "Transport between clients and server."

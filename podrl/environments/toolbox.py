@@ -147,7 +147,7 @@ class Toolbox:
         there = {tool["name"]: tool for tool in await self._servers.open(server)}
         if server.names:
             names = list(server.names)
-        elif wanted:  # those tools named in env.tools that this server has
+        elif wanted:  # the tools of env.tools that this server has
             names = [name for name in wanted if _theirs(name, server, there)]
         else:
             names = list(there)

@@ -24,7 +24,7 @@ from podrl.workers.frames import pack
 from podrl.workers.user_objects import explain, extend_path, load, short
 
 BEAT_S = 0.2  # time between two frames that show the host that the event loop runs
-_OF_EPISODES = ("start", "turn", "answer", "cancel")  # kinds of frames that are for one episode
+_OF_EPISODES = ("start", "turn", "answer", "cancel")  # kinds of frames that belong to one episode
 _YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episode runs before the next frame is read
 
 

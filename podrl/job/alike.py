@@ -31,12 +31,12 @@ from podrl.storage.storage import is_remote, locate
 # Settings that may differ between hosts: files and processes of one host, and settings of files that the leader alone
 # writes. No others may: a rollout host needs checkpoint.every to know what a checkpoint asks it for.
 _OWN = ("log.", "checkpoint.keep", "compile_cache", "data.cache", "reward.workers")
-_SHOWN = 3  # most differences that a message names
+_SHOWN = 3  # largest number of differences that a message names
 _BLOCK, _BLOCKS = 1 << 14, 64  # size in bytes, and number, of the pieces that are read of a file of weights
 _ABSENT = "absent"
 _MODULE = re.compile(r"^([A-Za-z_]\w*)(?=(?:\.\w+)*:[A-Za-z_])(?!.*\.py:)|(?<=-m )([A-Za-z_]\w*)")
 _SCRIPT = re.compile(r"[^\s:,'\"=]+\.py\b")
-_MOST = 1000  # most files that are read of a package
+_MOST = 1000  # largest number of files that are read of a package
 _TEXT = 4096  # characters of the longest setting that may name a file
 
 

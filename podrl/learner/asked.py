@@ -1,4 +1,4 @@
-"""Decides which instructions a question needs: the reference text, if a reward function reads the tags it asks for."""
+"""Chooses the instructions before a question: the reference text, if a reward function reads the tags it describes."""
 
 from collections.abc import Iterable
 from typing import Any

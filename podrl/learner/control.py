@@ -10,7 +10,7 @@ from jaxtyping import Float
 from podrl.algorithms import kl
 from podrl.learner.settings import AlgorithmConfig
 
-MEASURE = "sampler/abs_diff"  # the metric that the gate compares with its bound
+MEASURE = "sampler/abs_diff"  # metric that the gate compares with its bound
 
 
 class _Coefficient:
@@ -72,7 +72,8 @@ class LossKL(_Coefficient):
     """The adaptive coefficient of the KL in the loss.
 
     A step is trained with one coefficient. The next step's coefficient follows from the KL that this step's updates
-    measured. So it is known, and is the same on all trainer hosts, before a checkpoint of this step is written.
+    measured. So the next coefficient is known on all trainer hosts, with the same value, before this step's checkpoint
+    is written.
     """
 
     def __init__(self, config: AlgorithmConfig):
@@ -81,7 +82,7 @@ class LossKL(_Coefficient):
 
     @property
     def scale(self) -> float:
-        """Ratio of the adapted coefficient to the fixed one in the loss, for PolicyRows.kl_scale."""
+        """Ratio of the adapted coefficient to the coefficient that the loss was built with, for PolicyRows.kl_scale."""
         return self.coef / self._beta if self.active else 1.0
 
     def trained(self, kl_U: Sequence[Any], samples: int) -> dict[str, float]:
@@ -101,7 +102,7 @@ class MismatchGate:
     """Stops a run whose sampler and trainer disagree by more than a bound in several steps in a row."""
 
     def __init__(self, bound: float, patience: int, *, section: str, stale: bool):
-        """Starts with no step above the bound.
+        """Stores the bound; no step has been above it yet.
 
         Args:
           bound: mean |trainer's log-probability - sampler's| per token, nats.

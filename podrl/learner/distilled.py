@@ -1,7 +1,8 @@
-"""On-policy distillation: GRPO's updates with a term that draws the policy to a teacher, with or without rewards.
+"""On-policy distillation: GRPO's updates with a term that pulls the policy towards a teacher, with or without rewards.
 
-The teacher is the cluster's reference, of any architecture, or the policy itself behind a prompt with a hint. Either
-the teacher gives every sampled token an advantage, or the exact divergence from its distribution is added to the loss.
+The teacher is the cluster's reference, of any architecture, or the policy itself after a prompt with a hint. Either the
+teacher gives every sampled token an advantage, or the exact divergence from the teacher's distribution is added to the
+loss.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ def make_grpo(cluster: RLCluster, config: GRPOConfig, **more: Any) -> GRPO:
 
 
 class Distilled(GRPO):
-    """Implements podrl.learner.loop.Algorithm for a policy that learns from a teacher as well."""
+    """Implements podrl.learner.loop.Algorithm for a policy that also learns from a teacher."""
 
     def __init__(self, cluster: RLCluster, config: GRPOConfig, **more: Any):
         """Prepares the teacher; arguments as in GRPO.
@@ -60,7 +61,7 @@ class Distilled(GRPO):
             cluster.actor.keep_average()
         super().__init__(cluster, config, **more)
         if self._teacher.teacher != "reference":
-            self._shape_on(cluster.actor_mesh)  # settings that do not fit together fail here, not in the first step
+            self._shape_on(cluster.actor_mesh)  # contradicting settings fail here, not in the first step
 
     def _shape_on(self, mesh: Mesh) -> PackShape:
         """Computes the packed shape of a mini-batch as a teacher on a mesh reads it.
@@ -118,9 +119,9 @@ class Distilled(GRPO):
         return ComparedScores(**vars(scores), span_BT=span_BT)
 
     def _readings(self, step: int, experience: Experience) -> list["_Reading"]:
-        """Lists the teachers, each with the samples as it reads them.
+        """Lists the teachers, each with the samples in the form that the teacher reads.
 
-        The list is empty if the reference reads the samples as they were drawn.
+        The list is empty if the reference reads the samples exactly as they were drawn.
         """
         rollouts, actor, of = experience.rollouts, self.cluster.actor, self._teacher.teacher
         if self.cluster.teachers:
@@ -174,7 +175,7 @@ class Distilled(GRPO):
     def _score_ids(self, step: int, experience: Experience, read: Rollouts) -> IdScores:
         """Scores the policy's likeliest ids in place of each sampled token, as the teacher reads the samples (`read`).
 
-        The two packings put a sampled token at different places, and its number, by sample and place, is the same.
+        The policy's packing and the teacher's put a sampled token at different places; its number is the same in both.
         """
         actor, rollouts = self.cluster.actor, experience.rollouts
         number_BT, their_number_BT = _numbered(rollouts.mask_BT), _numbered(read.mask_BT)
@@ -196,10 +197,11 @@ class Distilled(GRPO):
         return IdScores(rollouts.logprob_BT, number_BT, id_XK, theirs_XK)
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose rows lie on this process's devices, packed as drawn or as a teacher reads them."""
+        """Lists the samples whose rows lie on this process's devices, in the policy's packing or in a teacher's."""
         own, teachers = super().needed(step, experience), self.cluster.teachers
         if any(teacher.tokenizer is not None for teacher in teachers):
-            # Every sample: its length in the teacher's tokens, which decides its row, is known only from its text.
+            # Every sample is needed: its row depends on its length in the teacher's tokens, which follows only from its
+            # text.
             return np.arange(len(experience.rollouts.length_B))
         hinted = TEACHER_PROMPT in experience.rollouts.prompts.fields or self._teacher.teacher != "reference"
         if not (teachers or hinted):
@@ -245,7 +247,7 @@ class Distilled(GRPO):
     def _of_update(
         self, advantage_BT: np.ndarray, experience: Experience, scores: Scores, loss_mask_BT: np.ndarray, chosen: Any
     ) -> tuple[np.ndarray, Any]:
-        """Selects an update's advantages; the teacher's part is a mean over tokens whatever `loss_agg_mode` says."""
+        """Selects an update's advantages; the teacher's part is a mean over tokens for every `loss_agg_mode`."""
         own_BT, weight = super()._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
         if self._exact:
             return own_BT, weight
@@ -293,7 +295,7 @@ class Distilled(GRPO):
     def _teachable(self, experience: Experience) -> np.ndarray:
         """Leaves out samples without a hint where the policy teaches itself by an exact divergence.
 
-        Behind the same prompt its copy would only hold the policy where it is.
+        Without a hint teacher and policy read the same prompt, so the term would only slow the policy down.
         """
         counted_BT, prompts = super()._teachable(experience), experience.rollouts.prompts
         if not self._exact or self._teacher.teacher == "reference":
@@ -303,7 +305,8 @@ class Distilled(GRPO):
         return np.where(hinted_P[experience.rollouts.group_B][:, None], counted_BT, np.float32(0))
 
     def _hint_metrics(self, experience: Experience) -> Mapping[str, float]:
-        """Computes the share of the tokens with a teacher's weight that the policy can teach itself."""
+        """Computes, of the tokens with a teacher's weight, the share that has a hint, so that the policy can teach
+        itself."""
         if self._teacher.teacher == "reference":
             return {}
         has_weight = np.asarray(self._of_samples("teacher_coef", experience)) > 0
@@ -326,13 +329,13 @@ def _spans(scores: Scores, chosen: Any = slice(None)) -> np.ndarray | None:
 
 
 def _numbered(mask_BT: np.ndarray) -> np.ndarray:
-    """Numbers the sampled tokens from 1 on, by sample and place; 0 on others."""
+    """Numbers the sampled tokens from 1 on, in the order of samples and places; other tokens get 0."""
     return np.where(mask_BT > 0, np.cumsum(mask_BT > 0).reshape(mask_BT.shape), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """A teacher, and the samples as it reads them.
+    """A teacher, and the samples in the form that the teacher reads.
 
     Attributes:
       view: the samples in the teacher's reading.

@@ -21,7 +21,7 @@ from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
 from podrl.types import Policy, Prompts, Rollouts
 
-# Evaluation draws from keys no training step uses.
+# Evaluation uses random keys that no training step uses.
 _EVAL_STEP = 1 << 30
 
 
@@ -33,13 +33,13 @@ class SetConfig:
     Attributes:
       name: name of the set; the set's metrics are eval/NAME/*.
       path: source of the set's records, as in data.path; all of its records are for evaluation.
-      problems: number of records used, from the first on; None for as many as eval.problems.
+      problems: number of records used, from the first on; None takes eval.problems.
       samples: number of completions per record at `temperature`, for mean@k, pass@k and majority@k; None is
         eval.samples, 0 leaves only the greedy completion.
       temperature: sampling temperature of these completions.
       max_tokens_to_generate: largest number of tokens of a completion; None is rollout.max_tokens_to_generate, which is
         also the largest value.
-      every: number n; the set is scored in every n-th evaluation. The first and the last evaluation have all sets.
+      every: number n; the set is scored in every n-th evaluation. The first and the last evaluation score all sets.
       reward: reward functions of the set's records, in place of reward.fns.
       env: environment of the set's records, one of env.others; '' for env.environment.
       split: beginning of the names of the files used if `path` is a directory, such as 'train'.
@@ -74,7 +74,7 @@ class SetConfig:
             )
 
     def data(self, data: DataConfig) -> DataConfig:
-        """Returns data settings with this set's records alone; `data` are the job's settings."""
+        """Returns data settings with only this set's records; `data` are the job's settings."""
         own = {name: getattr(self, name) for name in (*_AS_SOURCE, "name")}
         same = self.path in (data.path, *(source.path for source in data.sources))
         changed = {"path": "", "eval_path": "", "eval_fraction": 0.0, "arguments": data.arguments if same else {}}
@@ -131,8 +131,8 @@ class HeldOut:
     """A set of records as an evaluation uses it.
 
     Attributes:
-      batches: prompts of the set; empty if other hosts have all of them.
-      sampled: sampling settings of the completions beside the greedy one.
+      batches: prompts of the set; empty if other hosts evaluate all of them.
+      sampled: sampling settings of the completions other than the greedy one.
       samples: number of sampled completions per prompt.
       scorer: accuracies of a completion against the record's `answer`; None if the task has no answers.
       name: name of a set of eval.sets; '' for the records held out of the training data.
@@ -174,7 +174,7 @@ class Evaluator:
         nth: Callable[[int], int] = lambda step: 0,
         groups: Sequence[str] = (),
     ):
-        """Generates nothing yet.
+        """Stores the prompts and settings.
 
         Args:
           cluster: the cluster that generates.
@@ -209,7 +209,7 @@ class Evaluator:
           part: number of the share, from 0, and number of shares.
 
         Returns:
-          By metric, the score of every sample of every prompt, (P, G), NaN for no score; and a few samples. Both are
+          The score of every sample of every prompt, (P, G), by metric, NaN for no score; and a few samples. Both are
           empty if the share has no prompts.
         """
         work = self.in_pieces(policy, step, part)
@@ -226,10 +226,10 @@ class Evaluator:
         part: tuple[int, int] = (0, 1),
         most: Callable[[], int | None] = lambda: None,
     ) -> Generator[None, None, Scored]:
-        """Scores like `scores`, in pieces, and yields after each piece.
+        """Scores as `scores` does, but in pieces, and yields after each piece.
 
-        `most` is called before each piece and returns its largest number of samples, at least those of one prompt; None
-        for a whole batch.
+        `most` is called before each piece and returns the largest number of samples in it, which must allow one
+        prompt's samples; None allows a whole batch.
         """
         found: dict[str, np.ndarray] = {}
         shown: list[dict[str, Any]] = []
@@ -258,7 +258,7 @@ class Evaluator:
         return found, shown
 
     def _drawn(self, policy: Policy, prompts: Prompts, eval_set: HeldOut) -> list[Rollouts]:
-        """Draws the greedy sample of each prompt and the others, in one call if the engine can do so."""
+        """Draws each prompt's greedy sample and its other samples, in one call if the engine can do so."""
         G = eval_set.samples
         if able(self._cluster.config.rollout_engine, "greedy_members"):
             both = self._draw(policy, prompts, dataclasses.replace(eval_set.sampled, greedy=1), 1 + G)
@@ -277,13 +277,13 @@ class _Scores:
     """Collects the scores of a set's greedy completions, or of its sampled completions."""
 
     def __init__(self, eval_set: HeldOut, name: str, samples: int):
-        """Begins without scores; `samples` is the number of samples per prompt."""
+        """Makes an empty collection; `samples` is the number of samples per prompt."""
         self.samples, self.shown = samples, list[dict[str, Any]]()
         self._set, self._name = eval_set, name
         self._values: dict[str, list[float]] = {}
 
     def add(self, rollouts: Rollouts, rewards: Mapping[str, np.ndarray], show: int) -> None:
-        """Scores the samples of further prompts; `show` is the largest number of samples kept as text, in all."""
+        """Scores the samples of further prompts; `show` is the largest total number of samples kept as text."""
         eval_set, prompts, values = self._set, rollouts.prompts, self._values
         texts = [scored_text(*sample) for sample in zip(rollouts.completions, rollouts.episodes, strict=True)]
         for b, (p, completion) in enumerate(zip(rollouts.group_B.tolist(), rollouts.completions, strict=True)):
@@ -307,7 +307,7 @@ class _Scores:
                 values.setdefault(_MAJORITY, []).append(voted)
 
     def by_metric(self) -> dict[str, np.ndarray]:
-        """Returns, by metric, the score of every sample of every prompt, (P, G)."""
+        """Returns the score of every sample of every prompt, (P, G), by metric."""
         of_one = {_MAJORITY: 1}
         return {
             f"eval/{self._name}_{key}": np.asarray(value).reshape(-1, of_one.get(key, self.samples))
@@ -360,7 +360,7 @@ def summarised(scores: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Averages (P, G) scores over samples and prompts; samples without a score (NaN) are left out.
 
     Returns:
-      The mean of each metric, the standard error of each mean over prompts (eval/error/*), and numbers of prompts.
+      The mean of each metric, the standard error of each mean over prompts (eval/error/*), and the numbers of prompts.
     """
     scores = _with_pass(scores)
     metrics: dict[str, float] = {}

@@ -60,11 +60,11 @@ def _rows_of(rollouts: Rollouts, rows_B: Int[np.ndarray, " B"]) -> dict[str, Any
 
 
 def join(parts: Sequence[Rollouts], prompts: Prompts) -> Rollouts:
-    """Concatenates the samples of consecutive prompts of one batch.
+    """Joins the samples of consecutive prompts of one batch.
 
     Args:
       parts: samples of consecutive prompts, the first prompts of the batch first; all rows have one width.
-      prompts: prompts of the batch, of which the parts may be the first ones only.
+      prompts: prompts of the batch; the parts may cover only the first of them.
     """
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
@@ -127,7 +127,7 @@ def header(experience: Experience) -> Message:
 
 
 def texts(experience: Experience) -> Message:
-    """Packs prompts, their fields, completions, and the episodes of samples with their environments."""
+    """Packs prompts, their fields, completions, and the samples' episodes with their environments."""
     prompts = experience.rollouts.prompts
     value = {
         "text": list(prompts.text),
@@ -139,7 +139,7 @@ def texts(experience: Experience) -> Message:
 
 
 def whole(experience: Experience) -> Message:
-    """Packs the header and the texts in one message, which serves as either."""
+    """Packs the header and the texts in one message, which can be read as either."""
     one, other = header(experience), texts(experience)
     return Message({**one.value, **other.value}, {**one.arrays, **other.arrays})
 
@@ -163,7 +163,8 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
     Args:
       headers: headers of the shares, in the order of the batch.
       pad_id: token id that pads the samples' rows.
-      names: the rows that `fill_rows` will write; the others are blank views, which take no memory.
+      names: names of the per-token arrays that `fill_rows` will write; other arrays are blank views, which take no
+        memory.
     """
 
     def joined(name: str, axis: int = 0) -> np.ndarray:
@@ -209,9 +210,9 @@ def fill_rows(experience: Experience, chosen: Int[np.ndarray, " n"], message: Me
     """Writes received per-token rows into the batch, in place.
 
     Args:
-      experience: the batch, whose written fields `assemble` named.
+      experience: the batch that `assemble` made with these per-token arrays.
       chosen: numbers of the samples in the batch, in the order of the message.
-      message: the answer of `rows`.
+      message: message that `rows` made.
     """
     rollouts = experience.rollouts
     keep_nT = _real(rollouts.length_B[chosen], rollouts.tokens_BT.shape[1])
@@ -343,7 +344,7 @@ def _group(message: Message) -> np.ndarray:
 
 
 def _fields(headers: Sequence[Message]) -> dict[str, Sequence[Any]]:
-    """Joins the fields of prompts that training reads; a host's prompts without a field that others have get None."""
+    """Joins the fields of prompts that training reads; prompts that lack a field of other prompts get None."""
     fields_of_headers = [(h.value.get("fields", {}), [None] * len(h.arrays["length_P"])) for h in headers]
     names = dict.fromkeys(name for fields, _ in fields_of_headers for name in fields)
     return {name: [value for fields, none in fields_of_headers for value in fields.get(name, none)] for name in names}

@@ -30,10 +30,10 @@ from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, LeftOut, Policy,
 
 @dataclasses.dataclass(eq=False)
 class GroupInFlight:
-    """The samples of some prompts, which are drawn and scored in windows.
+    """The samples of some prompts, drawn and scored in windows.
 
     Attributes:
-      prompts: prompts of the batch, those in reserve for dynamic sampling included.
+      prompts: prompts of the batch, including the prompts in reserve for dynamic sampling.
       step: step that trains on the batch.
       player: samples of the batch on the engine.
       rewards: scores samples that have ended.
@@ -54,11 +54,11 @@ class GroupInFlight:
 
 
 _LEAST_SHARE = 0.125  # smallest share of groups with a signal that `_further` assumes
-_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays that are 0 for a sample that leaves the loss
+_OF_TOKENS = ("mask_BT", "turn_reward_BT")  # arrays that are 0 for a sample that is left out of the loss
 
 
 class Generator:
-    """Turns prompts into experience; runs wherever the rollout mesh is, on one thread, batch after batch."""
+    """Turns prompts into experience; runs on the hosts of the rollout mesh, on one thread, batch after batch."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Generator:
         prompts.
 
         Args:
-          prompts: prompts of `config.prompt_batches` batches; dynamic sampling leaves those that it does not need.
+          prompts: prompts of `config.prompt_batches` batches; dynamic sampling skips prompts that it does not need.
           policy: weights on the rollout mesh.
           step: part of every sample's random key.
 
@@ -161,11 +161,11 @@ class Generator:
         """Plays batches under one policy until each sample has ended or has drawn its tokens of this window.
 
         Args:
-          in_flight: the batches, each with the number of tokens that a sample draws, None for all that it has left, or
-            with the points where its samples stop.
+          in_flight: the batches, each with the number of tokens that a sample draws (None for all its remaining
+            tokens), or with the points where its samples stop.
           policy: weights on the rollout mesh.
           halt: function called between dispatches; the call ends when it returns True. None never ends the call early.
-          on_ended: function called when samples of a batch have ended, once all of these are with the reward functions.
+          on_ended: function called when samples of a batch have ended and have been passed to the reward functions.
         """
         started = time.monotonic()
         by_player = {id(group.player): group for group, _ in in_flight}
@@ -183,12 +183,12 @@ class Generator:
         self._note("rollout", started, in_flight[0][0].step)
 
     def finish(self, group: GroupInFlight, policy: Policy) -> Experience:
-        """Completes a batch all of whose samples have ended; raises what `__call__` raises."""
+        """Completes a batch whose samples have all ended; raises the errors of `__call__`."""
         experience = self._gather([group], group.prompts, policy, group.step, group.seconds, group.worked)
         return with_counts(experience, {"time/window": group.seconds})
 
     def gather(self, in_flight: Sequence[GroupInFlight], step: int, seconds: float) -> Experience:
-        """Joins requests all of whose samples have ended into one batch; raises what `__call__` raises.
+        """Joins requests whose samples have all ended into one batch; raises the errors of `__call__`.
 
         Args:
           in_flight: the requests, in the order of the batch.
@@ -300,14 +300,15 @@ class Generator:
         return places(rollouts, slice(self._beside, None)), reward_FB[:, ~greedy_B], reward_P
 
     def _left_out(self, rollouts: Rollouts, reward_B: np.ndarray, greedy_B: np.ndarray) -> np.ndarray:
-        """Returns each sample's LeftOut code: samples that failed or have no reward leave the loss with their groups.
+        """Returns each sample's LeftOut code: samples that failed or have no reward are left out of the loss, with
+        their groups.
 
-        A sample has no reward if its own reward is NaN, or the greedy reward of its prompt.
+        A sample has no reward if its own reward, or the greedy reward of its prompt, is NaN.
         """
         unknown_B = np.isnan(reward_B) | np.isnan(greedy_B)
         found = {
             LeftOut.FAILED: rollouts.stop_B == STOP_FAILED,
-            # A sample out of time has the mean reward of its group's others; it is NaN if there are none.
+            # A sample out of time has the mean reward of the other samples of its group, or NaN if there are none.
             LeftOut.OUT_OF_TIME: unknown_B & (rollouts.stop_B == STOP_DEADLINE),
             LeftOut.NO_REWARD: unknown_B,
         }
@@ -412,8 +413,8 @@ class Generator:
     ) -> np.ndarray:
         """Returns the rewards of samples, (F, B), by every function, the reward model and their environments.
 
-        A failed sample has NaN. A sample out of time has the mean of the others of its group, to which the first
-        `beside` samples, the greedy ones, do not belong.
+        A failed sample has NaN. A sample out of time has the mean of its group's other samples; the first `beside`
+        samples, which are greedy, do not count for this mean.
         """
         for b in batch.missing():  # samples without tokens, or all samples of an engine that does not report endings
             own = rollouts.tokens_BT[b, rollouts.mask_BT[b] > 0].tolist()
@@ -444,7 +445,8 @@ class Generator:
                 group = next(group for group in in_flight if group.player is player)
                 self._take(group.rewards, sample, self._beside + self._group_size)
                 signal = np.concatenate([self._known_signals(group) for group in in_flight])
-                # The share of groups with a signal is not trusted before half as many groups are known as are wanted.
+                # The share of groups with a signal is used only when the number of known groups is at least half the
+                # wanted number.
                 more = _further(signal, wanted, count) if 2 * len(signal) >= wanted else 0
                 if (end := min(count + more, len(prompts.length_P))) > count:
                     in_flight.append(self._open_group(prompts, take_prompts(prompts, np.arange(count, end)), step))
@@ -485,7 +487,7 @@ class Generator:
         rollouts = join([part[0] for part in parts], prompts)
         reward_FB = np.concatenate([part[1] for part in parts], axis=1)
         chosen = np.sort(np.concatenate([np.flatnonzero(signal)[:wanted], np.flatnonzero(~signal)])[:wanted])
-        # Groups after the last one kept do not count: how many there are depends on when rewards were known.
+        # Groups after the last kept group do not count, because their number depends on when rewards became known.
         drawn = int(chosen[-1]) + 1 if signal[chosen].all() else count
         counts = {
             "dynamic_sampling/groups_drawn": float(drawn),
@@ -533,14 +535,14 @@ def _further(signal: np.ndarray, wanted: int, count: int) -> int:
 
 
 def apart(group_B: np.ndarray, beside: int) -> np.ndarray:
-    """Gives the first `beside` samples of each group, the greedy ones, a group number of their own."""
+    """Gives the first `beside` samples of each group, which are greedy, a group number of their own."""
     if not beside:
         return group_B
     return np.where(groups.member_of(group_B) < beside, group_B.max(initial=0) + 1 + group_B, group_B)
 
 
 def of_the_others(reward_XB: np.ndarray, stop_B: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-    """Replaces the reward of a sample out of time by the mean of its group's others, which keeps the group's baseline.
+    """Replaces the reward of a sample out of time by the mean of its group's other samples, which keeps the baseline.
 
     Args:
       reward_XB: rewards of B samples; X stands for any leading axes.

@@ -103,10 +103,10 @@ class GRPO:
 
     @property
     def policy(self) -> "GRPO":
-        """The algorithm whose packed mini-batches update the policy: this one."""
+        """The algorithm whose packed mini-batches update the policy: this object."""
         return self
 
-    # The loop's lines.
+    # The methods that the loop calls.
 
     def score(self, step: int, experience: Experience) -> Scores:
         """Scores old and reference log-probabilities, if rewards or advantages need them before `pack` does."""
@@ -118,7 +118,8 @@ class GRPO:
         return policy_scores(self.cluster, rollouts, self.shape, mini_batches, old=old)
 
     def rewards(self, experience: Experience, scores: Scores) -> tuple[np.ndarray, Mapping[str, Any]]:
-        """Computes token rewards: turn rewards on their tokens, the rest on the last token, less the KL."""
+        """Computes token rewards: rewards of turns on their tokens, the remaining reward on the last token, less the
+        KL."""
         turn_reward_BT = experience.rollouts.turn_reward_BT
         reward_B: Any = experience.reward_B - turn_reward_BT.sum(axis=1, dtype=np.float64)
         mask_BT: Any = experience.rollouts.mask_BT
@@ -141,7 +142,7 @@ class GRPO:
         return len(self._config.parts) > 1
 
     def _by_rewards(self, experience: Experience, rewards: np.ndarray) -> np.ndarray:
-        """Computes the advantages from rewards, apart for samples of sources with different settings."""
+        """Computes the advantages from rewards, separately for sources with different settings."""
         rollouts = experience.rollouts
         if not self._mixed:
             (estimator,) = self._estimators
@@ -188,8 +189,8 @@ class GRPO:
     ) -> list[Batch[PolicyRows]]:
         """Packs the mini-batches of all passes.
 
-        All passes are packed before the first update, so that old and reference log-probabilities are those before the
-        first update of the step.
+        All passes are packed before the first update, so old and reference log-probabilities are computed with the
+        weights before the step's first update.
         """
         advantage_BT = advantages.astype(np.float32)
         passes = range(self._config.num_iterations)
@@ -209,7 +210,7 @@ class GRPO:
             mask_BT, length_BT = placement.loss_tokens(loss_mask_BT[chosen])
             put = functools.partial(placement.scatter, where_BT=loss_mask_BT[chosen])
             own_BT, weight_B1 = self._of_update(advantage_BT, experience, scores, loss_mask_BT, chosen)
-            # In a mixture the loss multiplies by `weight_BT` again, so the advantage is divided by the weight here.
+            # In a mixture the loss multiplies by `weight_BT` once more, so the advantage is divided by the weight here.
             rows: Any = PolicyRows(
                 layout=placement.replayed(rollouts, chosen),
                 mask_BT=mask_BT,
@@ -247,8 +248,8 @@ class GRPO:
         """Returns `reward_coef` of an update's samples, and a factor that corrects the divisor of the loss.
 
         The loss is divided by the tokens (or sequences, as `loss_agg_mode` says) of all samples. With the factor, the
-        rewards' part is divided by those of samples that learn from rewards. Without a mixture both numbers are 1, as
-        the weight is in the advantages already.
+        rewards' part is divided by the tokens (or sequences) of the samples that learn from rewards. Without a mixture
+        both numbers are 1, as the weight is in the advantages already.
         """
         if not self._mixed:
             return 1.0, 1.0
@@ -302,7 +303,7 @@ class GRPO:
             metrics |= self._loss_kl.trained(metrics["actor/kl"], self._samples)
         return metrics
 
-    # Shapes and splits for the methods above.
+    # Shapes and splits, used by the methods above.
 
     def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:
         """Computes the packed shape of a mini-batch on a mesh; `more` tokens are added to the longest prompt."""
@@ -343,7 +344,7 @@ class GRPO:
 
     @staticmethod
     def rows_of_update(experience: Experience, chosen: np.ndarray, shape: PackShape, mesh: Mesh) -> np.ndarray:
-        """Selects from samples that are packed together those whose rows lie on this process's devices."""
+        """Selects, from samples that are packed together, the samples whose rows lie on this process's devices."""
         placement = packing.place_samples(experience.rollouts, chosen, shape)
         here_B = np.isin(placement.row_B, local_rows(shape, mesh))
         return chosen[np.unique(placement.pieces.sample_B[here_B])]
@@ -369,7 +370,7 @@ class GRPO:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the adaptive coefficients of a checkpoint."""
         for name, control in self._kl_controls():
-            if name in state:  # a coefficient that was fixed before the run was resumed is not in the checkpoint
+            if name in state:  # a coefficient that was still fixed when the checkpoint was saved is not in it
                 control.restore(state[name])
 
     def _kl_controls(self) -> list[tuple[str, RewardKL | LossKL]]:

@@ -1,4 +1,4 @@
-"""Samples as a teacher reads them: behind a prompt with a hint, which moves their tokens to other places."""
+"""Samples as a teacher reads them: after a prompt with a hint, which moves their tokens to other places."""
 
 import dataclasses
 
@@ -11,11 +11,12 @@ from podrl.types import Rollouts
 
 @dataclasses.dataclass(frozen=True)
 class Hinted:
-    """A batch with the prompts that its teacher reads; the tokens after each prompt are those of the samples.
+    """A batch with the prompts that its teacher reads; each prompt is followed by the sample's own tokens.
 
     Attributes:
-      rollouts: the samples behind the teacher's prompts. Routes of experts are left out: the teacher chooses its own.
-      shift_B: number of tokens by which a sample's prompt became longer, negative where it became shorter.
+      rollouts: the samples after the teacher's prompts. Routes of experts are left out: the teacher chooses its own
+        experts.
+      shift_B: number of tokens by which a sample's prompt became longer, negative if it became shorter.
     """
 
     rollouts: Rollouts

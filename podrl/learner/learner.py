@@ -203,7 +203,7 @@ class SampleLearner:
         pod: Pod | None,
         environment: Any,
     ):
-        """Checks the settings, runs nothing yet; `algorithm` makes GRPO or PPO, other arguments as in GRPOLearner."""
+        """Checks the settings; `algorithm` makes GRPO or PPO, other arguments are as in GRPOLearner."""
         self._environment = environment_config(environment)
         rl_cluster.config.rollout().require(environment=self._environment.used)
         self._algorithm, self._pod = algorithm, pod
@@ -223,12 +223,12 @@ class SampleLearner:
 
     @property
     def rl_cluster(self) -> RLCluster:
-        """Tunix's name for `cluster`."""
+        """The cluster, under Tunix's name."""
         return self.cluster
 
     @property
     def algo_config(self) -> GRPOConfig | PPOConfig:
-        """Tunix's name for `config`."""
+        """The settings, under Tunix's name."""
         return self.config
 
     @refused_arguments({"skip_jit": "the update is always compiled; set JAX_DISABLE_JIT=1 to follow it step by step."})
@@ -257,7 +257,7 @@ class SampleLearner:
             `eval_ds`. A podrl.learner.evaluate.Evaluator made with `rewards=learner.rewards_of` scores by this
             learner's reward functions.
           run: files, checkpoints and signals; by default made under training_config.checkpoint_root_directory, or
-            without files if there is none. A run that is made here ends with summary.json, report.html and the table of
+            without files if that is None. A run that is made here ends with summary.json, report.html and the table of
             both evaluations.
           save_every: number of steps between checkpoints, in place of `checkpoint.every`.
           checkpoint: settings of checkpoints for a run that is made here: a CheckpointConfig, or a dict of its fields.
@@ -343,11 +343,11 @@ class SampleLearner:
         return Evaluator(self.cluster, [next(self._listed(items, len(items)))], EvalConfig(), rewards=self.rewards_of)
 
     def rewards_of(self, rollouts: Rollouts) -> dict[str, np.ndarray]:
-        """Scores samples by the reward functions of the training that runs, in batches of its size.
+        """Scores samples by the reward functions of the running training, in batches of the training's size.
 
         Returns:
-          By name, the rewards of all samples, (B,): 'reward' as a training step counts it, and 'reward/NAME' of each
-          function. NaN for a sample without a reward.
+          The rewards of all samples, (B,), by name: 'reward' is the reward of training, 'reward/NAME' one function's.
+          NaN for a sample without a reward.
         """
         assert self._generate is not None, "reward functions run while `train` does, where samples are generated"
         prompts, samples = len(rollouts.prompts.length_P), len(rollouts.group_B)
@@ -370,7 +370,7 @@ class SampleLearner:
     def _whole(self) -> bool:
         """True if a share must be made as a whole: groups may be replaced, or reward functions get whole batches."""
         config = self._reward_config
-        in_process = any(not isinstance(fn, str) for fn in config.fns)  # such functions are called with whole batches
+        in_process = any(not isinstance(fn, str) for fn in config.fns)  # these functions are called with whole batches
         return self.config.dynamic_sampling or in_process or config.calls == "batch"
 
     def _settings(self, prompts_per_step: int) -> dict[str, Any]:
@@ -422,7 +422,7 @@ class GRPOLearner(SampleLearner):
         pod: Pod | None = None,
         environment: Any = None,
     ):
-        """Starts nothing; `train` does.
+        """Stores the settings; `train` starts the run.
 
         Args:
           rl_cluster: the models.
@@ -457,7 +457,7 @@ class PPOLearner(SampleLearner):
         pod: Pod | None = None,
         environment: Any = None,
     ):
-        """Makes the critic if the cluster has none; nothing runs yet. Arguments as in GRPOLearner."""
+        """Makes the critic if the cluster has none. Arguments as in GRPOLearner."""
         more = (reward_config, pod, environment)
         super().__init__(PPO, rl_cluster, ppo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
         rl_cluster.make_critic()

@@ -1,4 +1,4 @@
-"""Counts the samples that train the policy, and the others by the reason for which they do not."""
+"""Counts the samples that train the policy, and, by reason, the samples that do not."""
 
 from typing import Any
 
@@ -37,7 +37,8 @@ def left_out(
 
 
 def counted(left_out_B: Int[np.ndarray, " B"]) -> dict[str, float]:
-    """Counts samples with a weight, and samples without one by reason; a reason that no sample has is absent."""
+    """Counts the samples with a weight, and by reason the samples without one; reasons that no sample has are
+    absent."""
     reasons = {
         f"loss/left_out/{reason.name.lower()}": float((left_out_B == reason).sum())
         for reason in LeftOut

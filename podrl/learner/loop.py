@@ -29,7 +29,7 @@ class InFlight(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The point at which a run begins or resumes.
+    """The state with which a run begins or resumes.
 
     Attributes:
       step: number of steps done.
@@ -159,14 +159,14 @@ class Schedule:
         return self.max_steps * self.updates_per_step
 
     def begun(self, step: int) -> range:
-        """Steps whose batches may be under way when `step` steps are done."""
+        """Returns the steps whose batches may be under way when `step` steps are done."""
         return range(step, min(step + 1 + self.max_staleness, self.max_steps))
 
     def saves(self, step: int) -> bool:
         return step == self.max_steps or (self.save_every > 0 and step % self.save_every == 0)
 
     def evaluates(self, step: int) -> bool:
-        """True at the end, and if the step's updates reach the next multiple of eval_every."""
+        """Returns True at the end, and if the step's updates reach the next multiple of eval_every."""
         due = self.eval_every > 0 and step * self.updates_per_step % self.eval_every < self.updates_per_step
         return due or step == self.max_steps
 
@@ -177,7 +177,7 @@ def train(rollouts: RolloutSource, algorithm: Algorithm, recorder: Recorder, sch
     step, in_flight = start.step, collections.deque(rollouts.resume(start))
     submitted, saved = step + len(in_flight), step
     policy = rollouts.publish(step)
-    if step == 0 or schedule.evaluates(step):  # a run killed between saving and evaluating still owes the evaluation
+    if step == 0 or schedule.evaluates(step):  # a run that was killed between saving and evaluating must still evaluate
         recorder.evaluate(policy, step)
     while step < schedule.max_steps and not recorder.stopping():
         while submitted < schedule.begun(step).stop:

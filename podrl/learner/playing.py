@@ -18,13 +18,13 @@ from podrl.rundir.run import OUTSIDE, Run
 from podrl.runtime.pod import Pod
 from podrl.workers.user_code import Limits
 
-REWARD_NAME = "environment"  # name of the environments' reward among the rewards
+REWARD_NAME = "environment"  # name of the reward that environments give
 
 ERRORS = "servers"  # folder of the standard error of MCP servers that are started by command
 
 
 def environment_config(environment: Any) -> EnvironmentConfig:
-    """Returns the settings of an environment: a name, settings, a ToolEnvironment, or None for no environment.
+    """Makes the settings of an environment from a name, settings, a ToolEnvironment, or None for no environment.
 
     Raises:
       ValueError: `environment` is none of these.
@@ -46,7 +46,7 @@ def environment_config(environment: Any) -> EnvironmentConfig:
 
 
 def asks_template(config: EnvironmentConfig) -> bool:
-    """True if prompts may have to name the environment's tools, which only the started environment knows."""
+    """Returns True if prompts may have to name the environment's tools, which only the started environment knows."""
     return (
         config.used and config.environment != PROGRAM and (config.environment != "tools" or in_template(config.parser))
     )
@@ -55,8 +55,8 @@ def asks_template(config: EnvironmentConfig) -> bool:
 def offered(config: EnvironmentConfig, limits: Limits) -> list[Any]:
     """Lists the tools that prompts name, in the form of chat templates.
 
-    The list is empty unless the model writes calls in the form of its chat template. The environment and its servers
-    are started, asked for their tools, and ended.
+    The list is empty unless the model writes calls in the form of its chat template. To get the list, the environment
+    and its servers are started and ended.
 
     Raises:
       ValueError: the environment or a tool cannot be loaded.
@@ -74,9 +74,9 @@ def playing(
 ) -> Iterator[None]:
     """Gives every sample of the cluster its environment while the context lasts, if this process generates.
 
-    Outside answers are kept in `workdir`/outside, which the leader writes if there are several processes. If the run
-    directory is in a bucket, answers are there within seconds. Answers of steps before the newest checkpoint are
-    deleted, but not under the wall clock, where a run can be repeated from its beginning.
+    Answers from outside (tools, agents) are kept in `workdir`/outside, which the leader writes if there are several
+    processes. If the run directory is in a bucket, answers are there within seconds. Answers of steps before the newest
+    checkpoint are deleted, but not under the wall clock, where a run can be repeated from its beginning.
     """
     if not config.used:
         yield
@@ -103,7 +103,7 @@ def playing(
             run.on_takeover.append(journal.read_again)
 
         def called(task: Task, name: str, started: float, ended: float, failed: str) -> None:
-            step = task.step + 1 if task.mode == "train" else None  # an evaluation's calls belong to the step before
+            step = task.step + 1 if task.mode == "train" else None  # an evaluation's calls belong to the step before it
             run.spans.add_call(name, started, ended, step=step, failed=failed)
 
         errors = None if run.workdir is None else run.workdir / ERRORS

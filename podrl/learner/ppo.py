@@ -52,7 +52,7 @@ class PPO:
         self.policy.layouts.append((self._critic_shape, critic.mesh))
         self.state, self.restore = self.policy.state, self.policy.restore
 
-    # The loop's lines.
+    # The methods that the loop calls.
 
     def score(self, step: int, experience: Experience) -> PPOScores:
         """Scores log-probabilities as GRPO does, and the critic's value before every token."""
@@ -102,7 +102,7 @@ class PPO:
         return PPOBatches(critic, self.policy.pack(step, experience, scores.policy, advantage_BT))
 
     def update(self, step: int, batches: PPOBatches, weighed: list[Any] | None = None) -> Mapping[str, Any]:
-        """Updates the critic, then the actor; `weighed` as in GRPO, left empty while only the critic learns."""
+        """Updates the critic, then the actor; `weighed` is as in GRPO, but stays empty while only the critic learns."""
         metrics: dict[str, Any] = gathered([self._cluster.update_critic(batch) for batch in batches.critic])
         if step < self._config.critic_warmup:
             metrics |= gathered(compared(batches.actor))
@@ -155,7 +155,8 @@ class PPO:
 def _spread(
     value_BT: np.ndarray, return_BT: np.ndarray, advantage_BT: np.ndarray, mask_BT: np.ndarray
 ) -> dict[str, Any]:
-    """Measures explained variance of the values (1: exact, 0: no better than a constant), and spread of advantages."""
+    """Measures the explained variance of the values (1: exact, 0: no better than a constant) and the spread of
+    advantages."""
     keep_BT = mask_BT > 0
     left = float(np.var((return_BT - value_BT)[keep_BT]))
     spread = float(np.var(return_BT[keep_BT]))

@@ -26,12 +26,12 @@ from podrl.rundir.summary import brief, eval_records
 from podrl.types import Policy
 
 _CURRICULUM = "curriculum."  # prefix of the curriculum's arrays in a checkpoint
-# Scores a policy after a step: eval/* metrics and a few samples; None where another process has them.
+# Scores a policy after a step: eval/* metrics and a few samples; None if another process has them.
 Evaluate = Callable[[Policy, int], tuple[dict[str, float], list[dict[str, Any]]] | None]
 
 
 class BesideTraining(Protocol):
-    """Evaluations on hosts of their own, which training does not stop for, one at a time."""
+    """Evaluations on hosts of their own, one at a time; training does not stop for them."""
 
     def begin_evaluation(self, policy: Policy, step: int) -> None:
         """Begins the evaluation of a policy after a step."""
@@ -113,7 +113,7 @@ class Recorder:
         stopping: Callable[[], bool],
         curriculum: Curriculum | None = None,
     ):
-        """Opens nothing yet.
+        """Stores the collaborators.
 
         Args:
           cluster: the cluster whose weights are saved.
@@ -133,11 +133,11 @@ class Recorder:
         self._evaluate, self._beside, self.stopping = evaluate, beside, stopping
         self._evaluated: set[int] = set()  # steps whose evaluation is in metrics.jsonl
         self._trained: tuple[int, bytes] | None = None  # steps done in this process, data position after the last
-        # The step recorded last, until it is written: (step, host metrics, device metrics, time of its end).
+        # The newest step until it is written: (step, host metrics, device metrics, time of its end).
         self._late: tuple[int, dict[str, float], Mapping[str, Any], float] | None = None
         self._progress: Progress | None = None
         self._examination = Examination(run.config)
-        self._nonfinite = 0  # updates in a row that were skipped
+        self._nonfinite = 0  # number of updates in a row that were skipped
         self._start, self._started, self._last = 0, time.monotonic(), time.monotonic()
         self._before: dict[str, float] = {}  # seconds of the stages before the first step
         self._gauges: Gauges | None = None  # None in processes that write no metrics
@@ -170,7 +170,7 @@ class Recorder:
         self._run.open_metrics(step + 1 if step else 0, marks)
         earlier = read_metrics(self._run.workdir) if self._run.workdir is not None else []
         self._evaluated = {record["step"] for record in eval_records(earlier) if record["step"] <= step}
-        for record in earlier:  # their warnings were printed by an earlier start of the run
+        for record in earlier:  # an earlier start of the run has printed their warnings
             self._examination.see(record)
         self._before = self._take_times()
         if self._run.leads:
@@ -220,7 +220,7 @@ class Recorder:
         if self._run.checkpoints is None:
             return
         assert self._trained is not None, "only what was trained is saved"
-        self._end_evaluation(wait=True)  # a run that resumes from here no longer has the weights it evaluates
+        self._end_evaluation(wait=True)  # a run that resumed from here would no longer have the weights to evaluate
         with self._run.watchdog.stage("checkpoint"):
             self._flush()
             done = [batch.complete() for batch in in_flight] if self._run.leads else []
@@ -237,7 +237,7 @@ class Recorder:
             self._run.notify_saved(self._run.saved_step())
 
     def rescue(self) -> None:
-        """Saves the steps done, when the next batch could not be scored; a resumed run draws that batch again."""
+        """Saves the finished steps when the next batch could not be scored; a resumed run draws that batch again."""
         if self._trained is None or self._run.checkpoints is None:
             return
         step, position = self._trained
@@ -252,7 +252,8 @@ class Recorder:
         self._run.console.print(f"Saved after step {self._run.saved_step()} in {self._run.place}.")
 
     def evaluate(self, policy: Policy, step: int) -> None:
-        # A run that was asked to stop leaves its evaluation to the run that resumes it, but for that of the last step.
+        # A run that was asked to stop leaves its evaluation to the run that resumes it, except the last step's
+        # evaluation.
         postponed = self.stopping() and step < self._schedule.max_steps
         if self._evaluate is None or step in self._evaluated or postponed:
             return
@@ -271,11 +272,11 @@ class Recorder:
         if found is not None:
             self._write_evaluation(step, *found, times)
         if step == self._schedule.max_steps:
-            self._run.spans.pass_on(step, last=True)  # no later step passes these spans on
+            self._run.spans.pass_on(step, last=True)  # no later step would pass these spans on
         self._last = time.monotonic()
 
     def _end_evaluation(self, *, wait: bool) -> None:
-        """Writes the evaluation made on evaluation hosts, if its scores are there; `wait` waits for them."""
+        """Writes the evaluation that evaluation hosts made, if its scores have come; with `wait`, waits for them."""
         if self._beside is None:
             return
         with self._run.watchdog.stage("evaluation"):
@@ -307,7 +308,7 @@ class Recorder:
             self._progress.close()
 
     def _flush(self) -> None:
-        """Fetches and writes the metrics of the step recorded last."""
+        """Fetches and writes the metrics of the newest step."""
         if self._late is None:
             return
         step, host, device, ended = self._late
@@ -326,7 +327,7 @@ class Recorder:
         self._show(step, values)
 
     def _work(self) -> Work:
-        """Returns the devices and the sizes of the model that gauges compute utilisation from."""
+        """Returns the devices and the model's sizes, from which gauges compute the utilisation."""
         meshes = (self._cluster.actor_mesh, self._cluster.rollout_mesh)
         devices = {device for mesh in meshes for device in mesh.devices.flat}
         trainable = sum(leaf.size for leaf in jax.tree.leaves(self._cluster.state.params))
@@ -336,7 +337,7 @@ class Recorder:
         return Work(len(devices), peak, parameters, trainable, passes)
 
     def _warn(self, *records: Record) -> None:
-        """Prints the findings of podrl/rundir/checks.py in records, each once in a run."""
+        """Prints what podrl/rundir/checks.py finds in records; each finding is printed once in a run."""
         for finding in (finding for record in records for finding in self._examination.see(record)):
             self._run.console.print(f"Warning: {finding}. It means: {finding.meaning}. Turn: {finding.key}.")
 
@@ -383,7 +384,7 @@ class HostRecorder:
         evaluate: Evaluate | None,
         stopping: Callable[[], bool],
     ):
-        """Opens nothing yet.
+        """Stores the collaborators.
 
         Args:
           run: signals and the watchdog; writes nothing.
@@ -447,5 +448,5 @@ def _memory_peak() -> float | None:
 
 
 def fetched_means(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Fetches metrics to the host; a metric that is a list, over the step's updates, becomes its mean."""
+    """Fetches metrics to the host; a metric that is a list over the step's updates becomes the list's mean."""
     return {name: float(np.mean(value)) for name, value in jax.device_get(dict(metrics)).items()}

@@ -32,7 +32,7 @@ class SampleReport:
         curriculum: Curriculum | None = None,
         groups: Sequence[str] = (),
     ):
-        """Opens nothing yet.
+        """Stores the settings.
 
         Args:
           config: the algorithm's settings.
@@ -101,7 +101,7 @@ class SampleReport:
         return metrics
 
     def finished(self, values: dict[str, float]) -> dict[str, float]:
-        """Replaces `sampler/moment_*` by the measures made from them, and sums over tokens of an age by means."""
+        """Replaces `sampler/moment_*` by the measures computed from them, and sums over tokens of one age by means."""
         if "sampler/moment_x" not in values:
             return values
         values |= derived(values)
@@ -137,7 +137,7 @@ class SampleReport:
         self._gate.check(step, values)
 
     def _of_the_user(self, experience: Experience) -> dict[str, float]:
-        """Calls the user's metric functions on a batch."""
+        """Computes the user's metric functions on a batch."""
         if not self._metric_fns:
             return {}
         batch_prompts, counted = experience.rollouts.prompts, np.flatnonzero(experience.rewarded()).tolist()
@@ -163,7 +163,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
         return {}
     by: dict[str, list[Mapping[str, Any]]] = {}
     for turn in (turn for episode in episodes for turn in episode["turns"]):
-        known = turn.get("failed") not in ("no_call", "unknown_tool")  # otherwise the model made up the name in `by`
+        known = turn.get("failed") not in ("no_call", "unknown_tool")  # otherwise the model invented the name in `by`
         by.setdefault(turn["by"] if known else "unknown", []).append(turn)
     model, environment = by.pop("model", []), by.pop("environment", [])
     called = [turn for turns in by.values() for turn in turns]

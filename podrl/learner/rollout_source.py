@@ -1,4 +1,4 @@
-"""Chooses the source of this process's batches: the process itself, or in a pod the source that its role has."""
+"""Chooses the source of this process's batches: the process itself, or in a pod the source for its role."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,9 +30,9 @@ class Workload:
       generate: function that makes experience from prompts; None if this process does not generate.
       evaluator: scores the policy on (this process's share of) held-out prompts; None disables evaluation.
       prompts: number of prompts per generated batch; 0 if batches are answers from data.
-      group_size: number of samples per prompt, a greedy sample drawn with the others included.
-      whole: True if one host must make a whole share of a batch, because reward functions or dynamic sampling
-        compare the prompts of a share.
+      group_size: number of samples per prompt, including a greedy sample that is drawn with the others.
+      whole: True if a share of a batch must be made by one host as a whole, because reward functions or dynamic
+        sampling compare the prompts of a share.
       curriculum: chooses the prompts by their past rewards; None without a curriculum.
     """
 

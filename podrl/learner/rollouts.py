@@ -18,7 +18,7 @@ Generate = Callable[[Prompts, Policy, int], Experience]
 
 
 class RolloutSource(Protocol):
-    """A source that generates, in this process or in a pod; OfflineBatches wraps one.
+    """A source that generates, in this process or in a pod; OfflineBatches wraps such a source.
 
     Its `publish` calls `agree`, then `move`.
     """
@@ -56,7 +56,7 @@ class LocalRollouts:
         clock: TokenClock | WallClock = ONE_WINDOW,
         prompts: int = 0,
     ):
-        """Starts nothing.
+        """Stores the collaborators.
 
         Args:
           cluster: the cluster with both meshes.
@@ -76,7 +76,7 @@ class LocalRollouts:
         return self._batches.resume(start.step, start.pending)
 
     def agree(self, step: int) -> None:
-        """Decides which of the next steps are profiled; there is no other process to agree with."""
+        """Decides which of the next steps are profiled; a single process has no other process to agree with."""
         self._run.profiler.decide(step)
 
     def publish(self, step: int) -> Policy:
@@ -116,7 +116,7 @@ class LocalRollouts:
 
 
 class OfflineBatches:
-    """Reads batches from data (SFT, DPO), the same on every trainer host; weights move only to be evaluated."""
+    """Reads batches from data (SFT, DPO), the same on every trainer host; weights move only for evaluations."""
 
     def __init__(self, source: RolloutSource):
         """Wraps `source`, the source that would generate; it reads the data, moves weights and evaluates."""

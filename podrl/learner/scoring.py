@@ -37,11 +37,11 @@ class ReferencedScores(Scores):
 
 @dataclasses.dataclass(frozen=True)
 class ComparedScores(ReferencedScores):
-    """Scores of teachers, some of which read other tokens than the policy's.
+    """Scores of teachers, some of which use another tokenizer than the policy.
 
     Attributes:
-      span_BT: number of the span of text that a token is compared in, -1 for none. A teacher's log-probability of a
-        span is the sum over its tokens.
+      span_BT: number of the span of text in which a token is compared, -1 for none. A teacher's log-probability of a
+        span is the sum over the span's tokens.
     """
 
     span_BT: Int[np.ndarray, "B T"]
@@ -52,8 +52,8 @@ class IdScores(Scores):
     """Scores of a teacher that reads other rows than the policy: its log-probabilities of the policy's likeliest ids.
 
     Attributes:
-      number_BT: number of each sampled token among those of the batch, from 1 on; 0 on other tokens.
-      id_XK: the ids in place of the token of each number; row 0 is never read in a loss.
+      number_BT: number of each sampled token among all sampled tokens of the batch, from 1 on; 0 on other tokens.
+      id_XK: likeliest ids at the place of the token with each number; no loss reads row 0.
       teacher_logprob_XK: log-probabilities of these ids under the teacher, nats.
     """
 
@@ -75,12 +75,12 @@ def policy_scores(
 
     Args:
       cluster: the models.
-      rollouts: the samples; on several trainer hosts each holds the rows of its own devices.
+      rollouts: the samples; if there are several trainer hosts, each holds the rows of its own devices.
       shape: shape of one packed mini-batch.
       mini_batches: numbers of the samples that are packed together, a partition of all samples.
       old: source of the old log-probabilities: 'trainer' for a forward pass, 'sampler' for the engine's report.
-      reference: function that scores some samples, in the sample layout, in place of the reference; None for the
-        reference itself.
+      reference: function that scores some samples in place of the reference, and returns scores in the sample layout;
+        None for the reference itself.
 
     Returns:
       Log-probabilities in the sample layout, (B, T), nats, the same on all trainer hosts.

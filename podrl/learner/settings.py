@@ -20,10 +20,10 @@ from podrl.engine.config import RolloutConfig
 from podrl.trainer import custom
 from podrl.types import SOURCE, STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut, Rollouts
 
-# Settings of the loss that all samples of an update share; a source of a mixture has none of its own.
+# Settings of the loss that all samples of an update share; a mixture's sources cannot change them.
 _SHARED = ("kl_clamp_value", "entropy_coef", "loss_agg_mode", "loss_agg_scale", "length_eps", "sampler_correction")
 _SHARED += ("correction_low", "correction_high")
-# Settings that choose and shape the surrogate, settings of the advantage, and all that a source may set for itself.
+# Settings that choose and shape the surrogate, settings of the advantage, and all settings that a source may change.
 _SURROGATE = tuple(f.name for f in dataclasses.fields(LossSettings) if f.name not in _SHARED)
 _ADVANTAGE = tuple(f.name for f in dataclasses.fields(GroupSettings))
 PER_SOURCE = ("reward_coef", "observation_coef", "teacher_coef", *_SURROGATE, *_ADVANTAGE)
@@ -43,8 +43,8 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         a fresh batch makes one update. 'trainer': a forward pass before the first update. 'sampler': the numbers that
         the engine reported. 'auto': 'sampler' for stale samples without a correction, 'trainer' for several updates or
         a KL in the reward, else 'current'.
-      max_staleness: number of updates that the sampling policy may be behind the trainer; 0 is strictly on-policy; from
-        2 on, weights change inside samples (docs/async.md).
+      max_staleness: number of updates by which the sampling policy may be behind the trainer; 0 is strictly on-policy;
+        from 2 on, weights change inside samples (docs/async.md).
       stale_bound: largest age, in updates, of a token that adds to the policy loss; older tokens still count in
         denominators, KL and entropy. None for no bound.
       dynamic_sampling: whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
@@ -57,9 +57,9 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
       overlong_filter: whether completions cut off by the limit leave the loss; their rewards still count in their
         groups.
       no_stop_reward: reward of a completion that the limit cut off, in place of its own; None for its own.
-      kl_target: KL to the reference, nats per token, that its coefficient (in the loss or in the reward) is steered to;
-        None keeps the coefficient fixed.
-      kl_horizon: number of samples over which the coefficient moves by at most a fifth.
+      kl_target: target of the KL to the reference, nats per token: the KL's coefficient (in the loss or in the reward)
+        is adapted to reach it; None keeps the coefficient fixed.
+      kl_horizon: number of samples over which the coefficient changes by at most a fifth.
       mismatch_bound: mean |trainer's log-probability - sampler's log-probability| per token, nats, above which a step
         warns.
       mismatch_patience: number of steps in a row above the bound after which the run stops; 0 only warns.
@@ -70,7 +70,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     num_iterations: Count = 1
 
     old_logprob: Literal["auto", "current", "trainer", "sampler"] = "auto"
-    # Each update of staleness is a batch in flight, and under topology=split a copy of the weights on every trainer.
+    # Each update of staleness costs a batch in flight, and under topology=split a copy of the weights on every trainer.
     max_staleness: Annotated[int, Range("[0, 256]")] = 0
     stale_bound: Count | None = None
     dynamic_sampling: bool = False
@@ -164,11 +164,11 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 
     @property
     def observed_weight(self) -> float:
-        """Largest weight, over all samples, of a token that an environment gave; 0 if no such token is learned."""
+        """Largest weight, over all samples, of a token from an environment; 0 if no such token is learned."""
         return 0.0
 
     def observed(self, experience: Experience) -> Float[np.ndarray, "B T"]:
-        """Returns 1 on the tokens that environments gave in samples that count in the loss, 0 elsewhere."""
+        """Returns 1 on tokens from environments in samples that count in the loss, 0 elsewhere."""
         rollouts = experience.rollouts
         in_B = self.masked_out(experience) == LeftOut.NOT
         return np.where(in_B[:, None], observed(rollouts.mask_BT, rollouts.length_B, rollouts.piece_BT), np.float32(0))
@@ -214,7 +214,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def warnings(self, updates_per_step: int) -> list[str]:
         """Lists settings, those of the loss included, that are legal but probably a mistake, one sentence each."""
         name, old = self.section, self.old_source(updates_per_step)
-        found = list(self.policy_loss(max_tokens=1).warnings())  # no warning depends on the limit
+        found = list(self.policy_loss(max_tokens=1).warnings())  # the limit changes no warning
         if old == "sampler" and self.correction != "none":
             found.append(
                 f"{name}.sampler_correction={self.sampler_correction!r} does nothing: the ratio starts from the "
@@ -331,7 +331,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def formula(self, max_tokens: int) -> str:
         """Writes the advantage and the loss with their numbers in plain text, a teacher's part included."""
         rewards, policy, teacher = self.estimator().formula(), self.policy_loss(max_tokens), self.distillation
-        if teacher is None or not teacher.coef:  # only sources have a teacher then, and `describe` names them
+        if teacher is None or not teacher.coef:  # here only sources have a teacher, and `describe` names them
             return f"{rewards}\n{policy.formula()}"
         if teacher.sampled or teacher.reward_coef:
             return teacher.formula(rewards, policy.formula())
@@ -340,7 +340,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         return teacher.formula(rewards, f"+ {policy.formula()}; A is 0, as there is no reward")
 
     def describe(self, max_tokens: int) -> list[str]:
-        """Describes everything that settings add beside the loss, one plain line each, for the dry run."""
+        """Describes the settings' additions to the loss, one plain line each, for the dry run."""
         lines = []
         if self.observed_weight:
             lines.append(
@@ -381,7 +381,8 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
-    """Settings of the GRPO family: Tunix's names and defaults but for kl_loss_mode (docs/algorithms.md), then podrl's.
+    """Settings of the GRPO family: first Tunix's names and defaults (except kl_loss_mode, docs/algorithms.md), then
+    podrl's.
 
     Attributes:
       algo_variant: 'grpo'.
@@ -389,19 +390,19 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
       kl_in_reward: coefficient of the KL to the reference policy in the reward; 0 for none.
       kl_reward_mode: estimator of the KL in the reward; only its value counts, so k1 is the plain choice.
       teacher_coef: weight of KL(policy || teacher) per sampled token, for on-policy distillation; 0 for none.
-      teacher: model that teaches. 'reference': model.reference. Otherwise the policy teaches itself, behind a prompt
-        with a hint (data.hint): as it was before the first step ('initial'), as it is ('current'), or its moving
-        average ('ema').
-      teacher_rate: share of the way that the 'ema' teacher moves towards the policy after every step.
+      teacher: model that teaches. 'reference': model.reference. Otherwise the policy teaches itself after a prompt with
+        a hint (data.hint), with its weights before the first step ('initial'), its present weights ('current') or their
+        moving average ('ema').
+      teacher_rate: share of the distance to the policy by which the 'ema' teacher moves after every step.
       teacher_hint_tokens: number of tokens that a hint may add to rollout.max_prompt_length; prompts with a longer hint
         are left out, or are an error, as data.long_prompts says.
       teacher_kl: form of the divergence. 'sampled': estimated on the sampled token, with log(teacher / policy) as its
         advantage. 'full': exact, over the vocabulary, in the loss. 'top_k': over the policy's likeliest ids, with all
         other ids as one.
       teacher_top_k: number of likeliest ids that 'top_k' takes.
-      reward_coef: weight of the advantage from rewards, beside the teacher's.
-      observation_coef: weight of the cross-entropy on tokens that an environment gave after a sample's first turn, such
-        as the output of tools (ECHO), a mean over these tokens; 0 for none.
+      reward_coef: weight of the advantage from rewards, which is added to the teacher's.
+      observation_coef: weight of the cross-entropy on tokens from an environment after a sample's first turn, such as
+        the output of tools (ECHO); the cross-entropy is a mean over these tokens; 0 for none.
       sources: settings of the samples of a mixture's sources, by the source's name: values of the keys `PER_SOURCE`
         that differ from the job's. A job takes them from `grpo` of data.sources.
       Others: inherited settings, explained in the classes that they come from.
@@ -447,7 +448,7 @@ class GRPOConfig(AlgorithmConfig, KLLossSettings, GroupSettings):
             )
 
     def _check_teacher(self) -> None:
-        """Refuses a teacher beside another use of the reference, and settings that leave nothing to learn from."""
+        """Refuses a teacher together with another use of the reference, and settings without anything to learn from."""
         if self.distillation is None and self.teacher_kl != "sampled":
             raise ValueError(
                 f"grpo.teacher_kl={self.teacher_kl!r} needs a teacher, and grpo.teacher_coef=0 means there is none: "
@@ -597,7 +598,7 @@ class PPOConfig(AlgorithmConfig, GAESettings):
     Attributes:
       algo_variant: 'ppo'.
       value_loss_fn: 'ppo': squared error, clipped around the values before the update.
-      beta: coefficient of the KL to the reference policy in the reward; 0 for none (no reference is kept then).
+      beta: coefficient of the KL to the reference policy in the reward; 0 for none, and then no reference is kept.
       clip_range_value: largest change of a value in one step, reward units; a large number clips nothing.
       kl_method: estimator of the KL in the reward; see podrl.algorithms.kl.
 

@@ -21,7 +21,7 @@ from podrl.types import Experience
 class Traced:
     """Wraps an algorithm as a podrl.learner.loop.Algorithm that also feeds the trace and the curriculum.
 
-    It counts the samples that leave the loss, too.
+    It also counts the samples that are left out of the loss.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Traced:
         config: GRPOConfig | PPOConfig,
         curriculum: Curriculum | None = None,
     ):
-        """Reads and writes nothing yet.
+        """Stores the collaborators.
 
         Args:
           algorithm: GRPO, or PPO, which updates its policy by a GRPO of its own.
@@ -50,7 +50,7 @@ class Traced:
         self.state, self.restore = algorithm.state, algorithm.restore
 
     def needed(self, step: int, experience: Experience) -> np.ndarray:
-        """Lists the samples whose rows this process needs, samples that are scored for the trace included."""
+        """Lists the samples whose rows this process needs, including samples that are scored for the trace."""
         needed, traced = self._policy.needed(step, experience), self._run.traced
         if traced is None or not traced.wants(step + 1):
             return needed
@@ -76,7 +76,7 @@ class Traced:
                 tracing.note(done, extras)
                 self._extras = (experience, extras)
         elif traced is not None and traced.ever and not self._warm:
-            self._token_scores(experience, 0.0)  # compiles the program in the first step after a start, not later
+            self._token_scores(experience, 0.0)  # the program is compiled in the first step after a start, not later
         self._warm = True
         with self._run.spans.span("score", lane="trainer"):
             return self._algorithm.pack(step, experience, scores, advantages)
@@ -94,9 +94,9 @@ class Traced:
         return {**metrics, **self._counted}
 
     def _scored(self, experience: Experience, share: float) -> np.ndarray:
-        """Lists the samples that `_token_scores` scores: the first groups, `share` of all, at least one group.
+        """Lists the samples that `_token_scores` scores: the first groups, a `share` of all groups, at least one group.
 
-        They are at most a mini-batch.
+        The list has at most a mini-batch of samples.
         """
         group_size = self._config.num_generations
         groups = max(1, int(share * len(experience.rollouts.length_B)) // group_size)
@@ -104,7 +104,7 @@ class Traced:
         return np.flatnonzero(experience.rollouts.group_B < min(groups, most))
 
     def _token_scores(self, experience: Experience, share: float) -> Callable[[], Mapping[str, np.ndarray]]:
-        """Starts scoring the samples that `_scored` lists under the present weights, on all trainer hosts together.
+        """Starts to score the samples of `_scored` under the present weights, on all trainer hosts together.
 
         The samples are packed into the shape of a mini-batch, however few they are, so that one program serves all.
 

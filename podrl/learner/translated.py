@@ -1,8 +1,8 @@
-"""Samples as a teacher with another tokenizer reads them, and the spans of text at whose ends tokens of both end.
+"""Samples as a teacher with another tokenizer reads them, and the spans of text between common ends of tokens.
 
 A teacher reads the prompt that its own chat template wrote. Then it reads the policy's text up to the first token that
 is not text: a special token, or a token from an environment. If that token ends the policy's turn, the teacher reads
-its own end of turn in its place. Tokens after it are not compared, nor are tokens of a character that was cut.
+its own end of turn instead. Later tokens are not compared, nor are tokens of an incomplete character.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from podrl.types import Rollouts
 
 @dataclasses.dataclass(frozen=True)
 class Translated:
-    """A batch in the tokens of its teacher, behind the prompts that the teacher reads.
+    """A batch in the tokens of its teacher, after the prompts that the teacher reads.
 
     Attributes:
       rollouts: the samples in the teacher's tokens, U per row.
-      span_BT: number of the span of each token of the samples as drawn; -1 for a token without a span.
-      theirs_BU: number of the span of each token of the teacher; -1 for a token without a span.
+      span_BT: number of the span of each of the policy's tokens; -1 for a token without a span.
+      theirs_BU: number of the span of each of the teacher's tokens; -1 for a token without a span.
     """
 
     rollouts: Rollouts
@@ -41,7 +41,7 @@ class Translated:
           rollouts: samples whose prompts have the field `teacher_prompt`.
           own: the policy's tokenizer.
           theirs: the teacher's tokenizer.
-          longest: largest number of tokens of a sample, prompt included, that the teacher reads; tokens beyond are not
+          longest: largest number of tokens of a sample, prompt included, that the teacher reads; further tokens are not
             compared.
           of_B: True for the samples to translate; any other sample becomes one padding token.
         """
@@ -86,7 +86,8 @@ class Translated:
     def back(
         self, value_nU: Float[np.ndarray, "n U"], chosen_n: Int[np.ndarray, " n"], rollouts: Rollouts
     ) -> Float[np.ndarray, "n T"]:
-        """Sums the values of the teacher's tokens over each span; the sum stands at the span's first sampled token."""
+        """Sums the values of the teacher's tokens over each span; the sum is placed at the span's first sampled
+        token."""
         span_nT, theirs_nU = self.span_BT[chosen_n], self.theirs_BU[chosen_n]
         row_X, at_X = np.nonzero(theirs_nU >= 0)
         total = np.zeros((len(chosen_n), rollouts.tokens_BT.shape[1] + 1), value_nU.dtype)
@@ -101,7 +102,7 @@ def aligned(
     """Translates the tokens that follow a prompt.
 
     Args:
-      tokens: the policy's ids behind the prompt.
+      tokens: the policy's ids after the prompt.
       sampled: True for each id that the policy drew.
       own: the policy's tokenizer.
       theirs: the teacher's tokenizer.
@@ -123,7 +124,7 @@ def aligned(
     end_X = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     end_Y = np.cumsum([len(theirs.token_bytes(i)) for i in ids], dtype=np.int64)
     if b"".join(map(theirs.token_bytes, ids)) != text.encode():
-        ids, end_Y = [], end_Y[:0]  # the teacher's tokens spell another text
+        ids, end_Y = [], end_Y[:0]  # the teacher's tokens decode to another text
     ids, end_Y = ids[: max(most, 0)], end_Y[: max(most, 0)]
     span_X, span_Y = common_spans(end_X, end_Y)
     stop, compared = len(pieces), bool((span_X >= 0).all())
@@ -134,7 +135,7 @@ def aligned(
 
 
 def _whole_characters(text: bytes) -> str:
-    """Decodes the characters before the first bytes that are not a whole character."""
+    """Decodes the characters before the first incomplete character."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:

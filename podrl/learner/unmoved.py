@@ -65,7 +65,7 @@ def _without_advantage(
 ) -> list[str]:
     """Lists the reasons why no sample can have an advantage.
 
-    A KL to the reference does not change that: the policy begins at the reference.
+    A KL to the reference makes no difference, because the policy begins at the reference.
     """
     if algo.distillation is not None or algo.observed_weight:
         return []

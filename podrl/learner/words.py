@@ -5,12 +5,12 @@ from typing import Any
 
 
 def scored_text(completion: str, episode: Mapping[str, Any]) -> str:
-    """Leaves out the words of tools and environments, so that they never count as the model's answer.
+    """Removes the words of tools and environments, so that they never count as the model's answer.
 
     Args:
       completion: all of the sample's text, or the text that its environment gave.
       episode: the sample's entry of `Rollouts.episodes`.
     """
-    # Only the model's turns have "versions"; the name in "by" does not tell, as a tool may be called "model".
+    # Only the model's turns have "versions"; the name in "by" is no proof, because a tool may be called "model".
     own = [turn["text"] for turn in episode["turns"] if "versions" in turn]
     return completion if "text" in episode or len(own) == len(episode["turns"]) else "".join(own)

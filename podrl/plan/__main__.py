@@ -4,10 +4,10 @@
         [--search] [--quick] [--json] [--completion=TOKENS] [--lengths=PATH] [--price=DOLLARS]
         [--config.group.key=value ...]
 
-Topologies: v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16, tpu7x:2x2x1 and their like; v5e:2x4*2 is two slices. GPUs of one
-machine: h100:8, l4:4 and their like, whose figures are predicted in part. No weights are needed: where model.path is
-empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a user error. Plans for TPUs
-need the extra [tpu].
+Topologies are, for example, v4:2x2x1, v5e:2x4, v5p:2x2x4, v6e:16x16 and tpu7x:2x2x1; v5e:2x4*2 is two slices. GPUs of
+one machine are, for example, h100:8 and l4:4; their figures are predicted in part. No weights are needed: if model.path
+is empty, model.size names a published size. Exit codes: 0 everything fits, 1 it does not, or a user error. Plans for
+TPUs need the extra [tpu].
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
             measured.append(measure(program, chip, quick=_QUICK.value and not trainer.predicted, known=known))
             say(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
 
-    # All programs are made before the first is compiled, so that sizes that do not go together are refused at once.
+    # All programs are made before the first is compiled, so that contradicting sizes are refused at once.
     decode, train = programs.rollout_programs(setting), training.training_programs(setting)
     move = programs.weight_move(setting)
     measure_all(decode, (trainer if job.roles.colocated else rollout).chip)
@@ -121,13 +121,13 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
 
 
 def command_of(config: str, given: Sequence[str], chosen: Sequence[str]) -> str:
-    """Writes the shell command that runs a job with the keys that a search settled on.
+    """Writes the shell command that runs a job with the keys that a search chose.
 
     Args:
       config: value of --config.
-      given: all other arguments of the plan command, each as --name=value. Flags of the plan alone are left out, and so
-        are keys that `chosen` sets.
-      chosen: keys that the search settled on, each as 'KEY=VALUE' without '--config.'.
+      given: all other arguments of the plan command, each as --name=value. Flags that only the plan reads are left out,
+        and so are keys that `chosen` sets.
+      chosen: keys that the search chose, each as 'KEY=VALUE' without '--config.'.
     """
     own = {f"--{flag}" for flag in _OWN} | {f"--no{flag}" for flag in _OWN}
     own |= {f"--config.{key.partition('=')[0]}" for key in chosen}

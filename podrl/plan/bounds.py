@@ -1,4 +1,4 @@
-"""Lower bounds of what a side of a job needs, bytes of a chip and seconds of a step, counted without compiling."""
+"""Lower bounds of the memory and time of a side of a job (bytes per chip, seconds per step), without compiling."""
 
 import jax.numpy as jnp
 
@@ -12,7 +12,7 @@ from podrl.trainer import state as state_lib
 
 
 def least_bytes(side: str, setting: Setting) -> float:
-    """Counts the bytes of a chip that a side needs at least.
+    """Counts a lower bound of the bytes that a side needs on each chip.
 
     The trainer needs parameters, moments, the parameters of a reference or a teacher, and the activations that the
     backward pass keeps of every layer: the layer's input and, unless `trainer.remat` is 'full' or 'offload', the
@@ -47,7 +47,7 @@ def _forward(model: ModelConfig) -> float:
 
 
 def least_trainer_seconds(setting: Setting) -> float:
-    """Counts the seconds that matrix products of the trainer's layers take at least, at the chip's peak.
+    """Counts a lower bound of the seconds of the matrix products in the trainer's layers, at the chip's peak.
 
     Every token of the rows of the filled micro-batches takes 2 operations per weight of the layers' projections, and 4
     more in the backward pass (under LoRA 2 more, for activations, and none in the first layer). With remat='full' it

@@ -11,8 +11,8 @@ from podrl.config import nearest
 from podrl.mesh.chips import CHIPS, GIB, Chip
 
 _MOST_SLICES = 512
-# Slices that GKE makes: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. In 3 dimensions it also
-# makes every slice whose sizes are multiples of 4.
+# Slices that GKE offers: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. In 3 dimensions it also
+# offers every slice whose sizes are multiples of 4.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
@@ -134,7 +134,7 @@ def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) 
     env.setdefault("TPU_SKIP_MDS_QUERY", "1")
     env.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     env.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    env.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # any type: libtpu warns if it finds none
+    env.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")  # any type will do: libtpu warns if it finds none
     # Several processes may compile at once: no hardware is opened.
     env.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     env["JAX_PLATFORMS"] = "cpu"

@@ -34,7 +34,7 @@ class Measured:
       peak: bytes at the fullest moment, arguments and results included; if the compiler refused the program, the bytes
         that it asked for.
       at_least: whether the compiler refused the program and named only its temporaries, so that `peak` lacks arguments.
-      resident: bytes of arrays that the program does not see.
+      resident: bytes of arrays that are on the chip but are not the program's arguments.
       capacity: bytes that a program may use.
       compile_s: seconds of tracing and compiling.
       compile_cpu_s: processor seconds of tracing and compiling, on all cores; the figure to compare on a busy machine.
@@ -78,7 +78,8 @@ class Measured:
 
     @property
     def missing(self) -> float:
-        """Bytes by which the program is known not to fit; 0 if it fits, and perhaps 0 if `at_least` is set."""
+        """Known bytes by which the program exceeds the capacity; 0 if it fits, and perhaps also if `at_least` is
+        set."""
         return max(0.0, self.peak + self.resident - self.capacity)
 
 
@@ -92,7 +93,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False, known: Known |
     Args:
       program: the program.
       chip: figures of the chip that the program runs on.
-      quick: whether to compile with least effort: peak and counts are those of another schedule.
+      quick: whether to compile with least effort; peak and counts then belong to another schedule.
       known: measurements of the same job and topologies so far. A program whose name and text are among them is not
         compiled again; new measurements are added.
     """
@@ -135,7 +136,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     memory = compiled.memory_analysis()
     peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes)
-    if chip.name in GPUS:  # compiled for CPU, where the compiler's peak leaves temporaries out
+    if chip.name in GPUS:  # compiled for CPU, whose compiler's peak leaves temporaries out
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         peak = float(kept + memory.temp_size_in_bytes)
     cost = cost_of(compiled.as_text(), trips=program.trips)

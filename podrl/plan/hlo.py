@@ -1,7 +1,7 @@
 """Counts the work of a compiled program from its text: matrix operations, bytes of memory, collectives.
 
-XLA's own cost analysis counts the body of a loop once. Here the body counts as often as the loop's condition says; if
-that number is traced, the caller gives it.
+XLA's own cost analysis counts the body of a loop once. Here the body counts as often as the loop runs according to its
+condition; if that number is traced, the caller gives it.
 """
 
 import dataclasses
@@ -134,8 +134,8 @@ def cost_of(
     Args:
       text: text of the compiled module (`compiled.as_text()`).
       trips: function that returns how often a loop of traced length runs, by its nesting depth among such loops.
-      named: number of runs of loops directly in a `jax.named_scope`, by name of the scope, whatever the text says; and
-        number of pages that a kernel of podrl.engine.page_attention reads, by name of the kernel.
+      named: number of runs of loops directly in a `jax.named_scope`, by name of the scope, instead of the number in the
+        text; and number of pages that a kernel of podrl.engine.page_attention reads, by name of the kernel.
       slices: number of slices in which the devices named in the text lie, equal parts in their order. The text of the
         TPU compiler has the devices of one slice; its messages to other slices are found without this number.
     """
@@ -248,7 +248,7 @@ class _Reader:
         name = called(i, "calls")[0]
         body = self._computations[name]
         inner = {x.name: x.type for x in body}
-        # A collective that runs beside several fusions stands in each of them; the first also holds its start.
+        # A collective that runs beside several fusions appears in each of them; the first also has its start.
         starts = any("AsyncCollectiveStart" in x.attributes for x in body)
         for x in body:
             if x.opcode == "fusion":
@@ -263,7 +263,8 @@ class _Reader:
     def _fusion_bytes(
         self, i: Instruction, types: Mapping[str, str], body: Sequence[Instruction], inner: Mapping[str, str]
     ) -> tuple[float, float]:
-        """Counts bytes (read, written) at a fusion's border: only slices of inputs that are read, and updated parts."""
+        """Counts the bytes (read, written) of a fusion: of inputs only the slices that are read, of outputs the updated
+        parts."""
         by_name, users = {x.name: x for x in body}, _users(body)
         read = written = 0.0
         for x in body:
@@ -405,11 +406,11 @@ def _splash_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
 
 
 def _prefix_flops(i: Instruction, types: Mapping[str, str]) -> float | None:
-    """Counts operations of podrl's attention kernel as if tokens saw all tokens before; None for any other kernel.
+    """Counts operations of podrl's attention kernel as if tokens saw all earlier tokens; None for any other kernel.
 
     The blocks that the kernel skips depend on the content of the rows. Its list of pairs has room for the lower
     triangle of blocks of each row, and for one pair more; so the number of blocks of a row follows from the length of
-    the list. Blocks on the diagonal count whole.
+    the list. Blocks on the diagonal count as whole blocks.
     """
     products = next((n for name, n in _PREFIX_PRODUCTS.items() if name in i.name), None)
     found = [dims_of(types[name]) for name in i.operands if types.get(name)]

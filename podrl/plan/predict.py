@@ -1,4 +1,4 @@
-"""Predicts a training step from its programs: least seconds of each side, and which side waits."""
+"""Predicts a training step from its programs: the least seconds of each side, and the side that waits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def rebalanced(prediction: Prediction, trainer_chips: int, rollout_chips: int) -
 
 
 class Step(Protocol):
-    """A predicted or simulated training step, of which only the seconds matter."""
+    """A predicted or simulated training step; only its seconds matter here."""
 
     @property
     def step_s(self) -> float: ...

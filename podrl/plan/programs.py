@@ -54,7 +54,7 @@ class Program:
       side: side whose devices the program occupies: TRAINER, ROLLOUT or BOTH.
       lower: function that lowers the program; `compile()` is called on its result.
       runs: executions per training step.
-      resident: bytes of a chip that arrays hold meanwhile that the program does not see.
+      resident: bytes per chip of arrays that stay there while the program runs but are not its arguments.
       trips: trip counts of loops of traced length, see `podrl.plan.hlo.cost_of`.
       by_hand: work that replaces the counts of the compiled text; None keeps these counts.
     """
@@ -96,7 +96,7 @@ class Setting:
         """
         algo, given = self.job.algo, self.job.model.reference
         loss = algo.policy_loss(self.job.rollout.max_tokens_to_generate)
-        taught = algo.distillation and not self.job.model.teachers  # `teachers` below has programs of its own
+        taught = algo.distillation and not self.job.model.teachers  # `teachers` below have programs of their own
         if not (loss.needs_reference() or algo.reward_kl.coef or taught):
             return None
         if given in SIZES:
@@ -307,11 +307,11 @@ class _Ends:
 
     Attributes:
       plan: transfer plan of the moved leaves.
-      transport: programs that carry out the plan; None if they were not asked for.
+      transport: programs that carry out the plan; None if they are not needed.
       leaves: shapes and shardings of the moved leaves at the source.
       places: shardings of the moved leaves at the target.
-      held: bytes that a trainer chip holds, the leaves that move included.
-      kept: bytes that a rollout chip holds: pools, and one copy of the policy, as every leaf is freed before its
+      held: bytes that a trainer chip holds, including the leaves that move.
+      kept: bytes that a rollout chip holds: pools, and one copy of the policy, because every leaf is freed before its
         successor comes.
     """
 

@@ -17,7 +17,7 @@ from podrl.plan.simulate import Outlook
 from podrl.plan.variants import Trial, shortfall
 from podrl.rundir.console import print_table
 
-_MOST_IDLE = 0.6  # share of a step that a side may idle without advice to split the chips anew
+_MOST_IDLE = 0.6  # share of a step that a side may be idle before the report advises another split of the chips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Report:
       prediction: prediction of a step, every program at its roofline.
       knobs: trials of the memory options, for each program that does not fit, by its name.
       searched: trials of a search; empty without a search.
-      chosen: keys that a search settled on, each as 'KEY=VALUE'.
+      chosen: keys that a search chose, each as 'KEY=VALUE'.
       cost: time and cost of all steps; None if they were not computed.
       factor: multiple of its roofline that a step is assumed to take, for `cost`.
       outlook: simulation of the job with the user's lengths of samples; None if there are no such lengths.
@@ -202,7 +202,7 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
 
 
 def _advice(report: Report) -> str:
-    """Advises another split of the chips if a side has nothing to do for most of a step; '' otherwise."""
+    """Advises another split of the chips if a side is idle for a large part of a step; else returns ''."""
     p, now = report.prediction, report.chips
     side, idle = max(("trainer", p.trainer_idle), ("rollout", p.rollout_idle), key=lambda pair: pair[1])
     if idle <= _MOST_IDLE or not all(now):

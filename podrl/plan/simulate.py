@@ -1,4 +1,4 @@
-"""Simulates trainer and rollout step by step for known lengths of samples: who waits for whom, and for how long."""
+"""Simulates trainer and rollout step by step for known lengths of samples, to see which side waits, and how long."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ from podrl.rollout.worker import pieces_per_prompt
 from podrl.rundir.trace import read_step, traced_steps
 
 _SHARES = tuple(n / 16 for n in range(1, 16))  # shares of the chips that are tried for the trainer
-STEPS, WARM = 40, 8  # training steps of a simulation, and how many of the first do not count
+STEPS, WARM = 40, 8  # number of training steps of a simulation, and number of first steps that do not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +162,12 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
 
     Lanes decode in dispatches of `rollout.steps_per_dispatch`, and the engine launches a dispatch before it has read
     the one before (podrl.engine.session). So after the end of a sample its lane stays empty for one dispatch, unless
-    so many samples end that the engine waits for them. Samples of the batch that trains next come first.
+    many samples end at once and the engine waits for them. Samples of the batch that trains next come first.
 
     With a staleness of 0 the sides take turns. With 1 a batch is drawn while the batch before trains. From 2 on samples
-    are drawn in windows (podrl.rollout.clock): a sample draws its quantum in each window, and all that is left in its
-    last one. Each window computes the keys and values of open samples anew, in prefill calls of the engine's size.
+    are drawn in windows (podrl.rollout.clock): a sample draws its quantum in each window, and all its remaining tokens
+    in its last window. Each window computes the keys and values of open samples anew, in prefill calls of the engine's
+    size.
 
     Args:
       lengths_N: sampled tokens of samples, for example of an earlier run.
@@ -224,7 +225,7 @@ class Outlook:
       mean, longest: mean and largest length in tokens, each length cut to `rollout.max_tokens_to_generate`.
       chips: chips of trainer and rollout, as planned.
       planned: a step on these chips.
-      best: number of trainer chips that makes a step shortest with as many chips in all, and that step.
+      best: (number of trainer chips that makes a step shortest with the same total of chips, that step).
     """
 
     lengths: int

@@ -229,7 +229,7 @@ def _update_program(
 
 
 def _planned(setting: Setting, shape: PackShape) -> Placement:
-    """Places an update's planned samples in rows of a shape."""
+    """Packs an update's planned samples into rows of a shape."""
     job, prompt = setting.job, setting.job.rollout.max_prompt_length
     group_B = np.arange(job.mini_batch_size) // job.group_size
     length_B = np.full_like(group_B, prompt + setting.completion)

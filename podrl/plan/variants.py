@@ -22,7 +22,7 @@ from podrl.plan.training import planned_rows, training_programs
 _STRONGER = {"none": "dots", "dots": "full", "full": "full", "offload": "full"}
 _OF_A_STEP = ("trainer.remat=", "trainer.micro_batch_sequences=")
 _TENSOR = (1, 2, 4, 8)
-_WIDER = (16, 32, 64, 128)  # for decoding, if no copy of the weights fits on fewer chips
+_WIDER = (16, 32, 64, 128)  # meshes for decoding if no copy of the weights fits on fewer chips
 _SEQ = (1, 2, 4, 8, 16)
 _EXPERT = (2, 4, 8)
 MICRO_TRIES = 4
@@ -96,7 +96,8 @@ def _moves(program: Measured) -> bool:
 
 
 def _knobs(failed: Measured, setting: Setting) -> Iterator[Variant]:
-    """Lists the options of the sides that a program occupies; a weight move has none that splits a training step."""
+    """Lists the options of the sides that a program occupies; a weight move has no option that splits a training
+    step."""
     if failed.side != ROLLOUT:
         for variant in _trainer_knobs(setting):
             if not (_moves(failed) and variant.keys[0].startswith(_OF_A_STEP)):
@@ -108,7 +109,7 @@ def _knobs(failed: Measured, setting: Setting) -> Iterator[Variant]:
 def _try(variant: Variant, failed: Measured) -> Trial:
     programs = weight_move(variant.setting).programs if _moves(failed) else programs_of(failed.side, variant.setting)
     program = next((p for p in programs if p.name == failed.name), None)
-    if program is None:  # with the variant the weights move box by box, without a large program
+    if program is None:  # with this variant the weights move box by box, without a large program
         return Trial(variant.keys, failed.name, True, 0.0, 0.0, 0.0)
     return _trial(variant.keys, [measure(program, _chip(variant.setting, failed.side), quick=True)])
 
@@ -210,7 +211,7 @@ def search(setting: Setting, *, say: Callable[[str], None], known: Known | None 
       known: measurements so far, see `podrl.plan.compile.measure`.
 
     Returns:
-      (the setting with the best of each side, all trials). A side of which nothing fits keeps its settings.
+      (the setting with the best trial of each side, all trials). A side without a trial that fits keeps its settings.
     """
     sides = {TRAINER: list(_trainer_candidates(setting)), ROLLOUT: list(_rollout_candidates(setting))}
     most = {side: sum(len(group.variants) for group in groups) for side, groups in sides.items()}
@@ -223,12 +224,13 @@ def search(setting: Setting, *, say: Callable[[str], None], known: Known | None 
     trials: list[Trial] = []
     best = setting
     for side in sides:
-        # The rollout's candidates are made anew, because its weights come from the trainer's mesh that was found.
+        # The rollout's candidates are made after the trainer's search, because their weights come from the trainer's
+        # new mesh.
         groups = _in_order(sides[side]) if side == TRAINER else _rollout_candidates(best)
         found: list[tuple[float, Setting]] = []
         fitting: list[str] = []
-        # By mesh: index of the micro-batch that fitted with the policy before. That policy keeps less, so no larger
-        # micro-batch can fit now.
+        # By mesh: index of the micro-batch that fitted with the previous policy. The previous policy keeps less memory,
+        # so no larger micro-batch can fit now.
         reached: dict[str, int] = {}
         left, leads = most[side], "nothing fits yet"
         for group in groups:
@@ -289,7 +291,8 @@ def _in_own_keys(before: Setting, after: Setting) -> Setting:
 
 
 def _in_order(groups: Sequence["_Group"]) -> list["_Group"]:
-    """Orders groups: those that are always tried, with the `last` groups at their end, then spare groups by mesh."""
+    """Orders groups: first the groups that are always tried, with the `last` groups at their end, then spare groups by
+    mesh."""
     return sorted(groups, key=lambda group: 2 if group.spare_of is not None else int(group.last))
 
 
@@ -313,15 +316,16 @@ def differences(before: Setting, after: Setting) -> list[str]:
 
 
 def _total(side: str, variant: Variant, known: Known | None = None) -> Trial:
-    """Compiles a side's programs of every step: memory of the fullest, and seconds of all up to the first misfit.
+    """Compiles a side's programs of every step: memory of the largest, and seconds of all programs up to the first that
+    does not fit.
 
-    Nothing is compiled if the bytes that the side needs at least are already too many.
+    Nothing is compiled if the lower bound of the side's bytes is already too large.
     """
     chip = _chip(variant.setting, side)
     if (least := least_bytes(side, variant.setting)) > chip.hbm:
         return Trial(variant.keys, "counted, not compiled", False, least, least - chip.hbm, 0.0, at_least=True)
     measured: list[Measured] = []
-    rare = ("spill", "restore")  # these run only when the pool is short of pages
+    rare = ("spill", "restore")  # these programs run only when the pool is short of pages
     programs = [program for program in programs_of(side, variant.setting) if program.runs or program.name in rare]
     if side == ROLLOUT:
         programs += [program for program in weight_move(variant.setting).programs if program.side == ROLLOUT]
@@ -379,7 +383,7 @@ def _trainer_candidates(setting: Setting) -> Iterator[_Group]:
                 meshed = _meshed(setting, "trainer", spec)
                 try:
                     rows, shards = planned_rows(meshed), batch_shards(meshed.trainer_mesh())
-                except ValueError:  # rows of a length that the configuration fixes, and that this seq does not divide
+                except ValueError:  # the configuration fixes a row length that this seq does not divide
                     continue
                 spare = "" if shared else family if filled and expert == 1 else None
                 for remat in ("dots", "none", "full"):

@@ -29,7 +29,7 @@ class Batch:
 
 
 def ready(value: Any) -> Batch:
-    """Wraps a batch that is complete already: restored from a checkpoint, or read from data."""
+    """Wraps a batch that is already complete, because it was restored from a checkpoint or read from data."""
     return Batch(lambda: value, lambda: value)
 
 
@@ -40,17 +40,18 @@ class Batches:
     submitted, and a checkpoint taken earlier finds every open sample at the start of a window. Keys and values are
     computed anew in every window.
 
-    By the clock of tokens, a group is a whole batch, and a window ends when all samples have drawn the tokens that they
-    may. By the wall clock, a group is one prompt, and `end_window` stops all samples after the launched dispatches.
+    Under the token clock a group is a whole batch, and a window ends when all samples have drawn their tokens of the
+    window. Under the wall clock a group is one prompt, and `end_window` stops all samples after the launched
+    dispatches.
 
-    By the wall clock, steps that are in the journal are repeated from it without regard to time: the steps of a run
-    that was killed after its newest checkpoint, and the steps of podrl.replay.
+    Under the wall clock, steps in the journal are repeated exactly, whatever time they take: the steps that a killed
+    run made after its newest checkpoint, and the steps of podrl.replay.
     """
 
     def __init__(
         self, generator: Any, thread: ThreadPoolExecutor, run: Run, clock: TokenClock | WallClock, size: int = 0
     ):
-        """Begins nothing yet.
+        """Stores the collaborators.
 
         Args:
           generator: a podrl.learner.generation.Generator; if one version draws all samples, any function that makes a
@@ -83,8 +84,8 @@ class Batches:
         """Takes over the batches of a checkpoint.
 
         Args:
-          step: number of steps that are done, which is the step of the first batch.
-          pending: the batches of this step and of those after it: finished ones, or the open groups of a batch.
+          step: number of steps done, which is also the step of the first batch.
+          pending: the batches of this step and of later steps, each either finished or with its open groups.
 
         Returns:
           The batches in flight, in the order of their steps.
@@ -110,7 +111,7 @@ class Batches:
         return self._batch(step)
 
     def end_window(self) -> None:
-        """Ends the window, so that the thread is free to move weights; by the wall clock, stops all samples."""
+        """Ends the window, so that the thread is free to move weights; under the wall clock, stops all samples."""
         self._halt.set()
         self._player.end_window()
 
@@ -140,8 +141,8 @@ class Batches:
     def state(self, step: int) -> Experience | Partial:
         """Returns a batch's part of a checkpoint: the batch, or its open groups; call it between windows only.
 
-        By the wall clock it is not decided which groups the batch will have. So each batch gets a part of the open
-        groups, as many as a batch has; the last batch gets all groups that are left.
+        Under the wall clock the groups of the batch are not decided yet. So each batch gets as many of the open groups
+        as a batch has, and the last batch gets all remaining groups.
         """
         if self._failed is not None:
             raise self._failed
@@ -153,7 +154,7 @@ class Batches:
         return dataclasses.replace(group.part(step), longest=self._clock.state(self._at))
 
     def closing(self) -> None:
-        """Makes the thread stop after the launched dispatches."""
+        """Asks the thread to stop after the launched dispatches."""
         self._closing.set()
 
     def close(self) -> None:
@@ -175,7 +176,7 @@ class Batches:
     # Methods of the thread.
 
     def _play(self, policy: Policy) -> None:
-        """Plays a window to its end; by the wall clock, until `end_window`."""
+        """Plays a window to its end; under the wall clock, until `end_window`."""
         if self._failed is not None:
             return
         step, self._playing = policy.version, policy

@@ -1,4 +1,4 @@
-"""The branches of an episode that asks by conversations: token sequences that become the pieces of the sample."""
+"""The branches of an episode whose requests are conversations: token sequences that become the sample's pieces."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ from podrl.types import DRAWN, STOP_ENV
 
 # The reason why a request opened a branch. "history": it repeats no earlier answer. "tools": it repeats an answer to a
 # request with other tools. "template": the chat template renders an earlier answer differently from how it was sampled.
-# "concurrent": another request has gone on from the same point.
+# "concurrent": another request has already continued from the same point.
 Fork = Literal["history", "tools", "template", "concurrent"]
 
 
@@ -36,7 +36,7 @@ class ChatRequest:
       stop_ids: token ids that end the answer, besides the end of the model's turn.
       parser: format in which the model writes a call.
       id: prefix of the ids of the answer's calls.
-      max_new: most sampled tokens; None for as many as the sample has room for.
+      max_new: largest number of sampled tokens; None for as many as the sample has room for.
       aside: whether the answer must stay out of training.
       logprobs: whether the answer needs the log-probabilities of its tokens.
       pieces: whether the answer needs the text of each token.
@@ -63,7 +63,7 @@ class ChatRequest:
 
 @dataclasses.dataclass(eq=False)
 class _Branch:
-    """A conversation that requests may go on with.
+    """A conversation that requests may continue.
 
     Attributes:
       track: record of its token sequence in the engine.
@@ -94,15 +94,15 @@ class _Branch:
 class Branches:
     """The branches of one episode.
 
-    A request goes on with the longest branch whose tokens are a prefix of the request's tokens. If there is none, it
-    opens a branch. `Histories` puts the sampled tokens of earlier answers into the request, so text of the model is not
-    encoded again. The random key of a branch follows from the sample's key, the tokens that opened the branch, and how
-    often the same tokens opened a branch before.
+    A request continues the longest branch whose tokens are a prefix of the request's tokens. If there is none, the
+    request opens a branch. `Histories` puts the sampled tokens of earlier answers into the request, so text of the
+    model is not encoded again. The random key of a branch follows from the sample's key, the tokens that opened the
+    branch, and how often the same tokens opened a branch before.
 
     Attributes:
       current: branch of the newest request.
       forks: number of branches opened for each reason, without the first branch and without asides.
-      dropped: number of answers that nobody received.
+      dropped: number of answers that no client received.
       text: text of the newest answer that is trained.
       read: token ids of the newest request.
     """
@@ -125,8 +125,9 @@ class Branches:
           key_2: random key of the sample.
           prompt: tokens of the data's prompt, with which the sample's row begins.
           sampling: settings of the sample; `max_new` bounds the sampled tokens of all branches together.
-          response: most tokens of the row after the prompt, in all branches together.
-          head: most tokens of a branch that the engine takes as the branch's prompt; the other tokens are given tokens.
+          response: largest number of tokens of the row after the prompt, in all branches together.
+          head: largest number of tokens of a branch that the engine takes as the branch's prompt; the other tokens are
+            given tokens.
           recording: whether to record the experts that tokens take (`Track`).
         """
         self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
@@ -147,7 +148,7 @@ class Branches:
     def ask(
         self, session: Session, request: ChatRequest, strings: tuple[str, ...], ids: Sequence[int], *, urgent: bool
     ) -> list[int] | None:
-        """Goes on with a branch, or opens one.
+        """Continues a branch, or opens one.
 
         Args:
           session: engine's session.
@@ -157,7 +158,7 @@ class Branches:
           urgent: whether a new branch gets a lane before samples that are not urgent.
 
         Returns:
-          The tokens of the request that the branch did not have; None if there is no room for them and an answer.
+          The request's tokens that the branch did not have; None if there is no room for them and an answer.
 
         Raises:
           Refused: the conversation cannot be rendered.
@@ -219,9 +220,9 @@ class Branches:
         self.text = str(message["content"] or "")
 
     def drop(self, session: Session, request: int) -> None:
-        """Takes an answer that nobody received out of the row; its branch ends before the request.
+        """Removes an answer that no client received from the row; its branch ends before the request.
 
-        An answer that a later request went on with was received.
+        An answer that a later request continues counts as received.
         """
         branch = next((one for one in self._branches if one.request == request and one.count is None), None)
         if branch is None:
@@ -241,14 +242,14 @@ class Branches:
         return self._newest
 
     def metrics(self) -> dict[str, float]:
-        """Counts all requests, the requests that are not trained, forks by reason, and answers that nobody received."""
+        """Counts all requests, requests that are not trained, forks by reason, and answers that no client received."""
         forks, asides = max(len(self._branches) - 1, 0), len(self._asides)
         counts = {"chat_requests": self._requests, "chat_forks": forks, "chat_asides": asides}
         counts |= {f"front/forks/{reason}": self.forks[reason] for reason in get_args(Fork)}
         return {name: float(count) for name, count in {**counts, "front/dropped": self.dropped}.items()}
 
     def joined(self, session: Session) -> tuple[Track | None, list[int], list[dict[str, Any]]]:
-        """Ends all branches, and joins the trained branches, one after the other, to one completion.
+        """Ends all branches, and joins the trained branches, one after the other, into one completion.
 
         Returns:
           (record of the sample, number of each token's piece, records of the turns in the order of the row). Piece 0
@@ -326,7 +327,7 @@ class Branches:
         return tokens
 
     def _reason(self, request: ChatRequest, tokens: list[int]) -> "Fork":
-        """Finds out why a request goes on with no branch."""
+        """Finds the reason why a request continues no branch."""
         if request.messages is not None:
             histories = self._of(request.parser)
             if histories.forked:

@@ -1,8 +1,9 @@
 """Clocks: where samples stop under each version of the weights, which groups make a batch, which groups are too old.
 
 `TokenClock` decides by each sample's number of tokens alone, so a repeated run takes the same decisions. `WallClock`
-decides by which samples have ended, and writes each decision to the journal before anybody acts on it, so that it can
-be repeated. Neither knows of an engine, a thread or a host. docs/async.md says what both guarantee.
+decides by the times at which samples end, and writes each decision to the journal before any process acts on it, so
+that the decision can be repeated. Neither uses an engine, a thread or a host. docs/async.md explains what both
+guarantee.
 """
 
 import math
@@ -24,14 +25,14 @@ class TokenClock:
     """Cuts samples into windows of equally many tokens, one window for each version of the weights.
 
     With a staleness of S, token i of a sample of batch b is drawn by version
-    min(max(b - S, 0) + i // quantum, max(b - 1, 0)), whatever else is in flight. In window b - 1, the last one before
-    the batch trains, samples are drawn to their end.
+    min(max(b - S, 0) + i // quantum, max(b - 1, 0)), whatever else is in flight. In window b - 1, the last window
+    before the batch trains, samples are drawn to their end.
 
     Unless `rollout.window_tokens` sets the quantum, it is 0.7 times the longest sample of the last four batches,
     divided by S: this cuts the tail of the lengths, and leaves most samples to one version.
     """
 
-    anew = False  # a group that another host takes over goes on, and its samples become the same
+    anew = False  # a host that takes a group over goes on with it, and gets the same samples
 
     @property
     def mode(self) -> Literal["windows", "whole"]:
@@ -55,7 +56,7 @@ class TokenClock:
         return self._windows > 1
 
     def known(self, step: int) -> int:
-        """Returns a step after all others: every decision follows from the samples, so every step can be repeated."""
+        """Returns a step beyond the last: every decision follows from the samples, so every step can be repeated."""
         return sys.maxsize
 
     def recorded(self, index: int, submit_step: int, step: int) -> None:
@@ -93,7 +94,8 @@ class TokenClock:
     stale_since = stale
 
     def batch(self, step: int, groups: Sequence["_C"], size: int, *, over: bool = False) -> list["_C"]:
-        """Returns the groups that were opened for a step, in their order; no groups until all of them have ended."""
+        """Returns the groups that were opened for a step, in their order; an empty list until all of them have
+        ended."""
         own = [group for group in groups if group.submit_step == step]
         return own if all(group.ended for group in own) else []
 
@@ -111,7 +113,8 @@ def last_window(step: int) -> int:
 
 
 def stop_at(step: int, version: int, quantum: int) -> int | None:
-    """Returns how many tokens a sample of a step's batch draws in the window of a version; None for all it has left."""
+    """Returns how many tokens a sample of a step's batch draws in the window of a version; None for all remaining
+    tokens."""
     return None if version >= last_window(step) else quantum
 
 
@@ -125,7 +128,7 @@ class Candidate(Protocol):
       repeated: whether the prompt was submitted before, and its earlier samples became too old.
       ended: whether all samples have ended.
       drawn: oldest version known to have drawn a token of the group; None if no token is known.
-      oldest: `drawn`, or where it is not known the oldest version that may have drawn a token.
+      oldest: `drawn`, or if that is not known, the oldest version that may have drawn a token.
     """
 
     @property
@@ -161,17 +164,16 @@ _G = TypeVar("_G")
 class WallClock:
     """Makes each batch of the groups that end first, and repeats the decisions that are in its journal.
 
-    When s steps are done, a group with a token older than version s - S is dropped, and its prompt is asked again under
-    new random keys. The last step that may train on such a repeated group waits for it, so no prompt is repeated for
-    ever.
+    After step s, a group with a token older than version s - S is dropped, and its prompt is asked again under new
+    random keys. The last step that may train on such a repeated group waits for it, so no prompt is repeated for ever.
     """
 
-    anew = True  # a group that another host takes over begins again, unless the journal has it
+    anew = True  # a host that takes a group over begins it again, unless the journal has the group
     mode: Literal["wall"] = "wall"
     used = False  # samples have no quantum of tokens
 
     def __init__(self, journal: WallJournal, staleness: int, place: str):
-        """Decides nothing yet.
+        """Stores the arguments.
 
         Args:
           journal: file of decisions; decisions in it are repeated, new decisions are added.
@@ -213,7 +215,7 @@ class WallClock:
             old = set(self._journal.again(step))
         else:
             old = {group.index for group in self._too_old(step, groups)}
-            if groups:  # at the start and at the end of a run there are none
+            if groups:  # there are none at the start and at the end of a run
                 self._journal.write({"step": step, "again": [group.index for group in groups if group.index in old]})
         self._cancelled = len(old)
         return [group for group in groups if group.index in old]
@@ -232,13 +234,13 @@ class WallClock:
         return late
 
     def batch(self, step: int, groups: Sequence[_C], size: int, *, over: bool = False) -> list[_C]:
-        """Returns the groups of a step's batch; no groups as long as too few have ended.
+        """Returns the groups of a step's batch; an empty list as long as too few have ended.
 
         Args:
           step: the step that trains on the batch.
           groups: the open groups.
           size: number of groups in a batch.
-          over: whether sampling for the batch has ended, so that all its groups in the journal must have ended, too.
+          over: whether sampling for the batch has ended, so that all its groups in the journal must have ended.
 
         Raises:
           ValueError: a repeated group differs from its entry in the journal.
@@ -266,7 +268,7 @@ class WallClock:
           left: the other open groups.
 
         Returns:
-          The metrics of the queue (`queue/`), of the time when the batch was decided.
+          The metrics of the queue (`queue/`) at the time when the batch was decided.
         """
         if (known := self._journal.batch(step)) is None:
             ready = sum(group.ended for group in left)
@@ -285,7 +287,8 @@ class WallClock:
 
 
 def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_C]:
-    """Chooses the groups of a step's batch; no groups as long as too few have ended or the step must wait for one.
+    """Chooses the groups of a step's batch; returns an empty list if too few have ended or the step must wait for a
+    group.
 
     The last step that may train on a repeated group waits for it. Of the other groups that have ended, groups with
     older tokens go first; of equally old groups, the group submitted first.

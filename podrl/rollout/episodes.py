@@ -93,7 +93,7 @@ class Request:
       prompts, group_size, step, sampling: arguments of `RolloutWorker.generate`.
       keys_PG2: random keys of the samples, uint32.
       pieces: number of pieces that each group is cut into (`Scheduler.add`).
-      response: most tokens of a sample after its prompt, sampled and given tokens together.
+      response: largest number of tokens of a sample after its prompt, sampled and given tokens together.
       mode: 'train' or 'eval'.
       of_step: training step that environments are told. In an evaluation it is the version of the weights, not `step`.
       expected: expected number of tokens of samples by row, for the rows for which it is known.
@@ -133,7 +133,7 @@ class Episode:
       strings: the other stop strings of the present turn.
       turns: a record of each turn and observation, as in podrl.types.Rollouts.
       rewards: (index of the token in the completion, reward) of each reward.
-      reward: sum of the rewards that the environment gave; None until it has ended, and if it gave none.
+      reward: sum of the environment's rewards; None until it has ended, and if it gave no reward.
       metrics: metrics that the environment gave, by name.
       stop: reason why the sample ended (`podrl.types.STOP_ENV` and the others); None while it goes on.
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
@@ -141,8 +141,8 @@ class Episode:
       full: whether the sample had no room for the environment's last message.
       sent_turns: messages to the environment. With them another process can bring a new environment to the same point.
       heard: number of messages from the environment.
-      repeated: number of messages that an environment which began again has repeated so far; None once it has repeated
-        all of them, or if it did not begin again.
+      repeated: number of messages repeated so far, if the environment began again; None when all are repeated, or if it
+        did not begin again.
       calls: number of turns that the sample has ended in the present session.
       branches: branches of the conversation, if the environment asks by Model.chat. `track` is then the record of the
         newest request's branch, and after the end a record that joins all branches.
@@ -200,19 +200,19 @@ class Pump:
     """Plays the samples of one request with their environments. Implements podrl.rollout.players.Player."""
 
     def __init__(self, partner: Partner, request: Request, partial: Partial | None = None):
-        """Starts no episode yet.
+        """Stores the request, and restores the samples of `partial`.
 
         Args:
           partner: the environments of all samples.
           request: the request.
-          partial: the samples as another process left them; None if they begin here.
+          partial: the samples' state when another process stopped playing them; None if they begin here.
         """
         self.request, self.rows, self.done = request, {}, {}
         self._partner, self._host, self._dialogue = partner, partner.host, partner.dialogue
         self._partial = partial
         self._session: Any = None
         self._episodes = {b: Episode() for b in range(len(request.prompts.length_P) * request.group_size)}
-        self._unopened: dict[int, set[int]] = {}  # by prompt: samples that their environments have not opened yet
+        self._unopened: dict[int, set[int]] = {}  # by prompt: samples whose environments have not opened them yet
         self._ended: list[int] = []
         self._waiting: set[int] = set()  # samples that wait for a message of their environments
         self._inboxes: dict[int, list[Message]] = {}  # by row: the episode's inbox in `Partner.inboxes`
@@ -277,7 +277,7 @@ class Pump:
         every = [self.done[b] if b in self.done else self._episodes[b] for b in range(self.request.samples)]
         if chatting := [b for b, episode in enumerate(every) if episode.branches is not None]:
             raise self._no_chat(chatting[0])
-        # A sample that its environment has not opened begins again.
+        # A sample whose environment has not opened it begins again.
         every = [each if each.track or each.stop is not None else Episode() for each in every]
         return [({"episode": episode.state()}, episode.track) for episode in every]
 
@@ -290,7 +290,7 @@ class Pump:
         return left and (b not in self._waiting or self._parked(episode))
 
     def _parked(self, episode: Episode) -> bool:
-        """Returns True if messages of the sample's environment are left to the next session."""
+        """Returns True if messages of the sample's environment wait for the next session."""
         return self._calls is not None and episode.calls >= self._calls
 
     def owed(self) -> int:
@@ -340,10 +340,11 @@ class Pump:
             self._begin(p)
 
     def _repeats(self, b: int, message: Say | Done) -> bool:
-        """Brings an environment that began again to the point that it had reached, by repeating its messages.
+        """Brings an environment that began again to the point that it had reached before, by repeating the messages to
+        it.
 
         Returns:
-          True if the message is a repeated one, False if it is new.
+          True if the message repeats an earlier one, False if it is new.
         """
         episode = self._episodes[b]
         if episode.repeated is None:
@@ -429,7 +430,7 @@ class Pump:
         return texts
 
     def _on_chat(self, b: int, message: Say, chat: ChatRequest) -> None:
-        """Handles a request by conversation: goes on with the branch that it continues, or opens a branch."""
+        """Handles a request that is a conversation: continues a branch, or opens one."""
         episode, request, session = self._episodes[b], self.request, self._session
         p, g = divmod(b, request.group_size)
         if self._points.quantum is not None or self._partial is not None or self._partner.clock != "tokens":
@@ -481,7 +482,7 @@ class Pump:
         )
 
     def _join(self, episode: Episode) -> None:
-        """Joins all branches of an episode to one completion."""
+        """Joins all branches of an episode into one completion."""
         if episode.branches is not None:
             episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
 
@@ -536,7 +537,7 @@ class Pump:
         return STOP_EOS if own else STOP_ENV
 
     def _begin(self, p: int) -> None:
-        """Submits the samples of a prompt once each of its environments has opened its sample or ended."""
+        """Submits the samples of a prompt when each of their environments has opened its sample or ended."""
         G, request = self.request.group_size, self.request
         chosen = [b for b in range(p * G, p * G + G) if b in self._episodes and self._episodes[b].stop is None]
         chosen = [b for b in chosen if self._episodes[b].branches is None]

@@ -13,8 +13,8 @@ from podrl.rollout.partial import Partial, of_tracks
 from podrl.rollout.points import Points, points
 from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 
-# 'wall': the wall clock. 'windows': the clock of tokens, where several versions draw a sample. 'whole': the clock of
-# tokens, where one version draws all samples of a batch in one call.
+# 'wall': the wall clock. 'windows': the token clock when several versions draw a sample. 'whole': the token clock when
+# one version draws all samples of a batch in one call.
 Mode = Literal["wall", "windows", "whole"]
 
 
@@ -40,7 +40,7 @@ class OwnGroup(Group):
 
     @property
     def fixed(self) -> bool:
-        """True if it is decided beforehand which version draws which tokens."""
+        """True if the versions that draw the tokens are decided beforehand."""
         return self.recorded is not None
 
     @property
@@ -63,7 +63,8 @@ class OwnGroup(Group):
         return sessions_of(self.recorded, version)
 
     def row(self, points: Points) -> tuple[Any, Points]:
-        """Returns the samples and the points to play them to, as a pair for podrl.learner.generation.Generator.play."""
+        """Returns the samples and the points at which they stop, as a pair for
+        podrl.learner.generation.Generator.play."""
         self.origin = None
         return self.samples, points
 
@@ -85,7 +86,7 @@ class OwnGroup(Group):
 
 @dataclasses.dataclass(eq=False)
 class TokenGroup(OwnGroup):
-    """A group by the clock of tokens: the prompts of a batch whose samples one process makes.
+    """A group under the token clock: the prompts of a batch whose samples one process makes.
 
     Attributes:
       quantum: number of tokens that a sample draws in each window but the last; 0 if one version draws all its tokens.
@@ -111,9 +112,9 @@ class TokenGroup(OwnGroup):
         return [points(stop_at(self.submit_step, version, self.quantum))]
 
     def part(self, step: int) -> Partial:
-        """Copies the samples as they are, for a checkpoint.
+        """Copies the present state of the samples, for a checkpoint.
 
-        With dynamic sampling the last prompts may not have been asked yet: these have no samples.
+        With dynamic sampling the last prompts may not have been asked yet, and have no samples.
         """
         del step
         prompt_count = len(self.samples.player.request.prompts.length_P)
@@ -127,8 +128,8 @@ class GroupPlayer:
     """Plays groups through the windows of versions, on the thread that uses the rollout mesh.
 
     Window w lasts from the publication of version w to the publication of version w + 1. Fixed groups, whose samples
-    stop at points that are decided beforehand, are played first and without interruption. By the clock of tokens all
-    groups are fixed; by the wall clock the groups in the journal are.
+    stop at points that are decided beforehand, are played first and without interruption. Under the token clock all
+    groups are fixed; under the wall clock only the groups in the journal are.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class GroupPlayer:
         on_ended: Callable[[], None],
         closed: Callable[[], bool],
     ):
-        """Plays nothing yet.
+        """Stores the collaborators.
 
         Args:
           generator: a podrl.learner.generation.Generator; if one version draws all samples, any function that makes a
@@ -148,7 +149,7 @@ class GroupPlayer:
           mode: clock, and number of versions that draw a sample (`Mode`).
           weights: function that returns the weights of a version.
           on_ended: function that is called when a group may have ended.
-          closed: function that returns True once nothing more may be played.
+          closed: function that returns True when playing must stop for good.
         """
         self._generator, self._mode = generator, mode
         self._weights, self._on_ended, self._closed = weights, on_ended, closed
@@ -193,13 +194,13 @@ class GroupPlayer:
         """Returns the experience of groups that have ended, as the batch of a step or a part of it.
 
         Args:
-          groups: the groups; by the clock of tokens exactly one.
+          groups: the groups; under the token clock exactly one.
           step: the step that trains on them.
-          position: state of the data, as JSON bytes, for a checkpoint that holds no open groups; unused by the clock
-            of tokens.
+          position: state of the data, as JSON bytes, for a checkpoint that holds no open groups; not used under the
+            token clock.
 
         Raises:
-          BatchError: a reward function failed, or too many samples did.
+          BatchError: a reward function failed, or too many samples failed.
         """
         if isinstance(groups[0], TokenGroup):
             assert groups[0].experience is not None
@@ -232,8 +233,7 @@ class GroupPlayer:
     def repeat(self, groups: Sequence[OwnGroup], version: int) -> None:
         """Plays fixed groups through a window, session by session, without other interruptions.
 
-        A further interruption would begin another session, whose prefill gives the samples other last bits than the
-        recorded samples have.
+        A further interruption would begin another session, whose prefill would change the last bits of the samples.
         """
         known = [group for group in groups if group.since <= version and not group.ended]
         if not known or self._closed():
@@ -258,7 +258,7 @@ class GroupPlayer:
     def _in_order(self, groups: Sequence[OwnGroup], version: int) -> list[list[OwnGroup]]:
         """Splits the fixed groups into sets that are played together, and puts these in order.
 
-        By the clock of tokens, the groups of the batch that trains next go first.
+        Under the token clock the groups of the batch that trains next go first.
         """
         fixed = [group for group in groups if group.fixed]
         if self._mode == "wall":
@@ -269,7 +269,7 @@ class GroupPlayer:
         return [[g for g in fixed if g.submit_step <= version], [g for g in fixed if g.submit_step > version]]
 
     def _finish(self, group: TokenGroup, policy: Policy) -> None:
-        """Makes the experience of a group by the clock of tokens, if this window is the last one that draws it."""
+        """Makes the experience of a group under the token clock, if this window is the last one that draws it."""
         if self._mode == "whole":
             group.experience = self._generator(group.prompts, policy, group.submit_step)
         elif policy.version >= last_window(group.submit_step):

@@ -23,7 +23,7 @@ from podrl.environments.wire.asks import Refused
 # around the answer; _OPEN and _CLOSE enclose the content of a message.
 _WORDS, _OPEN, _CLOSE = "\ue0f3", "\ue0f0", "\ue0f1"
 _THOUGHTS = f"<think>\n{_WORDS}\n</think>\n\n{_WORDS}"  # a template that drops thoughts does not render it unchanged
-_MOST = 1 << 24  # most tokens that are remembered, in all conversations together
+_MOST = 1 << 24  # largest number of remembered tokens, in all conversations together
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -31,7 +31,7 @@ class Histories:
     """Encodes conversations, and remembers the tokens of answered conversations.
 
     Attributes:
-      extended: number of conversations that continued a known answer.
+      extended: number of conversations that continue a known answer.
       forks: number of conversations that repeated a known answer but were encoded from their text, because the chat
         template renders earlier turns differently from how they were sampled.
       continued: whether `extended` counts the conversation that was encoded last.
@@ -75,7 +75,7 @@ class Histories:
         return self._encoded(written, None)
 
     def knows(self, messages: Sequence[Message], tools: Tools) -> bool:
-        """Returns True if a conversation goes on from a known answer."""
+        """Returns True if a conversation continues a known answer."""
         return self._last_answer(messages, tools)[0] is not None
 
     def remember(
@@ -212,7 +212,7 @@ class Histories:
 
 
 def canonical(message: Message) -> list[Any]:
-    """Returns the fields of a message by which it is recognised; thoughts beside the content are not among them."""
+    """Returns the fields by which a message is recognised; separate fields with thoughts are left out."""
     calls = [
         [call.get("id"), call["function"]["name"], _object(call["function"]["arguments"])]
         for call in message.get("tool_calls") or []
@@ -255,7 +255,7 @@ def _folded(messages: Sequence[Message], form: Tags | Json) -> Sequence[Message]
             folded[-1] = {"role": "assistant", "content": folded[-1]["content"] + text}
         else:
             if folded:
-                folded[-1].pop("open", None)  # its turn has ended
+                folded[-1].pop("open", None)  # the turn has ended
             folded.append({"role": message["role"], "content": text})
     return folded
 

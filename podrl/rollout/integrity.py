@@ -18,8 +18,9 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
 
     Args:
       rollouts: samples as the engine made them, before any sample is left out of the loss.
-      step: the step that trains on them, which is the version of the weights before its update.
-      max_staleness: most updates between the weights that sampled a token and the weights of the step.
+      step: the step that trains on the samples; also the version of the weights before its update.
+      max_staleness: largest allowed number of updates between the weights that sampled a token and the weights of the
+        step.
 
     Returns:
       The counts that are not 0, by name; counts of several hosts may be added.

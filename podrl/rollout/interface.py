@@ -18,7 +18,7 @@ from podrl.types import Mode, Policy, Prompts, PyTree, Rollouts
 
 
 class RolloutEngine(Protocol):
-    """A decoding engine of one process's rollout mesh; RolloutWorker documents the methods.
+    """The decoding engine of one process's rollout mesh; RolloutWorker documents the methods.
 
     Attributes:
       abilities: abilities of the engine beyond whole batches (`podrl.engine.config.Ability`). An engine without this

@@ -30,13 +30,13 @@ class WallJournal:
       tokens  for each sample the number of its tokens, including given tokens
       late    rows of the samples whose environments ran out of time
 
-    Of two lines of one step and kind the later one counts: a killed run may have written a decision and not used it.
+    If two lines have the same step and kind, the later one counts: a killed run may not have used its last decision.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None):
         """Reads the decisions in the journal of a run's directory, if it has one.
 
-        They are those of an earlier start of the run, or of the run that is to be repeated.
+        The decisions come from an earlier start of the run, or from the run that is repeated.
 
         Args:
           directory: the run's directory.
@@ -139,7 +139,7 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
 def agrees(group: Mapping[str, Any], drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
     """Returns True if partly drawn samples can still become the recorded samples of their group.
 
-    They cannot if the recorded run lost a host with these samples afterwards, and began the group anew.
+    They cannot if the recorded run later lost the host with these samples, and began the group anew.
 
     Args:
       group: the group's entry in the journal.

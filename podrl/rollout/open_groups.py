@@ -17,7 +17,7 @@ from podrl.types import Prompts
 
 @dataclasses.dataclass(eq=False)
 class Group(abc.ABC):
-    """A prompt and its samples; by the clock of tokens, several prompts whose samples one process makes.
+    """A prompt and its samples; under the token clock, several prompts whose samples one process makes.
 
     Attributes:
       prompts: the prompts.
@@ -25,7 +25,8 @@ class Group(abc.ABC):
       submit_step: step in the random keys of the samples: the step of the prompts' batch, or the step at which the
         prompt was submitted again.
       repeated: whether the prompt was submitted before, and its earlier samples became too old.
-      origin: the samples as a checkpoint or another host has them; None if they begin here, or have gone on since.
+      origin: the samples in the state of a checkpoint or another host; None if they begin here, or have continued
+        since.
       looked_up: oldest version known to have drawn a token; None if no token is known.
     """
 
@@ -70,16 +71,16 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def states(self) -> Sequence[tuple[Mapping[str, Any], Track | None]]:
-        """Returns the values and records of the samples, as podrl.rollout.players.Player.state does."""
+        """Returns the values and records of the samples, in the form of podrl.rollout.players.Player.state."""
 
     def part(self, step: int) -> Partial:
-        """Copies the samples as they are now, for a checkpoint, as a part of the batch of a step."""
+        """Copies the present state of the samples, for a checkpoint, as a part of a step's batch."""
         states = self.states() if self.origin is None else ()
         whole = self.origin or of_tracks(self.prompts, states, prompt_count=bool(states), step=step, quantum=0)
         return self.marked(whole, step)
 
     def marked(self, part: Partial, step: int) -> Partial:
-        """Adds `submit_step` and `repeated` to a copy of the samples, and makes it a part of the batch of a step."""
+        """Copies the samples with `submit_step` and `repeated`, as a part of a step's batch."""
         own = {"asked": self.submit_step, "repeated": self.repeated}
         return dataclasses.replace(part, step=step, samples=[{**sample, **own} for sample in part.samples])
 
@@ -103,7 +104,7 @@ class OpenGroups(Generic[_G]):
         make: Callable[[Prompts, int, int, bool, Partial | None], _G],
         ends: Callable[[int], Sequence[int]] = lambda prompts: range(prompts + 1),
     ):
-        """Begins with no group.
+        """Makes an empty collection.
 
         Args:
           clock: clock that decides which groups make a batch, and which prompts are asked again.
@@ -158,14 +159,15 @@ class OpenGroups(Generic[_G]):
     def decide(self, step: int, chosen: Sequence[_G]) -> None:
         """Makes groups the batch of a step, and removes them from the open groups.
 
-        By the wall clock, the decision is in the journal when this returns.
+        Under the wall clock the decision is in the journal when this call returns.
         """
         left = [group for group in self.groups if group not in chosen]
         self._counts[step] = self._clock.decide(step, chosen, left)
         self.groups = left
 
     def counts(self, step: int) -> Mapping[str, float]:
-        """Returns the metrics of the queue at the time when a step's batch was decided; a second call returns none."""
+        """Returns the metrics of the queue at the time when a step's batch was decided; a second call returns an empty
+        dict."""
         return self._counts.pop(step, {})
 
     def rest(self) -> bytes:
@@ -180,8 +182,8 @@ class OpenGroups(Generic[_G]):
         Args:
           step: the step of the batch.
           ahead: number of batches in flight before this batch, whose parts come first.
-          last: whether the part has all groups that are left.
-          found: samples as other hosts have them, by the group's key.
+          last: whether the part has all remaining groups.
+          found: samples in the state of other hosts, by the group's key.
         """
         own = self.groups[ahead * self._size : None if last else (ahead + 1) * self._size]
         parts = [group.marked(found[group.key], step) if group.key in found else group.part(step) for group in own]

@@ -25,13 +25,13 @@ class Partial:
       prompts: all prompts of the batch, as they were read.
       step: the step that trains on the batch.
       quantum: number of tokens that each sample draws in a window.
-      longest: tokens of the longest sample of each of the batches trained last; the next quanta follow from them.
-      samples: JSON values of each sample, group-major, for the prompts that were asked. Dynamic sampling may ask the
-        other prompts later.
+      longest: number of tokens of the longest sample in each recent batch; the next quanta follow from these numbers.
+      samples: JSON values of each sample, group-major, for the prompts asked so far. Dynamic sampling may ask the other
+        prompts later.
       rows: per-token arrays by name, all samples one after the other; `count_B` has the number of tokens of each
         sample, `asked_P` whether each prompt was asked. If routes are recorded, `route_YX` has `Track.routes` of all
-        samples, one after the other, and `route_B` the number of tokens with routes in each sample: samples that have
-        ended are not computed again.
+        samples, one after the other, and `route_B` the number of tokens with routes in each sample, because samples
+        that have ended are not computed again.
     """
 
     prompts: Prompts
@@ -94,7 +94,7 @@ def of_tracks(
       prompt_count: number of prompts that were asked, which are the first ones.
       step: the step that trains on the batch.
       quantum: number of tokens that each sample draws in a window.
-      longest: tokens of the longest sample of each of the batches trained last.
+      longest: number of tokens of the longest sample in each recent batch.
     """
     samples, lists, counts = [], {name: [] for name in TOKENS}, []
     for value, track in states:
@@ -147,7 +147,7 @@ def join(parts: Sequence[Partial]) -> Partial:
 def join_prompts(of: Sequence[Prompts]) -> Prompts:
     """Joins prompts, one after the other, with the data position of the first.
 
-    A field that some of them lack has the value None for these prompts.
+    A prompt that lacks a field of other prompts has the value None in this field.
     """
     width = max(each.tokens_PT.shape[1] for each in of)
     pad = [np.pad(each.tokens_PT, ((0, 0), (0, width - each.tokens_PT.shape[1]))) for each in of]

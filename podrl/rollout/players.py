@@ -14,10 +14,10 @@ from podrl.rollout.episodes import Episode, Partner, Request
 from podrl.rollout.partial import Partial, fill
 from podrl.rollout.points import Points, points
 
-_POLL_S = 1.0  # the longest wait for environments before it is noted which of them the samples wait for
-_HALT_S = 0.02  # the same if the caller may halt the samples: the caller's signal is seen between two waits
+_POLL_S = 1.0  # the longest wait for environments before `Partner.waits_for` names them
+_HALT_S = 0.02  # the same if the caller may halt the samples, because its signal is seen only between two waits
 _RARELY = 6  # failed trials of `Pace` in a row after which trials become no rarer
-_BUNCH_S = 0.002  # while no sample runs, answers that come less than this apart are acted on together
+_BUNCH_S = 0.002  # while no sample runs, answers less than this apart are handled together
 
 
 class Player(Protocol):
@@ -212,8 +212,8 @@ class Pace:
     next dispatch. If it is launched after, paused samples may have been answered and decode on, and waiting samples get
     the lanes of samples that ended. But the device is idle until the launch.
 
-    For paused samples this pays if answers come fast. That is found by trials, which become rarer the more of them fail
-    in a row. The tokens of samples do not depend on these decisions.
+    For paused samples a later launch pays if answers come fast. `Pace` finds this out by trials, which become rarer as
+    more of them fail in a row. The tokens of samples do not depend on these decisions.
     """
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.perf_counter):
@@ -224,14 +224,14 @@ class Pace:
         self._failed = self._rest = 0  # trials in a row that did not pay; dispatches until the next trial
 
     def read_first(self) -> bool:
-        """Returns True if the dispatch in flight is to be read first, so that paused samples can be answered."""
+        """Returns True if the dispatch in flight should be read first, so that paused samples can be answered."""
         if not self._session.flying or not self._paused:
             return False
         self._rest = max(self._rest - 1, 0)
         return not self._rest
 
     def refills(self) -> bool:
-        """Returns True if the dispatch in flight is to be read first, so that waiting samples get the freed lanes.
+        """Returns True if the dispatch in flight should be read first, so that waiting samples get the freed lanes.
 
         This pays if the lanes that a dispatch frees on average are worth more than the device's idle time.
         """
@@ -251,7 +251,7 @@ class Pace:
         self._shares.append(left / samples)
 
     def wait(self, partner: Partner, players: Sequence[Player]) -> None:
-        """Waits for answers while the device is idle, not longer than the answered samples' lanes are worth."""
+        """Waits for answers while the device is idle, at most as long as the answered samples' lanes are worth."""
         lane_s = min(self._session.took, default=0.0) / self._samples  # value of a lane, in seconds of the device
         since = self._since - 2 * max(self._session.planned, default=0.0)  # the next launch costs idle time as well
         before = left = _waiting(players)
@@ -286,10 +286,10 @@ def _hear(partner: Partner, players: Sequence[Player], wait_s: float) -> int:
 
 
 def _listen(session: Session, partner: Partner, players: Sequence[Player], most_s: float) -> None:
-    """Handles messages of environments: while the device has work, or else until the first messages have come.
+    """Handles messages of environments. Does not wait while the device has work; else waits for the first messages.
 
-    If the device is idle, it waits at most `most_s` seconds for the first message, and a moment for others right behind
-    it. It notes in `partner.waits_for` whom the samples wait for if none came.
+    If the device is idle, it waits at most `most_s` seconds for the first message, and a moment for further messages.
+    If none comes, `partner.waits_for` names the environments that the samples wait for.
     """
     idle = not session.busy
     count = _hear(partner, players, most_s if idle else 0.0)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """The tokens at which the samples of a request leave a session, to go on in another.
+    """The tokens at which the samples of a request leave a session, to continue in another.
 
     Attributes:
-      quantum: number of tokens that each sample may draw in the session; None for all it has left.
-      recorded: number of sampled tokens at which a sample left the session in the run that is repeated, by row. Other
-        samples leave after `quantum` tokens.
-      late: number of tokens of a sample, including given tokens, when its environment ran out of time in the run that
-        is repeated, by row. The environment runs out of time at the same token again.
+      quantum: number of tokens that each sample may draw in the session; None for all its remaining tokens.
+      recorded: number of sampled tokens at which a sample left the session in the repeated run, by row. Samples without
+        an entry leave after `quantum` tokens.
+      late: number of tokens of a sample, including given tokens, when its environment ran out of time in the repeated
+        run, by row. The environment runs out of time at the same token again.
       urgent: whether the samples get lanes before samples that are not urgent.
     """
 
@@ -33,5 +33,5 @@ class Points:
 
 
 def points(quantum: "int | Points | None") -> Points:
-    """Makes points of a plain quantum; samples without a quantum (None) are urgent. Points stay as they are."""
+    """Makes points from a plain quantum; samples without a quantum (None) are urgent. Returns points unchanged."""
     return Points(quantum, urgent=quantum is None) if quantum is None or isinstance(quantum, int) else quantum

@@ -16,11 +16,11 @@ _PROMPTS_KEPT = 1 << 16
 class Lengths:
     """Remembers the lengths of evaluation samples, so that the next evaluation can start with the longest ones.
 
-    An evaluation draws the same prompts under the same random keys as the one before, with newer weights.
+    An evaluation samples the same prompts under the same random keys as the evaluation before, with newer weights.
     """
 
     def __init__(self):
-        """Begins with no lengths."""
+        """Makes an empty memory."""
         # Lengths of a prompt's samples, by the samples' random keys and the prompt's tokens.
         self._of_prompt: dict[bytes, list[int]] = {}
 
@@ -37,7 +37,8 @@ class Lengths:
         return rollouts
 
     def expected(self, prompts: Prompts, keys_PG2: np.ndarray) -> dict[int, float]:
-        """Returns the last length, in tokens, of each sample that was drawn before, by row."""
+        """Returns the most recent length, in tokens, of each sample of the request that was drawn before, by its
+        row."""
         known = [(p, self._of_prompt.get(_name(prompts, p, keys_PG2), ())) for p in range(len(keys_PG2))]
         return {p * keys_PG2.shape[1] + g: length for p, lengths in known for g, length in enumerate(lengths)}
 
@@ -61,9 +62,9 @@ def collect(
       request: the request.
       samples: samples by row; samples without any tokens may be missing.
       answered: whether the samples have environments, so that `samples` are episodes.
-      longest: most tokens of a completion; rows are as long as this plus the width of the prompts.
+      longest: largest number of tokens of a completion; a row's length is this plus the width of the prompts.
       pad_id: id that fills the rows.
-      seconds: time that the generation took.
+      seconds: duration of the generation.
     """
     prompts, group_size = request.prompts, request.group_size
     episodes: Any = samples if answered else {}

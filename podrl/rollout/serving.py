@@ -19,8 +19,9 @@ from podrl.rollout.histories import Histories
 from podrl.rollout.worker import RolloutWorker
 from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, Policy
 
-_COUNTED = 100_000  # prompts whose repetitions are counted; the least recent ones are forgotten
-# Requests after which a new session begins, once no request is open: the records of a session grow with its requests.
+_COUNTED = 100_000  # number of prompts whose repetitions are counted; the least recent prompts are forgotten
+# Number of requests after which a new session begins as soon as no request is open: a session's records grow with its
+# requests.
 _PER_SESSION = 512
 
 
@@ -64,7 +65,7 @@ class Serving:
         """Keeps the arguments; the first request opens a session of the engine.
 
         Args:
-          worker: engine; its kv_cache_size is the most tokens of a prompt and its answer.
+          worker: engine; its kv_cache_size is the largest number of tokens of a prompt and its answer.
           policy: weights of the model.
           tokenizer: tokenizer of the model.
           sampling: default temperature, top_p, top_k and min_p of a request.
@@ -82,7 +83,7 @@ class Serving:
 
     @property
     def busy(self) -> bool:
-        """True while a request is open."""
+        """Returns True while a request is open."""
         return bool(self._requests)
 
     def ask(self, number: int, wanted: Wanted) -> None:
@@ -194,7 +195,7 @@ class Serving:
 
         Args:
           wanted: parsed request.
-          most: most sampled tokens of an answer.
+          most: largest number of sampled tokens of an answer.
 
         Returns:
           (settings, stop strings that are one special token, by the id of the token).
@@ -207,7 +208,7 @@ class Serving:
             strings, ids = self._dialogue.stops(ask.stop)
         except ValueError as error:
             raise Refused(400, "unsupported_parameter", str(error), "stop") from None
-        ends = self._tokenizer.eos_ids  # the engine ends every answer at these
+        ends = self._tokenizer.eos_ids  # the engine ends every answer at these ids
         stop_ids = tuple(dict.fromkeys(token for token in (*ask.stop_ids, *ids) if token not in ends))
         spare = self._open().spare_stop_ids(self._sampling)
         if len(stop_ids) > spare or any(token >= self._vocab for token in stop_ids):
@@ -269,7 +270,7 @@ class Serving:
         track, sent, begin = request.tracks[i], request.sent[i], request.begin[i]
         if len(track.tokens) == sent or track.stop is not None:
             return None
-        # Decoding begins at the part before, because the text of the first token may depend on the token before it.
+        # Decoding begins at the previous part, because the text of the first token may depend on the token before it.
         before, text = self._tokenizer.decode(track.tokens[begin:sent]), self._tokenizer.decode(track.tokens[begin:])
         if text.endswith("\ufffd") or not text.startswith(before):
             return None

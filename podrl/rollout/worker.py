@@ -29,7 +29,7 @@ from podrl.rollout.players import Chosen, Player, Unanswered, play
 from podrl.rollout.rows import Lengths, collect
 from podrl.types import DRAWN, BatchError, Mode, Policy, Prompts, PyTree, Rollouts
 
-FAILED_SHARE = 0.1  # largest share of a call's samples that may fail without failing the call
+FAILED_SHARE = 0.1  # largest share of a call's samples that may fail before the call fails
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +102,7 @@ class RolloutWorker:
         decode: Callable[[list[int]], str],
         seed: int,
     ):
-        """Allocates nothing yet.
+        """Stores the model and the settings.
 
         Args:
           model: the policy's architecture.
@@ -252,7 +252,7 @@ class RolloutWorker:
         Args:
           prompts, group_size, step, sampling, mode: arguments of `generate`.
           policy: policy of an evaluation, whose version environments are told; None for training.
-          partial: the samples as another process left them; None if they begin here.
+          partial: the samples' state when another process stopped playing them; None if they begin here.
 
         Raises:
           ValueError: the engine cannot serve the request.
@@ -266,7 +266,7 @@ class RolloutWorker:
     ) -> Iterator[tuple[Player, Finished]]:
         """Plays requests until each sample has ended or drawn its quantum.
 
-        Keys and values are computed anew by the weights of `policy`: the tokens that a sample draws depend on it alone.
+        Keys and values are computed anew by the weights of `policy`, so a sample's tokens depend on the sample alone.
 
         Args:
           policy: weights on the rollout mesh, with their version.
@@ -324,13 +324,13 @@ class RolloutWorker:
         return self._session
 
     def close(self, session: Session) -> None:
-        """Takes the pools back from a session that is done."""
+        """Takes the pools back from a finished session."""
         assert session is self._session, "not this worker's session"
         self._session, self._refreshed = None, None
         self.put_back(session.device)
 
     def device(self, policy: Policy, tell: Tell | None = None) -> Device:
-        """Hands out the pools together with a policy's weights, until `put_back`.
+        """Lends the pools together with a policy's weights, until `put_back`.
 
         Args:
           policy: weights on the rollout mesh, with their version.
@@ -425,7 +425,7 @@ class RolloutWorker:
 
         Raises:
           ValueError: a prompt is empty or too long, a sample might not fit the cache, or there are too many stop ids or
-            stop ids that the model has not.
+            stop ids that the model does not have.
         """
         sampling = self._complete(sampling)
         assert sampling.max_new is not None

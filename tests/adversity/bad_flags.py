@@ -10,7 +10,7 @@ SMALL = (
     "--workdir=run",
     "--config.trainer.max_steps=2",
     "--config.eval.problems=0",
-    "--config.data.size=64",  # whose longest prompt is looked for at every start
+    "--config.data.size=64",  # every start looks for the longest prompt of this data
     "--config.rollout.prompts_per_step=2",
     "--config.grpo.num_generations=2",
     "--config.rollout.lanes=4",
@@ -22,7 +22,7 @@ BASE = ("--config=grpo_gemma.py", *SMALL)
 
 
 def launch(args, words, **files) -> Bad:
-    """Runs the small job with these arguments after its own; `files` by name, '__' for a dot."""
+    """Runs the small job with further arguments; the keys of `files` are file names, with '__' for a dot."""
     args = [args] if isinstance(args, str) else args
     named = {name.replace("__", "."): content for name, content in files.items()}
     return Bad([*BASE, *args], [words] if isinstance(words, str) else words, files=named)
@@ -56,7 +56,7 @@ def _fifo(path: pathlib.Path) -> None:
 
 
 _MINIMAL = _returning("{}")
-_PAST = {"run/metrics.jsonl": '{"step": 0, "time/step": 1.0}\n'}  # a run that has made a step
+_PAST = {"run/metrics.jsonl": '{"step": 0, "time/step": 1.0}\n'}  # a run that has finished a step
 
 CONFIG_FILES = {
     "no config": Bad(["--workdir=run"], ["--config", "grpo_gemma.py"]),

@@ -37,7 +37,7 @@ def _written(name: str, content: str | bytes):
 
 
 def _changed(name: str, **fields):
-    """Changes fields of a JSON file; None removes one."""
+    """Changes fields of a JSON file; the value None removes a field."""
 
     def change(model: pathlib.Path) -> None:
         content = json.loads((model / name).read_text()) | fields
@@ -60,7 +60,7 @@ def _cut(count: int):
 
 
 def _tensors(**changed):
-    """Changes tensors by name, dots written as double underscores; None removes one."""
+    """Changes tensors by name, with '__' for a dot; the value None removes a tensor."""
 
     def change(model: pathlib.Path) -> None:
         tensors = dict(load_file(model / "model.safetensors"))
@@ -71,7 +71,7 @@ def _tensors(**changed):
 
 
 def _lost_shard(model: pathlib.Path) -> None:
-    """Writes an index of two files, the second of which is missing."""
+    """Writes an index that names two files, of which the second is missing."""
     there, lost = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
     tensors = dict(load_file(model / "model.safetensors"))
     files = {name: lost if name == "model.norm.weight" else there for name in tensors}

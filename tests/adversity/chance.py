@@ -1,7 +1,7 @@
-"""A tool that answers otherwise in every life of a run, and may end one, as files in its working directory say.
+"""A tool whose answers differ in every life of a run; files in its working directory control it.
 
-File `world` is what its answers are made of; `calls` has a byte for each call of all lives; `kill_at_calls` lists the
-calls in which the process that asked is killed, so that it has asked and has no answer.
+The answers depend on file `world`. File `calls` has one byte per call, over all lives. File `kill_at_calls` lists
+calls: during such a call the tool kills the process that made it, which therefore never gets the answer.
 """
 
 import contextlib
@@ -20,6 +20,6 @@ def calculator(query: str) -> str:
     with contextlib.suppress(FileNotFoundError):
         if str(number) in pathlib.Path("kill_at_calls").read_text().split():
             os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(60)  # it dies with its parent
+            time.sleep(60)  # the tool's process dies with its parent
     world = pathlib.Path("world").read_text()
     return str(int(hashlib.sha256(f"{world} {query}".encode()).hexdigest(), 16) % 10_000_000)

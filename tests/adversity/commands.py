@@ -1,4 +1,4 @@
-"""Runs podrl's commands for tests: argv and files in; exit code, output and files left behind out."""
+"""Runs podrl's commands for tests, from arguments and files; returns exit code, output and the files left behind."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ class Done:
     """The result of a command.
 
     Attributes:
-      code: its exit code; None where it was killed at its deadline.
+      code: exit code; None if the command was killed at its deadline.
     """
 
     code: int | None
@@ -27,14 +27,14 @@ class Done:
 
 @dataclasses.dataclass(frozen=True)
 class Bad:
-    """A command line that must be refused, with the files it finds.
+    """A command line that must be refused, with the files that it needs.
 
     Attributes:
-      args: what follows the command; paths are relative to an empty directory.
-      words: all of them must be in what is said.
+      args: arguments of the command; paths are relative to an empty directory.
+      words: words that the error message must contain.
       command: 'launch', 'generate', 'export' or 'plan'.
-      files: name to content, or to a function that makes the file or directory of that path.
-      environment: variables that are set.
+      files: content of each file by its name, or a function that makes the file or directory at that path.
+      environment: environment variables of the command.
     """
 
     args: Sequence[str]
@@ -81,7 +81,7 @@ class Commands:
         return Done(code, *texts)
 
     def close(self) -> None:
-        with self._server:  # closes its pipes, and waits for its end
+        with self._server:  # closes the process's pipes, and waits for its end
             pass
 
 

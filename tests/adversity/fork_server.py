@@ -2,8 +2,9 @@
 
     python fork_server.py        # one request per line on stdin, one answer per line on stdout, both JSON
 
-A start costs what the command does, not the seconds of its imports. A fork runs the command as `python -m` does, from
-the module's first line, in a session and a directory of its own, and is killed with all its children at its deadline.
+A start then costs only the command's own work, not the seconds of its imports. A fork runs the command as `python -m`
+does, from the module's first line, in a session and a directory of its own, and is killed with all its children at its
+deadline.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import sys
 import traceback
 import warnings
 
-# Modules that the commands import, without the commands themselves, which run as `__main__`.
+# Modules that the commands import. The commands themselves are missing, because they run as `__main__`.
 _IMPORTED = (
     "grain",
     "jinja2",
@@ -43,7 +44,7 @@ def _started_backends() -> list[str]:
 def _child(request: dict) -> int:
     """Runs the command in the child; returns its exit code."""
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # bad input must not take the machine with it
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))  # bad input must not exhaust the machine's memory
     os.chdir(request["cwd"])
     for number, name, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -55,8 +56,8 @@ def _child(request: dict) -> int:
         os.close(file)
     os.environ.update(request["environment"])
     warnings.resetwarnings()
-    warnings.simplefilter("ignore", RuntimeWarning)  # jax's about forks
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python's
+    warnings.simplefilter("ignore", RuntimeWarning)  # jax's warning about forks
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python's warning about forks
     sys.argv = [request["module"], *request["args"]]
     try:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
@@ -72,7 +73,7 @@ def _child(request: dict) -> int:
 
 
 def _run(request: dict) -> dict:
-    """Runs one command; returns its exit code, None if it was killed at its deadline."""
+    """Runs one command; returns its exit code, or None if it was killed at its deadline."""
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
@@ -85,10 +86,10 @@ def _run(request: dict) -> dict:
                 sys.stderr.flush()
             os._exit(code)
     ended = os.pidfd_open(pid)
-    in_time, _, _ = select.select([ended], [], [], request["deadline_s"])  # at once: hundreds of rows are waited for
+    in_time, _, _ = select.select([ended], [], [], request["deadline_s"])  # short waits: there are hundreds of rows
     os.close(ended)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # before the child is waited for, so that the group's id is still its own
+        os.killpg(pid, signal.SIGKILL)  # before waitpid(), so that the group's id is still the child's
     _, status = os.waitpid(pid, 0)
     return {"code": os.waitstatus_to_exitcode(status) if in_time else None}
 

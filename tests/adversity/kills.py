@@ -4,16 +4,16 @@
     python tests/adversity/kills.py --grid --seed=1
     python tests/adversity/kills.py --hosts=10 --seed=1
 
-A life of a run ends by SIGKILL either just before a chosen change to its files (every open for writing, rename, mkdir
-and remove in the run directory is such a moment), or at a random time after its first change; of a pod, a random
-process or the launcher dies. A process that calls a tool dies between call and answer, too. After its lives a run is
-started once more and must end, with exit code 0, with bitwise the metrics, samples, weights and optimizer of a run that
-nothing happened to; one by the wall clock with each prompt trained once, and equal to its repetition.
+A life of a run ends by SIGKILL, either just before a chosen change to its files (every open for writing, rename, mkdir
+and remove in the run directory counts) or at a random time after its first change. In a pod a random process or the
+launcher dies. A process that calls a tool is also killed between call and answer. After its lives a run is started once
+more. It must end with exit code 0, and its metrics, samples, weights and optimizer must equal those of an undisturbed
+run bit for bit. A run by the wall clock must train on each prompt once and equal its own repetition.
 
-With --grid a random process of every run is killed after each of its steps, for all of: two and three versions stale;
-full and LoRA; with tools and without; one process, shared and split. With --hosts only rollout hosts die, at random
-times of one run of 30 steps, two versions stale, in a split pod of a trainer and two of them; the launcher starts them
-again.
+With --grid a random process of every run is killed after each of its steps, in all combinations of: staleness 2 and 3;
+full training and LoRA; with tools and without; one process, a shared pod and a split pod. With --hosts only rollout
+hosts die, at random times of one run of 30 steps with staleness 2, in a split pod of one trainer and two rollout hosts;
+the launcher starts them again.
 """
 
 import argparse
@@ -43,17 +43,17 @@ from podrl.job.config import TINY
 STEPS = 4
 DEADLINE_S = 300.0
 WALL_STALENESS = 2
-ANSWERS = ("dpo", "kto", "reward_model")  # they learn from given answers
+ANSWERS = ("dpo", "kto", "reward_model")  # these algorithms learn from given answers
 KILLER = pathlib.Path(__file__).resolve().parent / "killer"
 _JOB = (f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.problems=0")
-# A start costs less with fewer devices, and where the longest prompt need not be looked for.
+# A start costs less with fewer devices, and when it need not look for the longest prompt.
 _SAMPLED = (*SMALL, *_JOB, "--config.fake_devices=4", "--config.rollout.max_prompt_length=64")
 _STALE = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8")
 _WALL = ("--config.rollout.clock=wall", f"--config.grpo.max_staleness={WALL_STALENESS}")
-_FEW_LANES = ("--config.rollout.lanes=4", "--config.rollout.max_tokens_to_generate=40")  # weights change in a sample
+_FEW_LANES = ("--config.rollout.lanes=4", "--config.rollout.max_tokens_to_generate=40")  # weights change mid-sample
 _THREE = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0")
 _ADAPTERS = ("--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
-# A teacher, the model that the run starts from, holds what rewards draw away; all logits of both are compared.
+# The teacher is the model that the run starts from: it pulls against the rewards. All logits of both are compared.
 _TAUGHT = ("--config.algorithm=opd", f"--config.model.reference={TINY}", "--config.grpo.teacher_kl=full")
 
 
@@ -62,13 +62,13 @@ def _answers(name: str) -> tuple[str, ...]:
     return (*small, *_JOB, "--config.log.to=()")
 
 
-# A tool whose answers are recorded; little is drawn, and nothing saved before the end.
+# A tool whose answers are recorded. Samples are short, and no checkpoint is saved before the end.
 _TOOLS = (
     *("--config=grpo_tools.py", f"--config.env.tools=('{pathlib.Path(__file__).with_name('chance.py')}:calculator',)"),
     *("--config.rollout.prompts_per_step=8", "--config.log.samples_every=1", "--config.log.to=()"),
     *(*_JOB, "--config.checkpoint.every=0"),
 )
-_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # a replay's, too
+_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # a replay's too
 VARIANTS = {
     "single": _SAMPLED,
     "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE),
@@ -106,7 +106,7 @@ GRID = _grid()
 
 @dataclasses.dataclass
 class Whole:
-    """An undisturbed run: its directory, file changes, seconds from the first to the end, and calls of tools."""
+    """An undisturbed run: directory, number of file changes, seconds from the first change to the end, tool calls."""
 
     workdir: pathlib.Path
     changes: int
@@ -177,7 +177,7 @@ class Life:
         return left
 
     def check_time(self) -> None:
-        """Ends all processes of a life that takes too long, which is an AssertionError."""
+        """Ends all processes of a life that takes too long, and raises AssertionError."""
         if time.monotonic() - self._started > DEADLINE_S:
             for pid in map(int, self._left()):
                 with contextlib.suppress(ProcessLookupError):
@@ -203,27 +203,28 @@ def calls_made(folder: pathlib.Path) -> int:
 def disturbed(
     variant: str, folder: pathlib.Path, whole: Whole, lives: int, rng: random.Random, *, by_time: float = 0.5
 ) -> list[str]:
-    """Runs a variant, killed up to `lives` times, and asserts that it ends as `whole`; returns the kills in words.
+    """Runs a variant, kills it up to `lives` times, and asserts that it ends as `whole` did; returns the kills in
+    words.
 
-    A life that reached the run's end before its moment came is no kill; the run is compared then all the same.
-    `by_time` is the share of random times among the kills; the others are at changes, which a first life never misses.
+    A life that reaches the run's end before its moment counts as no kill, but the run is compared all the same.
+    `by_time` is the share of kills at random times; the other kills come at changes, which a first life always reaches.
     """
     kills: list[str] = []
     for _ in range(lives):
-        # Early in a life: what is left of a run becomes less with every checkpoint.
+        # The kill comes early in a life, because every checkpoint leaves less of the run to do.
         kill = _killed_at_a_time if rng.random() < by_time else _killed_at_a_change
         if whole.calls and rng.random() < 0.5:
             kill = _killed_in_calls
         life, moments = kill(variant, folder / "run", whole, rng)
         kills += moments
-        # -9 is the kill itself; a pod says 42, or goes on where a rollout host of a split pod died.
+        # -9 is the kill itself. A pod exits with 42, but goes on if a rollout host of a split pod died.
         assert life.process.returncode in (-signal.SIGKILL, 42, 0), f"{variant}, killed {kills}:\n{life.output()}"
         if life.process.returncode == 0:
             break
     last = Life(variant, folder / "run")
     assert last.end() == 0, f"{variant}, killed {kills}:\n{last.output()}"
     try:
-        if "wall" in variant:  # no two runs are alike, and each can be repeated
+        if "wall" in variant:  # different seeds, so that no two runs are alike and each can be repeated
             flags = [flag for flag in VARIANTS[variant] if flag.startswith(_PROCESSES)]
             wall_clock_kept(folder / "run", *flags, prompts=4, staleness=WALL_STALENESS)
         else:
@@ -237,9 +238,9 @@ def disturbed(
 def killed_after_steps(
     variant: str, folder: pathlib.Path, whole: Whole, rng: random.Random, steps: Sequence[int] = range(1, STEPS)
 ) -> list[str]:
-    """Kills a random process of a run after each of these steps, asserts that it ends as `whole`; returns the kills.
+    """Kills a random process after each of these steps, asserts that the run ends as `whole` did; returns the kills.
 
-    A life goes on where the process was a rollout host of a split pod.
+    A life goes on if the process was a rollout host of a split pod.
     """
     workdir, moments = folder / "run", []
     life = Life(variant, workdir)
@@ -273,7 +274,7 @@ def killed_after_steps(
 
 
 def lose_hosts(folder: pathlib.Path, kills: int, steps: int, rng: random.Random) -> list[int]:
-    """Kills a random rollout host of a split pod so often in one run, and asserts that the run ends as undisturbed.
+    """Kills random rollout hosts of a split pod during one run, and asserts that the run ends as an undisturbed one.
 
     Returns:
       The steps after which hosts were lost.
@@ -314,7 +315,7 @@ def _trained(workdir: pathlib.Path, step: int) -> bool:
 
 
 def killed_in_calls(variant: str, workdir: pathlib.Path, calls: list[int]) -> tuple[Life, list[str]]:
-    """A life in which whoever makes one of these calls, counted over all lives, dies before it has the answer."""
+    """A life in which the process that makes one of these calls (counted over all lives) dies before the answer."""
     workdir.parent.mkdir(parents=True, exist_ok=True)
     (workdir.parent / "kill_at_calls").write_text(" ".join(map(str, calls)))
     life = Life(variant, workdir)
@@ -335,7 +336,7 @@ def _killed_at_a_change(
     at = rng.randint(1, max(whole.changes // 2, 1))
     life = Life(variant, workdir, at=at)
     life.end()
-    # Of a pod the leader alone writes the run directory, so the numbers are one process's.
+    # In a pod only the leader writes the run directory, so the numbers are those of one process.
     done = [line.split(maxsplit=3) for line in life.changes()]
     last = next((change for change in done if int(change[1]) == at), None)
     return life, [f"before change {at} ({' '.join(last[2:])})"] if last else []
@@ -364,7 +365,7 @@ def _which(index: int, count: int) -> str:
 
 
 def main() -> int:
-    """Kills runs until there were enough, and reports them; an AssertionError at the first difference."""
+    """Kills runs until there were enough kills, and reports them; raises AssertionError at the first difference."""
     say = functools.partial(print, flush=True)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
@@ -405,7 +406,7 @@ def main() -> int:
 
 
 def _run_grid(words: Sequence[str], rng: random.Random, say: Callable[[str], None]) -> int:
-    """Runs the combinations; one that ends otherwise is said and goes to the exit code."""
+    """Runs the combinations; reports each run that ends differently, and makes the exit code 1."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="podrl-kills-") as top:
         folder = pathlib.Path(top)

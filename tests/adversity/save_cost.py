@@ -2,8 +2,8 @@
 
     python tests/adversity/save_cost.py --megabytes=500 --rounds=5
 
-Every round saves a state of float32 arrays on one device with checksums and without, each until it is on disk. Times
-are those of all threads of the process: other programs and the disk move the clock on the wall by more.
+Every round saves a state of float32 arrays on one device, once with checksums and once without, and waits until it is
+on disk. It measures the processor time of all threads: wall-clock time varies more, with other programs and the disk.
 """
 
 import argparse

@@ -30,9 +30,9 @@ def commands():
 
 
 def refused(bad: Bad, done: Done) -> None:
-    """Asserts exit code 1, and one sentence on stderr with all words, no traceback.
+    """Asserts exit code 1, and one sentence on stderr that has all words and no traceback.
 
-    Warnings may precede it, and on a busy machine a line that says what has taken more than three seconds.
+    Warnings may precede the sentence, and on a busy machine so may a line about a stage that took over three seconds.
     """
     *before, said = done.stderr.strip().split("\n")
     assert all(line.startswith("WARNING") or " at work (" in line for line in before), done.stderr
@@ -45,7 +45,8 @@ def refused(bad: Bad, done: Done) -> None:
 
 
 def nothing_in_the_way(directory: pathlib.Path) -> None:
-    """Asserts that a corrected command, which is another configuration, can use what the failed one left."""
+    """Asserts that a corrected command, which has another configuration, can use the directory that the failed one
+    left."""
     mine = directory / "run"
     if mine.is_dir() and not (directory / "given").exists():
         Run(mine, config={"another": json.dumps("configuration")})

@@ -1,7 +1,8 @@
 """One flipped bit in any file of a run directory is detected, or the run resumes from the same bits.
 
-A run with a batch in flight is made once. Then, in copies and file by file, single bits are flipped and what a resumed
-run and an export read is read: it must be refused, or be bit for bit what it was. Whole runs are resumed at the end.
+A run with a batch in flight is made once. Then single bits are flipped in copies of it, file by file, and the files are
+read as a resumed run and an export read them: they must be refused, or give the same bits as before. Whole runs are
+resumed at the end.
 """
 
 import json
@@ -24,7 +25,7 @@ from podrl.storage.seal import array_digest
 
 pytestmark = [
     pytest.mark.e2e,
-    # Reads that Orbax abandons with a damaged checkpoint end later, in threads of their own.
+    # Orbax abandons its reads of a damaged checkpoint; they end later, in threads of their own.
     pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
 ]
 STEPS = 4
@@ -36,7 +37,7 @@ JOB = (
 )
 NEWEST = str(STEPS)
 WITH_PENDING = str(STEPS - 1)  # the batch of the last step was in flight
-# Read by people alone; a resumed run writes them anew, or beside them.
+# Only people read these files; a resumed run writes them anew, or writes beside them.
 _UNREAD = ("about.json", "defaults.json", "report.html", "spans.jsonl", "summary.json", "tensorboard/", "trace/")
 
 
@@ -56,7 +57,7 @@ def flip(file: pathlib.Path, bit: int) -> None:
 
 
 def _bits(file: pathlib.Path, count: int) -> list[int]:
-    """Chooses bits of the first and last bytes, and some between."""
+    """Chooses bits of the first and last bytes, and some bits between them."""
     bits = 8 * file.stat().st_size
     rng = random.Random(file.name)
     some = {0, bits - 1, *(rng.randrange(bits) for _ in range(count))} if bits else set()
@@ -125,7 +126,7 @@ def test_an_export_of_a_damaged_checkpoint_takes_the_one_before(whole, tmp_path,
 
 
 def test_the_configuration(whole, tmp_path):
-    """Flips any bit of config.json: the configuration read is the one the run was started with."""
+    """Flips bits of config.json: the configuration that is read is still the one that the run was started with."""
     workdir = tmp_path / "run"
     shutil.copytree(whole, workdir)
     path, checkpoints = workdir / "config.json", workdir / "checkpoints"
@@ -139,7 +140,7 @@ def test_the_configuration(whole, tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_metrics_and_samples(whole, tmp_path, name):
-    """Flips any bit of lines the checkpoint knows of: a message says that the file differs from what was written."""
+    """Flips bits of lines that the checkpoint counts: a message says that the file differs from what was written."""
     marks = Record.read(whole / "checkpoints" / NEWEST).content["files"]
     bits = [bit for bit in _bits(whole / name, 200) if bit < 8 * marks[name]["size"]]
     assert len(bits) > 50
@@ -173,6 +174,6 @@ def test_runs_resumed_with_a_flipped_bit_in_every_other_file_and_in_the_newest_c
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert f"{name} is not what this run wrote" in resumed.stdout
     assert comparable(workdir)[-1] == comparable(whole)[-1]
-    for name in ("metrics.jsonl", "samples.jsonl"):  # what is lost of the past stays lost
+    for name in ("metrics.jsonl", "samples.jsonl"):  # lost lines of earlier steps are not written again
         shutil.copy(whole / name, workdir / name)
     same_end(workdir, whole)

@@ -14,7 +14,7 @@ from podrl.rundir.metrics import LogConfig, MetricsLog
 from podrl.rundir.run import Run
 from podrl.storage.checkpoint import Checkpoints, read_state
 
-# Orbax's threads leave reads and files behind when a save fails; what matters has been raised by then.
+# Orbax's threads leave reads and files behind when a save fails; the error that matters has been raised by then.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 _QUIET = LogConfig(to=())
 _MB = 1_000_000
@@ -26,7 +26,7 @@ def _mount(options: str, place: pathlib.Path) -> bool:
 
 @pytest.fixture
 def disk(tmp_path) -> Iterator[pathlib.Path]:
-    """Mounts a file system of 12 MB; `_mount` with remount changes it."""
+    """Mounts a file system of 12 MB; `_mount` with option remount changes it."""
     place = tmp_path / "disk"
     place.mkdir()
     if os.geteuid() or not _mount(f"-t tmpfs -o size={12 * _MB} tmpfs", place):
@@ -38,7 +38,7 @@ def disk(tmp_path) -> Iterator[pathlib.Path]:
 
 
 def _state(seed: int, size: int = 4 * _MB):
-    """Makes a state of noise, which no compression makes smaller."""
+    """Makes a state of random numbers, which no compression makes smaller."""
     words = np.random.default_rng(seed).integers(0, 2**32, size // 4, np.uint32)
     return {"w": jax.numpy.asarray(words)}
 
@@ -110,7 +110,7 @@ def test_a_disk_that_cannot_hold_one_is_refused_before_the_first_step(disk):
 
 
 def test_a_save_that_meets_a_full_disk_half_way_leaves_the_one_before_good(disk, caplog):
-    """Uses up the inodes while files are written, although there is room for their bytes."""
+    """The inodes run out while files are written, although there is room for their bytes."""
     checkpoints = Checkpoints(disk / "checkpoints", keep=2)
     assert checkpoints.save(1, _state(1), {"n": 1}, {}) and checkpoints.wait()
     taken = sum(1 for _ in disk.rglob("*")) + 1

@@ -39,7 +39,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + by
 LONG = b"\x06" + struct.pack(">Q", 1 << 29)  # a command of half a gigabyte
 HOSTILE = {
     "one byte": b"\xff",
-    "eight zeros": bytes(8),  # at its transfer port these abort a process of jax
+    "eight zeros": bytes(8),  # such bytes at its transfer port abort a jax process
     "zeros": bytes(64),
     "HTTP": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(200)),
@@ -52,13 +52,14 @@ HOSTILE = {
 
 
 def limited(limits: str, program: str) -> list[str]:
-    """Runs a Python program under limits set by a shell: our code in a fork of a process with jax could hang."""
+    """Runs a Python program under limits that a shell sets, because our code could hang in a fork of a process with
+    jax."""
     return ["bash", "-c", f'{limits}; exec "$0" -c "$1"', sys.executable, program]
 
 
 @contextlib.contextmanager
 def endpoint(descriptors: int = 1024):
-    """Starts an endpoint with so many descriptors and no more: (process, address)."""
+    """Starts an endpoint that may open at most `files` descriptors: (process, address)."""
 
     process = subprocess.Popen(
         limited(f"ulimit -n {descriptors}", ENDPOINT), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -77,7 +78,7 @@ def endpoint(descriptors: int = 1024):
 def intrude(address: tuple[str, int], stack: contextlib.ExitStack, sent: bytes = b"") -> socket.socket:
     """Opens a connection and leaves it open."""
     made = stack.enter_context(socket.create_connection(address, timeout=PATIENCE_S))
-    with contextlib.suppress(OSError):  # it may have been thrown out in the middle of it
+    with contextlib.suppress(OSError):  # the endpoint may have closed the connection while it was writing
         made.sendall(sent)
     return made
 
@@ -102,11 +103,11 @@ def test_3000_silent_and_100_hostile_connections_change_nothing():
         hostile = [intrude(address, stack, words) for _ in range(12) for words in HOSTILE.values()][:100]
         for value in range(20):
             during = asked(early, address, value)
-        assert asked(late, address, 7)  # who holds the secret still comes in
+        assert asked(late, address, 7)  # a client that has the secret can still connect
         assert during["open"] < before["open"] + 200
         assert during["resident"] < before["resident"] + 100 * 2 * PIECE
         assert process.poll() is None
-        # Strangers are shown out.
+        # The endpoint has closed the strangers' connections.
         until(
             lambda: asked(early, address, 3)["open"] <= before["open"] + 20,
             "no stranger",
@@ -123,7 +124,7 @@ def test_a_job_of_separate_clusters_goes_on_among_intruders(tmp_path):
         attacked.wait_for_step(1)
         members = attacked.children()
         ports = listening(members)
-        # Two channels and two endpoints for weights; on nothing but this machine's own interface.
+        # Two channels and two endpoints for weights listen, all on this machine's own interface.
         assert len(ports) >= 4 and {host for host, _ in ports} == {"127.0.0.1"}
         for address in ports:
             for words in HOSTILE.values():

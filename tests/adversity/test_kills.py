@@ -1,7 +1,8 @@
-"""Runs killed at chosen and random moments end bitwise as undisturbed runs, or can be repeated; kills.py kills more.
+"""Runs killed at chosen and random moments end bitwise as undisturbed runs, or can be repeated.
 
-Of its grid (staleness, adapters, tools) each topology has one combination here, another with every commit. A run of CI
-that leaves tests out (--since) kills after one step of it; by night, and by hand, a process dies after each step.
+kills.py kills more. Here each topology gets one combination of its grid (staleness, adapters, tools), and every commit
+chooses another one. A CI run that leaves tests out (--since) kills after one step; a nightly run or one by hand kills
+after each step.
 """
 
 import pathlib
@@ -24,13 +25,13 @@ from kills import (
 from processes import comparable, job, run, same_end
 
 pytestmark = pytest.mark.e2e
-# With those of the tests below 28 in all; a life of a pod costs twice that of one process. DPO and SFT are killed in
-# tests/e2e/test_supervised_runs.py.
+# Together with the kills of the tests below there are 28; a life of a pod costs twice as much as one of a single
+# process. DPO and SFT are killed in tests/e2e/test_supervised_runs.py.
 KILLS = {"single": 2, "opd": 1, "ppo": 2, "kto": 1, "reward_model": 1, "wall": 2, "wall, split": 2}
-# What each of these variants is about; without a change there it is killed by night. Those about nothing are killed at
-# chosen moments on every change: one process below, PPO in tests/e2e/test_algorithms.py, given answers in
-# tests/e2e/test_supervised_runs.py, a pod by the wall clock in tests/e2e/test_wall_clock.py; one with a teacher, in
-# tests/e2e/test_pods.py, where what compares with the teacher changes.
+# The source files that each variant tests; without a change to them it is killed in nightly runs only. Variants without
+# such files are killed at chosen moments on every change: one process below, PPO in tests/e2e/test_algorithms.py, given
+# answers in tests/e2e/test_supervised_runs.py, a pod by the wall clock in tests/e2e/test_wall_clock.py. The one with a
+# teacher is killed in tests/e2e/test_pods.py when the comparison with the teacher changes.
 ABOUT = {
     "single": (),
     "opd": (),
@@ -41,8 +42,8 @@ ABOUT = {
     "wall, split": (),
 }
 TOOLS = pytest.mark.nightly("podrl/environments/journal.py", "podrl/rollout/episodes.py")
-OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as users' are
-# Steps that a process is killed after; a rollout host of a split pod takes nobody along, mostly.
+OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as for users
+# Steps after which a process is killed; the death of a split pod's rollout host mostly ends no other process.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
 
 
@@ -55,7 +56,7 @@ def _nightly(variant: str) -> pytest.MarkDecorator:
 
 
 def _commit() -> int:
-    """The number of the commit that is tested; 0 outside a checkout."""
+    """Returns a number made from the tested commit's id; 0 outside a checkout."""
     words = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
     try:
         return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout, 16)
@@ -96,7 +97,7 @@ def test_killed_runs_end_as_undisturbed_ones(variant, tmp_path):
     rng, wanted = random.Random(variant), KILLS[variant]
     kills = len(disturbed(variant, tmp_path / "killed", whole, wanted, rng))
     for spare in range(wanted - kills):
-        # The run ended before a moment came; a first life always comes to its first changes.
+        # The run may end before a moment comes; but a first life always reaches its first changes.
         again = disturbed(variant, tmp_path / f"spare-{spare}", whole, 1, rng, by_time=0.0)
         assert len(again) == 1, f"No kill met a live run of {variant}."
 
@@ -109,7 +110,8 @@ def with_tools(tmp_path_factory):
 @TOOLS
 @pytest.mark.parametrize("variant", ["tools", "tools, split"])
 def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
-    """All is drawn, nothing is saved, then the tool answers otherwise: the end is that of a run without a kill."""
+    """Everything is sampled but nothing saved when the tool changes its answers: the run still ends as one without a
+    kill."""
     workdir = tmp_path / "run"
     first = Life(variant, workdir, at=f"/checkpoints/{STEPS}")
     assert first.end() in (-9, 42), first.output()
@@ -126,7 +128,7 @@ def test_answers_that_were_used_are_given_again(variant, with_tools, tmp_path):
 @TOOLS
 @pytest.mark.parametrize("variant", ["tools", "tools, split"])
 def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_path):
-    """Whoever asks dies: the process, and the next start goes on; of a split pod the rollout host, and another does."""
+    """The process that asks dies and the next start goes on; in a split pod another rollout host takes over."""
     drawn, asked, kills = _calls(with_tools), [], []
     for step, calls in enumerate(drawn):
         asked.append(sum(drawn[:step]) + calls // 2 + len(asked))  # a call that was not answered is made again
@@ -138,18 +140,18 @@ def test_killed_between_call_and_answer_at_every_step(variant, with_tools, tmp_p
     if life.process.returncode:
         life = Life(variant, tmp_path / "run")
         assert life.end() == 0, life.output()
-        # What was recorded at the last kill was not asked for again; what was under way then was.
+        # Calls recorded before the last kill were not repeated; calls under way at that time were.
         assert calls_made(tmp_path) - made == sum(drawn) - recorded
     assert len(kills) == len(drawn) == STEPS
     assert life.output().count("it is started again") == (STEPS if "split" in variant else 0)
     same_end(tmp_path / "run", with_tools)
-    assert calls_made(tmp_path) <= sum(drawn) + 16 * len(kills)  # env.concurrency are under way at most
+    assert calls_made(tmp_path) <= sum(drawn) + 16 * len(kills)  # at most env.concurrency calls are under way
 
 
 @TOOLS
 @pytest.mark.nightly("podrl/storage/mirror.py", "podrl/storage/storage.py")
 def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkeypatch, tmp_path):
-    """The bucket takes all but the checkpoint until the run is killed; the next start has nothing but the bucket."""
+    """Until the run is killed the bucket takes everything but the checkpoint; the next start has only the bucket."""
     (tmp_path / "world").write_text("first")
     place, settings = "gs://bucket/runs/tools", {"base": VARIANTS["tools"], "logs": tmp_path}
     drawn = {f"{step}.jsonl": answers for step, answers in enumerate(_calls(with_tools))}
@@ -172,11 +174,11 @@ def test_a_bucket_has_the_answers_for_another_machine(with_tools, bucket, monkey
 
 
 def _recorded(workdir):
-    """Counts the answers that a run has on its disk, where no checkpoint has passed them."""
+    """Counts the answers that a run has on its disk for steps that are not yet in a checkpoint."""
     return sum(path.read_text().count("\n") for path in (workdir / "outside").glob("*.jsonl"))
 
 
 def _calls(workdir):
-    """Counts the answers that each step of a run was given."""
+    """Counts the answers that each step of a run received."""
     steps = [record for record in comparable(workdir) if "tools/calculator/calls" in record]
     return [round(step["tools/calculator/calls"]) for step in steps]

@@ -14,7 +14,7 @@ from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.workers.user_code import Limits, forget, is_secret
 
-# Reward functions of a user; what they see and what they are refused they write beside them.
+# Reward functions of a user: they write what they can see, and what they are refused, to files beside them.
 FUNCTIONS = """
 import json, os, pathlib, resource
 
@@ -66,7 +66,7 @@ def test_reward_functions_see_no_secret_and_have_limits(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     rewards(tmp_path, "look", environment=("HF_TOKEN",))
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert {n for n in SECRETS if n in seen["environment"]} == {"HF_TOKEN"}  # as asked for
+    assert {n for n in SECRETS if n in seen["environment"]} == {"HF_TOKEN"}  # allowed by the job's own setting
     assert not set(SECRETS.values()) - {"h"} & set(seen["environment"].values())
     assert HARMLESS.items() <= seen["environment"].items()
     limits, mib = seen["limits"], 1 << 20
@@ -131,12 +131,12 @@ assert b"s3cret-text" not in here.read_bytes() and b"NEXT=whole" in here.read_by
     environment = os.environ | {"PODRL_SECRET": "s3cret-text", "NEXT": "whole"}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=PATIENCE_S)
     other = {"PODRL_SECRET": "x"}
-    forget(other, "PODRL_SECRET")  # an environment that is not this process's
+    forget(other, "PODRL_SECRET")  # an environment other than this process's own
     assert other == {}
 
 
 def test_hidden_secrets_stay_in_this_process_throughout():
-    """Another thread may read a token while a worker is started."""
+    """Another thread can still read a token while a worker is started."""
     program = """
 import os, pathlib
 from podrl.workers.user_code import hide_secrets

@@ -49,14 +49,14 @@ def _elsewhere() -> Owner:
 def test_the_second_is_refused_in_one_sentence_that_names_the_first(tmp_path, holder):
     with pytest.raises(ValueError, match=rf"--workdir=run is in use by process {holder.pid} on .* since 20.*: wait"):
         Lock(tmp_path, "run")
-    holder.send_signal(signal.SIGSTOP)  # alive, though it gives no sign
+    holder.send_signal(signal.SIGSTOP)  # alive, although it does not renew its lease
     with pytest.raises(ValueError, match="is in use by"):
         Lock(tmp_path, "run")
 
 
 def test_a_killed_owner_is_succeeded_at_once_and_nothing_is_left_in_the_end(tmp_path, holder, caplog):
     holder.kill()
-    taken = Lock(tmp_path, "run")  # the kernel may still be taking the process down
+    taken = Lock(tmp_path, "run")  # the kernel may still be removing the process
     with pytest.raises(ValueError, match=f"in use by process {os.getpid()} "):
         Lock(tmp_path, "run")
     taken.release()
@@ -85,7 +85,7 @@ def test_a_run_that_is_refused_touches_nothing(tmp_path):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(ValueError, match="is in use by"):
             Run(tmp_path, config={"seed": 2})
-        with Run(tmp_path, config={"seed": 1}, leads=False) as follower:  # of a pod: the leader's lock is for all
+        with Run(tmp_path, config={"seed": 1}, leads=False) as follower:  # the leader's lock counts for the whole pod
             assert not follower.stopping()
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     with Run(tmp_path, config={"seed": 2}):
@@ -112,7 +112,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(params=["network file system", "bucket"])
 def shared(request, tmp_path, quick, monkeypatch):
-    """Simulates a directory that other machines write to, with its lock's record as a file or object."""
+    """Simulates a directory that other machines write to; its lock's record is a file or an object."""
     if request.param == "bucket":
         bucket = request.getfixturevalue("bucket")
         folder = f"runs/{tmp_path.name}"
@@ -193,7 +193,7 @@ def test_an_owner_whose_lease_was_taken_over_ends(shared):
 
 
 def test_a_lease_of_elsewhere_that_is_given_back_is_free_before_it_expires(tmp_path, monkeypatch):
-    """Its file is gone then; whoever waited takes the file that is at the path now."""
+    """Its file is gone then; a process that waited for it takes the new file at the path."""
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     proc = lock._proc
     mounts = f"server:/x {tmp_path} nfs4 rw 0 0\n"
@@ -215,7 +215,8 @@ def test_a_lease_of_elsewhere_that_is_given_back_is_free_before_it_expires(tmp_p
 
 
 def test_of_those_that_claim_a_free_bucket_at_once_one_gets_it(bucket, quick, tmp_path):
-    """All have looked before the first writes; a bucket takes what is written over the version that was seen."""
+    """All have read before the first writes; a bucket accepts a write only over the version that its writer has
+    read."""
     place = locate(f"gs://bucket/runs/{tmp_path.name}")
     claims = [(lock._Object(place), dataclasses.replace(Owner.me(), token=str(n), shown=f"host {n}")) for n in range(4)]
     assert [held.read() for held, _ in claims] == [None] * 4
@@ -235,7 +236,7 @@ def test_of_two_runs_one_trains_and_the_other_ends_with_1(tmp_path):
     small = (*SMALL, TWO_DEVICES, "--config.eval.problems=0", "--config.trainer.max_steps=3")
     with job(tmp_path / "run", base=small, logs=tmp_path / "1") as first:
         first.wait_for_step(1)
-        first.signal(signal.SIGSTOP)  # so that it does not end meanwhile
+        first.signal(signal.SIGSTOP)  # so that the lease does not end meanwhile
         second = run(tmp_path / "run", base=small, logs=tmp_path / "2", code=1)
         assert f"is in use by process {first.process.pid} on" in second.stderr
         assert len([line for line in second.stderr.splitlines() if line]) == 1, second.stderr

@@ -1,4 +1,4 @@
-"""Settings that may change when a run resumes, settings that may not, and starts without a step, which bind nothing."""
+"""Settings that may and may not change when a run resumes, and starts without a step, after which all may change."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ _QUIET = LogConfig(to=())
 
 
 def _config(**changed) -> dict:
-    """Makes the configuration of a job as config.json holds it; names with __ for dots."""
+    """Makes the configuration of a job as config.json holds it; names have '__' for dots."""
     trainer = {"eval_every_n_steps": 0, "max_steps": 6, "schedule": changed.pop("schedule", "constant")}
     trainer["warmup_fraction"] = changed.pop("warmup", 0.0)
     filled = ConfigDict(complete({"algorithm": "grpo", "trainer": trainer})).to_dict()
@@ -74,7 +74,7 @@ def test_which_keys_may_change(there, here, allowed, refused):
 
 
 def test_a_key_the_saved_run_does_not_know_had_its_default_there():
-    """Removes every key of a job but those without a default, one at a time; then whole groups."""
+    """Removes every key that has a default, one at a time; then whole groups of keys."""
 
     def leaves(node, path=()):
         for key, value in node.items():
@@ -88,7 +88,7 @@ def test_a_key_the_saved_run_does_not_know_had_its_default_there():
             node, default = node[key], default.get(key, {})
         value = node.pop(path[-1])
         if isinstance(value, dict) or default.get(path[-1], "none") != value:
-            continue  # the value of this job is not the default: a difference, see below
+            continue  # this job's value is not the default, so it counts as a change; see below
         taken += 1
         assert identity.changes(theirs, mine, known) == ([], []), path
     assert taken > 100
@@ -102,7 +102,7 @@ def test_a_key_the_saved_run_does_not_know_had_its_default_there():
 
 @pytest.mark.parametrize("algorithm", [*PRESETS, "sft", "dpo", "orpo", "kto", "reward_model"])
 def test_any_section_may_be_new_whatever_the_algorithm_makes_its_defaults(algorithm):
-    """Also where a preset, or training on given answers, has other defaults than the sections themselves."""
+    """This also holds if a preset, or training on given answers, has other defaults than the sections themselves."""
     given = {"algorithm": algorithm, "trainer": {"eval_every_n_steps": 0, "max_steps": 6}}
     filled = complete(given | ({"model": {"reference": "teacher"}} if algorithm == "opd" else {}))
     mine, known = (
@@ -122,12 +122,12 @@ def test_a_key_that_is_known_no_more_is_refused():
     theirs = _config()
     theirs["rollout"]["forgotten"] = 3
     assert identity.changes(theirs, _config(), _DEFAULTS) == ([], ["rollout.forgotten was 3, now '(absent)'"])
-    theirs = _config() | {"ppo": {"gamma": 1.0}}  # once written for every algorithm
+    theirs = _config() | {"ppo": {"gamma": 1.0}}  # earlier versions wrote this key for every algorithm
     assert identity.changes(theirs, _config(), _DEFAULTS) == ([], [])
 
 
 def _start(path, config, *, step=0, record=False, defaults=None) -> str:
-    """Starts a run for a short time; returns its output, without what a busy machine waited for."""
+    """Starts a run for a short time; returns its output without the lines about slow stages of a busy machine."""
     said = io.StringIO()
     with Run(
         path, config=config, defaults=defaults, log=_QUIET, console=rich.console.Console(file=said, width=999)
@@ -190,7 +190,7 @@ def test_a_corrected_command_starts_and_a_run_is_made_longer_but_not_shorter(tmp
 
 
 def test_a_run_of_before_counted_the_sequences_of_an_update():
-    """An old run's number of sequences becomes the number of prompts that made them; an equal number is a change."""
+    """The old key counted sequences: it is converted into prompts, so an equal number in the new key is a change."""
 
     def saved(size, **grpo):
         return {"trainer": {"mini_batch_size": size}, "grpo": {"num_generations": 4, **grpo}}

@@ -1,4 +1,4 @@
-"""A run reopens its files whatever is left of them, whatever follows, and keeps every whole record."""
+"""A run reopens its files however they were cut off and whatever follows, and keeps every whole record."""
 
 import json
 import pathlib
@@ -23,7 +23,7 @@ def _log(path: pathlib.Path, start: int = 0, marks=None) -> MetricsLog:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Writes a directory with three steps, and the marks of the third."""
+    """Writes a run directory with three steps, and returns the marks of the third step."""
     path = tmp_path_factory.mktemp("written")
     log = _log(path)
     for step in (1, 2, 3):
@@ -68,7 +68,7 @@ def test_text_with_any_line_break_survives_a_resume(written, tmp_path):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_every_prefix_and_anything_after_it(name, written, tmp_path):
-    """Whole lines stay, in their order; the next one is a line of its own."""
+    """Whole lines stay in their order, and the next record begins on a new line."""
     path, marks = written
     whole = (path / name).read_bytes()
     every = _records(whole)
@@ -108,7 +108,7 @@ def test_what_is_lost_or_changed_is_said(written, tmp_path):
     log.close()
     assert log.problems[0].startswith("metrics.jsonl is not what this run wrote: ")
     (tmp_path / "metrics.jsonl").unlink()
-    with Run(tmp_path, log=_QUIET) as run:  # of before there were marks
+    with Run(tmp_path, log=_QUIET) as run:  # a checkpoint of a version without marks
         run.open_metrics(4)
         assert run.metrics is not None and [text.partition(":")[0] for text in run.metrics.problems] == [
             "metrics.jsonl is gone"
@@ -116,7 +116,7 @@ def test_what_is_lost_or_changed_is_said(written, tmp_path):
 
 
 def test_lines_of_a_step_after_the_checkpoint_are_no_loss(written, tmp_path):
-    """The evaluation of the saved step is written after the checkpoint, and stays."""
+    """The evaluation of the saved step is written after the checkpoint, and it is kept."""
     path, marks = written
     (tmp_path / "metrics.jsonl").write_bytes((path / "metrics.jsonl").read_bytes() + b'{"step": 3, "eval/x": 1.0}\n')
     (tmp_path / "samples.jsonl").write_bytes((path / "samples.jsonl").read_bytes())
@@ -155,13 +155,13 @@ def test_config_json_is_taken_from_the_checkpoint_where_it_is_not_whole(tmp_path
 
 
 def test_config_json_that_is_not_whole_is_refused_where_there_is_no_copy(written, tmp_path):
-    """The metrics show steps, but no file says of which run they are."""
+    """The metrics have steps, but no file tells which run made them."""
     (tmp_path / "metrics.jsonl").write_bytes((written[0] / "metrics.jsonl").read_bytes())
     for content in (b"", b'{"seed": 3', b"\xff", b"[]", b'{"seed": 3, "sha256": "0"}'):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=r"config\.json is damaged .* restore the file, remove it"):
             Run(tmp_path, config={"seed": 3})
-    (tmp_path / "config.json").write_text('{"seed": 3}')  # of before there were checksums
+    (tmp_path / "config.json").write_text('{"seed": 3}')  # a configuration of a version without checksums
     with Run(tmp_path, config={"seed": 3}):
         pass
 

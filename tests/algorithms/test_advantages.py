@@ -18,7 +18,7 @@ OUTCOME = [kind for kind in KINDS if kind not in ("gae", "remax")]
 
 
 def of(reward_B, size):
-    """The index of samples in groups of one size, group after group."""
+    """Returns the group index of samples in groups of one size, group after group."""
     return np.arange(len(reward_B)) // size
 
 
@@ -70,7 +70,7 @@ def test_the_others_by_hand():
     scaled = advantages.leave_one_out(np.array([3.0, 0, 0]), group_B=np.zeros(3, int), scale="std", eps=0.0)
     np.testing.assert_allclose(scaled, [3, -1.5 / (3 / 2**0.5), -1.5 / (3 / 2**0.5)])
     pair = advantages.leave_one_out(np.array([3.0, 1.0]), group_B=np.zeros(2, int), scale="std")
-    np.testing.assert_allclose(pair, [2, -2])  # one other has no deviation
+    np.testing.assert_allclose(pair, [2, -2])  # the only other sample has no deviation
     length_B = np.array([1, 1, 1, 1, 3, 1, 1, 1])
     opo = advantages.opo(REWARD_B, length_B, group_B=of(REWARD_B, 4))  # second group: (9 + 3) / 6 = 2
     np.testing.assert_allclose(opo, [0.5, -0.5, 0, 0, 1, -1, -1, -1])
@@ -112,7 +112,7 @@ def test_equal_rewards_teach_nothing(kind, xp):
 @pytest.mark.parametrize("kind", [kind for kind in OUTCOME if kind != "pass_at_k"])
 def test_singleton_groups(kind):
     if kind == "reinforce_plus_plus":
-        return  # knows no groups
+        return  # this estimator uses no groups
     zero_BT = estimate(kind, REWARD_B, group_size=1)
     assert np.all(zero_BT == 0.0)
     raw_BT = estimate(kind, REWARD_B, group_size=1, singleton="raw")
@@ -147,8 +147,8 @@ def test_half_a_point_stays_half_a_point():
 
 
 def test_gae_by_hand_over_tool_tokens():
-    # Two sampled tokens with a tool token between: gamma 1, lambda 0.5.
-    # delta_2 = 1 - 0.6 = 0.4; delta_0 = 0 + 0.6 - 0.2 = 0.4; A_0 = 0.4 + 0.5 * 0.4 = 0.6.
+    # Two sampled tokens with a tool token between them: gamma 1, lambda 0.5. delta_2 = 1 - 0.6 = 0.4; delta_0 = 0 + 0.6
+    # - 0.2 = 0.4; A_0 = 0.4 + 0.5 * 0.4 = 0.6.
     mask_BT = np.array([[1.0, 0.0, 1.0, 0.0]])
     reward_BT = np.array([[0.0, np.nan, 1.0, np.nan]])
     value_BT = np.array([[0.2, np.nan, 0.6, np.nan]])

@@ -53,7 +53,7 @@ def test_unknown_and_ambiguous_names(mode):
 
 # A row of two losses and a row of one: N = 2, and with L = 10 the five modes give five numbers.
 TWO_BT, TWO_MASK_BT = jnp.array([[3.0, 5.0], [4.0, 0.0]]), jnp.array([[1.0, 1.0], [1.0, 0.0]])
-NAMES = {  # (preset, name): what the framework's own code makes of the rows
+NAMES = {  # (preset, name): the loss that the framework's own code computes for the rows
     ("verl_grpo", "token-mean"): 12 / 3,
     ("verl_grpo", "seq-mean-token-mean"): (8 / 2 + 4) / 2,
     ("verl_grpo", "seq-mean-token-sum"): (8 + 4) / 2,

@@ -15,7 +15,7 @@ from podrl.testing import policy_rows
 
 
 def of(reward_B, size):
-    """The index of samples in groups of one size, group after group."""
+    """Returns the group index of samples in groups of one size, group after group."""
     return np.arange(len(reward_B)) // size
 
 

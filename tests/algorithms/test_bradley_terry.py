@@ -21,7 +21,7 @@ def test_by_hand():
 
 
 def test_the_weighted_scores_have_the_gradient_of_the_loss():
-    """Two pairs in two packed rows; what other tokens score does not matter."""
+    """Two pairs lie in two packed rows; the scores of other tokens do not matter."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         score_BT = jnp.asarray(rng.normal(size=(2, 6)))

@@ -62,7 +62,7 @@ def test_a_sequence_beyond_the_bound_is_left_out():
 
 
 def test_a_token_is_left_out_by_the_divergence_of_its_probability_not_by_its_ratio():
-    """Probabilities (.9, .6), (.6, .9), (.01, .001) and (.5, .3), trainer first.
+    """The probabilities are (.9, .6), (.6, .9), (.01, .001) and (.5, .3), the trainer's first.
 
     D(.9, .6) = .9 log 1.5 + .1 log .25 = .22629 and D(.6, .9) = .6 log(2/3) + .4 log 4 = .31124; D(.01, .001) = .01 log
     10 + .99 log(.99 / .999) = .01407; D(.5, .3) = .5 log(5/3) + .5 log(5/7) = .08718, D(.3, .5) = .08228.
@@ -152,7 +152,7 @@ def test_value_loss_by_hand_with_junk_under_the_mask():
         return value_loss(value_BT, rows, clip_range=0.2)
 
     loss, metrics = total(value_BT)
-    # Token 0 is within the clip: 1 / 2. Token 1 clips to 1.2, further from 3: 1.8^2 / 2 and no gradient.
+    # Token 0 is within the clip: 1 / 2. Token 1 is clipped to 1.2, which is further from 3: 1.8^2 / 2 and no gradient.
     np.testing.assert_allclose([loss.total, loss.count], [0.5 + 1.62, 2.0], rtol=1e-12)
     assert float(metrics["critic/vf_clipfrac"].mean()) == 0.5
     assert float(metrics["critic/value"].mean()) == 1.5
@@ -187,7 +187,7 @@ def test_finite_differences_of_the_value_loss(mode):
 
 
 def test_the_effective_sample_size_of_weights():
-    """Of n equal weights all n count; of one among n that is not 0, one; of none, none."""
+    """Of n equal weights all n count; if only one of n weights is not 0, one counts; without weights none counts."""
     moments = {f"sampler/moment_{name}": 1.0 for name in ("x", "y", "xx", "yy", "xy")}
     assert "sampler/ess" not in derived(moments | {"sampler/weight": 0.5})
     for weights, count in (([0.5] * 8, 8.0), ([0.0] * 7 + [3.0], 1.0), ([1.0, 3.0], 1.6), ([0.0] * 4, 0.0)):

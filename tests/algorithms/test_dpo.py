@@ -11,7 +11,8 @@ from podrl.algorithms.dpo import dpo
 
 
 def test_by_hand():
-    # beta 0.5; rewards of the first pair 0.5 and -0.5, so m = 1; the second pair is where the reference is: m = 0.
+    # beta 0.5; rewards of the first pair 0.5 and -0.5, so m = 1; the policy equals the reference on the second pair: m
+    # = 0.
     found = dpo(jnp.array([[-3.0, -5.0], [-2.0, -9.0]]), jnp.array([[-4.0, -4.0], [-2.0, -9.0]]), beta=0.5)
     np.testing.assert_allclose(found.margin_P, [1.0, 0.0], atol=1e-7)
     np.testing.assert_allclose(found.loss_P, [math.log(1 + math.exp(-1)), math.log(2)], rtol=1e-6)
@@ -23,7 +24,7 @@ def test_smoothed_labels_by_hand():
     found = dpo(jnp.array([[-3.0, -5.0]]), jnp.array([[-4.0, -4.0]]), beta=0.5, label_smoothing=0.1)
     expected = 0.9 * math.log(1 + math.exp(-1)) + 0.1 * math.log(1 + math.e)
     np.testing.assert_allclose(found.loss_P, [expected], rtol=1e-6)
-    # The loss is least where sigmoid(m) is the share of right labels: there the weight is 0.
+    # The loss has its minimum where sigmoid(m) is the share of right labels: the weight is 0 there.
     least = math.log(0.9 / 0.1)
     still = dpo(jnp.array([[2 * least, 0.0]]), jnp.zeros((1, 2)), beta=0.5, label_smoothing=0.1)
     np.testing.assert_allclose(still.weight_P2, [[0.0, 0.0]], atol=1e-7)

@@ -18,19 +18,19 @@ def double_precision():
 
 def test_what_was_observed():
     mask_BT = np.array([[0, 0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
-    # The second sample ends with an answer that it had no room left to go on from; the third was never begun.
+    # The second sample ends with a tool's answer, because it had no room left to go on; the third was never begun.
     found_BT = observed(mask_BT, np.array([7, 5, 6]), np.zeros(mask_BT.shape, np.int16))
     np.testing.assert_array_equal(found_BT.nonzero(), ([0, 0, 1, 1], [4, 5, 3, 4]))
 
 
-# One row: prompt, two sampled tokens, two observed ones, a sampled one, padding.
+# One row: the prompt, two sampled tokens, two observed tokens, one sampled token, padding.
 LOGPROB_BT = np.array([[np.nan, -1.0, -2.0, -3.0, -0.5, -1.5, np.nan]])
 MASK_BT = np.array([[0.0, 1, 1, 0, 0, 1, 0]])
 WEIGHT_BT = np.array([[0.0, 0, 0, 0.1, 0.1, 0, 0]])
 
 
 def rows_of(mode):
-    """Lays out the row with advantage 2; the policy loss is -A logprob, the scale that of `mode`."""
+    """Lays out the row with advantage 2; the policy loss is -A logprob, with the scale of aggregation `mode`."""
     loss = PolicyLoss(LossSettings(policy_loss_fn="reinforce", loss_agg_mode=mode))
     mask_BT = jnp.asarray(MASK_BT)
     where = (jnp.array([[1, 1, 1, 1, 1, 1, 0]]), mask_BT, jnp.where(mask_BT > 0, 3.0, 1.0))
@@ -66,7 +66,7 @@ def test_the_gradient_is_that_of_torch():
 
 
 def test_the_prompt_of_a_later_piece_is_no_observation():
-    """Pieces of 3, 4 and 2 tokens: only what comes after a piece's own first sampled token was observed."""
+    """In pieces of 3, 4 and 2 tokens only given tokens after a piece's own first sampled token count as observed."""
     mask_BT = np.array([[0, 1, 0, 0, 0, 1, 0, 0, 0, 0]])
     piece_BT = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2, 0]])
     np.testing.assert_array_equal(observed(mask_BT, np.array([9]), piece_BT), [[0, 0, 1, 0, 0, 0, 1, 0, 0, 0]])

@@ -1,4 +1,4 @@
-"""Groups by index: any size, any order, incomplete; every estimator gives what it gives to each group alone."""
+"""Groups by index, of any size, in any order, incomplete: every estimator gives the same as for each group alone."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ ESTIMATORS = {
 
 @st.composite
 def indexes(draw):
-    """Group numbers of samples, groups of one to five, in any order."""
+    """Draws the group numbers of samples, for groups of one to five samples in any order."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
     group_B = np.repeat(np.arange(len(sizes)), sizes)
     return group_B[draw(st.permutations(range(len(group_B))))]
@@ -45,7 +45,7 @@ def test_an_estimator_sees_each_group_alone(group_B, seed, name):
             expected_B[own] = advantages.opo(reward_B[own], lengths_B[own], group_B=alone)
         else:
             expected_B[own] = ESTIMATORS[name](reward_B[own], group_B=alone)
-    if name == "gpg":  # its factor is of the whole batch
+    if name == "gpg":  # its factor depends on the whole batch
         centred_B = advantages.group_relative(reward_B, group_B=group_B, scale="none")
         useful = (groups.spread(reward_B, group_B) > 0).sum()
         expected_B = centred_B * len(reward_B) / max(useful, 1)
@@ -55,7 +55,8 @@ def test_an_estimator_sees_each_group_alone(group_B, seed, name):
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS.keys() - {"opo"}))
 def test_an_estimator_takes_arrays_of_jax(name):
-    """Groups of one, three and four; drawn sizes are for numpy alone, as jax compiles anew for every shape."""
+    """Takes groups of one, three and four; random sizes are tested with numpy only, because jax compiles each shape
+    anew."""
     group_B = np.asarray([2, 0, 1, 1, 0, 2, 2, 0, 1, 1, 3])
     reward_B = np.random.default_rng(0).choice([0.0, 0.25, 1.0, 3.0], len(group_B))
     expected_B = ESTIMATORS[name](reward_B, group_B=group_B)
@@ -85,7 +86,7 @@ def test_groups_of_one_size_in_order_give_the_bits_of_a_reshape():
 
 
 def rollouts(group_B, prompts):
-    """Samples whose length says which one they are."""
+    """Makes samples whose length tells which sample it is."""
     B, T = len(group_B), 3
     asked = Prompts(
         np.arange(prompts)[:, None], np.ones(prompts, int), np.arange(prompts), [*"abcde"][:prompts], {}, b""

@@ -11,7 +11,7 @@ from podrl.algorithms.kto import kto
 
 
 def by_the_paper(own, unrelated, desirable, beta, good, bad):
-    """Eq. 8 of arXiv 2402.01306 in float64, an answer at a time: lambda_y - v(x, y)."""
+    """Computes eq. 8 of arXiv 2402.01306 in float64, one answer at a time: lambda_y - v(x, y)."""
     z = max(0.0, sum(unrelated) / len(unrelated))
     losses = []
     for r, is_good in zip(own, desirable, strict=True):

@@ -83,7 +83,7 @@ def test_every_kind_is_covered():
 
 
 def one_row(**arrays):
-    """Calls the loss on a single sequence after one prompt token; of three tokens in NeMo-RL's tests."""
+    """Calls the loss on a single sequence after one prompt token; NeMo-RL's tests have three tokens."""
     size = len(arrays["advantage"])
     given = {name: jnp.concatenate([jnp.zeros(1), jnp.asarray(value)])[None] for name, value in arrays.items()}
     zero_BT = jnp.zeros((1, size + 1))
@@ -134,7 +134,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
 
 
 def moved(old, new, advantage, **settings):
-    """(loss, gradient by token, metrics) of a sample whose tokens have gone from old to new probabilities."""
+    """Returns (loss, gradient by token, metrics) of a sample whose tokens moved from old to new probabilities."""
     arguments = one_row(logprob=np.log(new), old_logprob=np.log(old), advantage=advantage)
     loss = PolicyLoss(KLLossSettings(loss_agg_mode="token-mean", beta=0.0, **settings))
     value, metrics = loss(*arguments)
@@ -143,8 +143,8 @@ def moved(old, new, advantage, **settings):
 
 
 def test_dppo_masks_by_probability_and_draws_back():
-    # Probabilities .1 -> .4, .5 -> .1, .2 -> .2, .9 -> .5, .01 -> .04: the first two moved too far the way A pushes,
-    # the fourth too far against it, and the ratio of the last, 4, is no matter at a difference of .03.
+    # Probabilities .1 -> .4, .5 -> .1, .2 -> .2, .9 -> .5, .01 -> .04: the first two moved too far in the direction of
+    # A and the fourth too far against it; the last one's ratio of 4 does not matter, as its difference is only .03.
     old, new = np.array([0.1, 0.5, 0.2, 0.9, 0.01]), np.array([0.4, 0.1, 0.2, 0.5, 0.04])
     advantage = np.array([1.0, -2.0, 0.5, 3.0, 1.0])
     found = functools.partial(moved, old, new, advantage, policy_loss_fn="dppo")
@@ -160,7 +160,7 @@ def test_dppo_masks_by_probability_and_draws_back():
 
 
 def test_ipo_masks_what_moved_either_way_and_draws_back():
-    # Probabilities .1 -> .25, .5 -> .35, .2 -> .25, .9 -> .5, .01 -> .04, by more than .1 all but the third and fifth.
+    # Probabilities .1 -> .25, .5 -> .35, .2 -> .25, .9 -> .5, .01 -> .04: all but the third and fifth moved by over .1.
     old, new = np.array([0.1, 0.5, 0.2, 0.9, 0.01]), np.array([0.25, 0.35, 0.25, 0.5, 0.04])
     advantage = np.array([1.0, 2.0, -0.5, 3.0, 1.0])
     found = functools.partial(moved, old, new, advantage, policy_loss_fn="ipo", epsilon=0.1)
@@ -200,7 +200,7 @@ def test_clip_cov_cuts_the_largest_in_the_band():
     np.testing.assert_allclose(grad(0.5, 1.5), [-2.0, 1.0, 0.0], atol=1e-12)
     np.testing.assert_allclose(grad(0.5, 3.0, fraction=0.7), [0.0, 1.0, 0.0], atol=1e-12)
     np.testing.assert_allclose(grad(2.5, 3.0), [-2.0, 1.0, 1.0], atol=1e-12)
-    # A token that the clip already holds is not chosen again: the next in line is.
+    # A token that is clipped already is not chosen again: the next one is.
     moved = one_row(logprob=[-1.0, -2.0, -3.0], old_logprob=[-2.0, -2.0, -3.0], advantage=[2.0, -1.0, -1.0])
     np.testing.assert_allclose(grad(0.5, 3.0, arguments=moved), [0.0, 1.0, 0.0], atol=1e-12)
 
@@ -239,7 +239,7 @@ def test_any_split_into_micro_batches_adds_up(kind):
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_no_advantage_no_gradient(kind):
-    # The penalties of dppo and kl_cov do not ask for an advantage, and every covariance is tied at 0.
+    # The penalties of dppo and kl_cov do not depend on the advantage, and all covariances are equal (0).
     quiet = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0, dppo_kl_coef=0.0, dro_beta=0.0))
     testing.check_no_advantage(quiet, but=1 if kind == "kl_cov" else 0)
     loud = PolicyLoss(KLLossSettings(policy_loss_fn=kind, beta=0.0))
@@ -277,7 +277,7 @@ def test_finite_differences(kind):
 
 
 def test_finite_differences_of_cispo_with_its_weight_held():
-    # Moving old with the current policy leaves the ratio, hence the weight, where it is.
+    # If old moves with the current policy, the ratio and therefore the weight stay the same.
     tokens = sequences(constant_advantage=False)
     layout = packed_layout(tokens["owner"])
     weightless = PolicyLoss(KLLossSettings(policy_loss_fn="cispo", beta=0.0, loss_agg_mode="token-mean"))
@@ -297,7 +297,7 @@ def test_finite_differences_of_cispo_with_its_weight_held():
 
 
 def test_finite_differences_of_gspo_token_with_its_sequence_held():
-    # The sequence ratio s stands still while a token moves: its ratio is then s exp(logprob - logprob before).
+    # The sequence ratio s is constant while a token moves: the token's ratio is then s exp(logprob - logprob before).
     tokens = sequences(constant_advantage=False)
     layout = packed_layout(tokens["owner"])
     loss = PolicyLoss(KLLossSettings(policy_loss_fn="gspo_token", beta=0.0, epsilon=0.2))
@@ -388,7 +388,7 @@ def test_where_the_ratio_starts_is_chosen_without_touching_the_rows():
         found, metrics = with_old(loss, old)(*lay_out(tokens, layout))
         expected, others = loss(*lay_out(tokens | {"old_logprob": tokens[name]}, layout))
         np.testing.assert_allclose(found.total, expected.total, rtol=1e-12)
-        # Where the sampler is the old policy, it is compared with the current weights instead.
+        # If the sampler is the old policy, it is compared with the current weights instead.
         compared = (
             others if old != "sampler" else loss(*lay_out(tokens | {"old_logprob": tokens["logprob"]}, layout))[1]
         )
@@ -398,7 +398,7 @@ def test_where_the_ratio_starts_is_chosen_without_touching_the_rows():
 
 
 def test_three_policies_are_corrected_once():
-    # Unclipped, ratio x weight is current over sampler: the loss with the sampler as the old policy.
+    # Without clipping, ratio x weight is current over sampler: the loss equals one with the sampler as the old policy.
     tokens = sequences()
     layout = packed_layout(tokens["owner"])
     wide = {"beta": 0.0, "epsilon_low": 1.0, "epsilon_high": 1e6}
@@ -422,7 +422,7 @@ def test_dropped_tokens_still_count_in_the_denominator():
 
 
 def aged(tokens):
-    """The batch in which tokens are 0, 1, 3 and 0 updates old, in turn, and the ages in the packed layout."""
+    """Returns the batch with tokens 0, 1, 3 and 0 updates old, in turn, and their ages in the packed layout."""
     layout, ages = packed_layout(tokens["owner"]), np.array([0, 1, 3, 0])[np.arange(len(tokens["mask"])) % 4]
     logprob_BT, entropy_BT, rows = lay_out(tokens, layout)
     age_BT = np.full(rows.mask_BT.shape, np.nan)
@@ -441,7 +441,7 @@ def test_metrics_by_age_are_means_over_the_tokens_of_that_age(old):
     means = divided({name: float(ratio.mean()) for name, ratio in metrics.items()})
     start = tokens["old_logprob" if old == "trainer" else "sampler_logprob"]
     ratio, keep = np.exp(tokens["logprob"] - start), tokens["mask"] > 0
-    # The trainer's side of the comparison is what the ratio starts from, or the current weights where that is no other.
+    # The sampler is compared with the ratio's old policy, or with the current weights if the sampler is the old policy.
     diff = np.abs(tokens["old_logprob" if old == "trainer" else "logprob"] - tokens["sampler_logprob"])
     A = tokens["advantage"]
     clipped = (A > 0) & (ratio > 1.1) | (A < 0) & (ratio < 0.9)
@@ -534,7 +534,7 @@ def test_warnings_name_what_is_probably_not_meant():
 
 
 def of_torch(torch, kind, correction, old_T, sampler_T, advantage_T, owner_T):
-    """Writes out a token loss and its correction: log-probabilities -> summed loss, in torch."""
+    """Writes a token loss and its correction in torch: log-probabilities -> summed loss."""
     p_T, q_T = old_T.exp(), sampler_T.exp()
     w_T = (old_T - sampler_T).exp()
     whole_T = torch.stack([(old_T - sampler_T)[owner_T == i].sum() for i in owner_T]).exp()
@@ -571,7 +571,7 @@ def of_torch(torch, kind, correction, old_T, sampler_T, advantage_T, owner_T):
 @pytest.mark.parametrize("correction", ["none", "tis", "sequence_mask", "icepop", "kpop"])
 @pytest.mark.parametrize("kind", ["clip", "cispo", "ipo", "dro", "reinforce"])
 def test_gradients_are_those_of_torch(kind, correction):
-    """Sums token losses of one row of two sequences; the bounds are chosen so that some tokens are beyond them."""
+    """Sums the token losses of one row with two sequences; some tokens lie beyond the bounds."""
     torch = pytest.importorskip("torch")
     with jax.enable_x64(True):
         rng, size = np.random.default_rng(3), 12

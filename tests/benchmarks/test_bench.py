@@ -1,4 +1,4 @@
-"""The benchmarks run and count right, at sizes that take seconds; no test measures time."""
+"""The benchmarks run and count correctly, at sizes that take seconds; no test measures time."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ def test_rollout(capsys):
 
 
 def test_tail(capsys):
-    """Two versions per sample need fewer steps than whole batches, and no fewer than lanes without dispatches."""
+    """Two versions per sample need fewer steps than whole batches, and at least as many as lanes without dispatches."""
     options = "--tail --staleness=2 --prompts=2 --group=8 --max_new=256 --lanes=8 --page_tokens=32"
     assert bench.main(["benchmarks", "rollout", *TINY.split(), *options.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -68,8 +68,8 @@ def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):
     assert bench.main(["benchmarks", "pod", *small.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["samples"] == 32 * 8 and figures["leader_cpu_ms"] > 0 and figures["added_ms"] > 0
-    # Of each rollout host an order, which groups a batch has, a word, a header with texts, rows, and at times what it
-    # has read; of each trainer host a place and a word: asked, answered.
+    # Messages of each rollout host: an order, the groups of a batch, an acknowledgement, a header with texts, rows, and
+    # at times the records it has read. Messages of each trainer host: a request and its answer.
     assert 8 * 10 + 3 * 4 <= figures["messages"] <= 8 * 13 + 3 * 4
 
 
@@ -103,7 +103,7 @@ def test_the_reads_that_decode_counts(tiny_engine):
     assert reads.own_count_O[:2].tolist() == [8, 4] and reads.own_start_O[:2].tolist() == [8, 16]
 
 
-# A loop of decode steps, each with one sum of 4 x 4 floats over two chips; before it a gather once per dispatch.
+# A loop of decode steps, each with one sum of 4 x 4 floats over two chips; one gather per dispatch precedes it.
 DECODE = """HloModule jit_generate, is_scheduled=true, num_partitions=2
 
 %sum (a: f32[], b: f32[]) -> f32[] {
@@ -165,7 +165,7 @@ def tiny_engine():
 def test_a_decode_step_of_gemma2_2b_reads_little_more_than_it_must(monkeypatch):
     env = dict(os.environ)
     chips.prepare(env)
-    for name, value in env.items():  # what the command would set is taken back after the test
+    for name, value in env.items():  # the variables that the command sets are restored after the test
         monkeypatch.setenv(name, value)
     figures = bench_decode.run(["--lanes=256", "--prompt_len=512", "--max_new=1536"])
     assert figures["fits"] and figures["peak_bytes"] < 16 * 2**30
@@ -210,7 +210,7 @@ def test_a_step_with_rows_cut_along_time_is_counted_beside_one_without(capsys):
         "data=1,expert=1,fsdp=2,seq=2,tensor=1",
     )
     assert (found["tokens_per_row"], found["seq_tokens_per_row"]) == (64, 64)
-    # Heads are exchanged for time: queries, keys, values and the result, there and back again.
+    # All-to-all between heads and time: queries, keys and values one way, the result back.
     exchanged = found["seq_counted_collectives"]["all-to-all"]
     own = found["counted_collectives"].get("all-to-all", {"bytes": 0.0})
     assert exchanged["count"] >= 8 and exchanged["bytes"] > own["bytes"]

@@ -1,4 +1,4 @@
-"""Programs of the shipped configurations compile for every TPU; here those that other tests do not compile."""
+"""Programs of the shipped configurations compile for every TPU: those programs that no other test compiles."""
 
 import importlib.util
 import json
@@ -20,12 +20,12 @@ CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("[a-z]*.py
 def compiler(monkeypatch: pytest.MonkeyPatch):
     env = dict(os.environ)
     chips.prepare(env)
-    for name, value in env.items():  # what the command would set is taken back after the test
+    for name, value in env.items():  # the variables that the command sets are restored after the test
         monkeypatch.setenv(name, value)
 
 
 def _variants(file: pathlib.Path) -> list[str]:
-    """Lists the configurations of a file as they are written after --config."""
+    """Lists the configurations of a file in the form that --config takes."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -103,7 +103,7 @@ def test_programs_compile_and_fit(case: str, chip: str, wanted: set[str], tmp_pa
     options = ["--cases", case, "--chips", chip, "--programs", *wanted, f"--results={results}", "--json"]
     found = {one["program"]: one for one in compiles.run(options)["programs"]}
     assert set(found) == wanted and all(one["fits"] and one["peak_bytes"] > 0 for one in found.values())
-    if "spill" in wanted:  # each host keeps the whole of it
+    if "spill" in wanted:  # each host keeps the whole array
         assert "all-gather" in found["spill"]["collectives"]
         assert found["generate"]["sent_bytes"] > 0
     else:

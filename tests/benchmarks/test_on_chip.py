@@ -1,4 +1,4 @@
-"""The command for an hour on a chip: results survive a stop and a failure, and the table says what they are."""
+"""The command for an hour on a chip: results survive a stop and a failure, and the table describes them."""
 
 import json
 
@@ -26,7 +26,7 @@ DEVICE = {
 
 
 class Clock:
-    """Time passes by what the test says."""
+    """A clock that the test moves."""
 
     now = 0.0
 

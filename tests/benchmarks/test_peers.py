@@ -1,4 +1,4 @@
-"""Comparisons with peers: an environment is built once, and figures are those of both sides' rounds."""
+"""Comparisons with peers: an environment is built once, and the figures come from the rounds of both sides."""
 
 import pytest
 

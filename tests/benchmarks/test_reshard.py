@@ -1,4 +1,4 @@
-"""The reshard benchmark runs and its figures fit together."""
+"""The reshard benchmark runs, and its figures agree with each other."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a run's directory says of waits beside the model of lengths, worked by hand."""
+"""Waits in a run's directory, compared with the model of lengths, worked by hand."""
 
 import io
 import json
@@ -17,9 +17,9 @@ HEADER |= {"prompts": ["p", "q"], "completions": ["a"] * SAMPLES, "episodes": [{
 
 
 def _write(run, steps, *, staleness=2, decode_steps=60, prefill_calls=2, **values):
-    """A run whose samples of 100 tokens draw 40 of them in the window before the last where staleness is 2.
+    """Writes a run whose samples of 100 tokens get 40 of them in the window before the last if staleness is 2.
 
-    A prefill call takes 0.1 s, a decode step 0.01 s, a window 0.05 s beside; an update 2 s, a move 0.2 s.
+    A prefill call takes 0.1 s, a decode step 0.01 s, the rest of a window 0.05 s; an update 2 s, a weight move 0.2 s.
     """
     folder = run / trace.FOLDER
     folder.mkdir(parents=True)
@@ -59,8 +59,8 @@ def _waits(capsys, *argv):
 
 def test_the_model_is_put_beside_what_a_run_measured(tmp_path, capsys):
     found = _waits(capsys, _write(tmp_path / "run", 20))
-    # A window: 60 tokens of the batch that is due, and 40 of the next beside. Its prefill: the prompts of both at once,
-    # and the 40 tokens of each of the 4 samples that go on.
+    # A window has 60 tokens of the batch that is due, and 40 of the next batch beside it. Its prefill holds the prompts
+    # of both at once, and the 40 tokens of each of the 4 samples that go on.
     assert found["steps"] == 12 and found["model_decode_steps"] == 60 and found["model_prefill_calls"] == 2
     milliseconds = [found[f"{name}_ms"] for name in ("decode_step", "prefill_call", "window", "plan")]
     assert milliseconds == pytest.approx([10.0, 100.0, 50.0, 10.0])

@@ -1,4 +1,4 @@
-"""Engines by name and by class: what each is able to do, and who is refused."""
+"""Engines by name and by class: their abilities, and which engines are refused."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from podrl.rollout.worker import RolloutWorker
 
 
 class Plain:
-    """An engine that makes whole batches and says nothing of its abilities."""
+    """An engine that makes whole batches and declares no abilities."""
 
 
 class Telling:

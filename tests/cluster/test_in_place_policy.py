@@ -34,7 +34,7 @@ def change(cluster: podrl.RLCluster) -> None:
 
 
 def places(tree) -> list[list[int]]:
-    """Returns where the shards of every leaf lie."""
+    """Returns the addresses of the shards of every leaf."""
     return [[s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)]
 
 

@@ -1,4 +1,4 @@
-"""The hosts of a rollout replica: how they come together, and what the head tells the others."""
+"""The hosts of a rollout replica: how they find each other, and which messages the head sends to the others."""
 
 import contextlib
 import dataclasses
@@ -59,7 +59,7 @@ def run_of(stopping=lambda: False):
 
 
 def followed(pods, parts, run):
-    """Starts to follow on all hosts but the head; returns what gives the steps they reached."""
+    """Starts to follow on all hosts but the head; returns a function that returns the steps they reached."""
     threads = ThreadPoolExecutor(len(parts))
     return [threads.submit(follow, part, pod, run, deadline_s=20.0) for pod, part in zip(pods, parts, strict=True)]
 
@@ -147,7 +147,7 @@ def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_t
 
 
 def test_the_hosts_of_a_replica_that_joins_have_seats_beside_each_other():
-    """A host started again joins another replica than the one lost, with other hosts in the order they come."""
+    """A restarted host joins another replica than the lost one, with other hosts, in the order of their arrival."""
     with joined(Hosts((0,), (1, 2), replica=2), disposable=True) as pods:
         leader, secret = pods[0].channel.address, {"PODRL_SECRET": "s"}
 
@@ -167,7 +167,7 @@ def test_the_hosts_of_a_replica_that_joins_have_seats_beside_each_other():
 
 
 def test_a_replica_comes_together_once(pods):
-    """A host that is started again is not let into the cluster that its loss ends, but into the next."""
+    """A restarted host is not admitted to the cluster that its loss ends, but to the next one."""
     threads = ThreadPoolExecutor(4)
     first = [threads.submit(joining.gather_replica, pod, "unix:/tmp/x/coordinator", 20.0) for pod in pods[1:]]
     (place,) = {each.result(PATIENCE_S) for each in first}

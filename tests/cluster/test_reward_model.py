@@ -28,7 +28,7 @@ from podrl.types import NO_EPISODE, Prompts, Rollouts, blank_columns
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Makes the embedded model a reward model with a random head."""
+    """Turns the embedded model into a reward model with a random head."""
     import ml_dtypes  # noqa: F401 - bfloat16 for safetensors
 
     out = tmp_path_factory.mktemp("reward") / "model"
@@ -78,7 +78,8 @@ CHAT = (
 
 @pytest.fixture(params=["chat", "plain"])
 def bytewise(request, directory, tmp_path):
-    """Makes that reward model with a tokenizer of bytes, with and without a chat template; and its expected input."""
+    """Makes the reward model with a byte tokenizer, with and without a chat template; returns its expected input
+    too."""
     out = tmp_path / "model"
     shutil.copytree(directory, out)
     pieces = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
@@ -95,7 +96,7 @@ def bytewise(request, directory, tmp_path):
 
 
 def answered():
-    """Makes rollouts of COMPLETIONS to PROMPT in the policy's tokens, and the fields of their records."""
+    """Makes rollouts with COMPLETIONS to PROMPT in the policy's tokens, and the fields of their records."""
     policy = Tokenizer(TINY)
     rows = [[*policy.encode(PROMPT + completion), *policy.eos_ids[:1]] for completion in COMPLETIONS]
     B, T = len(rows), max(map(len, rows))
@@ -126,7 +127,7 @@ def test_a_model_with_another_tokenizer_reads_the_text(bytewise):
 
     np.testing.assert_allclose(found_B, [direct(row) for row in rows], atol=1e-4)
     assert np.ptp(found_B) > 0.1
-    # Set up for samples of 16 policy tokens it reads 32 of its own and leaves the rest.
+    # If it is set up for samples of 16 policy tokens, it reads 32 of its own tokens and ignores the rest.
     short = RewardModel(str(out), mesh, Tokenizer(TINY), longest=16)
     np.testing.assert_allclose(short.score_samples(rollouts, fields), [direct(row[:32]) for row in rows], atol=1e-4)
 

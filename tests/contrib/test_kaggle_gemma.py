@@ -20,7 +20,8 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def stored(params, *, turned):
-    """The layout of google-deepmind/gemma, as {layer: {module: {...}}}, with rows and towers that podrl leaves out."""
+    """Makes the layout of google-deepmind/gemma, {layer: {module: {...}}}, with rows and towers that podrl leaves
+    out."""
     layers = {name: np.asarray(leaf) for name, leaf in params["layers"].items()}
     tree = {"embedder": {"input_embedding": np.concatenate([params["embed"], np.ones((16, 16), np.float32)])}}
     tree |= {"final_norm": {"scale": np.asarray(params["final_norm"])}}
@@ -39,7 +40,7 @@ def stored(params, *, turned):
 
 
 def flat(tree, prefix="transformer"):
-    """Kaggle's form of it: keys with slashes over the last key, 'w' for the feed-forward's arrays."""
+    """Converts to Kaggle's form: keys joined by slashes above the last key, 'w' for the feed-forward's arrays."""
     found = {}
     for key, value in tree.items():
         name = f"{prefix}/{key}"

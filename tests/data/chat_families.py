@@ -1,7 +1,7 @@
 """Chat templates in the forms of published families, written for these tests: the constructs of each, not its text.
 
-`{% generation %}` stands around what a model of the family writes, up to the end of its turn; `FAMILIES` holds the same
-templates without these marks.
+`{% generation %}` encloses the text that a model of the family writes, up to the end of its turn; `FAMILIES` holds the
+same templates without these marks.
 """
 # ruff: noqa: E501 - templates are one line, as white space between their tags is text
 
@@ -38,7 +38,7 @@ _THOUGHT = (
     "{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
 )
 
-# Qwen 2.5: a default system message, tools in it, arguments always written by tojson.
+# Qwen 2.5: a default system message, which lists the tools; arguments always written by tojson.
 QWEN25 = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}{{ messages[0].content if messages[0].role == 'system' else 'Help.' }}"
     "{{ '\\n# Tools' }}{% for t in tools %}{{ '\\n' }}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}"
@@ -62,7 +62,7 @@ _QWEN_HEAD = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}{% for t in tools %}{{ t | tojson }}{{ '\\n' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endif %}"
 )
-# Qwen 3: thoughts go with the next question, the last turn has an empty one.
+# Qwen 3: the next question removes thoughts; the last turn has an empty thought.
 QWEN3 = (
     _QWEN_HEAD + _LAST_QUERY + "{% for m in messages %}{% if m.role in ('user', 'system') %}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% elif m.role == 'assistant' %}" + _THOUGHT
@@ -71,7 +71,7 @@ QWEN3 = (
     + _JSON_CALLS + "{{ '<|im_end|>' }}" + E + "{{ '\\n' }}{% elif m.role == 'tool' %}" + _RESPONSES
     + "{% endif %}{% endfor %}" + _OPEN_IM
 )  # fmt: skip
-# Qwen 3 that always thinks: the prompt opens the thought, which earlier turns do not have.
+# Qwen 3 that always thinks: the prompt opens the thought; earlier turns have no thoughts.
 QWEN3_OPENS = (
     _QWEN_HEAD + _LAST_QUERY + "{% for m in messages %}{% if m.role in ('user', 'system') %}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% elif m.role == 'assistant' %}" + _THOUGHT
@@ -80,7 +80,7 @@ QWEN3_OPENS = (
     + _JSON_CALLS + "{{ '<|im_end|>' }}" + E + "{{ '\\n' }}{% elif m.role == 'tool' %}" + _RESPONSES
     + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 )  # fmt: skip
-# Hermes: calls and outputs in ChatML, whatever is thought is kept as it is.
+# Hermes: calls and outputs in ChatML; thoughts are kept as they are.
 HERMES = (
     _QWEN_HEAD + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}" + G
     + "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}{{ c.function | tojson }}"
@@ -90,7 +90,7 @@ HERMES = (
     "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% else %}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}" + _OPEN_IM
 )  # fmt: skip
-# Llama 3.1: contents are stripped; a call stands alone in its turn, its words are left out; outputs are JSON text.
+# Llama 3.1: contents are stripped; a turn with a call loses its other words; outputs are JSON text.
 LLAMA3 = (
     "{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{% if messages[0].role == 'system' %}"
     "{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}"
@@ -145,7 +145,7 @@ PHI4 = (
     + "{{ m.content + '<|im_end|>' }}" + E + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )  # fmt: skip
-# Phi 3: another token closes a conversation that is not to be continued.
+# Phi 3: a conversation that does not continue is closed by another token.
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}" + G + "{{ m.content + '<|end|>' }}" + E
     + "{{ '\\n' }}{% else %}{{ m.content + '<|end|>\\n' }}{% endif %}{% endfor %}"
@@ -156,7 +156,7 @@ PHI4_MINI = (
     + "{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
 )  # fmt: skip
-# DeepSeek R1 distilled: thoughts are never written, the prompt opens one, nothing opens the turn after a tool's.
+# DeepSeek R1 distilled: thoughts are never written, the prompt opens one, no header opens a turn after a tool's.
 R1 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}"
     "{{ '<｜User｜>' + m.content }}{% elif m.role == 'assistant' %}"
@@ -167,7 +167,7 @@ R1 = (
     "{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
 )  # fmt: skip
-# GLM 4.5: nothing ends a turn but the opening of the next one; arguments as tags; empty thoughts in earlier turns.
+# GLM 4.5: a turn ends only where the next one opens; arguments as tags; empty thoughts in earlier turns.
 GLM = (
     "{{ '[gMASK]<sop>' }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + _LAST_QUERY
     + "{% for m in messages %}{% set mark = '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' %}"
@@ -181,7 +181,7 @@ GLM = (
     "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}{% else %}{{ '\\n' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )  # fmt: skip
-# gpt-oss: messages on channels; a turn may be several; the last one ends by another token than those before it.
+# gpt-oss: messages on channels; a turn may have several messages, the last of which ends with its own token.
 HARMONY = (
     "{{ '<|start|>system<|message|>Reasoning: medium<|end|>' }}{% set ns = namespace(called=none) %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}{{ '<|start|>assistant' }}" + G + "{% if m.tool_calls %}"
@@ -197,7 +197,7 @@ HARMONY = (
     "{{ '<|end|>' }}{% else %}{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) + '<|message|>' + m.content }}"
     "{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )  # fmt: skip
-# OLMo and Tulu: roles that are no tokens, a line's end behind every turn but the last.
+# OLMo and Tulu: roles are not special tokens; a line end follows every turn but the last.
 TULU = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}{% if m.role == 'assistant' %}" + G
     + "{{ m.content + eos_token }}" + E + "{% if not loop.last %}{{ '\\n' }}{% endif %}{% else %}{{ m.content + '\\n' }}{% endif %}"
@@ -208,7 +208,7 @@ ZEPHYR = (
     + "{% else %}{{ m.content + eos_token }}{% endif %}{{ '\\n' }}"
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"
 )  # fmt: skip
-# Gemma 4: outputs follow within the turn that calls, and nothing opens the turn behind them but the whole text.
+# Gemma 4: outputs follow within the turn that calls; only the whole text shows where the turn after them opens.
 GEMMA4 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{ 'response:calc{' + m.content + '}<tool_response|>' }}"
     "{% elif m.role == 'assistant' %}{{ '<|turn>model\\n' }}" + G + "{% for c in m.tool_calls or [] %}"
@@ -231,12 +231,12 @@ class Family:
     """A template and its tokens.
 
     Attributes:
-      marked: the template, its generations marked.
+      marked: the template with its generations marked.
       ends: tokens that end a completion, the tokenizer's eos first.
       special: its other special tokens.
       bos: the start token; None for none.
-      roles: roles that it takes besides user and assistant.
-      calls: how many calls a turn may have.
+      roles: roles that the template takes besides user and assistant.
+      calls: number of calls that a turn may have.
     """
 
     marked: str
@@ -290,7 +290,7 @@ FAMILIES = {
 
 
 def written(directory: pathlib.Path, family: Family, *, marked: bool = False) -> pathlib.Path:
-    """Writes a byte-level tokenizer of a family whose tokens often cross borders, as they hold line ends."""
+    """Writes a family's byte-level tokenizer. Many of its tokens hold line ends, so they cross the borders of turns."""
     fast = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()

@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def batches(stream: Iterator[Any]) -> str:
-    """Draws 500 batches and states their times."""
+    """Draws 500 batches and prints their times."""
     times = []
     for _ in range(500):
         begun = time.monotonic()
@@ -75,7 +75,7 @@ def batches(stream: Iterator[Any]) -> str:
 
 
 def trained_on(records: int, steps: int = 1000) -> dict[str, np.ndarray]:
-    """The memory of a curriculum that has trained on all records."""
+    """Returns the memory of a curriculum that has trained on all records."""
     random = np.random.default_rng(0)
     numbers = {name: random.integers(0, 4, records).astype(np.int32) for name in ("solved", "failed")}
     numbers |= {"ids": np.arange(records), "last": random.integers(0, steps, records)}

@@ -1,4 +1,4 @@
-"""Trains SentencePiece files on the word problems, with the pieces' numbers in Gemma's order."""
+"""Trains SentencePiece models on the word problems, with special pieces numbered as in Gemma."""
 
 import io
 
@@ -8,7 +8,7 @@ from podrl.data import problems
 
 
 def train(**options) -> bytes:
-    """Trains a model file; `options` are those of SentencePiece's trainer beyond the common ones."""
+    """Trains a model file; `options` are further options of SentencePiece's trainer."""
     stored = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([problems.GENERATOR.problem("train", i).question for i in range(200)]),

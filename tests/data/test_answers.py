@@ -32,7 +32,7 @@ QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_sc
 
 
 def arrives(got, written):
-    """True where a text has the value of what was written: of a number to the last digit, without an exponent."""
+    """Returns True if a text has the value that was written; a number to the last digit, without an exponent."""
     if isinstance(written, list) != isinstance(got, list):
         return False
     if isinstance(written, list):
@@ -46,7 +46,7 @@ FILES = itertools.count()
 
 
 def new(tmp_path, suffix):
-    """A file of its own for every example: what was read of a name, size and time is kept."""
+    """Makes a new file for every example, because the cache keeps records by name, size and time."""
     return tmp_path / f"{next(FILES)}{suffix}"
 
 
@@ -274,7 +274,7 @@ def test_narrow_floats_of_parquet_keep_what_was_written_at_any_depth(tmp_path, k
 
 
 def test_objects_of_a_parquet_column_have_the_keys_that_each_was_given(tmp_path):
-    """Arrow gives all of them the union of the keys; what a call was not given must not be learned as null."""
+    """Arrow gives every object the union of the keys; a key that a call did not have must not be learned as null."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
     calls = [{"name": "f", "arguments": {"city": "x"}}, {"name": "g", "arguments": {"day": "y"}}]

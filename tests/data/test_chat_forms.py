@@ -1,6 +1,6 @@
 """Conversations in the chat forms of several families give the same text and ids as transformers.
 
-The templates are written here in the manner of each family: the constructs its real one uses, not its text.
+The templates are written here in the manner of each family: they use the constructs of its real template, not its text.
 """
 
 import json
@@ -13,7 +13,7 @@ from pieces import train as pieces_file
 from podrl.data import problems
 from podrl.data.tokenizer import Tokenizer
 
-# Set blocks, a system message taken off the front, trim, whitespace control, tojson, tests for what may be undefined.
+# Set blocks, a system message taken off the front, trim, whitespace control, tojson, `is defined` tests.
 LLAMA3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content']|trim %}
@@ -67,7 +67,7 @@ QWEN = """{%- if messages[0].role == 'system' %}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
 
-# Roles that must alternate, refused otherwise; a filtered loop; continue; the system text before the last user's turn.
+# Roles must alternate; a filtered loop; continue; the system text stands before the last user's turn.
 MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
     {%- set loop_messages = messages[1:] %}
@@ -151,7 +151,7 @@ def test_conversations_are_those_of_transformers(directory):
 
 
 def test_conversations_in_each_form(directory):
-    """Compares each family's form of a short conversation with its text, written out."""
+    """Compares each family's form of a short conversation with the expected text, which is written out."""
     tokenizer = Tokenizer(directory)
     text = tokenizer.apply_chat_template([TOLD, {"role": "user", "content": "2?"}])
     told = TOLD["content"]
@@ -201,5 +201,5 @@ def test_pieces_are_those_of_the_sentencepiece_library(pieces):
         ids = theirs.encode(text)
         assert ours.encode(text) == ids and ours.encode(text, start=True) == [2, *ids]
         assert ours.decode([2, *ids, 1]) == theirs.decode(ids) == text
-    # Control pieces in a text are their ids, which the library itself leaves as text.
+    # Control pieces in a text become their ids; the library itself leaves them as text.
     assert ours.encode("<s>1</s>") == [2, *theirs.encode("1"), 1]

@@ -1,7 +1,7 @@
 """Conversations in the forms of nineteen families: the text is the template's, and the assistant's turns are learned.
 
-What is learned is compared with marks that stand in the templates of chat_families.py; the templates that podrl reads
-here have none, unless a test says so.
+The learned parts are compared with marks in the templates of chat_families.py. The templates that podrl reads have no
+marks, unless a test says so.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def tool(content):
 
 
 def tools_for(name, messages=({"tool_calls": []},)):
-    """The schemas for a conversation that calls, where the family's template writes schemas."""
+    """Returns the schemas for a conversation with calls, if the family's template writes schemas."""
     writes = re.search(r"\btools\b", FAMILIES[name].template)
     return TOOLS if writes and any("tool_calls" in message for message in messages) else None
 
@@ -94,7 +94,7 @@ FORMS = {
 
 
 class _Marks(jinja2.ext.Extension):
-    """Writes characters of the private use around what a template marks as generations."""
+    """Writes private-use characters around the text that a template marks as generations."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -132,7 +132,7 @@ def takes(family: Family, messages) -> bool:
 
 
 def as_given(name, messages):
-    """The messages in the form in which a family's template takes them: R1's takes arguments as JSON text."""
+    """Returns the messages in the form that a family's template takes: R1's takes arguments as JSON text."""
 
     def written_out(one):
         text = json.dumps(one["function"]["arguments"], ensure_ascii=False)
@@ -144,7 +144,7 @@ def as_given(name, messages):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Makes tokenizers of all families by name and whether their templates have marks."""
+    """Makes the tokenizers of all families, by (name, whether the template has marks)."""
     place = tmp_path_factory.mktemp("families")
     return {
         (name, marked): Tokenizer(written(place / f"{name}{marked}", family, marked=marked))
@@ -154,7 +154,8 @@ def made(tmp_path_factory):
 
 
 def check(made, name, messages, tools=None):
-    """Text and learned parts are those of jinja and of the marks, without marks in the template and with them."""
+    """Asserts that the text equals jinja's and the learned parts equal the marks, for templates with and without
+    marks."""
     family = FAMILIES[name]
     text, marked = independent(family, as_given(name, messages), tools)
     for with_marks in (False, True):
@@ -164,7 +165,7 @@ def check(made, name, messages, tools=None):
         shown = "".join(f"\ue000{part.text}\ue001" if part.learned else part.text for part in found)
         assert shown.replace("\ue001\ue000", "").replace("\ue000\ue001", "") == marked.replace("\ue000\ue001", "")
         example = encode_chat(found, tokenizer, LIMIT)
-        # GLM's template ends no last turn: only then is a token more than the text.
+        # GLM's template leaves the last turn open: only then do the tokens have one more than the text.
         ends = name == "glm" and not with_marks and messages[-1]["role"] == "assistant"
         assert example.tokens == [*tokenizer.encode(text), *([tokenizer.turn_end_id] if ends else [])]
         assert example.text == text and any(example.learned)
@@ -200,7 +201,7 @@ PIECES = (
 
 @st.composite
 def dialogues(draw, family: Family):
-    """Turns of a user and the assistant, with calls and thoughts where the family has them."""
+    """Draws turns of a user and the assistant, with calls and thoughts if the family has them."""
     contents = st.lists(st.sampled_from((*PIECES, *family.ends, *family.special)), max_size=5).map("".join)
     messages = [SYSTEM] if "system" in family.roles and draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
@@ -314,7 +315,7 @@ def test_a_name_in_the_header_of_a_turn_leaves_the_users_words_alone(tmp_path):
 
 
 def test_a_turn_that_cannot_be_told_from_the_message_before_it_is_refused(tmp_path):
-    template = (  # a header is the number of the turn's letters
+    template = (  # the header is the number of letters in the turn
         "{% for m in messages %}{{ m.content | length | string + '<|im_middle|>' + m.content + '<|im_end|>' }}"
         "{% endfor %}{{ '0<|im_middle|>' if add_generation_prompt }}"
     )
@@ -324,7 +325,7 @@ def test_a_turn_that_cannot_be_told_from_the_message_before_it_is_refused(tmp_pa
 
 
 def test_the_header_of_a_first_turn_is_not_learned(tmp_path):
-    # Falcon: the opening of a turn begins with a line's end, unless it is the first.
+    # Falcon: every turn but the first opens with a line end.
     template = (
         "{% for m in messages %}{{ '\\n' if not loop.first }}{{ '<|' + m.role + '|>\\n' + m.content }}"
         "{{ eos_token if m.role == 'assistant' }}"
@@ -394,7 +395,7 @@ def test_marks_that_leave_nothing_to_learn_are_refused(tmp_path):
     family = dataclasses.replace(FAMILIES["phi4"], marked=template)
     tokenizer = Tokenizer(written(tmp_path / "model", family, marked=True))
     chat = [user("1?"), said("1"), user("2?"), said("2")]
-    assert shown(tokenizer, chat) == "2<|im_end|>"  # as the template says
+    assert shown(tokenizer, chat) == "2<|im_end|>"  # the template requires it
     with pytest.raises(ValueError, match=r"messages\[1\] \(assistant\): .* marks nothing of the turns"):
         parts(tokenizer, [*chat[:3], chat[3] | {"weight": 0}])
 
@@ -525,7 +526,7 @@ def test_answers_to_questions_are_turns_of_the_template(made, tmp_path, name):
 
 
 def as_pieces(tokenizer):
-    """A function that writes a text as `read` does."""
+    """Returns a function that writes a text as pieces, as `read` does."""
     return lambda text: "".join(map(tokenizer.token_text, tokenizer.encode(text))).replace("Ġ", " ").replace("Ċ", "\n")
 
 

@@ -1,4 +1,4 @@
-"""Curricula: pools by pass rates, shares, retired and postponed prompts, exact resume, sources' weights."""
+"""Curricula: pools by pass rate, shares, retired and postponed prompts, exact resume, weights of sources."""
 
 import json
 
@@ -9,7 +9,7 @@ from podrl.data.config import DataConfig
 from podrl.data.pipeline import PromptStream
 from podrl.data.pools import EASY, HARD, NORMAL, POSTPONED, RETIRED, Curriculum, CurriculumConfig, Results, Table
 
-RATES = (1.0, 0.5, 0.0)  # of records by their number modulo 3
+RATES = (1.0, 0.5, 0.0)  # pass rate of each record, by its number modulo 3
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def stream(tokenizer, files, *, rows=6, lag=0, limit=64, sources=(), **curriculu
 
 
 class Training:
-    """Stands for the loop: batches are drawn `lag` steps ahead, and samples pass as RATES says."""
+    """Plays the loop's part: draws batches `lag` steps ahead, and lets samples pass at the rates RATES."""
 
     def __init__(self, made: PromptStream, lag: int = 0):
         self.stream, self.lag = made, lag
@@ -99,11 +99,11 @@ def test_looking_at_newer_or_older_results_changes_no_draw(tokenizer, files):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_batches_of_a_large_pool_are_those_of_all_its_records_in_order(tokenizer, tmp_path, share):
-    """A draw sorts the few oldest records of a pool only, and the others where those few are not enough."""
+    """A draw sorts only the few oldest records of a pool, and the others only if those few are not enough."""
     rows = [{"question": f"{'long ' * 20 if i % 3 else ''}{i}?", "answer": "1", "id": i} for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = stream(tokenizer, tmp_path, rows=4, lag=2, limit=40, hard_share=share)
-    last = np.random.default_rng(0).integers(0, 90, 300)  # several of the same step
+    last = np.random.default_rng(0).integers(0, 90, 300)  # several records were drawn in the same step
     known = {name: np.zeros(0, np.int64) for name in ("newer_step", "newer_ids", "newer_rate")}
     none = np.zeros(300, np.int32)
     table = {"ids": np.arange(300), "rate": none.astype(np.float32), "solved": none, "failed": none, "last": last}
@@ -134,7 +134,7 @@ def test_solved_prompts_do_not_come_back_and_failed_ones_do_after_their_rest(tok
 def test_shares_set_how_often_pools_come(tokenizer, files):
     made = stream(tokenizer, files, rows=5, easy_share=0.1, hard_share=0.5)
     history = Training(made).run(60)
-    later = [i % 3 for ids in history[20:] for i in ids]  # all have been seen by then
+    later = [i % 3 for ids in history[20:] for i in ids]  # all records have been seen by then
     assert [later.count(kind) for kind in range(3)] == [20, 80, 100]
     hard = [i for ids in history[20:] for i in ids if i % 3 == 2]
     assert max(hard.count(i) for i in set(hard)) - min(hard.count(i) for i in set(hard)) <= 1, "oldest first"
@@ -163,7 +163,7 @@ def test_a_run_resumes_at_any_step_also_where_batches_in_flight_were_given_up(to
         if keep and state_of_last:
             again.stream.restore(state_of_last[-1])
             again.open = list(first.open)
-        else:  # as a rescue does: the position after the last batch that was trained on
+        else:  # a rescue saves this: the position after the last batch that was trained on
             plain = Training(stream(tokenizer, files, rows=3, lag=lag, **settings), lag)
             states = []
             for step in range(saved_at):

@@ -16,7 +16,7 @@ CHATML = (
     "{% for m in messages %}{{ '<start_of_turn>' + m.role + '\\n' + m.content + '<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>assistant\\n' }}{% endif %}"
 )
-# Drops the thoughts of earlier turns, as Qwen 3's does.
+# This template drops the thoughts of earlier turns, as Qwen 3's does.
 FORGETFUL = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('</think>')[-1])")
 
 
@@ -25,7 +25,7 @@ INJECTED = st.lists(st.sampled_from((*MARKS, "<end_of_", "turn>", "<", "|>", "42
 
 
 def _added(directory):
-    """ChatML's marks put beside the vocabulary; the one that ends turns is not flagged as special."""
+    """Makes a tokenizer with ChatML's marks as added tokens; the mark that ends turns is not flagged as special."""
     shutil.copytree(TINY, directory)
     content = json.loads((directory / "tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -36,7 +36,7 @@ def _added(directory):
 
 
 def _pieces(directory):
-    """A SentencePiece model whose turn marks are pieces that its own encoder finds in any text."""
+    """Makes a SentencePiece model whose turn marks are pieces that its own encoder finds in any text."""
     directory.mkdir()
     marks = ["<start_of_turn>", "<end_of_turn>", "\n"]
     stored = pieces_file(vocab_size=120, eos_piece="<eos>", bos_piece="<bos>", user_defined_symbols=marks)

@@ -1,4 +1,4 @@
-"""Facts: a corpus and questions that agree, questions held out of training, and first examples that search and cite."""
+"""Facts: the corpus and the questions agree, questions are held out of training, first examples search and cite."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Prompts that a teacher alone reads: the hint's place in every form of a record, and what is refused."""
+"""Prompts that only a teacher reads: the hint's place in every form of a record, and refused hints."""
 
 import json
 

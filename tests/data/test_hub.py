@@ -66,7 +66,7 @@ def test_a_model_is_downloaded_once_and_then_used_offline(server, monkeypatch):
     forget()
     assert ModelSource(pinned).directory == directory and len(gets(server, "tokenizer.json")) == 1
     forget()
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no server listens at this port
     assert ModelSource(pinned).directory == directory
 
 
@@ -128,7 +128,7 @@ def test_the_card_of_a_data_set_says_what_its_splits_are(server):
 def test_an_interrupted_download_goes_on_where_it_broke_off(server):
     big = server.files["models/acme/tiny"]["model.safetensors"] = (
         bytes(range(256)) * 96_000
-    )  # more than two of its blocks
+    )  # more than two blocks of the download
     server.cuts.add("model.safetensors")
     try:
         directory = hub.local("acme/tiny")

@@ -1,4 +1,4 @@
-"""Streams of labelled answers: what a record becomes, prompts with the answers of others, and refused records."""
+"""Streams of labelled answers: rows of a record, prompts with the answers of others, and refused records."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_records_of_a_file_and_prompts_with_the_answers_of_others(tmp_path):
     for b, (prompt, answer) in enumerate(zip(prompts, reversed(answers), strict=True)):
         assert tokens_BT[b, : length_B[b]].tolist() == prompt + answer
         assert mask_BT[b].tolist() == [0.0] * len(prompt) + [1.0] * len(answer) + [0.0] * (24 - length_B[b])
-    # What does not fit is cut off at the end of the answer.
+    # An answer that does not fit is cut off at its end.
     shortest = max(map(len, (prompts[0] + answers[0], prompts[1] + answers[1])))
     tight = next(LabelStream(data, tokenizer, answers=2, max_length=shortest))
     cut_BT, cut_B, cut_mask_BT = tight.unrelated()

@@ -1,4 +1,4 @@
-"""Mixtures of sources: shares, exact resume, transforms, the cache, what is dropped, rewards of their own."""
+"""Mixtures of sources: shares, exact resume, transforms, the cache, dropped records, rewards per source."""
 
 import json
 
@@ -14,7 +14,7 @@ from podrl.rewards.compose import RewardConfig, Rewards
 
 @pytest.fixture
 def files(tmp_path):
-    """Three files of 60 records: 'a' and 'b' ask alike, 'c' under other names."""
+    """Writes three files of 60 records: 'a' and 'b' have the same field names, 'c' has others."""
     for name in "abc":
         keys = ("problem", "result") if name == "c" else ("question", "answer")
         rows = [{keys[0]: f"{name} {i}{'?' * (i % 10)}", keys[1]: f"{i}", "id": i} for i in range(60)]
@@ -28,7 +28,7 @@ def files(tmp_path):
 
 
 def config(files, *sources, **more):
-    """A mixture of files by their letters."""
+    """Makes the configuration of a mixture of these files, named by their letters."""
     values = {"system_prompt": "", "eval_fraction": 0.0, "cache": str(files / "cache"), **more}
     placed = tuple({**source, "path": str(files / f"{source['path']}.jsonl")} for source in sources)
     return DataConfig(sources=placed, **values)
@@ -52,7 +52,7 @@ def test_weights_are_shares_and_every_source_has_its_own_order(tokenizer, files)
     assert drawn.fields["group"] == ["g" if name == "b" else None for name in names]
     for name, text in zip(names, drawn.text, strict=True):
         assert ("<start_of_turn>" in text) == (name == "a")
-    assert names[:8].count("a") == 6  # spread evenly, not one after the other
+    assert names[:8].count("a") == 6  # the sources alternate evenly
 
 
 def test_without_weights_every_record_is_drawn_as_often(tokenizer, files):
@@ -66,7 +66,7 @@ def test_without_weights_every_record_is_drawn_as_often(tokenizer, files):
 
 def test_a_mixture_resumes_at_any_batch(tokenizer, files):
     made = config(files, {"path": "a", "weight": 2.0}, {"path": "b", "weight": 1.0})
-    short = dict(rows=4, limit=13)  # every source has prompts that are longer
+    short = dict(rows=4, limit=13)  # every source has prompts over the limit
     whole = stream(tokenizer, made, **short)
     batches = [next(whole) for _ in range(30)]
     assert whole.skipped == sum(whole.too_long.values()) and all(whole.too_long.values())
@@ -147,7 +147,7 @@ def test_what_was_read_is_cached_by_content(files, monkeypatch):
     read: list[str] = []
     monkeypatch.setattr("podrl.data.notes.shape.check", lambda record, place, field: read.append(place))
     assert found() == first and not read
-    for stored in (files / "cache").glob("*.npz"):  # damaged entries are made anew
+    for stored in (files / "cache").glob("*.npz"):  # damaged cache entries are made anew
         stored.write_bytes(stored.read_bytes()[:100])
     assert found() == first and len(read) == 120
     (files / "a.jsonl").write_text((files / "a.jsonl").read_text() + '{"question": "new", "answer": "1"}\n')
@@ -177,8 +177,8 @@ def test_files_and_cache_may_lie_in_a_bucket(files, bucket, monkeypatch):
     mixture._opened.cache_clear()
     read: list[str] = []
     monkeypatch.setattr("podrl.data.notes.shape.check", lambda record, place, field: read.append(place))
-    (files / "mine.py").write_text((files / "mine.py").read_text())  # the same content at another time
-    monkeypatch.setattr("podrl.data.transforms.Functions", None)  # no function is called again
+    (files / "mine.py").write_text((files / "mine.py").read_text())  # the same content with another modification time
+    monkeypatch.setattr("podrl.data.transforms.Functions", None)  # no transform is called again
     assert found(split(made)) == found(here) and not read
 
 

@@ -99,7 +99,7 @@ def test_pairs_held_out_of_a_file_and_of_a_file_of_their_own(tokenizer, tmp_path
     trained = {text for _ in range(stream.steps_per_epoch) for text in next(stream).text}
     assert len(held) > 4 and not trained & set(held)
     assert len(held_out_pairs(data, tokenizer, count=5, **sizes)[1].length_B) == 2
-    # Without answers nothing is held out; a file of its own is used whole.
+    # Records without answers are not held out; a file for evaluation is used whole.
     bare = write(tmp_path, *({k: v for k, v in row.items() if k != "answer"} for row in rows[:3]))
     assert held_out_pairs(DataConfig(path=bare), tokenizer, count=9, **sizes) == []
     (batch,) = held_out_pairs(DataConfig(path="problems", eval_path=bare), tokenizer, count=9, **sizes)
@@ -136,6 +136,6 @@ def test_pairs_of_several_sources_come_by_weight_and_are_held_out_of_each(tokeni
 
 
 def texts(tokenizer, batch):
-    """Each chosen answer with all that stands before it."""
+    """Returns each chosen answer with all the text before it."""
     for b in range(0, len(batch.tokens_BT), 2):
         yield tokenizer.decode(batch.tokens_BT[b, : batch.length_B[b]].tolist()), learned(tokenizer, batch, b)

@@ -1,4 +1,4 @@
-"""Streams of prompts: shape, order, exact resume, sharding, skipped and held-out records."""
+"""Streams of prompts: shape, order, exact resume, sharding, skipped records and held-out records."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The embedded task: true arithmetic, fixed streams, and held-out problems that training never holds."""
+"""The embedded task: right answers, fixed streams, and held-out problems that training never sees."""
 
 import operator
 import re

@@ -1,4 +1,4 @@
-"""One shape of a record: training, the Python API and podrl.generate make the same prompt of it."""
+"""One form of a record: training, the Python API and podrl.generate make the same prompt from it."""
 
 import json
 
@@ -38,11 +38,11 @@ def test_training_python_and_generate_make_the_same_prompts(file, tokenizer):
         assert trained.tokens_PT[p, : trained.length_P[p]].tolist() == row, p
         assert listed.tokens_PT[p, : listed.length_P[p]].tolist() == row, p
     assert trained.text[1] == RECORDS[1]["prompt"]
-    for p, question in ((2, "3+3?"), (3, "4+4?"), (4, "5+5?")):  # as the chat template puts it, and no more
+    for p, question in ((2, "3+3?"), (3, "4+4?"), (4, "5+5?")):  # exactly the chat template's text
         assert trained.text[p] == tokenizer.apply_chat_template([{"role": "user", "content": question}])
     assert trained.fields["question"] == ["2+2?", RECORDS[1]["prompt"], "3+3?", "4+4?", "5+5?"]
     assert trained.fields["answer"] == ["4", "5", "6", "8", None]
-    assert listed.fields["answer"] == ["#### 4", 5, "6", "8", None]  # a list's own fields stay as they are
+    assert listed.fields["answer"] == ["#### 4", 5, "6", "8", None]  # the list's own fields stay unchanged
 
 
 def test_a_question_field_of_another_name_asks_before_all(tokenizer, tmp_path):
@@ -60,7 +60,7 @@ def test_a_missing_answer_is_said_where_a_reward_needs_it(file):
         free.check_answers(unanswered)
     with Rewards(RewardConfig(fns=("exact_format", "number", _near))) as asking:
         asking.check_answers([])
-        asking.check_answers([(unanswered[0][0], ["exact_format"])])  # a source of rewards of its own
+        asking.check_answers([(unanswered[0][0], ["exact_format"])])  # a source with its own rewards
         with pytest.raises(ValueError, match=r"line 5 lacks 'answer' .*, which number, _near of reward\.fns needs"):
             asking.check_answers(unanswered)
 

@@ -17,7 +17,7 @@ def write(tmp_path, *rows):
 
 
 def learned(tokenizer, batch, b):
-    """Joins the pieces the model is to learn in row b."""
+    """Joins the pieces that the model learns in row b."""
     return "".join(
         tokenizer.token_text(t) for t, m in zip(batch.tokens_BT[b], batch.mask_BT[b], strict=True) if m
     ).replace("▁", " ")

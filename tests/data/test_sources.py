@@ -142,7 +142,7 @@ def test_missing_files(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow_datasets") is None, reason="extra [tfds] is not installed")
 def test_tfds_is_read_without_tensorflow(tmp_path, tokenizer, monkeypatch):
-    """A data set that is prepared on this disk: splits, parts of them, text as text, and the stream of its prompts."""
+    """Reads a data set that is prepared on this disk: splits, parts of splits, texts, and the stream of its prompts."""
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     import tensorflow_datasets as tfds
 
@@ -176,14 +176,14 @@ def test_tfds_is_read_without_tensorflow(tmp_path, tokenizer, monkeypatch):
 def test_tfds_names(monkeypatch):
     with pytest.raises(ValueError, match="tfds:gsm8k/train"):
         sources.read("tfds:gsm8k")
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # tests that it is not needed
     with pytest.raises(ImportError, match=r"podrl\[tfds\]"):
         sources.read("tfds:gsm8k/train")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
 def test_a_file_takes_a_few_bytes_per_record(tmp_path, suffix):
-    """Records and unused fields stay in the file: memory is far below four times its size."""
+    """Records and unused fields stay in the file, so memory is far below four times the file's size."""
     path, count = tmp_path / f"a{suffix}", 4000
     rows = [{"question": f"q{i}?", "answer": f"{i}", "unused": "x" * 500} for i in range(count)]
     if suffix == ".jsonl":
@@ -224,7 +224,7 @@ def test_every_record_is_shown_to_a_check_once_with_its_place(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.array_record"])
 @pytest.mark.parametrize("kind", ["a pipe", "a device"])
 def test_what_has_no_end_is_refused_by_name(tmp_path, name, kind):
-    """A pipe without a writer and /dev/zero would be read for ever, by name or by pattern."""
+    """Reading a pipe without a writer or /dev/zero would never end, whether it is given by name or by pattern."""
     if kind == "a pipe":
         os.mkfifo(tmp_path / name)
     else:
@@ -271,7 +271,7 @@ def test_a_long_document_in_a_table(tmp_path):
 
 def test_a_file_that_is_written_again_is_read_again(tmp_path):
     before = None
-    for i in range(3):  # within a second, and of the same size
+    for i in range(3):  # changed within the same second, and of the same size
         (tmp_path / "a.jsonl").write_text(json.dumps({"question": str(i)}) + "\n")
         os.utime(tmp_path / "a.jsonl", ns=(10**18, 10**18 + i))
         assert sources.identity(str(tmp_path / "a.jsonl")) != before

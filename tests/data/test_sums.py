@@ -1,4 +1,4 @@
-"""Sums: true answers, a fixed stream, expressions held out of training, and examples with a given part."""
+"""Sums: right answers, a fixed stream, expressions held out of training, and examples whose tool part is given."""
 
 import operator
 import re

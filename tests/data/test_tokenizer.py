@@ -83,7 +83,7 @@ def test_training_gives_the_committed_files(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         written = (tmp_path / "a" / name).read_bytes()
         assert written == (tmp_path / "b" / name).read_bytes()
-        # Compared as content: the library's layout of the file may change with its version.
+        # The content is compared, not the bytes: the library's layout of the file may change with its version.
         mine, theirs = json.loads(written), json.loads((TINY / name).read_text())
         assert mine.get("model", mine) == theirs.get("model", theirs), name
         assert mine.get("added_tokens") == theirs.get("added_tokens"), name
@@ -127,7 +127,7 @@ def test_a_special_token_without_an_embedding_is_refused_only_in_text(tmp_path):
     (tmp_path / "t" / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 385}}))
     assert Tokenizer(tmp_path / "t").vocab_size == 385
     _with_added(tmp_path / "u", "<word>", special=False)
-    assert Tokenizer(tmp_path / "u").vocab_size == 385  # an ordinary token: the model does not belong to it
+    assert Tokenizer(tmp_path / "u").vocab_size == 385  # an ordinary token: this tokenizer is not the model's
 
 
 def test_the_vocabulary_ends_after_the_largest_id(tmp_path):

@@ -1,4 +1,4 @@
-"""Tokenizer files as they are published: start tokens, end marks, saved state, added tokens; transformers agrees."""
+"""Published forms of tokenizer files: start tokens, end marks, saved state, added tokens, as in transformers."""
 
 import itertools
 import json
@@ -213,7 +213,7 @@ def test_a_token_is_special_where_either_file_says_so(tmp_path):
 
 
 def test_mutated_tokenizers_encode_or_are_refused(tmp_path):
-    """Every field of tokenizer.json in turn holds something else; the library may panic on such a file."""
+    """Every field of tokenizer.json in turn gets a wrong value; the library may panic on such a file."""
     where = _directory(tmp_path / "t", begins=True, template=_LLAMA)
     given = json.loads((where / "tokenizer.json").read_text())
     given["model"]["vocab"] = dict(list(given["model"]["vocab"].items())[:4])
@@ -321,7 +321,7 @@ def test_conversations_are_rendered():
 
 
 def test_damaged_files_are_refused_in_a_sentence(tmp_path):
-    """Every field of the JSON files in turn holds something else: a tokenizer, or a ValueError."""
+    """Every field of the JSON files in turn gets a wrong value: the result is a tokenizer, or a ValueError."""
     wrong = (None, -1, 1.5, True, "x", [None], {"content": 3})
     fields = ("bos_token", "eos_token", "pad_token", "added_tokens_decoder", "chat_template", "add_bos_token")
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -356,7 +356,8 @@ def test_chat_templates_in_files_of_their_own(tmp_path, jinja):
 
 
 def test_space_that_a_special_token_takes_is_no_token_behind_it(tmp_path):
-    """Phi 3's marks take the line's end behind them: an observation has the tokens of the whole conversation."""
+    """Phi 3's marks take the line end after them: an observation has the tokens that it has in the whole
+    conversation."""
     taking = [AddedToken(text, special=True, normalized=False, rstrip=True) for text in ("<|end|>", "<|user|>")]
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
@@ -376,7 +377,7 @@ def test_space_that_a_special_token_takes_is_no_token_behind_it(tmp_path):
 
 
 def _beginning_with_a_space(where, kind):
-    """A tokenizer in the form of Llama's and Mistral's, which puts a space before a text that begins."""
+    """Makes a tokenizer in Llama's and Mistral's form, which puts a space before the beginning of a text."""
     where.mkdir()
     (where / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     if kind == "pieces":
@@ -408,7 +409,7 @@ def test_no_space_is_put_into_what_follows_a_text(tmp_path, kind):
     assert (tokenizer.encode("bc") == tokenizer.encode("bc", behind=ORDINARY)) == (kind == "never")
     for before, text in itertools.product(filter(None, TEXTS), TEXTS):
         first = tokenizer.encode(before)
-        wanted = tokenizer.decode(first) + text  # of a text that begins with a space, a decoder takes it for its own
+        wanted = tokenizer.decode(first) + text  # the decoder removes a text's own first space, too
         example = encode([Part(before), turn(text)], tokenizer, Limit(99, "sft.max_length", "error"))
         assert isinstance(example, Example) and tokenizer.decode(example.tokens) == wanted
         assert tokenizer.decode([*first, *Dialogue(tokenizer).encode(text, last=first[-1])]) == wanted

@@ -1,4 +1,4 @@
-"""Tools in chat templates: what prompts say of them, what stands around their outputs, and what is refused at start."""
+"""Tools in chat templates: how prompts describe them, the text around their outputs, and templates refused at start."""
 
 import json
 import pathlib
@@ -14,8 +14,8 @@ from podrl.data.dialogue import Dialogue
 from podrl.data.pipeline import DataConfig, PromptStream, Renderer
 from podrl.data.tokenizer import Tokenizer
 
-# The forms of four families, with what decides where tools, turns and thoughts stand.
-# Qwen 3: thoughts go with the next question of a user, but stay around tools, whose outputs share one user's turn.
+# The forms of four families, with the constructs that decide where tools, turns and thoughts stand. Qwen 3: a user's
+# next question removes thoughts; they stay around tools, whose outputs share one user's turn.
 QWEN3 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
@@ -94,7 +94,7 @@ LLAMA31 = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# Gemma: two roles that alternate, and no tools.
+# Gemma: two roles alternate, and there are no tools.
 GEMMA = """{{ bos_token }}
 {%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{%- endif %}
 {%- for message in messages %}
@@ -106,8 +106,8 @@ GEMMA = """{{ bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{%- endif %}"""
 
-# Hermes: templates by name, of which the one for tools is 'tool_use'; a macro, marks around the model's words, and a
-# line's end behind an output that is not the last message.
+# Hermes: templates by name, with 'tool_use' for tools; a macro, marks around the model's words, and a line end after an
+# output that is not the last message.
 HERMES = [
     {"name": "default", "template": "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"},
     {
@@ -155,7 +155,7 @@ CALLED = {"role": "assistant", "content": '<think>\nhm\n</think>\n\n<tool_call>{
 
 
 def written(directory: pathlib.Path, family: str, *, special=(), plain=()) -> pathlib.Path:
-    """A byte-level tokenizer with the special tokens and the template of a family."""
+    """Writes a byte-level tokenizer with the special tokens and the template of a family."""
     template, bos, eos, marks = FAMILIES[family]
     fast = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -178,7 +178,7 @@ def written(directory: pathlib.Path, family: str, *, special=(), plain=()) -> pa
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Directories of all families; Qwen's tags are tokens that are not special."""
+    """Writes directories of all families; Qwen's tags are tokens that are not special."""
     tags = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
     place = tmp_path_factory.mktemp("families")
     return {name: written(place / name, name, plain=tags if name == "qwen3" else ()) for name in FAMILIES}
@@ -227,7 +227,8 @@ OUTPUTS = st.lists(st.text(max_size=12).filter(lambda text: text == text.strip()
 @settings(max_examples=25)
 @given(texts=OUTPUTS, ended=st.booleans())
 def test_only_the_templates_delta_is_appended(family, made, texts, ended):
-    """Prompt, sampled words and delta are the conversation as the template writes it, whatever tools give."""
+    """Prompt, sampled words and delta together equal the conversation as the template writes it, for any tool
+    output."""
     tokenizer = Tokenizer(made[family], tools=TOOLS)
     dialogue, end = Dialogue(tokenizer), tokenizer.turn_end_id
     dialogue.check_template("tool")
@@ -240,7 +241,7 @@ def test_only_the_templates_delta_is_appended(family, made, texts, ended):
 
 
 def _raw(tokenizer, tokens):
-    """Pieces with special tokens, as bytes written in the alphabet of the tokenizer."""
+    """Writes pieces with special tokens as bytes in the tokenizer's alphabet."""
     return [tokenizer.token_text(token) for token in tokens]
 
 
@@ -259,7 +260,7 @@ def test_a_role_that_a_template_passes_over_or_refuses_is_a_users(made, tmp_path
     config = json.loads((silent / "tokenizer_config.json").read_text())
     config["chat_template"] = config["chat_template"].replace('message.role == "tool"', "false")
     (silent / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="role='user'"):  # which drops thoughts
+    with pytest.raises(ValueError, match="role='user'"):  # this template drops thoughts
         Dialogue(Tokenizer(silent)).check_template("tool")
 
 
@@ -274,7 +275,7 @@ def test_a_tool_cannot_end_its_message(made):
 
 
 def test_a_date_is_not_given(made):
-    """A prompt is the same on every day: what a template would ask the clock for is not there."""
+    """A prompt is the same on every day: templates get no function that reads the clock."""
     assert "26 Jul 2024" in Tokenizer(made["llama31"]).apply_chat_template([ASKED])
     assert "strftime_now" not in LLAMA31
 

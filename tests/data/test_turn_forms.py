@@ -1,4 +1,4 @@
-"""Conversations in ShareGPT's form and with content in parts are the same conversations as in podrl's own form."""
+"""Conversations in ShareGPT's form, or with content in parts, equal the same conversations in podrl's form."""
 
 import json
 
@@ -36,7 +36,7 @@ def share(turns):
 
 
 def parts(turns):
-    """Every content as two parts of OpenAI's form."""
+    """Splits every content into two parts in OpenAI's form."""
     cut = lambda text: [{"type": "text", "text": text[:1]}, {"type": "text", "text": text[1:]}]  # noqa: E731
     return [{**turn, "content": cut(turn["content"])} for turn in turns]
 

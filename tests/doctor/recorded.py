@@ -1,6 +1,6 @@
-"""Runs as they were recorded, for tests: their configuration, metrics and samples, in one small file.
+"""Recorded runs for tests: their configuration, metrics and samples, in one small file.
 
-`python tests/doctor/recorded.py DIR ...` writes it from run directories, whose names it keeps.
+`python tests/doctor/recorded.py DIR ...` writes the file from run directories, and keeps their names.
 """
 
 import copy
@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def run(name: str) -> dict[str, Any]:
-    """A run's `config`, `metrics` and `samples`, to be changed at will."""
+    """Returns a run's `config`, `metrics` and `samples`, which the test may change."""
     return copy.deepcopy(_all()[name])
 
 

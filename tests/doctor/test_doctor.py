@@ -1,4 +1,4 @@
-"""The doctor finds what is planted in recorded runs, and nothing in those that are healthy."""
+"""The doctor finds the faults planted in recorded runs, and finds nothing in healthy runs."""
 
 import io
 import json
@@ -23,7 +23,7 @@ def steps(run, first=1, last=99):
 
 
 def put(run, name, value, first, last=99):
-    """Changes one metric of some steps; `value` is a number, or a function of the one that is there."""
+    """Changes one metric of some steps; `value` is the new number, or a function of the old one."""
     for record in steps(run, first, last):
         record[name] = value(record.get(name)) if callable(value) else value
 
@@ -107,7 +107,7 @@ def uneven(run):
     put(run, "completion/length_max", 32.0, 10)
 
 
-# Finding, run it is planted in, what is changed, the step at which it must be found, words of what is said.
+# Finding, run in which it is planted, change, step at which it must be found, words of its message.
 PLANTED = [
     (
         "prompts trained twice or lost",
@@ -193,7 +193,7 @@ def test_what_is_planted_is_found_where_it_begins(name, where, change, step, wor
 
 
 def test_every_check_has_a_run_it_is_planted_in():
-    of_records = {row.name for row in CHECKS if row.kind != "trace"}  # the others: test_token_checks.py
+    of_records = {row.name for row in CHECKS if row.kind != "trace"}  # the other findings: test_token_checks.py
     assert of_records == {name for name, *_ in PLANTED}
 
 
@@ -253,7 +253,7 @@ def test_a_run_that_grows_is_watched_to_its_end(tmp_path):
         later.write("w")
         if len(later.getvalue()) == 1:
             text = "".join(json.dumps(record) + "\n" for record in whole)
-            (directory / "metrics.jsonl").write_text(text + '{"step": 25, "rewa')  # torn
+            (directory / "metrics.jsonl").write_text(text + '{"step": 25, "rewa')  # a torn line
         else:
             (directory / "summary.json").write_text("{}")
 
@@ -264,7 +264,7 @@ def test_a_run_that_grows_is_watched_to_its_end(tmp_path):
 
 
 def test_a_step_without_a_token_is_told_as_that_alone(tmp_path):
-    """Its ratio is 0, which says nothing of the sampler."""
+    """Its ratio is 0, which tells nothing about the sampler."""
     run = recorded.run("dr_grpo")
     for name, value in {"actor/ratio": 0.0, "loss/samples": 0.0, "loss/left_out/no_tokens": 64.0}.items():
         put(run, name, value, 3, 3)
@@ -293,7 +293,7 @@ RECORDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=12)
     records=st.lists(RECORDS, max_size=30),
 )
 def test_no_record_breaks_a_check(config, records):
-    """A run goes on whatever its metrics are: the recorder calls these checks every step."""
+    """The recorder calls these checks every step, so no metrics may end a run."""
     examination = Examination(config)
     for step, record in enumerate(records, 1):
         for finding in examination.see({"step": step, "time/step": 1.0, **record}):

@@ -1,4 +1,4 @@
-"""Profiles begin and end at the steps asked for, by flag or signal, and never end a run."""
+"""Profiles begin and end at the requested steps, by flag or signal, and never end a run."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from podrl.rundir.run import Run
 
 
 class Calls:
-    """Stands in for jax's profiler, of which a process has one."""
+    """Takes the place of jax's profiler; a process has only one."""
 
     def __init__(self, monkeypatch, error=None):
         self.made, self._error = [], error
@@ -41,7 +41,7 @@ def test_steps_that_are_asked_for_are_profiled(tmp_path, monkeypatch):
         profiler.after(step)
         seen.append(len(calls.made))
     assert calls.made == [str(tmp_path / "profile" / "rollout_1"), "end"]
-    assert seen == [0, 1, 1, 2, 2, 2]  # begun when step 1 is done, ended when step 3 is
+    assert seen == [0, 1, 1, 2, 2, 2]  # begins after step 1 and ends after step 3
 
 
 def test_a_run_that_resumes_within_profiles_the_rest_and_a_late_one_nothing(tmp_path, monkeypatch):
@@ -61,7 +61,7 @@ def test_a_signal_asks_for_the_next_steps_of_all_processes(tmp_path, monkeypatch
         other = Profiler(str(tmp_path / "other"), "rollout 0")
         os.kill(os.getpid(), signal.SIGUSR2)
         for step in range(7, 12):
-            other.planned = run.profiler.decide(step)  # as the leader's word says it
+            other.planned = run.profiler.decide(step)  # as the leader's message requests it
             run.profiler.after(step)
             other.after(step)
     mine, theirs = str(tmp_path / "run" / "profile" / "trainer_0"), str(tmp_path / "other" / "profile" / "rollout_0")

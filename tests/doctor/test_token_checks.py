@@ -14,11 +14,11 @@ ACTED = {"turns": [{"by": "model"}, {"by": "tool"}, {"by": "model"}], "metrics":
 
 
 def healthy():
-    """Two samples of each of two prompts: (batch, columns of the trace); the last sample used a tool."""
+    """Makes two samples of each of two prompts: (batch, columns of the trace); the last sample used a tool."""
     length_P, length_B = np.array([2, 3], np.int32), np.array([6, 5, 7, 8], np.int32)
     place_BT, prompt_B = np.arange(8)[None], np.repeat(length_P, 2)
     mask_BT = ((place_BT >= prompt_B[:, None]) & (place_BT < length_B[:, None])).astype(np.float32)
-    mask_BT[3, 5] = 0  # what the tool gave
+    mask_BT[3, 5] = 0  # the tool's output
     logprob_BT = np.where(mask_BT > 0, -0.5 - place_BT / 10, 0.0).astype(np.float32)
     version_BT = np.where(mask_BT > 0, STEP - 1, -1).astype(np.int32)
     version_BT[2, 3] = STEP - 1 - STALENESS
@@ -45,7 +45,7 @@ def healthy():
 
 
 def diagnosed(folder, plant=lambda rollouts, columns: None, damage=False):
-    """Writes a recorded run with such a trace, changed by `plant`; returns what is found."""
+    """Writes a recorded run with this trace, changed by `plant`; returns the findings."""
     experience, columns = healthy()
     plant(experience.rollouts, columns)
     trainer_BT = columns.pop("trainer_logprob")

@@ -1,4 +1,5 @@
-"""A program that asks over HTTP is trained: what it was answered is in the samples, and a killed run ends the same."""
+"""An agent program that asks over HTTP is trained: the answers it got are in the samples; a killed run ends the
+same."""
 
 import pytest
 from processes import comparable, job, run, same_weights, samples

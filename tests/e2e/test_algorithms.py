@@ -11,7 +11,8 @@ from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
 VARIANTS = {
-    # A critic, two passes over two mini-batches, a KL coefficient that moves, and a first step of the critic alone.
+    # A critic, two passes over two mini-batches, a KL coefficient that moves, and a first step that trains only the
+    # critic.
     "ppo": (
         *("--config.algorithm=ppo", "--config.ppo.kl_target=0.001", "--config.ppo.kl_horizon=50.0"),
         *("--config.ppo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.ppo.critic_warmup=1"),
@@ -27,13 +28,13 @@ VARIANTS = {
         *("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0"),
         *("--config.grpo.num_iterations=2", "--config.grpo.max_staleness=1"),
     ),
-    # Windows: several versions draw a batch, its greedy completions among it.
+    # Windows: several versions of the weights sample a batch, greedy completions included.
     "remax": (
         *("--config.algorithm=remax", "--config.grpo.kl_in_reward=0.02"),
         *("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8"),
     ),
 }
-UPDATES = {"ppo": 4, "steered": 2}  # of a step, else 1
+UPDATES = {"ppo": 4, "steered": 2}  # mini-batches of a step, else 1
 PROMISED = {
     "ppo": (
         *("critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/explained_variance"),
@@ -77,7 +78,8 @@ def test_a_killed_run_ends_as_one_that_never_was(name, tmp_path):
         assert "actor/pg_loss" not in records[1] and "critic/vf_loss" in records[1]
         assert len({r["reward/kl_coef"] for r in records.values()}) > 2
     if name == "steered":
-        # The first step's KL is that of the policy to itself, below any target; later ones decide by what they measure.
+        # The first step's KL compares the policy with itself and is below any target; later steps decide by measured
+        # KL.
         coefs = [records[step]["actor/kl_coef"] for step in (1, 2, 3, 4)]
         assert coefs[0] == 0.1 and len(set(coefs)) == 4
         assert all((b > a) == (records[i]["actor/kl"] > 0.001) for i, (a, b) in enumerate(itertools.pairwise(coefs), 1))
@@ -93,7 +95,7 @@ SYSTEMS = ("trl_grpo", "prime_rl", "verl_grpo", "open_instruct_grpo", "nemo_grpo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_preset_named_after_a_system_learns_in_20_steps(name, tmp_path):
-    """Each of them takes greedy answers from 25 % to about 80 % on the embedded task."""
+    """Each preset raises the accuracy of greedy answers from 25 % to about 80 % on the embedded task."""
     few = ("--config.trainer.max_steps=20", "--config.trainer.eval_every_n_steps=20", "--config.checkpoint.every=20")
     few += ("--config.eval.problems=64", "--config.eval.samples=1", "--config.log.to=()")
     records = run(tmp_path / "run", f"--config.algorithm={name}", *few, base=("--config=grpo_gemma.py",)).records()
@@ -104,7 +106,7 @@ def test_a_preset_named_after_a_system_learns_in_20_steps(name, tmp_path):
 
 
 def test_nothing_drifts_at_learning_rate_0(tmp_path):
-    """Float32 weights stay bitwise the same; policy and reference, scored by one program, are exactly 0 apart."""
+    """Float32 weights stay bitwise the same; the KL of policy and reference, scored by one program, is exactly 0."""
     args = (
         TWO_DEVICES,
         "--config.trainer.learning_rate=0.0",

@@ -27,7 +27,7 @@ MEASURES = [f"sampler/{name}" for name in ("abs_diff", "exp_diff", "kl", "kl_rev
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory) -> pathlib.Path:
-    """Makes a reward model: the embedded model, its weights changed a little, with a random head."""
+    """Makes a reward model: the embedded model with slightly changed weights and a random head."""
     import ml_dtypes  # noqa: F401 - bfloat16 for safetensors
 
     out = tmp_path_factory.mktemp("scorer") / "model"
@@ -56,7 +56,8 @@ def alone(tmp_path_factory, scorer):
 
 
 def test_by_the_wall_clock_with_the_reward_model_on_the_engines_devices(tmp_path, scorer):
-    """Samples are scored between dispatches, on the thread that launches them, while their batch is waited for."""
+    """Samples are scored between dispatches, on the thread that launches these, while the learner waits for the
+    batch."""
     more = ("--config.ppo.max_staleness=2", "--config.rollout.clock=wall", "--config.rollout.lanes=4", TWO_DEVICES)
     done = run(tmp_path / "run", *auxiliary(scorer), *more, base=PPO)
     records = [record for record in done.records() if "time/step" in record]
@@ -94,7 +95,8 @@ def test_killed_they_go_on_where_they_were(alone, scorer, tmp_path):
 @pytest.mark.nightly("podrl/cluster/critic.py", "podrl/cluster/reward_model.py")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_a_pod_trains_them_as_one_process_does(topology, alone, scorer, tmp_path):
-    """Two trainer hosts have a device each for actor and critic; two rollout hosts, for decoding and scoring."""
+    """Each of two trainer hosts has one device for the actor and one for the critic; each of two rollout hosts has one
+    for decoding and one for scoring."""
     pod = ("--local_processes=4", f"--topology={topology}")
     found = comparable(run(tmp_path / "run", *auxiliary(scorer), *APART, *CURRICULUM, *pod, base=PPO).workdir)
     expected = comparable(alone.workdir)
@@ -116,7 +118,8 @@ def test_they_share_meshes_where_nothing_else_is_said(scorer, tmp_path):
 @pytest.mark.nightly("configs/ppo_gemma.py", "podrl/learner/ppo.py")
 @pytest.mark.optimised
 def test_the_ppo_configuration_as_it_is(tmp_path):
-    """Runs configs/ppo_gemma.py with its own meshes, losses and batches: the critic's warm-up steps, and one more."""
+    """Runs configs/ppo_gemma.py with its own meshes, losses and batches, for one step more than the critic's
+    warm-up."""
     args = ("--config.trainer.max_steps=6", "--config.eval.problems=32", "--config.eval.samples=1")
     done = run(tmp_path / "run", *args, base=("--config=ppo_gemma.py",))
     records = [r for r in done.records() if "time/step" in r]

@@ -11,7 +11,7 @@ QUESTIONS = [{"question": f"Tom has {n} apples and buys 2. How many?", "answer":
 
 
 def refused(done: Job, *texts: str) -> None:
-    """Asserts one screen, no traceback, and every one of `texts` in it."""
+    """Asserts that the output fits on one screen, has no traceback and contains each of `texts`."""
     assert "Traceback" not in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) <= 24, done.stderr
     assert "podrl: error: " in done.stderr
@@ -25,7 +25,7 @@ def write_jsonl(path: pathlib.Path, records) -> pathlib.Path:
 
 
 def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_evaluation(tmp_path):
-    """Of six questions none is held out, and the one over the limit is counted."""
+    """None of six questions is held out, and the question over the limit is counted."""
     long = {"question": "Tom counts his apples. " * 30 + "How many?", "answer": "3"}
     data = write_jsonl(tmp_path / "data.jsonl", [*QUESTIONS[:3], long, *QUESTIONS[3:5]])
     args = [f"--config.data.path={data}", "--config.data.system_prompt=", "--config.rollout.max_prompt_length=64"]

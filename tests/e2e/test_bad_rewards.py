@@ -8,7 +8,7 @@ from processes import TWO_DEVICES, await_end, job, run, trained_steps
 from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.e2e
-# Good for three steps (48 samples), then bad in the way the file beside it says.
+# Works for three steps (48 samples), then fails in the way that the file beside it names.
 REWARD = """
 import os, pathlib, time
 
@@ -46,7 +46,7 @@ EXPECTED = {
 }
 
 
-# Ways that differ from an error, which every change runs, in the code that calls rewards alone.
+# Failures that differ from an exception only in the code that calls rewards; every change tests the exception.
 CALLS = pytest.mark.nightly("podrl/rewards", "podrl/workers")
 
 
@@ -68,7 +68,7 @@ def test_a_reward_function_that_fails(way, tmp_path):
     assert len(message.splitlines()) <= 24
     for text in ["Reward function fickle", *EXPECTED[way]]:
         assert text in message, failed.stderr
-    # Nothing is lost: the three good steps are recorded and saved, and the batch that failed is tried again.
+    # The three good steps are recorded and saved, and the failed batch is tried again.
     assert trained_steps(tmp_path / "run") == [1, 2, 3]
     assert read_state(tmp_path / "run" / "checkpoints")[0] == 3
     if way == "nan":

@@ -1,4 +1,4 @@
-"""Curricula as jobs: what is retired stays away, what is postponed comes again, killed runs end bitwise the same."""
+"""Curricula in jobs: retired prompts stay away, postponed ones come again, killed runs end bitwise the same."""
 
 import ast
 import itertools

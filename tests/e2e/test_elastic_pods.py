@@ -1,4 +1,4 @@
-"""A split pod whose rollout hosts come and go ends as one whose hosts all stay."""
+"""A split pod whose rollout hosts come and go ends as a pod whose hosts all stay."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ from podrl.runtime.local_pod import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-# Scores by the text alone, and holds the run up after some calls for as long as a file is there.
+# Scores by the text alone; after some calls it holds the run up for as long as a file exists.
 _REWARDS = """
 import pathlib, time
 
@@ -34,7 +34,7 @@ _STALE = ("--config.grpo.max_staleness=3", "--config.rollout.window_tokens=8")
 
 
 def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_trace(tmp_path, monkeypatch):
-    """Three versions stale; the one that is stopped is of the job's own, and those that joined go on without it."""
+    """Staleness is 3; the stopped host is one of the job's own, and the hosts that joined go on without it."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(_REWARDS)
     flags = (*_JOB, *_STALE, f"--config.reward.fns=('{rewards}:held',)")
@@ -68,7 +68,7 @@ def test_a_host_lost_for_good_two_that_join_and_one_that_is_stopped_leave_no_tra
     assert records[-1]["pod/hosts"] == 2 and sum(record["pod/taken_over"] for record in records) >= 1
 
 
-# The second trainer host fetches the batch of the third step once a file is there, long after the first one has.
+# The second trainer host fetches the third step's batch only once a file exists, long after the first host did.
 _LATE = """
 import os
 import pathlib
@@ -105,7 +105,8 @@ get_config = runpy.run_path(BASE)["get_config"]
 
 @pytest.mark.nightly("podrl/learner/pods", "podrl/runtime/pod.py")
 def test_a_host_lost_between_the_fetches_of_two_trainers_leaves_no_trace(tmp_path):
-    """The first trainer waits in the update for the second, which waits for a host that waits for new weights."""
+    """The first trainer waits in the update for the second; the second waits for a host; that host waits for new
+    weights."""
     flags = ("--local_processes=4", "--topology=split", "--fake_devices=1", "--config=late.py", "--restarts=0")
     flags += ("--config.trainer.max_steps=4", "--config.eval.problems=0", "--config.log.stall_s=15")
     for name in ("undisturbed", "lost"):
@@ -115,7 +116,7 @@ def test_a_host_lost_between_the_fetches_of_two_trainers_leaves_no_trace(tmp_pat
     run(tmp_path / "undisturbed" / "run", *flags)
     with job(tmp_path / "lost" / "run", *flags) as running:
         running.wait_for("the leader's fetch", (tmp_path / "lost" / "fetched").exists)
-        time.sleep(0.5)  # the others get as far as they do without the second trainer
+        time.sleep(0.5)  # the others go on until they need the second trainer
         os.kill(process(running.process.pid, 3), signal.SIGKILL)
         running.wait_for("the loss", lambda: "rollout 0 takes over prompts" in running.stderr)
         (tmp_path / "lost" / "go").touch()
@@ -152,7 +153,7 @@ get_config = runpy.run_path(BASE)["get_config"]
 
 
 def test_the_only_rollout_host_pauses_until_it_is_given_up_and_the_job_goes_on(tmp_path):
-    """It wakes up in the belief that the leader waits for it, is told better, ends with 42 and is started again."""
+    """It wakes up as if the leader still waited for it, learns otherwise, exits with 42 and is started again."""
     (tmp_path / "impatient.py").write_text(f"BASE = {find_config('grpo_gemma.py')!r}\n{_IMPATIENT}")
     flags = ("--local_processes=2", "--topology=split", "--fake_devices=1", "--config=impatient.py", "--restarts=1")
     flags += ("--config.trainer.max_steps=4", "--config.eval.problems=0", "--config.log.stall_s=300")

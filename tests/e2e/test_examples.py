@@ -23,7 +23,7 @@ SMALL = {
     "rollout.max_tokens_to_generate": 16,
     "log.to": (),
 }
-# One process runs all, so that each finds compiled what the others have in common with it.
+# One process runs all, so that each finds the programs that it shares with the others compiled.
 ALL = f"""
 import json, os, pathlib, sys
 small = {SMALL!r}

@@ -1,4 +1,4 @@
-"""A failing pod prints the true error once and in full, at most a line per other host, and leaves no process."""
+"""A failing pod prints the true error once and in full, and at most one line per other host; no process remains."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 @pytest.fixture
 def descendants(tmp_path, monkeypatch):
-    """Returns a function that lists ids of all live processes that this test has started, theirs included."""
+    """Returns a function that lists the ids of all live processes that descend from this test."""
     monkeypatch.setenv("PODRL_TEST", str(tmp_path))
     mark = f"PODRL_TEST={tmp_path}".encode()
 
@@ -90,7 +90,7 @@ def test_steps_before_a_record_that_cannot_be_rendered_are_saved(topology, tmp_p
 
 
 def test_hosts_with_other_data_end_the_job_before_a_step(tmp_path, monkeypatch):
-    """The file has the same name and size on both, and one answer differs."""
+    """The file has the same name and size on both hosts, and one answer differs."""
     channel, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
     place = {"PLATFORM": "local", "PROCESS_COUNT": "2", "CHANNEL": channel, "COORDINATOR": coordinator}
     for name, value in {**place, "SECRET": "of this test"}.items():
@@ -169,7 +169,7 @@ def test_an_error_on_one_host_or_on_all_is_shown_once(hosts, tmp_path, descendan
     assert re.search(r"^\[\w+ \d\] LookupError: not there$", running.stderr, re.MULTILINE)
     said = _lines_by_host(running.stderr)
     assert all(len(lines) == 1 and "LookupError: not there" in lines[0] for lines in said.values()), said
-    assert len(said) == 3  # and the fourth is the one that shows it in full
+    assert len(said) == 3  # and the fourth host shows the error in full
     _end_of(descendants)
 
 
@@ -179,7 +179,7 @@ def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, d
         running.wait_for_step(1)
         pid = process(running.process.pid, host)
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(2.0)  # the others get as far as they do without it
+        time.sleep(2.0)  # the others go on until they need it
         os.kill(pid, signal.SIGKILL)
         assert running.end() == 42, running.stderr
     assert _TRACEBACK not in running.stderr and "stack trace" not in running.stderr, running.stderr
@@ -191,7 +191,7 @@ def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, d
     assert all(len(lines) == 1 for lines in said.values()), said
     if host == 1:
         assert len(said) == 3 and all("trainer 1 (host 1" in lines[0] for lines in said.values()), said
-    else:  # with it goes the service of jax's cluster, whose members jax ends
+    else:  # the service of jax's cluster dies with it, and jax ends the members
         assert running.stderr.count("Terminating process because the JAX distributed service") + len(said) == 3
     assert f"trainer {host} ended with signal SIGKILL; the other processes must end too" in running.stderr
     _end_of(descendants)

@@ -1,4 +1,4 @@
-"""A run of a model and a data set of the hub: pinned in config.json, resumed after the branch moved, pushed back."""
+"""A run with a model and a data set of the hub: pinned in config.json, resumed after the branch moved, pushed back."""
 
 import json
 import pathlib

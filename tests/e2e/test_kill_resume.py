@@ -1,4 +1,4 @@
-"""A run killed at any moment and started again by the same command ends as an undisturbed one."""
+"""A run that is killed at any moment and started again by the same command ends as an undisturbed run."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def killed(workdir: pathlib.Path, wait: Callable[[Job], None], *args: str) -> No
 
 
 def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
-    """Waits for an unfinished checkpoint of a step beyond `after`; the process is stopped before it can finish it."""
+    """Waits for an unfinished checkpoint of a step beyond `after`, and stops the process before it can finish it."""
 
     def unfinished(started: Job) -> list[pathlib.Path]:
         root = started.workdir / "checkpoints"
@@ -56,7 +56,7 @@ def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
     return lambda started: started.wait_for("a checkpoint being written", lambda: caught(started), every_s=0.0)
 
 
-@pytest.mark.optimised  # as a user's run
+@pytest.mark.optimised  # compiled as a user's run is
 def test_killed_before_the_first_checkpoint_between_two_during_one_and_before_the_last_evaluation(
     uninterrupted, tmp_path
 ):
@@ -80,7 +80,7 @@ def test_killed_before_the_first_checkpoint_between_two_during_one_and_before_th
         assert [name for name in os.listdir(workdir / "checkpoints") if not name.isdigit()] == []
 
 
-# A run that is cut along time is killed as a pod, in tests/e2e/test_pods.py.
+# tests/e2e/test_pods.py kills a pod whose sequences are cut along time.
 STALE_LORA = ("--config.grpo.max_staleness=1", "--config.model.lora.rank=4", "--config.trainer.learning_rate=2e-3")
 SEVERAL_UPDATES = (
     *("--config.grpo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.trainer.schedule=cosine"),

@@ -1,4 +1,4 @@
-"""Pods started by launch/ itself, preempted and started again, end as undisturbed ones."""
+"""Pods that launch/ itself starts, and that are preempted and started again, end as undisturbed pods."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ from waits import until
 from launch import gke, gke_add
 from podrl.runtime.local_pod import free_ports
 
-# Hosts get the environment of a machine, not that of a test: their programs are compiled as users' are.
+# Hosts get a machine's environment, not a test's, so their programs are compiled as for users.
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.optimised,
@@ -33,7 +33,7 @@ FLAGS = [flag for flag in SMALL if not flag.startswith("--config=")] + ["--fake_
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, pathlib.Path]:
-    """Runs fake pods with as many hosts and devices, by topology."""
+    """Runs fake pods with the same numbers of hosts and devices, by topology."""
     folder = tmp_path_factory.mktemp("undisturbed")
     split = ("--config.roles.trainer.hosts=0-1", "--topology=split", "--local_processes=4", "--fake_devices=2")
     return {
@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory) -> dict[str, pathlib.Path]:
 
 
 class Set:
-    """Runs the containers of a JobSet, and of one added to it, as local processes with the environment of GKE."""
+    """Runs the containers of a JobSet, and of a JobSet added to it, as local processes with GKE's environment."""
 
     def __init__(self, workdir: pathlib.Path, logs: pathlib.Path):
         flags = ["--config=grpo_gemma.py", "--workdir=gs://bucket/run", "--image=podrl:1"]
@@ -110,7 +110,7 @@ def wait_for_step(workdir: pathlib.Path, step: int, alive) -> None:
 
 
 def test_a_jobset_is_preempted_restarted_and_finishes(tmp_path, undisturbed):
-    """When it is started again, a rollout host that was added joins it."""
+    """When the JobSet is started again, an added rollout host joins it."""
     workdir = tmp_path / "run"
     jobset = Set(workdir, tmp_path / "logs")
     try:

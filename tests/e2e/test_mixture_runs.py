@@ -39,7 +39,7 @@ def test_a_mixture_killed_between_two_checkpoints_ends_as_an_undisturbed_run(tmp
     workdir = tmp_path / "killed" / "run"
     with job(workdir, *flags) as started:
         started.wait_for_step(3)
-        started.wait_for("a checkpoint", (workdir / "checkpoints" / "2").exists)  # a thread writes it
+        started.wait_for("a checkpoint", (workdir / "checkpoints" / "2").exists)  # a thread writes this file
         started.kill()
     assert "Resumed after step" in run(workdir, *flags).stdout
     same_end(workdir, whole.workdir)
@@ -71,7 +71,8 @@ def test_the_mixture_of_the_data_page_runs_as_it_is_printed(tmp_path):
 
 @pytest.mark.nightly("podrl/learner/grpo.py", "podrl/learner/settings.py", "podrl/algorithms/policy_loss.py", "configs")
 def test_sources_with_algorithms_of_their_own_train_in_one_update(tmp_path):
-    """RL with a calculator, a cross-entropy on what it answers, and the policy as its own teacher with a hint."""
+    """The sources: RL with a calculator, cross-entropy on its answers, and the policy as its own teacher with a
+    hint."""
     few = ("--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=0", "--config.checkpoint.every=2")
     done = run(tmp_path / "run", base=("--config=grpo_tools.py:mixture", *few, "--config.log.to=()"))
     steps = [record for record in done.records() if "actor/grad_norm" in record]

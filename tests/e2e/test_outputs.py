@@ -88,7 +88,7 @@ def test_metrics_have_every_step_and_every_evaluation_once(done):
     evaluation |= {f"eval/{how}_reward{of}" for how in ("greedy", "sampled") for of in ("", "/answer", "/number")}
     assert evaluation <= set(records[0]) and records[0]["step"] == 0 and records[0]["eval/records"] == 16
     of_sets = [r for r in records if "eval/records" in r]
-    assert [r.get("eval/hard/records") for r in of_sets] == [4, None, 4]  # in every second evaluation
+    assert [r.get("eval/hard/records") for r in of_sets] == [4, None, 4]  # written in every second evaluation
     assert {"eval/hard/sampled_majority", "eval/hard/sampled_pass", "eval/hard/greedy_reward"} <= set(of_sets[0])
 
 
@@ -122,7 +122,7 @@ def test_the_seconds_of_a_step_add_up(done):
     for record in read_jsonl(done.workdir / "metrics.jsonl"):
         if "time/step" in record:
             stages = {k: v for k, v in record.items() if k.startswith("time/")}
-            # Rewards are part of the wait for the batch; generation begins before it.
+            # The wait for the batch includes rewards; generation begins before this wait.
             within = {f"time/{part}" for part in ("step", "rollout", "prefill", "decode", "planning", "reward")}
             known = [v for k, v in stages.items() if k not in within]
             assert stages["time/prefill"] + stages["time/decode"] < stages["time/rollout"]

@@ -16,10 +16,10 @@ from podrl.storage.storage import complete_steps
 pytestmark = pytest.mark.e2e
 
 FOUR = ("--local_processes=4", "--fake_devices=1", "--config=noted.py", "--config.log.samples_every=1")
-FOUR += ("--config.log.trace=off",)  # a traced batch comes to trainer 0 whole
+FOUR += ("--config.log.trace=off",)  # trainer 0 receives traced batches whole
 STALE = ("--config.grpo.max_staleness=1",)
 
-# The shipped configuration, and a note of every answer that a process gets from another.
+# The shipped configuration, plus code that notes every answer that a process gets from another.
 _NOTED = """
 import json
 import os
@@ -85,14 +85,14 @@ def _notes(directory: pathlib.Path, host: int) -> dict[tuple[str, int], list[dic
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(staleness, runs):
-    """Also with one batch in flight at every checkpoint, which the first host alone completes for it."""
+    """This also holds with a batch in flight at every checkpoint, which the first host alone completes."""
     workdir = runs[staleness]
     received = [_notes(workdir.parent, host) for host in (0, 1)]
     steps_completed, bytes_ = 0, [0, 0]
     for step in range(6):
         kinds = [("whole", step), ("header", step)]
         known = [sum(note["tokens"] for kind in kinds for note in notes.get(kind, ())) for notes in received]
-        assert known[0] == known[1] > 0  # both know the lengths of all samples
+        assert known[0] == known[1] > 0  # both hosts know the lengths of all samples
         tokens = known[0]
         sizes = [[note["sizes"] for note in notes["rows", step]] for notes in received]
         mine = [sum(size["tokens_BT"] for size in host) for host in sizes]
@@ -103,14 +103,14 @@ def test_a_trainer_host_receives_the_samples_it_trains_on_and_no_others(stalenes
             assert mine[0] == tokens
             continue
         assert mine[0] == tokens - mine[1], (step, mine, tokens)
-        assert received[0]["whole", step] and ("whole", step) not in received[1]  # texts, for samples.jsonl
+        assert received[0]["whole", step] and ("whole", step) not in received[1]  # the texts for samples.jsonl
         bytes_ = [
             total + sum(n["bytes"] for n in notes["rows", step]) for total, notes in zip(bytes_, received, strict=True)
         ]
-    assert steps_completed == (2 if staleness else 0)  # in flight after steps 2 and 4
+    assert steps_completed == (2 if staleness else 0)  # batches in flight after steps 2 and 4
     assert max(bytes_) < 0.65 * sum(bytes_)
     assert not any(notes for (key, _), notes in received[1].items() if key in ("whole", "scores"))
-    # Rollout hosts hear when to start and go on, that an evaluation was made and that it is over; never of samples.
+    # Rollout hosts receive starts, next steps, and begin and end of an evaluation, but never samples.
     for host in (2, 3):
         notes = _notes(workdir.parent, host)
         assert {key for key, _ in notes} <= {

@@ -56,11 +56,11 @@ PODS = {
     ),
     "split, 4 hosts": ("--local_processes=4", "--topology=split"),
 }
-# Pods that train in every run of CI; the others do so where what places their arrays has changed.
+# Pods that train in every CI run; the others train only when the code that places their arrays has changed.
 EVERY_TIME = ("shared, 2 hosts", "split, 4 hosts")
 MESHES = pytest.mark.nightly("podrl/mesh", "podrl/transfer", "podrl/runtime/roles.py")
 SPLIT = PODS["split, 4 hosts"]
-# Where no numbers are compared: a process with one device starts in half of the time.
+# For tests that compare no numbers: a process with one device starts in half the time.
 SHARED = (*PODS["shared, 2 hosts"], "--fake_devices=1", "--config.eval.problems=4")
 REPLICA = (
     *(*SPLIT, "--fake_devices=1", "--config.trainer.max_steps=5", "--config.eval.problems=0"),
@@ -104,7 +104,7 @@ def alone_and_killed(folder: pathlib.Path, args: tuple[str, ...]) -> tuple[list[
 
 
 def same_trace(run_a: pathlib.Path, run_b: pathlib.Path, step: int) -> None:
-    """Asserts that two runs recorded the same of every token of a step, the trainer's numbers among it."""
+    """Asserts that two runs recorded the same for every token of a step, the trainer's numbers included."""
     first, second = (trace.read_step(str(run), step).tokens for run in (run_a, run_b))
     assert first.keys() == second.keys() and np.isfinite(first["entropy"]).any()
     for name in first:
@@ -144,15 +144,15 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
     finished = run(tmp_path / "run", *pod, *lora)
     records = [record for record in comparable(finished.workdir) if "sampler/abs_diff" in record]
     assert len(records) == 6
-    # From the second step on the adapters do something: the trainer's policy is the one that sampled.
+    # From the second step on the adapters have an effect: the trainer's policy must equal the one that sampled.
     assert all(record["sampler/abs_diff"] < 1e-5 for record in records), records
 
 
 @pytest.mark.nightly("podrl/rollout/group_player.py")
 def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process(tmp_path):
-    """Also after a kill, when each host gets its share of the samples back that were open.
+    """This also holds after a kill, when each host gets its share of the open samples back.
 
-    A teacher pulls the policy back to where it began, which rewards draw it away from.
+    A teacher pulls the policy back to its beginning, while rewards draw it away.
     """
     stale = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8", "--config.checkpoint.every=1")
     stale += ("--config.trainer.max_steps=5", "--config.eval.problems=0")
@@ -171,7 +171,8 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
 @pytest.mark.nightly("podrl/trainer/divergence.py", "podrl/learner/scoring.py", "podrl/cluster/scorer.py")
 @pytest.mark.optimised
 def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp_path):
-    """Over the policy's likeliest ids, beside rewards; also after a kill. The teacher has two narrow layers."""
+    """The divergence is taken over the policy's likeliest ids, beside rewards, and after a kill too. The teacher has
+    two narrow layers."""
     mesh, ids = make_mesh("fsdp=1", jax.devices()[:1]), read_config(TINY).vocab_size
     size = ScratchModel(num_layers=2, model_dim=64, ffn_dim=96, num_heads=2, num_kv_heads=1)
     scratch_model(size, ids, mesh, seed=3).save(tmp_path / "teacher")
@@ -206,7 +207,7 @@ SETS = (
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory) -> pathlib.Path:
-    """Runs a job with sets of eval.sets in one process that stops for evaluations."""
+    """Runs a job with eval.sets in one process, which pauses training for evaluations."""
     return run(tmp_path_factory.mktemp("evaluated") / "run", *SETS, "--config.fake_devices=2").workdir
 
 
@@ -217,7 +218,7 @@ def in_order(records: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
-    """Runs, by topology, a pod of two whose rollout host evaluates; it is killed and started again."""
+    """Runs, by topology, a pod of two hosts whose rollout host evaluates; the pod is killed and started again."""
 
     @functools.cache
     def once(topology: str) -> pathlib.Path:
@@ -235,7 +236,7 @@ def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
 @pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_the_evaluations_of_a_pod_are_those_of_one_process(stopping, evaluated, topology):
-    """Also after a kill; sets of eval.sets too, one smaller than the other."""
+    """This also holds after a kill, and for eval.sets of different sizes."""
     ours, theirs = comparable(stopping(topology)), comparable(evaluated)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
@@ -244,7 +245,7 @@ def test_the_evaluations_of_a_pod_are_those_of_one_process(stopping, evaluated, 
 
 @pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
 def test_a_host_that_evaluates_alone_is_killed_and_all_is_as_where_rollout_hosts_evaluate(tmp_path, stopping):
-    """Training goes on while it is stopped, and the next in its place makes what it has not made."""
+    """Training goes on while the host is stopped, and its replacement makes the missing evaluations."""
     with job(tmp_path / "run", *SETS, *EVALUATES) as running:
         running.wait_for("all hosts", lambda: "Further rollout hosts join" in running.stdout)
         alone = process(running.process.pid, 2)
@@ -263,9 +264,9 @@ def test_a_host_that_evaluates_alone_is_killed_and_all_is_as_where_rollout_hosts
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
 
-    So they do with adapters, with a curriculum, by which the rollout hosts choose what the trainers say, and where
-    each holds some samples of a prompt and not the others: two passes, each over mini-batches of its own order. The
-    weights that the updates give the tokens are recorded alike.
+    This also holds with adapters; with a curriculum, with which the rollout hosts choose the prompts that the trainers
+    tell them; and if each trainer holds only some samples of a prompt: two passes, each over mini-batches in an order
+    of its own. The recorded weights of the tokens are the same.
     """
     steered = ("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0")
     steered += ("--config.trainer.max_steps=16", "--config.eval.problems=0")  # updates: four steps
@@ -286,11 +287,11 @@ def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
 
 @pytest.mark.nightly("podrl/cluster/replica.py", "podrl/runtime/joining.py")
 def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypatch):
-    """Its second host is killed, then the trainer: nothing is different from a run of one process, nor from one whole.
+    """Its second host is killed, then the trainer: the results equal those of one process, and of an undisturbed pod.
 
-    Another replica joins as the run begins, and has made samples when the first is gone.
+    Another replica joins as the run begins, and has made samples by the time the first one is lost.
 
-    All weights are pulled by two hosts, which decode with half of each matrix.
+    Two hosts pull all weights, and each decodes with half of every matrix.
     """
     whole = run(tmp_path / "whole" / "run", *REPLICA)
     other = {record["step"]: record for record in comparable(alone)}
@@ -312,7 +313,7 @@ def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypa
                 stack.enter_context(job(tmp_path / f"joined-{index}" / "run", *flags, f"--join={leader}", **logs))
         running.wait_for_step(1)
         head = process(running.process.pid, 2)
-        os.kill(head, signal.SIGSTOP)  # the run waits for its samples meanwhile
+        os.kill(head, signal.SIGSTOP)  # the run waits for this replica's samples meanwhile
         running.wait_for("the replica", lambda: "joined: the job has 2 rollout hosts" in running.stderr)
         os.kill(process(running.process.pid, 3), signal.SIGKILL)
         os.kill(head, signal.SIGCONT)
@@ -327,17 +328,17 @@ def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypa
     same_end(again.workdir, whole.workdir)
 
 
-# Of each start of a pod: the step after which a process is sent a signal, and its host; None is the launcher. The last
-# one has two more steps, so that the run does not end before the signal comes. Another trainer is killed in
+# For each start of a pod: the step after which a process gets a signal, and its host; None is the launcher. The last
+# start has two more steps, so that the run does not end before the signal comes. Another trainer is killed in
 # test_failing_pods.py.
 SIGNALS = ((1, signal.SIGTERM, None), (3, signal.SIGKILL, None), (3, signal.SIGKILL, 0), (4, signal.SIGKILL, 3))
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory) -> list[Job]:
-    """Starts one split pod four times: it is preempted, loses its launcher, its leader, and a rollout host.
+    """Starts one split pod four times: it is preempted, then it loses its launcher, its leader, and a rollout host.
 
-    The last start goes on to the end. Each has ended with all its processes, and each has an output of its own.
+    The last start goes on to the end. All processes of each start have ended, and each start has its own output.
     """
     folder, ended = tmp_path_factory.mktemp("lives"), []
     for step, number, host in SIGNALS:
@@ -349,7 +350,7 @@ def lives(tmp_path_factory) -> list[Job]:
             assert len(hosts) == 4
             os.kill(running.process.pid if host is None else process(running.process.pid, host), number)
             running.end()
-        await_end(hosts)  # nothing outlives a pod, also not one whose launcher is killed
+        await_end(hosts)  # no process outlives a pod, even if its launcher is killed
         ended.append(running)
         assert trained_steps(running.workdir)[-1] < 6 or len(ended) == len(SIGNALS), "the signal came too late"
     return ended
@@ -402,7 +403,7 @@ def test_ctrl_c_on_a_pod_saves_and_leaves_nobody_behind(tmp_path):
     ],
 )
 def test_a_failing_reward_on_a_rollout_host_saves_what_was_trained(tmp_path, good, step):
-    """The first evaluation takes two calls, each of the two steps one; the last evaluation comes after them."""
+    """The first evaluation takes two calls, each of the two steps takes one; the last evaluation comes after them."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "import pathlib\n"

@@ -1,4 +1,4 @@
-"""The podrl side of docs/from-*.md runs as it is printed, on the embedded model."""
+"""The podrl code of docs/from-*.md runs as it is printed, on the embedded model."""
 
 import http.server
 import json
@@ -37,7 +37,7 @@ def test_scripts_are_short(page):
 
 @pytest.mark.e2e
 def test_scripts_train(tmp_path):
-    """One process runs both, so that the second finds compiled what the first has in common with it."""
+    """One process runs both, so that the second finds the programs that it shares with the first compiled."""
     for page in ("tunix", "trl"):
         (tmp_path / f"{page}_twin.py").write_text(blocks(page, "python")[1])
     both = "import trl_twin, tunix_twin; print('reached', tunix_twin.main(), trl_twin.main())"
@@ -71,7 +71,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.e2e
 def test_the_search_job_trains(tmp_path):
-    """At the embedded model's size: lengths, prompts and steps are smaller than those of the page."""
+    """The embedded model trains: lengths, prompts and steps are smaller than on the page."""
     pytest.importorskip("mcp", reason="needs the extra [tools]")
     pytest.importorskip("yaml", reason="needs the extra [tools]")
     truth = {"query": "When was the bridge of Belmora built?", "rubrics": [{"description": "dates it", "weight": 1.0}]}

@@ -1,4 +1,4 @@
-"""The Python API as a user's own script: prompts and a reward of their own, files where they ask, resumable."""
+"""The Python API in a user's script: own prompts and reward, files in the chosen directory, and resumption."""
 
 import json
 import pathlib
@@ -156,8 +156,8 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
 
 @pytest.mark.nightly("podrl/__init__.py", "podrl/launch.py")
 def test_podrl_run_is_the_command(tmp_path):
-    """The chat template, held-out evaluations, files and resumption are the command's, so that all files are equal."""
-    for steps in ("2", "3"):  # the second one resumes
+    """Chat template, held-out evaluations, files and resumption work as for the command, so all files are equal."""
+    for steps in ("2", "3"):  # the second start resumes
         done = run_script(tmp_path, COMMAND_SCRIPT, "python", steps)
         assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "Resumed after step 2" in done.stdout and "greedy_answer" in done.stdout
@@ -201,9 +201,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.nightly("podrl/trainer/custom.py", "podrl/algorithms")
-@pytest.mark.optimised  # which leaves one program of both spellings
+@pytest.mark.optimised  # so that both spellings compile to the same program
 def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
-    """The script has the formulas of `clip` and of GRPO without a scale, and its weights are the same, bit for bit."""
+    """The script writes out `clip` and GRPO without a scale; its weights equal the built-in ones' bit for bit."""
     done = run_script(tmp_path, LOSS_SCRIPT.replace("MINI", "2"), "mine")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "my_clip(reach=0.2), your own" in done.stdout and "centred(power=1), your own" in done.stdout
@@ -217,5 +217,5 @@ def test_a_loss_and_an_advantage_of_ones_own_train_as_those_built_in(tmp_path):
     flags = [f"--config.grpo.{key}={tmp_path}/script.py:{name}" for key, name in named]
     flags += ["--config.grpo.policy_loss_args.reach=0.2", "--config.trainer.mini_batch_size=2"]
     more = ("--config.eval.problems=0", "--config.trainer.max_steps=4")
-    resumed = run(tmp_path / "mine", *flags, *more)  # the command goes on with the run of the script
+    resumed = run(tmp_path / "mine", *flags, *more)  # the command resumes the script's run
     assert "Resumed after step 2" in resumed.stdout

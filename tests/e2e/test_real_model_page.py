@@ -1,4 +1,4 @@
-"""The commands of docs/real-model.md that run without their machine: dry runs, launchers, and the sizes of plans."""
+"""The commands of docs/real-model.md that run without a TPU: dry runs, launchers, and the sizes of plans."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def test_launchers_take_the_commands(capsys):
     assert xpk.main(words[3:]) == 0
     (words,) = commands("python -m launch.gke ")
     assert gke.main(words[3:]) == 0
-    assert capsys.readouterr().out.count("grpo_real.py:gemma3_4b_v5e16") == 3  # xpk's command, and one of each role
+    assert capsys.readouterr().out.count("grpo_real.py:gemma3_4b_v5e16") == 3  # xpk's command, and one command per role
     (gemma, qwen) = commands("launch/tpu_vm.sh ")
     assert "--config=grpo_real.py:gemma3_4b_v5e16" in gemma and "--config=grpo_real.py:qwen3_06b_v6e8" in qwen
 

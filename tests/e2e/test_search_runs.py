@@ -1,4 +1,4 @@
-"""A model that learns to search and to cite: what it reads is the server's, and what its citations earn."""
+"""A model learns to search and to cite: it reads the server's documents, and its citations earn rewards."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_the_starting_checkpoint_finds_every_reward_somewhere(done):
 
 def test_a_citation_is_scored_by_what_the_sample_read(done):
     trained = [sample for sample in samples(done.workdir) if "reward" in sample]
-    assert len(trained) == 3 * 8  # a sample of each prompt
+    assert len(trained) == 3 * 8  # one sample of each prompt
     for sample in trained:
         own = "".join(turn["text"] for turn in sample["turns"] if turn["by"] == "model")
         assert citations([""], [own], [sample["completion"]]) == [sample["citations"]], json.dumps(sample)
@@ -55,7 +55,8 @@ def test_a_citation_is_scored_by_what_the_sample_read(done):
 
 @pytest.mark.nightly("configs/sft_search.py", "podrl/learner/answers")
 def test_the_checkpoint_is_trained_by_its_command(tmp_path):
-    """A few steps of it, searches first and then guesses too; all of them take minutes (see configs/sft_search.py)."""
+    """Runs a few steps of the command, with searches first and then guesses too; all steps take minutes (see
+    configs/sft_search.py)."""
     few = ("--config.trainer.max_steps=4", "--config.sft.full_steps=2", "--config.log.to=()")
     done = run(tmp_path / "run", base=("--config=sft_search.py", *few))
     losses = [record["sft/loss"] for record in done.records() if "actor/grad_norm" in record]

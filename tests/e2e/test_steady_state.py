@@ -46,13 +46,13 @@ def lengths(prompts, completions, **fields) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-# Four prompts a step: short ones first, then long ones, then both.
+# Four prompts per step: first short prompts, then long ones, then both.
 SHORT = [f"Tom has {n} apples." for n in range(4)]
 LONG = [f"Ana buys {n} books and {n + 1} pens. " + "Then she loses 2 pens. " * 3 for n in range(4)]
 PROMPTS = [*SHORT, *LONG, *SHORT[:2], *LONG[:2], *LONG, *SHORT]
 
 
-# Whatever they may compile late is in these.
+# A program that is compiled late would be compiled in these steps.
 UPDATES = pytest.mark.nightly("podrl/trainer", "podrl/cluster", "podrl/learner/grpo.py", "podrl/engine/engine.py")
 
 
@@ -127,7 +127,7 @@ def test_publishing_makes_no_host_array_and_compiles_nothing(monkeypatch, in_pla
     ):
         policy = jax.block_until_ready(cluster.sync_weights(1, in_place=in_place))
     monkeypatch.undo()
-    # The checksums, 4 bytes per leaf and device of both meshes, are all the host sees.
+    # The host gets only the checksums, 4 bytes per leaf and device of both meshes.
     assert reads and all(dtype == np.uint32 for dtype, _ in reads)
     assert sum(size for _, size in reads) <= len(leaves) * 8
     assert len(COMPILES) == compiled

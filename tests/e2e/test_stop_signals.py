@@ -9,7 +9,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_a_signal_saves_exits_75_and_the_same_command_resumes(tmp_path):
-    """Each of both, in two starts of one run, which a third one ends."""
+    """Sends SIGTERM and SIGINT to two starts of one run; a third start finishes it."""
     whole, workdir, before = run(tmp_path / "whole" / "run", TWO_DEVICES).workdir, tmp_path / "run", 0
     for number, step in ((signal.SIGTERM, 1), (signal.SIGINT, 3)):
         with job(workdir, TWO_DEVICES) as stopped:

@@ -24,7 +24,7 @@ def base(name):
     return (f"--config={name}_tiny.py", *SMALL, f"--config.{name}.batch_size=8")
 
 
-# A pod passes the answers of both on as it passes samples on (tests/e2e/test_pods.py).
+# A pod distributes the answers of both algorithms as it distributes samples (tests/e2e/test_pods.py).
 OF_ANSWERS = pytest.mark.nightly("podrl/learner/answers")
 
 
@@ -52,9 +52,9 @@ def test_a_killed_run_ends_as_one_that_never_was(whole, tmp_path):
 
 @OF_ANSWERS
 def test_a_pod_that_is_killed_and_resumed_learns_as_one_process_does(whole, tmp_path):
-    """Two trainer hosts take the same answers; two rollout hosts get the weights for evaluations.
+    """Two trainer hosts train on the same answers; two rollout hosts get the weights for evaluations.
 
-    That a pod ends bitwise as one that was not killed, and one process with given answers too, is asserted elsewhere.
+    Other tests assert that a killed pod, and a killed process with given answers, end bitwise as undisturbed ones.
     """
     name, alone = whole
     with job(tmp_path / "run", *PODS[name], base=base(name)) as running:
@@ -64,7 +64,7 @@ def test_a_pod_that_is_killed_and_resumed_learns_as_one_process_does(whole, tmp_
     pod = run(tmp_path / "run", *PODS[name], base=base(name))
     assert "Resumed after step" in pod.stdout
     ours, theirs = pod.records(), alone.records()
-    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # who waited, and what compiled, differs
+    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # waits and compile times differ
     assert [record.keys() for record in kept] == [record.keys() for record in kept_alone]
     steps = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if f"{name}/loss" in mine]
     assert len(steps) == 6
@@ -74,7 +74,7 @@ def test_a_pod_that_is_killed_and_resumed_learns_as_one_process_does(whole, tmp_
 
 
 def scores_samples(workdir, folder):
-    """Exports the reward model of a run, and has it score the samples of a step of GRPO."""
+    """Exports the reward model of a run, and lets it score the samples of a GRPO step."""
     command = [sys.executable, "-m", "podrl.export", f"--workdir={workdir}", f"--out={folder / 'scores'}"]
     subprocess.run(command, env=environment(), capture_output=True, timeout=300, check=True)
     more = (f"--config.reward.model={folder / 'scores'}", "--config.trainer.max_steps=1", "--config.eval.problems=0")
@@ -84,14 +84,14 @@ def scores_samples(workdir, folder):
 
 @pytest.mark.parametrize("name", ["kto", pytest.param("reward_model", marks=OF_ANSWERS)])
 def test_a_pod_of_two_learns_what_one_process_does(name, tmp_path):
-    """One trainer host, one rollout host; whole runs that are resumed are in tests/learner/."""
+    """The pod has one trainer host and one rollout host; tests/learner/ resumes whole runs."""
     base = (f"--config={name}_tiny.py", *SMALL, f"--config.{name}.batch_size=8", "--config.trainer.max_steps=3")
     alone, pod = (
         run(tmp_path / place / "run", *pods, base=(*base, "--config.eval.problems=0"))
         for place, pods in (("alone", ()), ("pod", ("--local_processes=2", "--topology=split")))
     )
     ours, theirs = pod.records(), alone.records()
-    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # only a pod waits for hosts
+    kept, kept_alone = comparable(pod.workdir), comparable(alone.workdir)  # only a pod has waits for hosts
     assert [record.keys() for record in kept] == [record.keys() for record in kept_alone] and len(ours) == 3
     if name == "reward_model":
         scores_samples(pod.workdir, tmp_path)

@@ -1,4 +1,4 @@
-"""Tools that the chat template names: the same prompts in one process and in a pod, and none others on resume."""
+"""Tools that the chat template names: prompts are the same in one process, in a pod, and after a resume."""
 
 import json
 import shutil

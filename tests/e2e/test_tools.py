@@ -1,4 +1,4 @@
-"""A model that learns to ask a calculator: what it said, what it was given, and what became of it in a few steps."""
+"""A model learns to ask a calculator: its words, the tool's answers, and its progress within a few steps."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def test_calls_are_answered_by_the_calculator(done):
         assert all(turn["versions"][0] >= 0 for turn in sample["turns"] if turn["by"] == "model")
 
 
-# Over MCP: the first steps of the same run.
+# The first steps of the same run over MCP.
 OVER_MCP = ("--config=grpo_tools.py:mcp", *SHORT, "--config.trainer.max_steps=4", "--config.eval.problems=1")
 
 OVER_HTTP = pytest.mark.nightly("podrl/environments/servers.py", "podrl/environments/mcp_worker.py")
@@ -76,7 +76,7 @@ def served(kind, port):
 
 
 def steps_of(workdir):
-    """The first four training records, and what was drawn for them."""
+    """Returns the first four training records and their samples."""
     records = [record for record in comparable(workdir) if "actor/grad_norm" in record][:4]
     trained = [{name: value for name, value in one.items() if not name.startswith("eval/")} for one in records]
     return trained, [sample for sample in samples(workdir) if sample["step"] <= 4 and "reward" in sample]
@@ -84,7 +84,7 @@ def steps_of(workdir):
 
 @pytest.fixture(scope="module")
 def pod(tmp_path_factory):
-    """The run on two hosts, of which one trains and the other samples and calls."""
+    """The run on two hosts: one trains, the other samples and calls tools."""
     pytest.importorskip("mcp")
     two = ("--local_processes=2", "--fake_devices=1")
     return run(tmp_path_factory.mktemp("pod") / "run", *two, base=OVER_MCP)
@@ -129,7 +129,8 @@ def test_the_calculator_over_sse_gives_the_same_run(done, tmp_path):
 
 @OVER_HTTP
 def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, tmp_path):
-    """Over streamable http: killed in the middle, gone for good as the run says, and there again for the next start."""
+    """The server (streamable http) is killed in mid-run; the run reports that it is lost; the next start finds it
+    again."""
     pytest.importorskip("mcp")
     (port,) = free_ports(1)
     target = f"http://127.0.0.1:{port}/mcp"
@@ -146,7 +147,8 @@ def test_a_server_that_is_gone_ends_the_run_and_the_same_command_goes_on(done, t
 
 @pytest.mark.nightly("configs/sft_tools.py", "podrl/learner/answers")
 def test_the_checkpoint_is_trained_by_its_command(tmp_path):
-    """A few steps of it, calls first and then guesses too; all of them take minutes (see configs/sft_tools.py)."""
+    """Runs a few steps of the command, with calls first and then guesses too; all steps take minutes (see
+    configs/sft_tools.py)."""
     few = ("--config.trainer.max_steps=4", "--config.sft.full_steps=2", "--config.log.to=()")
     done = run(tmp_path / "run", base=("--config=sft_tools.py", *few))
     losses = [record["sft/loss"] for record in done.records() if "actor/grad_norm" in record]
@@ -163,7 +165,7 @@ MIXED = (f"--config.data.sources={({'path': 'sums'}, BY_HEART)!r}", "--config.en
     "how", [("--config.model.lora.rank=4",), ("--config.algorithm=ppo", "--config.ppo.beta=0.0")], ids=["lora", "ppo"]
 )
 def test_other_ways_to_train_take_samples_with_calls(how, tmp_path):
-    """Two steps by adapters alone and with a critic: what the calculator gave is in rows that are trained on."""
+    """Makes two steps that train only adapters, with a critic: the calculator's answers are in the rows."""
     few = ("--config.trainer.max_steps=2", "--config.trainer.eval_every_n_steps=0", "--config.checkpoint.every=2")
     mixed = MIXED if "lora" in how[0] else ()
     all_samples = ("--config.log.samples=128",)
@@ -172,7 +174,7 @@ def test_other_ways_to_train_take_samples_with_calls(how, tmp_path):
     steps = [record for record in records if "actor/grad_norm" in record]
     assert len(steps) == 2 and all(step["actor/grad_norm"] > 0 for step in steps)
     assert all(step["episode/calls"] > 0 and step["episode/given_tokens"] > 0 for step in steps)
-    if mixed:  # the model writes calls by heart, too, and gets no answer
+    if mixed:  # the model also writes calls without the tool, and gets no answer
         rows = [json.loads(line) for line in (done.workdir / "samples.jsonl").read_text().splitlines()]
         wrote = [row for row in rows if "<call_tool" in row["completion"]]
         assert {("By heart." in row["prompt"], len(row["turns"]) > 1) for row in wrote} == {

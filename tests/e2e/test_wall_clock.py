@@ -1,4 +1,4 @@
-"""A run by the wall clock in a pod, with adapters, keeps what is promised."""
+"""A run by the wall clock in a pod, with adapters, keeps its promises."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from test_pods import process
 pytestmark = pytest.mark.e2e
 
 S = 2
-# Fewer lanes than samples: weights change while some of a group are made.
+# There are fewer lanes than samples: weights change while some samples of a group are made.
 _SLOW = ("--config.rollout.clock=wall", "--config.rollout.lanes=4", "--config.rollout.max_tokens_to_generate=40")
 _POD = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0", "--fake_devices=2")
 
@@ -31,7 +31,7 @@ def test_a_pod_with_adapters_that_loses_a_host_keeps_what_is_promised(tmp_path):
 
 @pytest.mark.nightly("podrl/cluster/replica.py", "podrl/rollout/group_player.py", "podrl/learner/pods")
 def test_two_hosts_that_hold_a_copy_of_the_weights_keep_what_is_promised(tmp_path):
-    """The first of them decides when samples rest, and the second makes the same calls."""
+    """The first host decides when samples rest, and the second makes the same calls."""
     replica = ("--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0", "--fake_devices=1")
     replica += ("--config.roles.trainer.mesh=data=1", "--config.roles.rollout.mesh=tensor=2")
     finished = run(tmp_path / "run", *replica, *_SLOW, f"--config.grpo.max_staleness={S}", "--config.eval.problems=0")

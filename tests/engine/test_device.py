@@ -1,4 +1,4 @@
-"""A host that makes the calls that a session tells has the session's state, bit for bit."""
+"""A host that repeats the calls of a session has the session's state, bit for bit."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from podrl.types import Policy
 
 
 def sent(name, args):
-    """A call as it arrives at another process."""
+    """Returns a call as another process receives it."""
     arrays = {str(i): arg for i, arg in enumerate(args) if isinstance(arg, np.ndarray)}
     plain = [None if isinstance(arg, np.ndarray) else arg for arg in args]
     arrived = decode(encode(Message({"call": name, "args": plain}, arrays)))
@@ -20,7 +20,7 @@ def sent(name, args):
 
 
 def played(session, rng):
-    """Samples and tool-like turns, more than the pool holds; returns the tokens of all."""
+    """Plays samples with turns like a tool's, more than the pool holds; returns the tokens of all."""
     tracks, openings = [], [Opening(stop_ids=(7, 8, 9, 10), max_new=12)] * 4
     for i in range(12):
         prompt = rng.integers(6, 300, rng.integers(1, 21)).astype(np.int32)

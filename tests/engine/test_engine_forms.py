@@ -1,4 +1,4 @@
-"""The engine with other dtypes, head sizes, depths and meshes, each against the full forward pass."""
+"""The engine with other dtypes, head sizes, depths and meshes, each compared with the full forward pass."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_head_sizes(tiny_on, check, prompts_of, heads, kv_heads, head_dim):
 def test_bfloat16(tiny_on, check, prompts_of):
     """Compares weights, activations and caches in bfloat16 with a float32 forward pass of the same weights.
 
-    A log-probability is off by a few of bfloat16's steps (1/256) of the logits, which lie within 4 of 0.
+    A log-probability may differ by a few bfloat16 steps (1/256) of the logits, which lie between -4 and 4.
     """
     model = gemma2_config(num_heads=4, num_kv_heads=2, head_dim=64, **{**SMALL, "num_layers": 1})
     tiny = tiny_on("data=1", 1, model, "bfloat16")
@@ -58,7 +58,7 @@ def test_bfloat16(tiny_on, check, prompts_of):
     chosen_BT = np.take_along_axis(reference_BTV, rollouts.tokens_BT[..., None], axis=2)[..., 0]
     error = (rollouts.raw_logprob_BT - chosen_BT)[rollouts.mask_BT > 0]
     assert np.abs(error).mean() < 0.01 and abs(error.mean()) < 0.003
-    assert np.abs(error).max() > 1e-5  # it did run in bfloat16
+    assert np.abs(error).max() > 1e-5  # differences show that it ran in bfloat16
 
 
 @FORMS
@@ -102,7 +102,7 @@ QWEN3_5 = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-2,  # with 1e-6, float32 itself is 2e-4 away from float64
+    "rms_norm_eps": 1e-2,  # with 1e-6 float32 itself differs by 2e-4 from float64
 }
 
 
@@ -116,7 +116,8 @@ QWEN3_5 = {
     ],
 )
 def test_layers_of_linear_attention(tiny_on, check, prompts_of, mesh, layers):
-    """States of prompts in several chunks reach the lanes, and go to the host and back where the pool is short."""
+    """States of prompts in several chunks reach the lanes, and are spilled to the host and restored if the pool is
+    short."""
     model = config_from_hf({**QWEN3_5, "num_hidden_layers": layers})
     devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
     config = dataclasses.replace(CONFIG, pool_tokens=12 * 8)
@@ -159,7 +160,7 @@ def test_sinks_and_biases(tiny_on, check, prompts_of, mesh, layers):
     generate(tiny, check, prompts_of, atol=2e-5)
 
 
-# Heads of 8 in layers with a window, and of 16, whose values are keys, in those without.
+# Layers with a window have heads of 8; layers without have heads of 16, whose values are the keys.
 GEMMA4 = {
     "model_type": "gemma4_text",
     "vocab_size": 300,

@@ -1,4 +1,4 @@
-"""Many requests, unusual requests, and the statistics of many samples, on the one tiny engine."""
+"""Many requests, unusual requests, and the statistics of many samples, on one tiny engine."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_a_thousand_random_requests_leak_nothing(session):
 def test_all_end_at_once_and_one_runs_on(session):
     rng = np.random.default_rng(1)
     prompt = np.arange(9, 21, dtype=np.int32)
-    for longest in (1, 4, 5):  # before, at and behind a dispatch boundary
+    for longest in (1, 4, 5):  # before, at and after a dispatch boundary
         tracks = session.add(prompt, keys(rng, 8), Sampling(max_new=longest))
         assert {t.handle for t in drain(session)} == {t.handle for t in tracks}
         assert all(len(t.tokens) == longest and t.stop == STOP_LENGTH for t in tracks)
@@ -82,7 +82,8 @@ def test_all_end_at_once_and_one_runs_on(session):
 
 
 def test_samples_of_the_engine_follow_its_model(tiny, tight, policy, prompts_of):
-    """Compares 1,600 first tokens with the full forward pass by chi-square at fixed seeds: mean plus 4.5 deviations."""
+    """Compares 1,600 first tokens with the full forward pass by chi-square at fixed seeds; the bound is mean plus 4.5
+    deviations."""
     prompts, sampling = prompts_of([11]), Sampling(max_new=1, temperature=0.8)
     rollouts = [tight.generate(policy, prompts, group_size=400, step=step, sampling=sampling) for step in range(4)]
     tokens = np.concatenate([r.tokens_BT[:, 11] for r in rollouts])
@@ -150,7 +151,7 @@ def test_pauses_extends_and_spills_together(tiny, tight, policy):
 def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight, policy):
     """All pause before any goes on: a pool of 24 pages spills them to the host, and they continue in random order.
 
-    Each then draws what it draws in a session in which nobody waits: its cache came back bit for bit.
+    Each sample then draws the same tokens as in a session without pauses: its cache came back bit for bit.
     """
     rng = np.random.default_rng(5)
     prompts = [rng.integers(6, 300, rng.integers(1, 21)).astype(np.int32) for _ in range(250)]
@@ -158,7 +159,8 @@ def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight
     given = [rng.integers(6, 300, rng.integers(0, 12)).tolist() for _ in range(1000)]
 
     def play(order):
-        """The tokens of every sample, and how many caches lay on the host at once; `order` None: nobody waits."""
+        """Returns the tokens of every sample, and the largest number of caches on the host; with `order` None no sample
+        pauses."""
         session, most = tight.session(policy), 0
         paused = []
         first = [Opening(max_new=5)] * 4

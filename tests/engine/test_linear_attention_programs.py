@@ -1,4 +1,4 @@
-"""The programs of a model with layers of linear attention: none copies its states, and all are those that run."""
+"""The programs of a model with linear attention: none copies its states, and they are the programs of a run."""
 
 import re
 

@@ -5,7 +5,7 @@ import pytest
 
 from podrl.rollout.players import Pace
 
-LANE_S = 0.01  # what a lane is worth: a dispatch of 8 samples takes 8 times as long
+LANE_S = 0.01  # seconds per lane; a dispatch of 8 samples takes 8 times as long
 
 
 class World:
@@ -31,7 +31,7 @@ class World:
         return
 
     def dispatches(self, count, paused):
-        """Runs so many dispatches in each of which so many samples pause; returns those that were read first."""
+        """Runs dispatches in each of which some samples pause; returns the dispatches that were read first."""
         first = []
         for number in range(count):
             if self.pace.read_first():
@@ -56,7 +56,7 @@ def test_lanes_that_others_wait_for_are_given_again_before_the_next_dispatch():
     world.crowded = True
     assert world.pace.refills()
     world.pace.read(8, 0, 0)
-    assert world.pace.refills()  # samples that began together end together: none for some dispatches, then many
+    assert world.pace.refills()  # samples that began together end together: none for a while, then many
     world.planned = [LANE_S * 2]
     assert not world.pace.refills()  # planning takes longer than the lanes are worth
     world.planned = [LANE_S / 16]
@@ -75,7 +75,7 @@ def test_what_does_not_pay_is_tried_ever_more_rarely_and_within_what_it_may_win(
     assert first[:6] == [1, 2, 4, 8, 16, 32] and np.diff(first[6:]).tolist() == [32] * (len(first) - 7)
     assert world.waited <= len(first) * 3 * LANE_S + 1e-9
     world.answer_s = LANE_S / 4
-    assert len(world.dispatches(100, paused=3)) > 60  # what pays again is found out
+    assert len(world.dispatches(100, paused=3)) > 60  # the pace notices that waiting pays again
 
 
 def test_without_pauses_nothing_is_waited_for():

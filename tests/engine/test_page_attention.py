@@ -1,4 +1,4 @@
-"""The TPU kernel of decoding attention, in Pallas' interpreter and compiled for TPUs, equals XLA's form."""
+"""The TPU kernel of decoding attention equals XLA's form in Pallas' interpreter, and compiles for TPUs."""
 
 import importlib.util
 import inspect
@@ -30,7 +30,7 @@ LAYERS, PAGES, KEYS, TOKENS, WIDTH, GROUP = 2, 60, 2, 64, 128, 4
 
 
 def reads_of(members: int = 4) -> attention.ReadList:
-    """Six lanes: samples 0, 1 and 4 of a long prompt, one of half a page, 3 empty, 5 with own pages only."""
+    """Makes six lanes: 0, 1 and 4 share a long prompt, 2 has half a page, 3 is empty, 5 has only its own pages."""
     free = iter(range(PAGES))
 
     def pages(start: int, tokens: int) -> list[Page]:
@@ -65,7 +65,7 @@ def test_equals_the_form_of_xla(dtype: str, tolerance: float, softcap: float, wi
     normal = lambda *shape: jax.random.normal(next(draw), shape)  # noqa: E731
     q_RNH = (normal(6, KEYS * GROUP, WIDTH) * WIDTH**-0.5).astype(dtype)
     pools = [normal(LAYERS, PAGES, KEYS, TOKENS, WIDTH).astype(dtype) for _ in range(2)]
-    unread = np.asarray([p for p in range(PAGES) if p not in used and p > 0])  # XLA reads page 0 for empty places
+    unread = np.asarray([p for p in range(PAGES) if p not in used and p > 0])  # XLA reads page 0 at empty places
     recent = attention.Partial(normal(6, KEYS, GROUP), 1 + normal(6, KEYS, GROUP) ** 2, normal(6, KEYS, GROUP, WIDTH))
     position_R = jnp.asarray([25 * TOKENS - 3, 20 * TOKENS - 3, 2 * TOKENS + 9, 0, 20 * TOKENS + 1, 17 * TOKENS])
     how = {"window": jnp.int32(window), "softcap": softcap}
@@ -92,7 +92,8 @@ def test_pages_must_fill_tiles_and_the_list_must_fit():
 
 
 def test_the_kernel_decodes_where_it_pays_and_fits():
-    """The compiler for v4 refused 64 members of 8 heads of 256 (17.8 of 16 MiB) and took 16; for v5p it took both."""
+    """The compiler for v4 refused 64 members of 8 heads of 256 (17.8 of 16 MiB) and took 16; the one for v5p took
+    both."""
 
     def decodes(kind: str, heads: int = 8, members: int = 16, page_tokens: int = 64, tensor: int = 1, lanes: int = 64):
         devices = np.array([types.SimpleNamespace(device_kind=kind)] * tensor, object)
@@ -115,7 +116,7 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
     model = gemma2_config(
         vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=8, num_kv_heads=4, head_dim=128, window=64
     )
-    # Pools of 268 MB a chip: smaller ones the compiler may keep in near memory.
+    # Pools of 268 MB per chip; the compiler may keep smaller pools in near memory.
     config = RolloutConfig(max_prompt_length=128, max_tokens_to_generate=3968, kv_cache_size=4096, lanes=128)
     shape = engine_shape(config, mesh.shape["data"] * mesh.shape["fsdp"])
     engine = Engine(model, mesh, shape, jnp.dtype("bfloat16"), **how)
@@ -124,7 +125,7 @@ def _engine(topology: str, spec: str, **how: bool) -> tuple[Engine, dict]:
 
 
 def test_gpus_decode_with_their_kernel():
-    """GPUs from Ampere on use it if pages and heads are powers of two; Pallas' compiler for GPUs compiles it."""
+    """GPUs from Ampere on use their kernel if pages and heads are powers of two; Pallas compiles it for GPUs."""
 
     def decodes(generation: str, wanted: bool | None = None, width: int = WIDTH) -> bool:
         device = types.SimpleNamespace(device_kind="a GPU", platform="gpu", compute_capability=generation)

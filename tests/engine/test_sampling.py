@@ -36,7 +36,7 @@ def distribution(logits_V: np.ndarray, sampling: Sampling) -> np.ndarray:
     if sampling.top_k:
         weight[sampling.top_k :] = 0
     weight /= weight.sum()
-    kept = np.cumsum(weight) - weight < sampling.top_p  # a token stays while those before it weigh less than top_p
+    kept = np.cumsum(weight) - weight < sampling.top_p  # a token stays while the tokens before it weigh less than top_p
     weight = np.where(kept & (weight >= sampling.min_p * weight[0]), weight, 0)
     result = np.zeros_like(weight)
     result[order] = weight / weight.sum()
@@ -161,12 +161,12 @@ def test_a_lane_does_not_depend_on_the_filters_of_its_neighbours(sampling):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["first", "middle", "last", "all"])
 def test_no_distribution_is_a_failure_of_that_lane_alone(sampling, value, where):
-    """No token outside the vocabulary is drawn, though its size is no multiple of the search's blocks."""
+    """No token outside the vocabulary is drawn, although its size is no multiple of the search's block size."""
     logits_RV = np.random.default_rng(2).normal(size=(4, 300)).astype(np.float32)
     good = _draw(jnp.asarray(logits_RV), lanes(4, sampling), jnp.zeros(4, jnp.int32), jnp.ones(4, bool))
     logits_RV[1, {"first": 0, "middle": 260, "last": 299, "all": slice(None)}[where]] = value
     drawn = _draw(jnp.asarray(logits_RV), lanes(4, sampling), jnp.zeros(4, jnp.int32), jnp.ones(4, bool))
-    fails = not np.isneginf(value) or where == "all"  # a token ruled out leaves a distribution
+    fails = not np.isneginf(value) or where == "all"  # ruling out one token still leaves a distribution
     np.testing.assert_array_equal(drawn.failed_R, [False, fails, False, False])
     assert ((drawn.token_R >= 0) & (drawn.token_R < 300)).all()
     for a, b in zip(jax.tree.leaves(drawn), jax.tree.leaves(good), strict=True):

@@ -16,22 +16,22 @@ SHAPE = PoolShape(
 
 
 class Device:
-    """Follows plans as the device would, one dispatch late, and checks that no page has two owners."""
+    """Executes plans as the device would, one dispatch late, and checks that no page has two owners."""
 
     def __init__(self, scheduler: Scheduler, shape: PoolShape, wanted: dict[int, int], prompt: dict[int, int]):
         self.scheduler, self.shape, self.wanted, self.prompt = scheduler, shape, wanted, prompt
         self.made = dict.fromkeys(wanted, 0)
         self.spilled: set = set()
         self.flights: list[list[tuple[int, int]]] = []
-        self.epoch: dict[int, int] = {}  # how often a sample paused
+        self.epoch: dict[int, int] = {}  # number of pauses by sample
         self.finished: list[int] = []
         self.pauses: dict[int, list[tuple[int, int]]] = {}  # by sample: (tokens made when it pauses, tokens it gets)
         self.paused: list[int] = []
         self.given: dict[int, int] = {}
         self.order: list[int] = []
         self.spills = 0
-        self.prefills: list[list[int]] = []  # of each plan that has any: how many on each shard
-        self.memory: dict[tuple, tuple] = {}  # by (shard, place) or store: (whose, position of the next token)
+        self.prefills: list[list[int]] = []  # for each plan with prefills: their number on each shard
+        self.memory: dict[tuple, tuple] = {}  # by (shard, place) or store: (sample, position of the next token)
 
     def step(self) -> None:
         plan = self.scheduler.plan()
@@ -71,7 +71,7 @@ class Device:
                     self.spilled.discard(store.key)
 
     def remember(self, plan) -> None:
-        """Fills places by a plan's prefills, feeds and copies, from those that they begin with."""
+        """Fills places by a plan's prefills, feeds and copies, from the places with which these begin."""
         nowhere = self.shape.lanes + self.shape.slots
         for prompt, shard, _, place in plan.prefills:
             assert self.shape.lanes <= place < nowhere
@@ -160,7 +160,8 @@ def test_everything_finishes_and_nothing_leaks(data):
 @settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_samples_that_pause_and_are_given_tokens_finish_too(data):
-    """Random pauses, given tokens and waits over a pool that one long sample fills: everything ends, nothing leaks."""
+    """Samples pause, get tokens and wait at random, with a pool that one long sample fills: all finish, nothing
+    leaks."""
     shape = PoolShape(shards=2, lanes=2, pages=12, page_tokens=8, steps=data.draw(st.sampled_from([4, 8])), members=2,
                       sample_pages=12, slots=data.draw(st.sampled_from([0, 2])))  # fmt: skip
     scheduler, wanted, pauses = Scheduler(shape), {}, {}
@@ -219,7 +220,7 @@ def test_the_youngest_is_spilled_and_its_results_are_awaited():
     for _ in range(2):
         assert not scheduler.plan().spills
         scheduler.advance()
-    plan = scheduler.plan()  # both need a third page, none is free
+    plan = scheduler.plan()  # both samples need a third page, and none is free
     assert [spill.store.key for spill in plan.spills] == [("sample", 1, 0)]
     assert [s.id for s, _, _ in plan.running] == [0]
     assert plan.frees == [(0, 1)]
@@ -229,17 +230,17 @@ def test_the_youngest_is_spilled_and_its_results_are_awaited():
 
 @pytest.mark.parametrize(("calls", "made"), [((), 24), (((8, 4),), 6)])
 def test_rows_of_prefill_calls_are_filled_with_the_prompts_that_come_next(calls, made):
-    """24 prompts of a sample each on two shards of one lane: a call takes four of each shard."""
+    """There are 24 prompts of one sample each, on two shards of one lane: a call takes four prompts per shard."""
     shape = PoolShape(2, 1, 20, 8, 4, 2, 20, calls)
     scheduler = Scheduler(shape)
     wanted = dict.fromkeys(range(48), 4)
     for p in range(48):
-        scheduler.add(p, 9 if p < 47 else 30, [(p, 4, None)])  # and one of several chunks, which is alone
+        scheduler.add(p, 9 if p < 47 else 30, [(p, 4, None)])  # and a prompt of several chunks, in calls of its own
     device = run(scheduler, shape, wanted, {})
     assert sum(map(sum, device.prefills)) == 48
     rows = calls[0][1] if calls else 1
     assert sum(-(-max(counts) // rows) for counts in device.prefills) in range(made, made + 2)
-    assert device.order == list(range(48))  # as they came: one that is prefilled is not seated before
+    assert device.order == list(range(48))  # in the order of their arrival: a prefilled sample does not overtake
 
 
 @pytest.mark.parametrize("calls", [(), ((16, 8),)])
@@ -279,7 +280,7 @@ def test_groups_stay_together_and_share_reads():
     assert [(prompt, len(new)) for prompt, _, new, _ in plan.prefills] == [(0, 3), (3, 1)]
     read_shape = ReadShape(lanes=4, shared=16, own=20, members=2)
     reads = read_shape.split(scheduler.reads(read_shape, trash=19)[0])
-    np.testing.assert_array_equal(reads.total_2, [6, 0])  # three members in reads of two: twice three pages
+    np.testing.assert_array_equal(reads.total_2, [6, 0])  # three members in reads of two members: twice three pages
     np.testing.assert_array_equal(reads.longest_2, [3, 0])
     np.testing.assert_array_equal(reads.shared_count_U[:6], [8, 8, 3, 8, 8, 3])
     np.testing.assert_array_equal(reads.shared_first_R[:3], [0, 1, 6])
@@ -299,13 +300,13 @@ def test_a_pause_keeps_what_counts():
     for _ in range(3):
         scheduler.plan()
         scheduler.advance()
-    scheduler.pause(0, position=7)  # tokens 2..6 were fed and count; 7..13 do not
+    scheduler.pause(0, position=7)  # tokens 2..6 were fed and count; tokens 7..13 do not
     sample = scheduler.samples[0]
     assert [(s.start, s.count) for s in sample.store.pages] == [(2, 4), (6, 1)]
     scheduler.give(0, 5)
     scheduler.resume(0, left=4)
     plan = scheduler.plan()
-    (feed,) = plan.feeds  # the page that was not full takes the given tokens behind its own
+    (feed,) = plan.feeds  # the page that was not full takes the given tokens after its own tokens
     assert (feed.sample, feed.start, feed.offset) == (sample, 7, 1)
     assert feed.targets == [page.index for page in sample.store.pages[1:3]]
     assert [(start, count) for _, start, count in feed.prior] == [(0, 2), (2, 4)]
@@ -318,7 +319,8 @@ def test_a_pause_keeps_what_counts():
 
 @pytest.mark.parametrize(("left", "fed"), [(4, (12, 7, 2)), (8, (5, 5, 2))])
 def test_what_lies_behind_free_places_is_fed_again_only_where_room_is_short(left, fed):
-    """A sample with pages of 5 and 7 tokens, each of 8 places, is given 2: for 8 more it needs the free places."""
+    """A sample has pages with 5 and 7 tokens, each of 8 places, and gets 2 tokens: for 8 more it needs the free
+    places."""
     shape = PoolShape(shards=1, lanes=1, pages=5, page_tokens=8, steps=4, members=1, sample_pages=3)
     scheduler = Scheduler(shape)
     scheduler.add(0, 1, [(0, 30, None)])

@@ -1,4 +1,4 @@
-"""Seconds of prefill told from seconds of decoding, on sessions whose times are given, and on the engine."""
+"""Seconds of prefill and of decoding are told apart, on sessions with given times, and on the engine."""
 
 import pytest
 
@@ -8,7 +8,7 @@ STEP_S, CALL_S, HOST_S = 0.01, 0.3, 0.05
 
 
 class Device:
-    """Does what it is given in order, beside the host, whose clock `now` is."""
+    """A device that runs programs in order, beside the host; `now` is the host's clock."""
 
     def __init__(self):
         self.now = self.done = 0.0
@@ -33,7 +33,8 @@ class Device:
 
 
 def _played(dispatches: list[tuple[int, int]]) -> Device:
-    """A session that launches a dispatch before it reads the last: (prefill calls before it, decode steps) of each."""
+    """Plays a session that launches each dispatch before it reads the previous one. A dispatch is (prefill calls before
+    it, decode steps)."""
     device = Device()
     for number, (calls, steps) in enumerate(dispatches):
         device.prefill(calls)
@@ -68,10 +69,10 @@ def test_where_no_call_is_timed_all_is_decoding():
 def test_time_without_work_is_nobodys():
     device = Device()
     for pause in (5.0, 0.0, 7.0):
-        device.prefill(0)  # tools answer until then: nothing is launched
+        device.prefill(0)  # no launch until then, while tools answer
         device.now += pause
         device.prefill(1)
-        device.now += HOST_S  # what the host does meanwhile takes nothing of the device's time
+        device.now += HOST_S  # the host's work meanwhile takes none of the device's time
         device.launch(8)
         device.read()
     assert device.meter.seconds() == pytest.approx((3 * CALL_S, 24 * STEP_S))

@@ -1,4 +1,4 @@
-"""Stop strings found incrementally are those found in the text of every prefix."""
+"""Stop strings found incrementally equal those found in the text of every prefix."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -64,7 +64,8 @@ def oracle(strings, decode, tokens):
 
 
 def found(strings, decode, tokens, sizes):
-    """Feeds tokens `sizes` at a time, in turn: (what the finder found, most tokens decoded at once)."""
+    """Feeds tokens in groups of the given `sizes`, in turn; returns (the finder's result, most tokens decoded at
+    once)."""
     widest = 0
 
     def counted(part):
@@ -104,12 +105,13 @@ def test_a_stop_string_is_found_at_its_first_token(name, parts, stops, place, si
 @settings(max_examples=150)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 16), min_size=1, max_size=4))
 def test_any_tokens_at_all(name, data, sizes):
-    """Draws any tokens a model may: no characters, special tokens without text, stop strings in pieces."""
+    """Draws any tokens that a model may draw: bytes of no character, special tokens without text, pieces of stop
+    strings."""
     tokenizer = TOKENIZERS[name]
     stop = data.draw(TEXT)
     pieces = st.one_of(TEXT.map(lambda t: tokenizer.encode(t).ids), st.just([-1] * 7))
     tokens = [t for part in data.draw(st.lists(pieces, max_size=12)) for t in part] + tokenizer.encode(stop).ids
-    if name != "fallback":  # there one byte that is none hides the whole run it is in, from both sides
+    if name != "fallback":  # in this form one invalid byte hides its whole run of bytes, in both directions
         tokens = data.draw(st.lists(st.integers(0, 255), max_size=40)) + tokens
     decode = lambda part: tokenizer.decode([t for t in part if t >= 0])  # noqa: E731
     end, _ = found([stop], decode, tokens, sizes)

@@ -1,4 +1,4 @@
-"""Environments and tools of a user's file, good and bad, for the tests of episodes."""
+"""A user's file of environments and tools, good and bad, for the tests of episodes."""
 
 import asyncio
 import ctypes
@@ -97,7 +97,7 @@ def logged(query: str) -> str:
     _append(query, "begin")
     while _begun(query) < int(pathlib.Path(f"{query}.least").read_text()):
         time.sleep(0.01)
-    # A call beyond the limit begins meanwhile; without such a call the wait changes no outcome.
+    # The wait gives calls beyond the limit time to begin. If there are none, it changes no outcome.
     time.sleep(0.1)
     _append(query, "end")
     return "done"
@@ -154,7 +154,7 @@ def leaves_a_child(query: str) -> str:
 
 
 def leaves_a_daemon(query: str) -> str:
-    """A process in a session of its own, whose parent has ended."""
+    """Leaves a process in a session of its own, whose parent has ended."""
     if not (child := os.fork()):
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
         os._exit(0)
@@ -167,7 +167,7 @@ def seen(query: str) -> str:
 
 
 class Guess:
-    """Seven guesses at a number from 1 to 100; nonsense costs a tenth, at once."""
+    """Allows seven guesses at a number from 1 to 100; an answer that is no number costs a tenth at once."""
 
     async def run(self, task, model):
         secret = 1 + task.seed % 100
@@ -191,7 +191,7 @@ class Raises:
 
 
 class Blocks:
-    """Holds its process, or its interpreter too, where the task says so."""
+    """Blocks its process, or its interpreter too if the task says so."""
 
     async def run(self, task, model):
         turn = await model.say()
@@ -204,7 +204,7 @@ class Blocks:
 
 
 class Dies:
-    """Its process dies whenever it has heard its first turn."""
+    """Its process dies after its first turn."""
 
     async def run(self, task, model):
         await model.say()
@@ -212,7 +212,7 @@ class Dies:
 
 
 class Scribbles:
-    """Writes into its process's pipes, whenever it has heard its first turn, what is no frame."""
+    """Writes bytes that are no frame into its process's pipes after its first turn."""
 
     async def run(self, task, model):
         await model.say()
@@ -223,14 +223,14 @@ class Scribbles:
 
 
 class Mumbles:
-    """An environment that says characters which are no text: lone surrogates."""
+    """An environment whose observations have characters that are no text: lone surrogates."""
 
     async def run(self, task, model):
         await model.say("a\udcffb")
 
 
 class DiesOnce:
-    """Its process dies the first time, as the file that the task names tells."""
+    """Its process dies the first time; the file that the task names tells whether it has."""
 
     async def run(self, task, model):
         lucky = await model.outside("chance", self.chance)
@@ -247,7 +247,7 @@ class DiesOnce:
 
 
 class Differs(DiesOnce):
-    """As DiesOnce, with chance that is not recorded."""
+    """As DiesOnce, but its random choices are not recorded."""
 
     async def run(self, task, model):
         model_outside = model.outside

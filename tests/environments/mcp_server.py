@@ -9,7 +9,7 @@ KIND = sys.argv[1]
 address = {} if KIND == "stdio" else {"host": "127.0.0.1", "port": int(sys.argv[2])}
 try:
     from mcp.server.mcpserver import MCPServer
-except ImportError:  # mcp 1.x, where the address is a setting of the server
+except ImportError:  # in mcp 1.x the address is a setting of the server
     from mcp.server.fastmcp import FastMCP
 
     server, address = FastMCP("tests", **address), {}
@@ -88,7 +88,7 @@ async def logged(query: str) -> str:
         file.write("begin\n")
     while log.read_text().split().count("begin") < int(least.read_text()):
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)  # as in acts.py: a call beyond the limit begins meanwhile
+    await asyncio.sleep(0.1)  # as in acts.py: time for calls beyond the limit to begin
     with log.open("a") as file:
         file.write("end\n")
     return "done"

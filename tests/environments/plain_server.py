@@ -1,4 +1,4 @@
-"""An MCP server by hand, without any package: `plain_server.py PAGES`; its tools are `tool0`, ..., one to a page."""
+"""An MCP server written without any package: `plain_server.py PAGES`; its tools are `tool0`, ..., one per page."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def answer(method, params, pages):
-    """The result of a request, for servers on any transport."""
+    """Returns the result of a request, for servers on any transport."""
     match method:
         case "initialize":
             about = {"name": "plain", "version": "1"}

@@ -1,4 +1,4 @@
-"""The limit of calls: exactly so many are run, in any turns and of any kind, and from there no text is a call."""
+"""The limit of calls: exactly that many calls are run, in any turns and of any kind; later text is never a call."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ WRITTEN = {  # (name of the tool or '' for a call that cannot be read) -> the ca
 
 
 class Scripted:
-    """A model that says what it is told to, and counts the calls that are run."""
+    """A model that writes a given script, and counts the calls that are run."""
 
     def __init__(self, texts, stop):
         self.said, self.seen, self.run, self.spent = iter(texts), [], 0, False
@@ -42,7 +42,7 @@ class Scripted:
     turns=st.lists(st.lists(st.sampled_from(["t", "t", "t", "unknown", ""]), min_size=1, max_size=4), max_size=6),
 )
 def test_exactly_so_many_calls_count(form, most, turns):
-    """Calls that fail count; those of a turn count in their order; what comes after the refusal is text."""
+    """Failed calls count; calls of a turn count in their order; text after the refusal is never a call."""
     if form == "call_tool":
         turns = [[name] for turn in turns for name in turn]
     model = Scripted(["".join(map(WRITTEN[form], turn)) for turn in turns], stop=form == "hermes")

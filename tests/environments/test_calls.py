@@ -1,4 +1,4 @@
-"""Calls as models write them, outputs as they read them, and the cut of what is too long."""
+"""Calls as models write them, outputs as models read them, and the cut of outputs that are too long."""
 
 import html
 import json
@@ -49,7 +49,7 @@ SCHEMAS = [{}, {"properties": {"x": True, "n": {"type": ["integer", "null"]}, "l
 
 
 def read(parser, text):
-    """Every function of this package that reads a model's or a tool's words, on one text; the calls that it holds."""
+    """Runs every function of the package that reads a model's or a tool's words on one text; returns its calls."""
     form = format_of(parser, ["t"])
     found = [call for stop in [*form.stop, "eos", "length"] for call in form.calls(text, stop)]
     found += [call for stop in form.stop for call in form.calls(text + stop, stop)]
@@ -57,7 +57,7 @@ def read(parser, text):
         assert (call.problem or call.name) and len(call.problem) < 400
         for schema in SCHEMAS:
             fitted = calls.fitted(dr_tulu.arguments("t", call.arguments, schema), schema, "query")
-            json.loads(json.dumps({"frame": {"in": {"frames": fitted}}}))  # as it goes to the tool
+            json.loads(json.dumps({"frame": {"in": {"frames": fitted}}}))  # in the form that the tool gets
     for text_ in (text, json.dumps(text)):
         assert all(isinstance(one, str) for one in dr_tulu.documents(text_))
     for kind in ("integer", "number", "boolean", "array", "object"):
@@ -76,7 +76,7 @@ def test_any_text_is_read_or_refused(parser, text):
 
 @pytest.mark.parametrize("parser", PARSERS)
 def test_time_is_linear_in_the_length(parser):
-    """Each piece alone and each pair of pieces, repeated: any quadratic reader would take minutes here."""
+    """Repeats each piece and each pair of pieces: a quadratic reader would take minutes here."""
     for first in PIECES:
         read(parser, first * (200_000 // len(first)))
         read(parser, f"{first} \n" * 20_000)

@@ -1,4 +1,4 @@
-"""Tests /v1/responses and /v1/messages: both are translations to and from one request of chat completions."""
+"""Tests /v1/responses and /v1/messages: both are translated to and from a request of chat completions."""
 
 import json
 

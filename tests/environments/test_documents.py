@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md and docs/tools.md, run as they stand there."""
+"""The examples of docs/environments.md and docs/tools.md run as they are printed."""
 
 import pathlib
 import re
@@ -16,7 +16,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 def example(name, folder, **replaced):
-    """Writes the block of the pages that begins with the file's name; the file."""
+    """Writes the pages' code block that begins with the file's name; returns the file."""
     text = "".join((DOCS / page).read_text() for page in ("environments.md", "tools.md"))
     code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if name in block)
     for old, new in replaced.items():

@@ -42,7 +42,7 @@ def shared():
 
 
 def place(desk):
-    """Host and port of a desk."""
+    """Returns host and port of a desk."""
     host, _, port = desk.address.removeprefix("http://").removesuffix("/v1").partition(":")
     return host, int(port)
 
@@ -190,7 +190,7 @@ def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
     ]
     assert Client(shared, body=HI, retry=2).json()[1]["id"] == "chatcmpl-a1"
     assert not shared.poll(0.0)
-    own = Client(shared, body=HI)  # no retry: a request of its own
+    own = Client(shared, body=HI)  # no retry but a request of its own
     ((number, _),) = events(shared, 1)
     shared.tell(number, answer("ho", id="a2"))
     assert own.json()[1]["id"] == "chatcmpl-a2"
@@ -220,7 +220,7 @@ def test_a_client_that_hangs_up_drops_its_request(desk):
     assert newer != number and wanted is not None
 
 
-# The application in this process, where a test knows what the server has noticed.
+# The application runs in this process, where a test can see what the server has noticed.
 
 
 class Asgi:
@@ -243,7 +243,7 @@ class Asgi:
         return AsgiClient(self.endpoint, body, retry)
 
     async def settled(self, count):
-        """Waits until `count` frames are there and no task can go on."""
+        """Waits until `count` frames have come and no task can go on."""
         async with asyncio.timeout(PATIENCE_S):
             while len(self.frames) < count:
                 await asyncio.sleep(0)
@@ -300,7 +300,7 @@ def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
         back = asgi.client(HI, retry=1)
         await asgi.settled(1)
         asgi.end_graces()
-        assert len(await asgi.settled(1)) == 1  # neither dropped nor asked again
+        assert len(await asgi.settled(1)) == 1  # neither dropped nor repeated
         await back.hang_up()
         asgi.end_graces()
         assert (await asgi.settled(2))[1:] == [{"drop": number}] and not asgi.delivered

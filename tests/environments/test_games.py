@@ -60,7 +60,7 @@ def test_a_game_for_one_is_a_function_of_its_seed():
     for says, done in games:
         texts = [say.observation for say in says]
         assert "between 1 and 8" in texts[0]
-        assert texts[1:] == ["The target number is higher."] * (len(texts) - 1)  # only what is new, without the action
+        assert texts[1:] == ["The target number is higher."] * (len(texts) - 1)  # only the new text, without the action
         assert done.reward == 1.0 and done.metrics["steps"] == len(says)
     assert random.getstate() == before
 
@@ -69,7 +69,7 @@ def test_a_game_for_two_has_an_opponent():
     pytest.importorskip("textarena", reason="needs the package textarena")
     for says, done in played("noughts", ["[4]", "[4]", "[4]"]):
         assert "Tic Tac Toe" in says[0].observation and "[0]" in says[1].observation
-        assert done.reward == -1.0  # the cell is taken: an invalid move, twice, loses the game
+        assert done.reward == -1.0  # the cell is taken; a second invalid move loses the game
 
 
 def test_a_game_of_gymnasium_is_a_stepped_environment():

@@ -1,4 +1,4 @@
-"""The journal of a job of several processes: its leader keeps the records of those that have no run directory."""
+"""The journal of a job of several processes: the leader keeps the records of processes without a run directory."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,8 @@ def test_the_leader_has_an_answer_before_it_is_used(pods, files, tmp_path):
 
 
 def test_a_host_that_takes_samples_over_looks_for_their_answers_again(pods, files):
-    """A host that takes over reads the step's journal again: the lost host wrote more after the first reading."""
+    """A host that takes over reads the step's journal again, because the lost host wrote more after the first
+    reading."""
     journal, other = at(pods[1]), Task("p", step=7, index=3, sample=0)
     assert find(journal, 0, "sea", other) is None
     add(journal, 0, "sea", {"text": "green"}, other)
@@ -90,7 +91,7 @@ def test_a_record_that_is_sent_twice_is_written_once(pods, files, tmp_path):
 
 @contextlib.contextmanager
 def slow_disk(monkeypatch, seconds=0.05):
-    """A disk that takes its time, and a list of what it has taken: the sizes of the files."""
+    """Makes the disk slow, and returns a list of the file sizes at each sync."""
     taken, sync = [], os.fsync
 
     def fsync(file):
@@ -113,12 +114,12 @@ def test_an_answer_is_on_the_disk_before_it_is_used_and_many_go_there_together(f
 
     with slow_disk(monkeypatch) as taken:
         assert asyncio.run(several()) == [True] * 100
-    assert len(taken) <= 4  # the first record's, its file's name, and the others'
+    assert len(taken) <= 4  # syncs of the first record, of its file's name, and of the other records
     assert len((tmp_path / "outside" / "7.jsonl").read_text().splitlines()) == 100
 
 
 def test_hosts_wait_for_the_leaders_disk_but_not_for_each_other(pods, files, monkeypatch, tmp_path):
-    """Answers of hosts go to the disk together, and its wait holds up nothing else that the leader serves."""
+    """Answers of hosts are synced together, and the wait for the disk holds up none of the leader's other services."""
     served, sync, taken = threading.Event(), os.fsync, []
 
     def fsync(file):

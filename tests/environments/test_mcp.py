@@ -50,7 +50,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def stdio():
-    """All tools of the server, and DR-Tulu's two by their names."""
+    """Gives all tools of the server, and DR-Tulu's two tools by their names."""
     known = MCPServer(STDIO, names=("snippet_search", "browse_webpage", "floods", "huge", "closes"))
     rest = MCPServer(STDIO, names=("add", "dies_once", "dies", "pid", "sum"), aliases={"sum": "add"}, retries=1)
     late = MCPServer(STDIO, names=("slow",), deadline_s=1.0)
@@ -117,7 +117,7 @@ def test_no_more_calls_at_once_than_a_server_may_have(tmp_path):
 
 @pytest.mark.slow
 def test_a_call_is_made_again_after_the_process_of_the_sessions_died():
-    """The servers it started die with it, and new ones answer; where it dies at every call the job ends."""
+    """The servers that the process started die with it, and new ones answer; if it dies at every call, the job ends."""
     made = config(MCPServer(STDIO, names=("slow", "pid")))
     others = set(processes())
     with Episodes(made, Limits(), journal=None) as episodes:
@@ -148,7 +148,7 @@ def waiting(episodes, turn):
 
 
 def sessions(others):
-    """The child that talks to servers, but for others."""
+    """Lists the child processes that talk to servers, except `others`."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         for number in set(processes()) - others:
@@ -256,7 +256,7 @@ def test_a_command_sees_the_secrets_that_are_named_and_nobody_else_does(tmp_path
 
 
 class Network(http.server.BaseHTTPRequestHandler):
-    """The plain server over streamable http, for those who know the token."""
+    """The plain server over streamable http, for clients that have the token."""
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

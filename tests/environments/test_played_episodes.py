@@ -1,4 +1,4 @@
-"""Episodes in their workers: limits, faults of tools and environments, replay, the journal, and what is left behind."""
+"""Episodes in their workers: limits, faults of tools and environments, replay, the journal, leftover processes."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def call(tool, query="", **attributes):
 
 
 def play(episodes, turns, task=TASK, number=0):
-    """Plays one episode with the turns of a list, or made of each Say by a function; its Says and its Done."""
+    """Plays one episode; its turns come from a list, or from a function of each Say. Returns its Says and its Done."""
     says: list[Say] = []
     if isinstance(turns, list):
         left = iter(turns)
@@ -78,7 +78,7 @@ def outputs(says):
 
 @pytest.fixture(scope="module")
 def tools():
-    """Starts one set of workers with all tools, for tests that need no settings of their own."""
+    """Starts one set of workers with all tools, shared by tests that need no other settings."""
     made = config(tools=TOOLS, max_tool_calls=50, call_deadline_s=1.0, concurrency=2)
     with Episodes(made, Limits(environment=("MY_API_KEY",)), journal=None) as episodes:
         yield episodes
@@ -96,7 +96,7 @@ def test_a_sample_calls_a_tool_and_goes_on(tools):
 
 
 def test_every_call_is_told_of_with_its_time_and_failure(tmp_path):
-    """Answers of the journal are no calls, and not told of."""
+    """Answers from the journal are no calls and are not reported."""
     told = []
     task = Task("p", index=1, sample=2, step=3)
     turns = [call("calculator", "40+2"), call("calculator", "no sum"), Turn("end")]
@@ -116,7 +116,7 @@ def test_every_call_is_told_of_with_its_time_and_failure(tmp_path):
 
 
 def test_calls_of_chat_models_are_answered_by_messages_of_tools():
-    """Two calls in one turn: two messages. A turn that a limit ended is none, whatever it holds."""
+    """Two calls in one turn give two messages. A turn that a limit ended has no calls, whatever its text is."""
     text = '<tool_call>{"name": "calculator", "arguments": {"query": "%s"}}</tool_call>'
     with Episodes(config(tools=["calculator"], parser="qwen3"), Limits(), journal=None) as episodes:
         assert episodes.parser == "qwen3"
@@ -230,7 +230,7 @@ def test_what_tools_return_becomes_text(tools):
 
 
 def test_who_waits_is_named(tools):
-    """Four calls, two at a time; all that wait are named, for a turn as for an answer."""
+    """Makes four calls, two at a time; all waiting samples are named, whether they wait for a turn or an answer."""
     for number in range(4):
         tools.start(number, Task("p", sample=number, index=17))
     waiting, done, order = set(), 0, []
@@ -293,7 +293,7 @@ def test_an_episode_ends_at_its_deadline():
 
 @pytest.mark.parametrize("what", ["process", "interpreter"])
 def test_code_that_blocks_costs_its_own_episode_only(what):
-    """One of three episodes of a worker sleeps for ever: it is dropped, the others go on in a new worker."""
+    """One of a worker's three episodes sleeps for ever: it is dropped, and the others go on in a new worker."""
     with Episodes(config("Blocks", blocked_s=1.0), Limits(), journal=None) as episodes:
         for number in range(3):
             episodes.start(number, Task("p", {"blocks": what * (number == 1)}, sample=number))
@@ -307,7 +307,7 @@ def test_code_that_blocks_costs_its_own_episode_only(what):
                     continue
                 says.append((message.episode, message.observation))
                 waiting.append(message)
-            if len(says) == 3 and waiting:  # all have said one thing: now the second blocks before the third goes on
+            if len(says) == 3 and waiting:  # all have written one turn: now the second blocks before the third goes on
                 for number in (0, 1, 2):
                     episodes.turn(number, Turn(f"t{number}"))
                 waiting = []
@@ -320,7 +320,7 @@ def test_code_that_blocks_costs_its_own_episode_only(what):
 
 
 def test_no_episode_answers_for_others_that_block():
-    """Four that block one after the other cost the fifth no life, of which it has three."""
+    """Four episodes block one after the other; the fifth loses none of its three lives."""
     with Episodes(config("Blocks", blocked_s=0.5), Limits(), journal=None) as episodes:
         episodes.start(0, Task("p"))
         (waits,) = episodes.poll(30)
@@ -376,7 +376,8 @@ def most_at_once(episodes, log, samples, least):
 
 
 def test_an_episode_goes_on_after_its_worker_died(tmp_path):
-    """Killed between two turns: the replay gives the recorded answer, and only the new observation comes."""
+    """The worker is killed between two turns: the replay uses the recorded answer, and only the new observation
+    comes."""
     with Episodes(config("DiesOnce"), Limits(), journal=None) as episodes:
         says, done = play(episodes, [Turn("a"), Turn("bb")], Task("p", {"mark": str(tmp_path / "died")}))
     assert (tmp_path / "died").exists()
@@ -396,7 +397,7 @@ def test_an_observation_that_differs_on_a_replay_is_refused(tmp_path):
 
 
 def test_answers_come_from_the_journal_of_the_run_before(tmp_path):
-    """A tool that answers at random gives, in a run that is started again, what it gave in the one that was killed."""
+    """In a run that is started again, a tool that answers at random gives the answers of the killed run."""
     task = Task("p", step=7, index=2, sample=1)
     turns = [call("chance", "a"), call("chance", "b"), Turn("end")]
     made = config(tools=["chance"])
@@ -412,11 +413,11 @@ def test_answers_come_from_the_journal_of_the_run_before(tmp_path):
     assert run(turns) == (first, [True, True])
     lines = (tmp_path / "7.jsonl").read_text().splitlines(keepends=True)
     assert len(lines) == 2 and json.loads(lines[0])["answer"]["text"] == first[0]
-    (tmp_path / "7.jsonl").write_text(lines[0] + lines[1][:20])  # killed while it wrote the second
+    (tmp_path / "7.jsonl").write_text(lines[0] + lines[1][:20])  # the run was killed while it wrote the second record
     again, replayed = run(turns)
     assert again[0] == first[0] and again[1] != first[1] and replayed == [True, False]
     assert run(turns) == (again, [True, True])
-    other, replayed = run([turns[1], turns[0], turns[2]])  # other requests are not answered with these
+    other, replayed = run([turns[1], turns[0], turns[2]])  # these answers do not answer other requests
     assert set(other).isdisjoint(again) and replayed == [False, False]
     evaluated, replayed = run(turns, Task("p", step=7, index=2, sample=1, mode="eval"))
     assert set(evaluated).isdisjoint(again) and replayed == [False, False]
@@ -465,7 +466,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["ended", "killed"])
 def test_what_a_tool_detached_ends_with_the_job(how, tmp_path):
-    """Also where the job was killed: `sleep 1000` has neither its parent, nor its group, nor its session."""
+    """This also holds if the job was killed: `sleep 1000` shares neither parent, nor group, nor session with the
+    tool."""
     before = set(processes())
     (tmp_path / "job.py").write_text(DETACHES.format(path=[str(ACTS.parent), str(ACTS.parents[1])]))
     code = subprocess.run([sys.executable, tmp_path / "job.py", how], check=False).returncode
@@ -519,7 +521,7 @@ def test_a_record_names_its_environment():
     wanted = call("calculator", "2+2")
     with Episodes(settings, Limits(), journal=None) as episodes:
         for named, turns, outcome in [
-            ({}, [wanted, Turn("end")], (1, None)),  # of env.environment, which runs the call
+            ({}, [wanted, Turn("end")], (1, None)),  # the time limit of env.environment, which runs the call
             ({"env": "somebody's"}, [wanted, Turn("end")], (1, None)),  # a field of the user's own
             ({"env": "none"}, [wanted], (0, None)),
             ({"env": others[0]}, [Turn("5")] * 9, (6, 0.0)),
@@ -535,7 +537,7 @@ def test_a_tool_without_a_name_is_refused():
 
 
 def processes():
-    """Descendants of this process, and orphans of its workers, that live."""
+    """Lists the live descendants of this process, and live orphans of its workers."""
     found = []
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:

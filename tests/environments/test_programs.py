@@ -1,4 +1,5 @@
-"""Tests agent programs in processes of their own: what they ask is trained, and what fails is lost and counted."""
+"""Tests agent programs in processes of their own: their requests are trained; a failed program's sample is lost and
+counted."""
 
 import json
 import pathlib
@@ -225,7 +226,8 @@ ROW = ("tokens_BT", "piece_BT", "mask_BT", "logprob_BT", "turn_reward_BT")
 
 
 def test_a_killed_run_asks_no_program_again_for_an_episode_that_had_finished(play, tmp_path, caplog):
-    """The journal as a kill leaves it after each episode: what it holds is unchanged, and the rest is asked again."""
+    """The journal is cut as a kill leaves it after each episode: its episodes are unchanged, and the others are played
+    again."""
 
     def run(lines, **how):
         (tmp_path / "asked").write_text("")

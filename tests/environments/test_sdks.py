@@ -1,4 +1,4 @@
-"""Tests clients that agents are written with, where their packages are here: answers, calls of tools, streams."""
+"""Tests the SDKs of agents whose packages are installed: answers, calls of tools, streams."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,7 @@ DESCRIBED = {"name": "calculator", "description": "Adds."}
 
 
 def reply(wanted):
-    """Answers as a model would: with a call while it has tools and no output yet, then with the output."""
+    """Answers as a model would: with a call if it has tools and no output yet, else with the output."""
     last = wanted.ask.messages[-1]
     if last["role"] == "tool":
         text, stop = f"It is {last['content']}.", "eos"
@@ -29,7 +29,7 @@ def reply(wanted):
 
 @pytest.fixture(scope="module")
 def desk():
-    """A desk whose requests are answered, and the list of them as `seen`."""
+    """Yields a desk that answers its requests, which are listed in `seen`."""
     with Desk(FrontSettings(context_tokens=64), Limits()) as desk:
         done = threading.Event()
 
@@ -126,7 +126,7 @@ def test_an_agent_of_openai_agents_uses_its_tool(desk, form):
 
 def test_an_agent_of_smolagents_uses_its_tool(desk):
     smolagents = pytest.importorskip("smolagents", reason="needs package smolagents, with package openai")
-    tool = smolagents.tool  # it warns of a decorator of another name
+    tool = smolagents.tool  # the package warns about a decorator's other name
 
     @tool
     def calculator(query: str) -> str:

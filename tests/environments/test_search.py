@@ -19,8 +19,8 @@ from podrl.workers.user_code import Limits
 def test_scores_are_bm25s():
     index = Index([Document("", "red apple"), Document("", "green apple apple"), Document("", "blue sky")])
     # Three documents of 2, 3 and 2 words, 7/3 on average; 'apple' is in two: ln(1 + 1.5 / 2.5) = 0.470004.
-    # Once in 2 words: 2.2 / (1 + 1.2 (0.25 + 0.75 * 6 / 7)) = 1.062069.
-    # Twice in 3 words: 4.4 / (2 + 1.2 (0.25 + 0.75 * 9 / 7)) = 1.272727.
+    # A word that occurs once in 2 words: 2.2 / (1 + 1.2 (0.25 + 0.75 * 6 / 7)) = 1.062069. A word that occurs twice in
+    # 3 words: 4.4 / (2 + 1.2 (0.25 + 0.75 * 9 / 7)) = 1.272727.
     (first, second) = index.best("Apple", 10)
     assert second == (pytest.approx(0.470004 * 1.062069, abs=1e-5), index.documents[0])
     assert first == (pytest.approx(0.470004 * 1.272727, abs=1e-5), index.documents[1])

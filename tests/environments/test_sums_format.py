@@ -1,4 +1,4 @@
-"""The form that a checkpoint of the sums learned is the one in which a calculator answers it."""
+"""The checkpoint of the sums writes its calls in the form that the calculator reads and answers."""
 
 from podrl.data.sums import GENERATOR
 from podrl.data.template import CALL_END

@@ -1,4 +1,4 @@
-"""Python tools in the process they run in: the schemas of their parameters, and the arguments that they get."""
+"""Python tools in their process: the schemas of their parameters, and the arguments that they get."""
 
 import enum
 import json
@@ -17,7 +17,7 @@ class Color(enum.Enum):
 
 
 def told(hint):
-    """A tool that says what it got for its parameter of this annotation."""
+    """Makes a tool that returns the argument it got for a parameter with this annotation."""
 
     def tool(x):
         return repr(x)

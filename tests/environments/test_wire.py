@@ -1,4 +1,4 @@
-"""Tests the dialects of the front: parsed requests, fields that are refused by name, written answers and streams."""
+"""Tests the dialects of the front: parsing of requests, fields refused by name, written answers and streams."""
 
 import dataclasses
 import itertools
@@ -284,7 +284,7 @@ def test_a_stream_tells_what_the_whole_answer_tells(dialect, text, cuts, stop, n
     """The chunks of a stream join to the whole answer, for all parts of the answer and all stop strings."""
     first = min((place for s in stop if (place := text.find(s)) >= 0), default=None)
     met = ""
-    if first is not None:  # the engine ends an answer with the first stop string that is whole
+    if first is not None:  # the engine ends an answer at the first complete stop string
         ends = [text.find(s) + len(s) for s in stop if s in text]
         text = text[: min(ends)]
         met = max((s for s in stop if text.endswith(s)), key=len)
@@ -298,7 +298,7 @@ def test_a_stream_tells_what_the_whole_answer_tells(dialect, text, cuts, stop, n
         body = body | limits | {"stream": True, "return_token_ids": True}
     wanted = dialect.read(body, MODELS, "hermes")
     stream, chunks = dialect.Stream(wanted, "a", 1, "hermes"), []
-    # Parts never hold a whole stop string: the answer has ended then.
+    # Parts never hold a whole stop string, because it would have ended the answer.
     places = sorted({0, *(cut for cut in cuts if cut < len(text) - (len(met) > 0))})
     for begin, end in itertools.pairwise(places):
         part = Choice(text[begin:end], choice.tokens[begin:end], choice.logprobs[begin:end], choice.pieces[begin:end])

@@ -1,8 +1,8 @@
 """A gcloud that records its calls and runs the given commands on N workers, each a local home directory.
 
-Reads FAKE_TPU_ROOT: `calls.jsonl` is appended there, `w0`, `w1`, ... are the workers' homes, and those in a folder of a
-TPU's name are that TPU's. The metadata server of worker N answers under http://FAKE_TPU_METADATA/wN.
-What is copied to gs:// goes to the storage emulator at STORAGE_EMULATOR_HOST.
+In the directory FAKE_TPU_ROOT, calls are appended to `calls.jsonl`, and `w0`, `w1`, ... are the workers' homes; a
+folder named after a TPU holds the homes of that TPU's workers. The metadata server of worker N answers under
+http://FAKE_TPU_METADATA/wN. Copies to gs:// go to the storage emulator at STORAGE_EMULATOR_HOST.
 """
 
 import concurrent.futures
@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
         assert any(word.startswith("--zone=") for word in words)
         sys.stdout.write("".join(f"{path.name}\n" for path in root.glob("w*")))
         return 0
-    if words[1] in ("ssh", "scp"):  # of one instance, whose name is its home's
+    if words[1] in ("ssh", "scp"):  # of one instance, whose name is the name of its home
         host = next(word for word in words[2:] if re.match(r"w\d", word))
         words = ["compute", "tpus", "tpu-vm", *words[1:], f"--worker={host.partition(':')[0]}"]
     assert words[:3] == ["compute", "tpus", "tpu-vm"], words
@@ -64,7 +64,7 @@ def main(words: list[str]) -> int:
             "PODRL_TPU_DEVICES": str(home / "dev"),
             "PODRL_RESTART_DELAY": "0",
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
-            "PODRL_PROCESS_INDEX": home.name.removeprefix("w"),  # read only where the test says the platform is local
+            "PODRL_PROCESS_INDEX": home.name.removeprefix("w"),  # read only if the test sets the platform to local
         }
         return subprocess.run(["bash", "-c", flags["command"]], cwd=home, env=environment, check=False).returncode
 

@@ -6,8 +6,8 @@ SECRET = "what the Secret holds"
 
 
 def pods(document: dict) -> list[dict[str, str]]:
-    """The environment of every pod: labels as the JobSet and Job controllers set them, $(NAME) as the kubelet fills
-    them in, and the variables GKE injects into TPU pods of a JobSet."""
+    """Returns the environment of every pod: labels as the JobSet and Job controllers set them, $(NAME) as the kubelet
+    expands it, and the variables that GKE injects into TPU pods of a JobSet."""
     name = document["metadata"]["name"]
     found = []
     for replicated in document["spec"]["replicatedJobs"]:
@@ -38,7 +38,7 @@ def pods(document: dict) -> list[dict[str, str]]:
                         assert match, path
                         value = labels[match[1]]
                     else:
-                        # Only variables that stand before it in the list are expanded.
+                        # Only variables before this one in the list are expanded.
                         value = re.sub(r"\$\((\w+)\)", lambda m, e=environment: e[m[1]], variable["value"])
                     environment[variable["name"]] = value
                 found.append(environment)

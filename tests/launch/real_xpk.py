@@ -27,7 +27,7 @@ def interpreter() -> pathlib.Path:
 def manifest(command: Sequence[str], folder: pathlib.Path) -> dict:
     """Returns the JobSet that xpk would submit for a command of launch.xpk; writes it to `folder` on the way."""
     path = folder / "manifest.yaml"
-    # --dry-run --skip-validation: no cluster, no gcloud, no docker; --project-number spares a look-up.
+    # --dry-run --skip-validation need no cluster, no gcloud and no docker; --project-number avoids a look-up.
     more = [f"--output-manifest-file={path}", "--dry-run", "--skip-validation", "--project-number=1"]
     words = [str(program()), *command[1:], *more]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""Jobs that pods would refuse once they run are refused before anything is submitted."""
+"""Jobs that would fail when their pods start are refused before anything is submitted."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_jobs_that_can_run_are_taken():
     submission.check_job("elsewhere.py", ["--config.roles.trainer.mesh=fsdp=-1"], {"all": 16})
     submission.check_job(
         GEMMA, [*PLACES, "--config.roles.eval.hosts=3"], {"trainer": 8, "rollout": 12}
-    )  # some evaluate
+    )  # some hosts evaluate
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_configuration_file_of_this_machine_is_refused(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def get_config():\n    return {}\n")
     with pytest.raises(ValueError, match=r"--config=mine\.py is a file on this machine"):
         submission.check_job("mine.py", [], {})
-    submission.check_job(str(tmp_path / "mine.py"), [], {})  # as it is in the image
+    submission.check_job(str(tmp_path / "mine.py"), [], {})  # the path in the image
 
 
 def test_the_launchers_ask(capsys):

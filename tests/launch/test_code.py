@@ -1,4 +1,4 @@
-"""A user's code on its way to the hosts: what goes along, under which name, and what relative paths then mean."""
+"""A user's code on its way to the hosts: which files are sent, under which name, and what relative paths then mean."""
 
 import hashlib
 import io
@@ -36,7 +36,7 @@ def get_config():
 
 
 def write(root: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
-    """Writes files, by their paths below a directory."""
+    """Writes files; keys are their paths below a directory."""
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
@@ -79,7 +79,7 @@ def test_histories_caches_and_runs_stay_here(project):
     here = (".git/config", "mine/.git", "mine/__pycache__/a.pyc", ".venv/bin/x.py", "runs/a/notes.txt", "b.pyc", ".env")
     write(project, dict.fromkeys((*here, "out/metrics.jsonl", "out/checkpoints/1/x.txt"), "x"))  # a run of any name
     assert names(submission.read_code(project)) == before
-    write(project, {"mine/runs/__init__.py": ""})  # a package of that name is code
+    write(project, {"mine/runs/__init__.py": ""})  # but a package of that name is code
     assert names(submission.read_code(project)) == {*before, "mine/runs/__init__.py"}
 
 
@@ -215,7 +215,7 @@ def test_directories_that_are_no_code_are_refused(project, tmp_path, monkeypatch
     ],
 )
 def test_relative_paths_lie_in_the_code(project, config, extra, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # what lies here is no matter
+    monkeypatch.chdir(tmp_path)  # files here do not matter
     submission.check_job(config, extra, {}, code=submission.read_code(project))
 
 
@@ -262,7 +262,7 @@ def test_a_configuration_file_goes_along_with_what_it_names(project, tmp_path, m
 
 
 def _fake_gcloud(folder: pathlib.Path, monkeypatch) -> pathlib.Path:
-    """Puts a gcloud on PATH that keeps what it is given for each URL; returns where."""
+    """Puts a gcloud on PATH that stores the content for each URL; returns the storage directory."""
     kept = folder / "kept"
     kept.mkdir()
     program = folder / "gcloud"
@@ -302,7 +302,7 @@ def test_the_launchers_send_it_and_say_so(project, tmp_path, monkeypatch, capfd)
 
 
 def _sent(code: submission.Code, folder: pathlib.Path) -> str:
-    """Puts the archive where a host finds it."""
+    """Puts the archive at the path where a host looks for it."""
     file = folder / code.url("run").rpartition("/")[2]
     file.write_bytes(code.archive)
     return str(file)
@@ -360,7 +360,7 @@ def test_a_host_unpacks_nothing_outside_its_directory(tmp_path, name, link):
     file.write_bytes(out.getvalue())
     inner = tmp_path / "inner"
     inner.mkdir()
-    if name.startswith("/"):  # becomes a path of the directory
+    if name.startswith("/"):  # becomes a path in that directory
         assert (bundle.unpack(str(file), inner) / "dev" / "x").is_file()
         return
     with pytest.raises(ValueError, match="is no archive that launch/ made"):

@@ -28,7 +28,7 @@ def normal(name: str) -> str:
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
-    """Maps each package to its version and hashes, with those of included files."""
+    """Maps each package to its version and hashes, packages of included files too."""
     found = {}
     for line in re.sub(r" \\\n\s*", " ", (ROOT / name).read_text()).splitlines():
         if line.startswith("-r "):
@@ -79,7 +79,7 @@ def test_an_image_has_the_extras_that_its_build_names(extras, wanted, tmp_path):
     (loop,) = [part for part in install.split(" && ") if part.startswith("for ")]
     environment = {"LOCK": arguments()["LOCK"], "EXTRAS": extras}
     loop = loop.replace("/locks/", f"{tmp_path}/")
-    subprocess.run(["sh", "-euc", loop], env=environment, check=True)  # the shell of RUN
+    subprocess.run(["sh", "-euc", loop], env=environment, check=True)  # the shell that RUN uses
     assert (tmp_path / "all.txt").read_text().splitlines() == [f"-r {name}" for name in wanted]
     assert set(wanted) <= set(LOCKS) and arguments()["EXTRAS"] == '""'
 

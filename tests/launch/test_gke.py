@@ -1,4 +1,4 @@
-"""The JobSet of launch.gke: published schemas, its documented policies, and the ranks its pods find."""
+"""The JobSet of launch.gke: published schemas, documented policies, and the ranks that its pods find."""
 
 import copy
 import pathlib
@@ -82,10 +82,10 @@ def test_failures_are_sorted_by_whose_they_are():
 
 
 def action(document: dict, code: int, disrupted: bool = False) -> str:
-    """Follows a failed trainer pod through the Job's rules and the set's, as Kubernetes and JobSet do.
+    """Follows a failed trainer pod through the rules of the Job and of the JobSet, as Kubernetes and JobSet do.
 
     The messages are those of kubernetes 1.34, pkg/controller/job/pod_failure_policy.go; a Job whose pod matches no rule
-    is past its backoffLimit of 0.
+    exceeds its backoffLimit of 0.
     """
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for index, rule in enumerate(job(document, "trainer")["template"]["spec"]["podFailurePolicy"]["rules"]):
@@ -199,12 +199,12 @@ def check_admission(document: dict) -> None:
             assert codes == sorted(set(codes)) and 1 <= len(codes) <= 255
             assert rule["onExitCodes"]["operator"] in {"In", "NotIn"}
             assert rule["onExitCodes"]["containerName"] == container["name"]
-        for port in container["ports"]:  # on a host's network the container's port is the host's
+        for port in container["ports"]:  # on a host's network the container's port is the host's port
             assert re.fullmatch(r"(?=.*[a-z])[a-z0-9]([-a-z0-9]{0,13}[a-z0-9])?", port["name"])
             assert port.get("hostPort", port["containerPort"]) == port["containerPort"]
         assert len({port["name"] for port in container["ports"]}) == len(container["ports"])
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
-        assert container["resources"]["limits"] == container["resources"]["requests"]  # as for every device
+        assert container["resources"]["limits"] == container["resources"]["requests"]  # as for every device's resource
         labels = batch["template"]["metadata"]["labels"] | document["metadata"]["labels"]
         assert all(re.fullmatch(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", value) for value in labels.values())
         for variable in container["env"]:
@@ -340,7 +340,7 @@ def test_prints_without_apply_and_pipes_to_kubectl_with_it(tmp_path, monkeypatch
     assert gke.main([*flags, "--apply"]) == 3
     secret, policy, applied = yaml.safe_load_all(received.read_text())
     assert policy == shown_policy
-    assert secret["metadata"]["name"] != channel  # a new one for every submission
+    assert secret["metadata"]["name"] != channel  # a new secret for every submission
     channel = secret["metadata"]["name"]
     labels = {"app.kubernetes.io/name": "podrl", "app.kubernetes.io/instance": "podrl"}
     assert secret["metadata"] == {"name": channel, "namespace": "default", "labels": labels}
@@ -356,7 +356,7 @@ def test_prints_without_apply_and_pipes_to_kubectl_with_it(tmp_path, monkeypatch
         }
         assert {"name": "NOTE", "value": "n"} in container["env"]
     assert (tmp_path / "arguments").read_text() == "apply -f -\n"
-    # The Secret's content is printed nowhere; the comments in its place say how to make one by hand.
+    # The Secret's content is printed nowhere; comments in its place say how to make a Secret by hand.
     everything = printed + planned.out + planned.err + "".join(capfd.readouterr())
     assert "w4ndb" not in everything and secret["stringData"]["secret"] not in everything
     assert not re.search(r"\b[0-9a-f]{32}\b", everything)
@@ -377,7 +377,7 @@ def test_only_the_jobs_own_pods_reach_them(capfd):
         "ingress": [{"from": [{"podSelector": own}]}],
     }
     assert policy["metadata"]["namespace"] == "research"
-    # Policies do not reach pods on the network of their hosts, so that is asked for.
+    # Policies do not apply to pods on their hosts' network, so the host network must be requested.
     assert "hostNetwork" not in pod_spec(jobset(), "trainer")
     pod = pod_spec(jobset("--host_network"), "trainer")
     assert pod["hostNetwork"] is True and pod["dnsPolicy"] == "ClusterFirstWithHostNet"

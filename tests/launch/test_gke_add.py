@@ -1,4 +1,4 @@
-"""Rollout hosts added to a JobSet that runs: what their pods are, find and are told."""
+"""Rollout hosts added to a running JobSet: their pods, the addresses they find, and their variables."""
 
 import json
 import re
@@ -16,7 +16,7 @@ CHANNEL = "run1-trainer-0-0.run1:8490"
 
 
 def running(*flags: str) -> dict:
-    """A set of launch.gke as the cluster gives it: with an identity, and what the queue wrote to its pods."""
+    """Returns a set of launch.gke as the cluster shows it: with an identity, and the queue's changes to its pods."""
     document = jobset("--name=run1", *flags, channel="run1-channel-abc123")
     document["metadata"]["uid"] = UID
     for replicated in document["spec"]["replicatedJobs"]:
@@ -36,7 +36,7 @@ def added(runs: dict, *flags: str) -> dict:
 def test_added_pods_are_those_of_the_job_and_join_its_trainer():
     flags = ("--env=WANDB_API_KEY=w4ndb", "--env=A=b", "--service_account=s", "--", "--config.trainer.max_steps=3")
     document = added(running(*flags), "--slices=3")
-    runs = jobset("--name=run1", *flags, channel="run1-channel-abc123")  # before the queue wrote to it
+    runs = jobset("--name=run1", *flags, channel="run1-channel-abc123")  # before the queue changed it
     theirs, mine = (job(each, "rollout")["template"]["spec"]["template"] for each in (runs, document))
     (other,), (container,) = theirs["spec"].pop("containers"), mine["spec"].pop("containers")
     assert container.pop("command") == [*other.pop("command"), f"--join={CHANNEL}"]
@@ -45,7 +45,7 @@ def test_added_pods_are_those_of_the_job_and_join_its_trainer():
     secret = {"secretKeyRef": {"name": "run1-channel-abc123", "key": "secret"}}
     assert {"name": "PODRL_SECRET", "valueFrom": secret} in env
     assert container == other and mine == theirs
-    # The NetworkPolicy of the job, and its deletion, are for these pods, too.
+    # The job's NetworkPolicy applies to these pods too, and they are deleted with the job.
     args, _ = gke.parse(["--config=c", "--workdir=gs://b/r", "--image=i", "--trainer=t", "--rollout=r", "--name=run1"])
     admitted = gke.network_policy(args)["spec"]["podSelector"]["matchLabels"]
     assert admitted.items() <= mine["metadata"]["labels"].items()
@@ -95,7 +95,7 @@ def test_hosts_that_end_are_restarted_and_a_job_that_is_gone_is_given_up():
 
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
-    """A kubectl that gives the set that runs, and keeps what is applied and how it was called."""
+    """Makes a kubectl that returns the running set, and records its calls and the applied manifests."""
     (tmp_path / "runs.json").write_text(json.dumps(running("--env=WANDB_API_KEY=w4ndb")))
     program = tmp_path / "kubectl"
     program.write_text(

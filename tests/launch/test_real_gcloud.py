@@ -1,7 +1,7 @@
 """tpu_vm.sh through the real gcloud, where installed; only the services and the ssh it calls are faked.
 
-What a fake gcloud cannot show: that gcloud knows our flags, hands the command to the workers' shells unchanged, runs it
-on all of them, and makes one worker's exit status its own.
+Unlike a fake gcloud it shows that gcloud knows our flags, passes the command to the workers' shells unchanged, runs it
+on all workers, and exits with the status of a worker that fails.
 """
 
 import http.server
@@ -37,7 +37,7 @@ NODE = {
 }
 DONE = {"name": "projects/p/locations/z-1/operations/1", "done": True, "response": {**NODE, "@type": "node"}}
 
-# An ssh (and scp) whose machines are directories: 192.0.2.N is wN.
+# Fakes ssh and scp: machine 192.0.2.N is the directory wN.
 SSH = """#!/bin/bash
 set -u
 words=("$@") n=0

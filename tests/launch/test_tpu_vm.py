@@ -17,13 +17,14 @@ import zipfile
 import pytest
 from waits import PATIENCE_S, until
 
-pytestmark = pytest.mark.nightly(  # the workers have no more of podrl than these
+pytestmark = pytest.mark.nightly(  # the workers have only these files of podrl
     *("launch", "podrl/runtime/detect.py", "podrl/runtime/service.py", "podrl/launch.py", "podrl/job", "configs")
 )
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "launch" / "tpu_vm.sh"
 
-# Runs on the workers instead of training: prints its place by podrl's own detection, then follows its arguments.
+# Runs on the workers instead of training: prints its place in the cluster by podrl's detection, then obeys its
+# arguments.
 PROGRAM = """
 import faulthandler, json, os, pathlib, signal, sys, time
 from podrl.runtime import detect
@@ -66,7 +67,8 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 
 
 class Pod:
-    """A fake TPU VM of N workers, with a checkout of launch/ and detection, and a gcloud that reaches the workers."""
+    """A fake TPU VM of N workers, with a checkout of launch/ and podrl's detection, and a gcloud that reaches the
+    workers."""
 
     def __init__(self, root: pathlib.Path, workers: int, checkout: pathlib.Path | None = None):
         self.root, self.checkout = root, checkout or root / "checkout"
@@ -150,14 +152,14 @@ def test_starts_one_process_per_worker_with_its_rank(pod):
         assert f"[w{rank}] {place}" in lines
         assert f"[w{rank}] arguments {json.dumps(flags)} NOTE=two words attempt 0" in lines
         assert f"[w{rank}] exit status 0" in lines
-    assert not any("two words" in word for call in run.calls for word in call)  # a token would be on no command line
-    assert "two words" not in done.stderr  # nor printed
+    assert not any("two words" in word for call in run.calls for word in call)  # a token is on no command line
+    assert "two words" not in done.stderr  # and is never printed
     assert [call[3] for call in run.calls] == ["scp", "ssh", "ssh", "ssh", "ssh"]
     assert all({"--worker=all", "--zone=us-east5-b"} <= set(call) for call in run.calls)
 
 
 def printed(done: subprocess.CompletedProcess) -> list[list[str]]:
-    """Lists the commands that the script printed, as a shell reads them, without parts that differ between runs."""
+    """Lists the printed commands as a shell reads them, without the parts that differ between runs."""
     lines = [line for line in done.stderr.splitlines() if line.startswith("+ ")]
     words = [
         subprocess.run(["bash", "-c", f"printf '%s\\0' {line[2:]}"], capture_output=True, text=True) for line in lines
@@ -328,7 +330,7 @@ def test_ctrl_c_stops_following_and_not_the_run(pod):
         ready += line.endswith("] ready\n")
         if ready == 2:
             break
-    os.killpg(following.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(following.pid, signal.SIGINT)  # sends the signal as a terminal does
     following.communicate(timeout=PATIENCE_S)
     assert following.returncode != 0
     status = run("t", "z", "--status").stdout
@@ -356,7 +358,7 @@ def test_after_a_reboot_another_process_of_the_same_number_is_left_alone(pod):
 
 
 def wheel(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Builds an installable package with one module of its name."""
+    """Builds an installable package with one module of the same name."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}.py", "")
@@ -489,12 +491,12 @@ def test_everything_that_is_installed_is_pinned_by_its_hash():
     lines = [line for line in lines if not line.lstrip().startswith("#")]
     found = [line for line in lines if re.search(r"\binstall\b.* -r |\"\$\{install\[@\]\}\"|--user", line)]
     assert len(found) == 3 and all("--require-hashes --only-binary=:all:" in line for line in found), found
-    # The others only say which pip is meant, or call our own action.
+    # The other lines only name the pip in use, or call our own action.
     others = [line for line in lines if re.search(r"\bpip\b.*\binstall\b", line) and line not in found]
     assert len(others) == 2 and all(re.search(r"install(\+)?=\(", line) for line in others), others
     pinned = (REPOSITORY / "launch" / "uv.lock").read_text().splitlines()[1:]
     assert re.fullmatch(r"uv==[\d.]+ \\", pinned[0]) and re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}", pinned[1])
-    assert not any("--seed" in line for line in lines)  # of uv: a pip in the newest version
+    assert not any("--seed" in line for line in lines)  # uv installs the newest pip
 
 
 def test_help_is_the_header():

@@ -1,4 +1,4 @@
-"""launch.xpk: the command it builds, and the real xpk 1.16 reading it where that is installed."""
+"""launch.xpk: the command that it builds; the real xpk 1.16 reads the command if it is installed."""
 
 import os
 import pathlib
@@ -68,7 +68,7 @@ def test_a_further_workload_joins_one_that_trains(capsys):
     printed = capsys.readouterr().out
     (written,) = re.findall(r"gcloud storage cp - \\?\s*(gs://\S+)|$", printed)[:1]
     assert f"with --join=run1 --env=PODRL_SECRET_FILE={written}" in printed.splitlines()[-1]
-    assert printed.splitlines()[-1].startswith("#")  # the rest is for a shell
+    assert printed.splitlines()[-1].startswith("#")  # the rest is a shell command
     assert xpk.main([*FLAGS, *IMAGE, *JOIN, "--dry_run", *job]) == 0
     assert "openssl" not in capsys.readouterr().out  # no secret of its own
 
@@ -147,15 +147,15 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(tmp_path, monkeypatch, c
     assert f"--env=PODRL_SECRET_FILE={wrote[-1]}" in ran
     secret = (tmp_path / "secret").read_text()
     assert len(secret) == 32 and not any(secret in word for word in [*ran, *wrote, printed, *capfd.readouterr()])
-    # The printed command is the same to a shell.
+    # A shell reads the printed command as the same arguments.
     (tmp_path / "xpk.arguments").unlink()
     assert subprocess.run(["bash", "-c", printed], check=False).returncode == 5
     assert arguments("xpk") == ran and arguments("gcloud") == wrote
-    # Values of variables that sound secret are for the command alone.
+    # Values of variables with secret-like names go to the command only, and are not printed.
     assert xpk.main([*flags, "--env=WANDB_API_KEY=w4ndb"]) == 5
     assert "--env=WANDB_API_KEY=w4ndb" in arguments("xpk")
     assert "--env=WANDB_API_KEY=REDACTED" in (shown := capfd.readouterr().out) and "w4ndb" not in shown
-    # Without a place for the secret nothing is submitted.
+    # Without a place for the secret the job is not submitted.
     (tmp_path / "xpk.arguments").unlink()
     (tmp_path / "gcloud").write_text("#!/bin/sh\nexit 7\n")
     assert xpk.main(flags) == 1 and "gs://bucket/run.secret-5e5e5e5e cannot be written" in capfd.readouterr().err
@@ -188,7 +188,7 @@ def test_real_xpk_runs_our_command_with_our_codes(tmp_path):
 
 
 def run_container(tmp_path: pathlib.Path, shell: list[str]) -> None:
-    """xpk's wrapper around our command passes SIGTERM to it and its exit code out, thanks to `exec`."""
+    """Thanks to `exec`, xpk's wrapper passes SIGTERM to our command and returns the command's exit code."""
     program = tmp_path / "python"
     program.write_text(
         f"#!{sys.executable}\n"
@@ -211,7 +211,7 @@ def run_container(tmp_path: pathlib.Path, shell: list[str]) -> None:
 @pytest.mark.nightly("launch", ".ci/xpk.txt")
 @pytest.mark.slow
 def test_real_xpk_gives_trainer_0_the_name_that_others_join(tmp_path):
-    """JobSet's name of a pod: JOBSET-JOB-SLICE-HOST.JOBSET, where its network has no other subdomain."""
+    """JobSet names a pod JOBSET-JOB-SLICE-HOST.JOBSET, unless its network has another subdomain."""
     document = real_manifest(tmp_path, *IMAGE, "--name=run1", "--", "--topology=split")
     assert document["metadata"]["name"] == "run1" and "network" not in document["spec"]
     assert [replicated["name"] for replicated in document["spec"]["replicatedJobs"]] == ["slice-job"]

@@ -1,4 +1,4 @@
-"""Hosts of one pod that differ are refused: the error names what differs, both values and the host."""
+"""A pod whose hosts differ is refused: the error names the difference, both values and the host."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def _add(text: str) -> Callable[[pathlib.Path], object]:
 
 
 def _flip(file: pathlib.Path) -> None:
-    """Trains a model by a little: every weight has other bits, the size stays."""
+    """Changes a model slightly, as training would: every weight has other bits, the file's size stays."""
     save_file({"w": np.full(1 << 20, 1e-6, np.float32)}, file)
 
 
@@ -115,7 +115,7 @@ def test_user_code_is_compared_whatever_its_path_holds(tmp_path, name):
 
 
 def test_packages_of_any_form_are_compared(tmp_path, monkeypatch):
-    """Without __init__.py, with names that sort before it, and reached by a dotted import alone."""
+    """The packages have no __init__.py, or files that sort before it, or are reached only by a dotted import."""
     for name in ("envs/math/reward.py", "envs/code/reward.py", "pk/__init__.py", "pk/Math/x.py", "lib/sub/mod.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("A = 1\n")
@@ -158,7 +158,7 @@ def test_a_file_that_took_anothers_place_has_its_own_checksum(tmp_path):
 
 
 def test_functions_in_settings_are_compared_by_name_and_by_the_file_they_are_in(files):
-    """A text of theirs would hold an address, another one in every process."""
+    """A function's repr would hold an address, which differs in every process."""
     job, place = job_of(settings(files)), str(files / "rewards.py")
     scores: list[dict[str, Any]] = [{}, {}]
     for i in range(2):
@@ -186,7 +186,7 @@ def test_what_the_job_does_not_read_may_differ_and_a_missing_file_is_its_readers
 def test_weights_are_described_by_reading_a_bounded_part_of_them(tmp_path, monkeypatch):
     file = tmp_path / "large.safetensors"
     with file.open("wb") as content:
-        content.truncate(1 << 40)  # a hole: a terabyte that takes no room, and hours to read
+        content.truncate(1 << 40)  # a sparse file: a terabyte that takes no space but hours to read
     first = alike._of_weights(alike.epath.Path(file))
     with file.open("r+b") as content:
         content.seek((1 << 40) - 1)
@@ -195,7 +195,7 @@ def test_weights_are_described_by_reading_a_bounded_part_of_them(tmp_path, monke
 
 
 def _checked(pods: list[Any], checks: list[Callable[[], None]]) -> list[str]:
-    """Runs a check on every host at once; returns what each was refused for."""
+    """Runs a check on every host at once; returns the error message of each."""
     said = [""] * len(pods)
 
     def check(i: int) -> None:
@@ -224,7 +224,7 @@ def test_a_host_with_other_files_is_refused_with_both_values_and_hosts(monkeypat
         assert said[:2] == ["", ""]
         assert said[2].startswith("rollout 1 (host 2, ")
         assert "data.path=d is 6 bytes here, and 5 bytes on trainer 0 (host 0)" in said[2]
-        again = {"reward.model=r": "8 bytes"}  # what the leader does not have, the rollout hosts compare
+        again = {"reward.model=r": "8 bytes"}  # rollout hosts compare the files that the leader does not have
         said = _checked(pods[2:], [lambda: alike.check_files(again, pods[2], PATIENCE_S)])  # pyright: ignore
         assert "reward.model=r is 8 bytes here, and 7 bytes on rollout 0 (host 1)" in said[0]
 

@@ -1,4 +1,4 @@
-"""Algorithms that learn from judged answers, as jobs: what a step does, and runs that learn and are resumed."""
+"""Jobs that learn from judged answers: the update of a step, and runs that learn and are resumed."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ ANSWERS, LENGTH, BETA = 4, 112, 0.2
 
 
 def test_a_step_of_kto_is_a_step_down_its_loss():
-    """Moves the policy off the reference, then compares loss and change with scores of whole answers."""
+    """Moves the policy away from the reference, then compares loss and update with scores of whole answers."""
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     rate = 1e-3
     training = RLTrainingConfig(max_steps=1, eval_every_n_steps=0, actor_optimizer=optax.sgd(rate), remat="none")
@@ -70,13 +70,13 @@ def test_a_step_of_kto_is_a_step_down_its_loss():
         return kto(own_B, logratio(*batch.unrelated()), jnp.asarray(batch.desirable_B), **settings), own_B
 
     before, own_B = found()
-    assert float(before.kl) > 0.1  # it matters
+    assert float(before.kl) > 0.1  # this setting has an effect
     metrics = fetched_means(learn(algorithm, 0, batch))
     assert metrics["kto/loss"] == pytest.approx(float(before.loss_B.mean()), rel=1e-4)
     assert metrics["kto/kl"] == pytest.approx(float(before.kl), rel=1e-3)
     for name, which_B in (("desirable", batch.desirable_B), ("undesirable", ~batch.desirable_B)):
         assert metrics[f"kto/{name}_logratio"] == pytest.approx(float(own_B[which_B].mean()), rel=1e-3, abs=1e-3)
-    # A small step down the gradient, with the reference point held, lowers the loss by rate x norm^2.
+    # A small step down the gradient lowers the loss by rate x norm^2 if the reference point is constant.
     _, after_B = found()
     drop = float((before.weight_B * (after_B - own_B)).mean())
     assert drop == pytest.approx(rate * metrics["actor/grad_norm"] ** 2, rel=0.05)
@@ -97,7 +97,7 @@ def configured(name, **changes):
 
 
 def run_and_resume(values, workdir):
-    """Runs a job, and once more from before its last step; returns the steps' records of the first time."""
+    """Runs a job, and resumes it from before its last step; returns the first run's records of steps."""
     steps = []
     for again in (False, True):
         if again:
@@ -131,12 +131,12 @@ def test_a_reward_model_learns_resumes_bitwise_and_scores_once_exported(tmp_path
         eval={"problems": 12},
     )
     steps = run_and_resume(values, tmp_path / "run")
-    assert steps[0]["reward_model/loss"] == pytest.approx(np.log(2), rel=1e-6)  # the head begins at 0
+    assert steps[0]["reward_model/loss"] == pytest.approx(np.log(2), rel=1e-6)  # the head's weights begin at 0
     assert steps[0]["reward_model/accuracy"] == 0.5 and steps[2]["reward_model/loss"] < steps[0]["reward_model/loss"]
     evaluated = [r for r in read_metrics(tmp_path / "run") if "eval/pair_margin" in r]
     assert [(r["step"], r["eval/records"]) for r in evaluated] == [(0, 12), (3, 12)]
     assert evaluated[0]["eval/pair_accuracy"] == 0.5 < evaluated[1]["eval/pair_accuracy"]
-    # What is exported gives the scores of the model as it was evaluated, adapters merged.
+    # The exported model, with merged adapters, gives the scores of the evaluated model.
     out = tmp_path / "scores"
     export.main([f"--workdir={tmp_path / 'run'}", f"--out={out}", "--dtype=float32"])
     assert json.loads((out / "config.json").read_text())["architectures"] == ["Gemma2ForSequenceClassification"]

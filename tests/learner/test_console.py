@@ -1,4 +1,4 @@
-"""The console prints users' text as it is: no path, key, prompt or name is read as markup."""
+"""The console prints users' text unchanged: no path, key, prompt or name is read as markup."""
 
 import io
 import pathlib
@@ -37,7 +37,7 @@ def test_the_live_bar_shows_what_was_given(text):
 
 
 def test_every_console_is_made_without_markup():
-    """A console of rich's own, its `print`, `track` or markup would interpret users' text."""
+    """rich's own console, `print`, `track` or markup would interpret users' text."""
     package = pathlib.Path(podrl.__file__).parent
     made = re.compile(r"\bConsole\(|from_markup|markup=True|rich\.print|from rich import print")
     found = [

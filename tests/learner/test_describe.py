@@ -40,7 +40,7 @@ def planned(name, critic=None, dry=False, **changes):
     values["model"] |= {"reference": "teacher" if name == "opd" else ""}
     for group, fields in changes.items():
         values[group] = values.get(group, {}) | fields
-    found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher reads it
+    found = parse(ConfigDict(complete(values)).to_dict())  # as the launcher reads the configuration
     trainer, rollout = make_mesh("fsdp=4", jax.devices()[:4]), make_mesh("data=4", jax.devices()[4:8])
     console = describe_console()
     on = placement.Meshes(trainer, rollout, critic or trainer, rollout)
@@ -209,8 +209,8 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     assert "No accuracies: data.system_prompt does not ask for an answer between <answer> and </answer>, and" in text
     assert "No accuracies: eval.problems=0." in planned("grpo", eval={"problems": 0})[1]
     assert "No accuracies" not in planned("grpo")[1]
-    assert not found.has_accuracies  # nothing asks for an answer between tags
-    assert planned("grpo", data={"path": str(own), "system_prompt": ""})[0].has_accuracies  # a reward reads it
+    assert not found.has_accuracies  # no prompt asks for an answer between tags
+    assert planned("grpo", data={"path": str(own), "system_prompt": ""})[0].has_accuracies  # a reward reads this field
     own.write_text("".join(f'{{"question": "q{i}", "answer": "{i}"}}\n' for i in range(40)))
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1})[1]
     assert "too few to tell before from after. Raise data.eval_fraction=0.1, or give data.eval_path." in text
@@ -270,7 +270,7 @@ def test_the_copies_of_the_weights_are_counted():
         planned("grpo", roles={"eval": {"hosts": "3"}}, eval={"problems": 0})
     _, text = planned("grpo", dry=True, roles={"colocated": True})
     assert "rollout device while it generates" in text and "topology=split" not in text
-    # Under LoRA the adapters move; and what many layers are read from is not held twice.
+    # Under LoRA only adapters move, and the tensor from which many layers are read is not held twice.
     lora = {"path": "", "size": "gemma2-2b", "lora": {"rank": 4, "pattern": "q"}}
     large, _ = planned("grpo", model=lora, rollout={"data_type": "bfloat16"}, trainer={"max_steps": 1})
     held = copies(large, trainer, rollout)

@@ -66,7 +66,7 @@ def once():
 
 
 def whole_answers(model, params, tokens_BT, mask_BT, length_B):
-    """Sums the log-probabilities of answers on padded rows, by all logits: (pairs, 2)."""
+    """Sums the log-probabilities of answers on padded rows, from all logits: (pairs, 2)."""
     place_BT = jnp.tile(jnp.arange(LENGTH), (2 * PAIRS, 1))
     segment_BT = (place_BT < length_B[:, None]).astype(jnp.int32)
     hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, place_BT, model)
@@ -179,7 +179,7 @@ def test_a_short_run_learns_to_tell_the_answers_apart(rank, tmp_path):
     _, end = read_state(tmp_path / "run" / "checkpoints")
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(end["params"])}
     assert all(("lora" in name) == bool(rank) for name in names), names
-    # As if it had been killed after its second step: the reference is where the policy began, not where it goes on.
+    # As if killed after its second step: the reference is still the initial policy, not the resumed one.
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "3")
     assert job.run(values, str(tmp_path / "run"), command="again") == EXIT_DONE
     again = [r for r in read_metrics(tmp_path / "run") if "time/step" in r]

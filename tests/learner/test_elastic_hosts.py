@@ -1,4 +1,4 @@
-"""Rollout hosts that come and go: every prompt is trained on once, under the versions it would have had anyway."""
+"""Rollout hosts come and go: every prompt is trained on once, sampled by the same versions as without changes."""
 
 import contextlib
 import functools
@@ -54,7 +54,7 @@ HOSTS = Hosts((0,), (1, 2))
 
 
 def fields_of(first: int) -> dict[str, list[Any]]:
-    """The fields of a batch: as in a mixture, some batches have one that others lack."""
+    """Returns the fields of a batch: as in a mixture, some batches have a field that others lack."""
     return {"place": list(range(P))} | ({"tests": ["1"] * P} if first % (2 * P) else {})
 
 
@@ -76,7 +76,7 @@ class Stream:
 
 
 class Chosen(Stream):
-    """Prompts that a curriculum chooses."""
+    """Numbered prompts that a curriculum chooses."""
 
     def __init__(self, staleness: int):
         config = CurriculumConfig(retire_after=1, postpone_after=1, postpone_steps=3, hard_share=0.25)
@@ -100,7 +100,7 @@ def stream_of(staleness: int, chosen: bool) -> tuple[Stream, dict]:
 
 
 class Weights:
-    """Stands for models: the trainer holds as many versions as a job does, others are gone."""
+    """Takes the place of models: the trainer holds as many versions as in a job; older versions are gone."""
 
     tokenizer = types.SimpleNamespace(pad_id=0)
 
@@ -125,12 +125,12 @@ class Weights:
 
 
 def length(step: int, prompt: int, sample: int) -> int:
-    """The tokens of a sample, as a sampler's would be: a function of the sample alone."""
+    """Returns the number of tokens of a sample, which depends on the sample alone."""
     return random.Random(f"{step} {prompt} {sample}").randint(1, T - 1)
 
 
 class Sampler:
-    """Draws nothing but versions, of whole batches or in windows."""
+    """A sampler whose tokens are the versions of the weights; it samples whole batches or windows."""
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
         making = self.begin(prompts, step)
@@ -161,7 +161,8 @@ class Sampler:
 
 
 def experience_of(prompts, tokens_BT, version_BT, reward_B, seconds=0.0) -> Experience:
-    """Makes a batch of samples that these versions drew, from the second token on, without log-probabilities."""
+    """Makes a batch of samples whose tokens from the second on were drawn by these versions, without
+    log-probabilities."""
     B, zeros_BT = len(version_BT), np.zeros(version_BT.shape, np.float32)
     rollouts = Rollouts(
         prompts=prompts,
@@ -194,7 +195,7 @@ def run() -> types.SimpleNamespace:
 
 
 class Member:
-    """A rollout host on threads of this process, which die with its network."""
+    """A rollout host on threads of this process; the threads end when its network does."""
 
     def __init__(self, pod: Pod, weights: Weights, schedule: Schedule, chosen: bool):
         self.pod, self._weights, self._schedule, self._chosen = pod, weights, schedule, chosen
@@ -223,13 +224,13 @@ class Pods:
     """A job whose hosts are replaced, lost and added by number.
 
     Attributes:
-      told: number, exit code and reason of each host that was told to end; another was then started in its place.
+      told: number, exit code and reason of each host that was told to end; another host replaced it.
     """
 
     def __init__(self, pods: list[Pod], weights: Weights, schedule: Schedule, chosen: bool):
         self.leader, self._weights, self._schedule, self._chosen = pods[0], weights, schedule, chosen
         self.told: list[tuple[int, int, str]] = []
-        self._pause: tuple[int, threading.Event] | None = None  # of the next host
+        self._pause: tuple[int, threading.Event] | None = None  # number of the next host
         self._joining: set[Pod] = set()
         self._over = False
         for pod in pods[1:]:
@@ -237,14 +238,14 @@ class Pods:
         self.there = [Member(pod, weights, schedule, chosen) for pod in pods[1:]]
 
     def _start_again(self, pod: Pod) -> None:
-        """Does what a launcher does when a process ends with 42."""
+        """Starts a host again, as a launcher does after exit code 42."""
 
         def ended(code: int, text: str, **_: object) -> None:
             if pod._ended.is_set():
                 return
             pod._ended.set()
             self.told.append((pod.seat.process, code, text))
-            threading.Thread(target=replace, daemon=True).start()  # this is the channel's thread
+            threading.Thread(target=replace, daemon=True).start()  # this runs on the channel's thread
 
         def replace() -> None:
             _leave(pod)
@@ -254,7 +255,7 @@ class Pods:
         pod._end = ended  # pyright: ignore[reportAttributeAccessIssue]
 
     def pause_leader(self, message: int) -> threading.Event:
-        """Holds the leader's network at a request, counted from 1, until its hosts have given the leader up."""
+        """Pauses the leader's network at the `message`-th request (from 1) until the hosts have given the leader up."""
         receive, count, paused = self.leader.channel._receive_request, itertools.count(1), threading.Event()
 
         def hold() -> None:
@@ -268,12 +269,12 @@ class Pods:
         return paused
 
     def pause_next(self, message: int) -> threading.Event:
-        """Pauses the next host that is added, as `pause` does."""
+        """Pauses the host that is added next, as `pause` does."""
         self._pause = message, threading.Event()
         return self._pause[1]
 
     def pause(self, pod: Pod, message: int, paused: threading.Event | None = None) -> threading.Event:
-        """Holds a host's network at an answer to it, counted from 1, until the leader has given the host up."""
+        """Pauses a host's network at the `message`-th answer to it (from 1) until the leader has given the host up."""
         answered, count, paused = pod.channel._on_answer, itertools.count(1), paused or threading.Event()
 
         def hold(*args: Any) -> None:
@@ -294,7 +295,7 @@ class Pods:
         return member.pod.seat.process
 
     def add(self, number: int | None = None) -> None:
-        """Adds a host, under a new number or one that was there."""
+        """Adds a host, under a new number or a number that was used before."""
         address, secret = self.leader.channel.address, {"PODRL_SECRET": "s"}
         hosts = self.leader.seat.hosts
         seat = Seat(number, hosts, address, "s", True) if number else joining.late_seat(address, secret, 30.0)
@@ -306,8 +307,8 @@ class Pods:
             self._pause = None
         try:
             pod.join(PATIENCE_S, lambda reached, waited_s: "")
-        except ChannelError as error:  # its exit code is 42
-            if self._over or pod._ended.is_set():  # another was started in its place, where one is needed
+        except ChannelError as error:  # it exits with 42
+            if self._over or pod._ended.is_set():  # another host was started in its place, if one is needed
                 return _leave(pod)
             assert "the connection broke" in str(error)
             self.told.append((pod.seat.process, 42, "goes on without this process, which joins"))
@@ -318,7 +319,7 @@ class Pods:
         self.there.append(Member(pod, self._weights, self._schedule, self._chosen))
 
     def end(self) -> None:
-        """Ends the hosts, those on their way in too, whose threads would wait for the leader beyond the test."""
+        """Ends all hosts, joining ones too, because their threads would wait for the leader after the test."""
         self._over = True
         for member in self.there:
             member.die()
@@ -327,7 +328,7 @@ class Pods:
 
 
 def _leave(pod: Pod) -> None:
-    """Ends a host's network, and what waits for answers in it, as the end of its process would."""
+    """Ends a host's network and its waits for answers, as the end of its process would."""
     pod.channel.close()
     for request in list(pod.channel._answers.values()):
         request.fail("the connection broke")
@@ -350,7 +351,7 @@ def train_through(
     roles: Hosts = HOSTS,
     began: Callable[[Pods], None] = lambda hosts: None,
 ) -> tuple[list[Experience], LeaseServer, dict[str, int]]:
-    """Trains some steps; kills hosts after random ones, and adds as many, some under the number of a lost one."""
+    """Trains some steps; kills hosts after random steps, and adds as many, some under a lost host's number."""
     rng, seen = random.Random(seed), []
     deaths = {1, *rng.sample(range(2, steps - 2), kills - 1)} if kills else set()
     schedule, weights = Schedule(steps, staleness), Weights(staleness)
@@ -395,7 +396,7 @@ def test_ten_kills_in_thirty_steps_lose_no_prompt_and_change_no_version(stalenes
 
 
 def _is_whole(seen: list[Experience], staleness: int) -> None:
-    """Asserts that every prompt was trained on once, in order, and every token drawn by its version."""
+    """Asserts that every prompt was trained on once, in order, and every token was drawn by the right version."""
     for step, experience in enumerate(seen):
         rollouts = experience.rollouts
         assert rollouts.prompts.index_P.tolist() == list(range(step * P, step * P + P))
@@ -414,7 +415,7 @@ def _host_pauses(pods: Pods, message: int) -> threading.Event:
 
 
 def _next_host_pauses(pods: Pods, message: int) -> threading.Event:
-    """Kills a host, so that another joins, and pauses the new host at the answer with number `message`, from 1."""
+    """Kills a host so that another joins, and pauses the new host at the `message`-th answer (from 1)."""
     paused = pods.pause_next(message)
     pods.there[0].pod._end(42, "killed")
     return paused
@@ -428,10 +429,10 @@ def _leader_pauses(pods: Pods, message: int) -> threading.Event:
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("pause", [_host_pauses, _next_host_pauses, _leader_pauses])
 def test_a_process_that_pauses_at_any_message_until_it_is_given_up_stops_nobody(pause, staleness, hosts):
-    """A host the leader goes on without is told so at once, from its first message to its last step; it would wait
-    for word for ever. Hosts that give the leader up are replaced."""
+    """A host that the leader gave up is told so at its next message, from its first message to its last step; otherwise
+    it would wait for ever. Hosts that give the leader up are replaced."""
     roles, told = Hosts((0,), tuple(range(1, 1 + hosts))), []
-    for message in itertools.count(1, 4 if pause is _leader_pauses else 1):  # the leader has more
+    for message in itertools.count(1, 4 if pause is _leader_pauses else 1):  # the leader gets more messages
         began: list[tuple[Pods, threading.Event]] = []
         begin = lambda pods, at=message, to=began: to.append((pods, pause(pods, at)))  # noqa: E731
         seen, _, _ = train_through(staleness, seed=0, kills=0, steps=4, roles=roles, began=begin)
@@ -441,10 +442,10 @@ def test_a_process_that_pauses_at_any_message_until_it_is_given_up_stops_nobody(
             break
         assert all(code == 42 for _, code, _ in pods.told)
         told.append(any("goes on without this process" in text for _, _, text in pods.told))
-    if pause is _leader_pauses:  # how many requests it gets depends on when they come
+    if pause is _leader_pauses:  # the number of requests depends on their timing
         assert told
     else:
-        assert len(told) >= 8 and all(told[:8]), told  # after the last step nobody is told
+        assert len(told) >= 8 and all(told[:8]), told  # after the last step no host is told to end
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -491,7 +492,8 @@ def test_a_job_below_one_host_waits_with_its_name_until_one_comes():
 
 
 def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
-    """A later host has no copy of the weights, which trainers hold no more; it gets a share if nobody else is left."""
+    """A later host has no copy of the weights, and the trainers have dropped them; it gets a share only if no other
+    host is left."""
     with joined(HOSTS, disposable=True) as pods:
         leader = LeaseServer(pods[0], DEADLINE_S)
         leader.serve(3, lambda: {"step": 3})
@@ -508,7 +510,7 @@ def test_a_share_of_an_evaluation_goes_to_a_host_that_was_there_when_it_began():
 
 
 def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluation():
-    """Hosts go when the leader has the evaluation, not when their own shares are made."""
+    """Hosts leave when the leader has the whole evaluation, not when their own shares are done."""
     weights, start, last = Weights(0), Start(5, b"", (), set()), Policy({}, 5)
     scores: Any = types.SimpleNamespace(scores=lambda policy, step, part: ({"eval/x": np.full((1, 1), part[0])}, []))
     with joined(HOSTS, disposable=True) as pods:
@@ -541,7 +543,7 @@ def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluatio
 
 
 def test_a_host_that_waits_for_weights_can_make_what_another_was_to_make():
-    """The trainers may need that to make the weights."""
+    """The trainers may need those samples to make the weights."""
     weights = Weights(0)
     with joined(HOSTS, disposable=True) as pods:
         made: Any = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S}
@@ -567,12 +569,12 @@ def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_st
         asked.append(True)
         assert not first.leave() and leader.hosts == 2
         asked.clear()
-        assert first.leave() and first.leave()  # asked twice
+        assert first.leave() and first.leave()  # requested twice
         assert leader.await_leases(name) == [Lease(name, 0, 1, 2), Lease(name, 1, 2, 2)]
         assert not second.leave() and leader.hosts == 1
         pods[0].on_lost(2)
         assert first.leave(), "what it was told once holds, though no host is left now"
-        pods[1].channel.close()  # it was let go: its end is no loss
+        pods[1].channel.close()  # the leader has released it: its end is no loss
         assert pods[0].is_lost(1) and not pods[0]._lost_processes
 
 
@@ -602,7 +604,8 @@ def test_what_fails_on_a_host_is_told_to_the_trainers(staleness, monkeypatch):
 
 
 def test_hosts_are_given_the_batches_that_a_checkpoint_holds_in_part():
-    """Each gets a share of the prompts with its samples, to be drawn on from the step of the checkpoint."""
+    """Each host gets a share of the prompts with their samples, and goes on sampling them from the checkpoint's
+    step."""
     with joined(HOSTS, disposable=True) as pods:
         rows = {f"{name}_X": np.zeros(0, column.dtype) for name, column in TOKENS.items()}
         rows |= {"count_B": np.zeros(P * G, np.int32), "asked_P": np.ones(P, bool)}

@@ -1,4 +1,4 @@
-"""Hosts that evaluate and do nothing else: every share is made, by whoever is there, or the job ends and says so."""
+"""Hosts that only evaluate: the hosts that are left make every share, or the job ends with an error."""
 
 import contextlib
 import threading
@@ -33,11 +33,11 @@ def impatient(monkeypatch):
 
 
 class GoneError(Exception):
-    """Ends a thread as it would the process."""
+    """Ends a thread, as the real error would end the process."""
 
 
 class Member:
-    """An evaluation host on a thread of this process; it waits within its shares while `held` is clear."""
+    """An evaluation host on a thread of this process; it pauses within its shares while `held` is clear."""
 
     def __init__(self, pod, *, fails: str = "", stops: bool = False):
         self.pod, self._fails, self.held, self.begun = pod, fails, threading.Event(), threading.Event()
@@ -72,7 +72,7 @@ class Member:
 
 
 def leader_of(pods, deadline_s: float = DEADLINE_S):
-    """A trainer that has begun the job: (its rollouts, the versions it was asked to hold)."""
+    """Makes a trainer that has begun the job: (its rollouts, the versions that it must hold)."""
     held: list[int] = []
     cluster: Any = types.SimpleNamespace(weights=types.SimpleNamespace(hold=held.append))
     made: Any = {"needed": None, "deadline_s": deadline_s, "prompts": 6}

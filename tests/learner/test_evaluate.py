@@ -1,4 +1,4 @@
-"""Evaluations: the run's own rewards beside the accuracies, the error of every mean, and what a pod makes of shares."""
+"""Evaluations: the run's rewards beside the accuracies, the error of every mean, and the shares of a pod."""
 
 import dataclasses
 import math
@@ -45,7 +45,7 @@ def samples_of(prompts: Prompts, completions: list[str]) -> Rollouts:
 
 
 class Cluster:
-    """An engine that is not podrl's: it generates texts it was given, greedy ones, then sampled ones."""
+    """An engine of another system: it returns given texts, first greedy ones, then sampled ones."""
 
     partner = reward_model = None
     config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT), rollout_engine=object)
@@ -78,14 +78,14 @@ def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
     BATCHES.clear()
     cluster = Cluster(["1", "22", "x"], ["1", "1", "4444", "22", "xxx", "1"])
     right = lambda completion, answer: {"answer": float(completion == answer)}  # noqa: E731
-    # `eval` puts this function where a worker cannot find it: it runs here.
+    # `eval` makes a function that a worker cannot import, so it runs here.
     with Rewards(RewardConfig(fns=(lambda *a, **k: length(*a, **k),), weights=(0.5,))) as rewards:
         generator = Generator(cluster, rewards, GRPOConfig(num_generations=2))  # pyright: ignore[reportArgumentType]
         evaluate = Evaluator(cluster, [prompts_with("12x")], EvalConfig(samples=2, show=1), scorer=right)  # pyright: ignore[reportArgumentType]
         evaluate.rewards = lambda rollouts: generator.judged(rollouts, at_once=2)
         metrics, shown = evaluate("policy", 7)  # pyright: ignore[reportArgumentType]
     assert cluster.asked == [("policy", 1, 0.0, LIMIT), ("policy", 2, 1.0, LIMIT)]
-    assert BATCHES == [2, 1, 4, 2]  # never more prompts at once than a training step has
+    assert BATCHES == [2, 1, 4, 2]  # no more prompts at once than in a training step
     name = rewards.names[0]
     assert metrics["eval/greedy_answer"] == pytest.approx(2 / 3) and metrics["eval/sampled_answer"] == pytest.approx(
         1 / 3
@@ -94,7 +94,7 @@ def test_a_policy_is_scored_greedily_and_sampled_by_the_rewards_of_the_run():
     assert metrics[f"eval/greedy_reward/{name}"] == pytest.approx(4 / 3)
     assert metrics["eval/greedy_reward"] == pytest.approx(2 / 3)
     assert metrics[f"eval/sampled_reward/{name}"] == pytest.approx(12 / 6)
-    # Lengths 1, 3 and 2 on average of a record's two samples: their deviation is 1, over sqrt(3).
+    # The mean lengths of the records' two samples are 1, 3 and 2: their deviation 1 is divided by sqrt(3).
     assert metrics[f"eval/error/sampled_reward/{name}"] == pytest.approx(1 / math.sqrt(3))
     record = {"evaluation": "greedy", "prompt": "p", "completion": "1", "truth": "1", "answer": 1.0}
     assert shown == [record | {"rewards": {"reward": 0.5, f"reward/{name}": 1.0}}]
@@ -127,7 +127,7 @@ def test_shares_of_a_pod_joined_are_the_whole():
     cut = [{name: score[rows] for name, score in scores.items()} for rows in (slice(0, 1), slice(1, 7))]
     joined = {name: np.concatenate([part[name] for part in cut]) for name in scores}
     assert summarised(joined) == summarised(scores)
-    assert "eval/error/sampled_reward" not in summarised(cut[0])  # one record has no spread
+    assert "eval/error/sampled_reward" not in summarised(cut[0])  # one record has no deviation
 
 
 def test_the_table_shows_intervals(capsys):
@@ -147,7 +147,7 @@ def test_the_table_shows_intervals(capsys):
 
 
 class Echo(Cluster):
-    """Answers every prompt with its place in the data."""
+    """Answers every prompt with its index in the data."""
 
     config = types.SimpleNamespace(
         rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT, lanes=4), rollout_engine=object
@@ -187,7 +187,7 @@ def test_an_evaluation_in_pieces_of_as_many_samples_as_lanes_is_the_whole_one():
 
 
 def test_an_evaluation_that_failed_forbids_a_checkpoint_on_all_trainer_hosts():
-    """Trainer hosts save together, or not at all: a run from before the evaluation makes it again."""
+    """Trainer hosts save together or not at all: a run resumed from before the evaluation repeats it."""
     with joined(Hosts((0, 1), (2,), eval=(3,))) as pods:
         given: Any = types.SimpleNamespace(open_shares=lambda *_: None, forget=lambda _: None)
         made = Future[list[Message]]()

@@ -1,4 +1,4 @@
-"""Sets of eval.sets: opened, drawn, scored and named as asked for, in the evaluations they are due in."""
+"""Sets of eval.sets: opened, sampled, scored and named as configured, in the evaluations for which they are due."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from podrl.types import Experience, LeftOut
 
 
 class Drawing(Cluster):
-    """Completes every prompt by the next of some texts, and notes what was asked for."""
+    """Completes every prompt by the next of some texts, and records the requests."""
 
     def __init__(self, texts, tokenizer=None):
         super().__init__([], [])
@@ -51,7 +51,7 @@ def test_evaluations_stop_where_training_does():
     stops = []
     cluster: Any = Stopping([*"11", *"11"], Tokenizer.load(TINY))
     Evaluator(cluster, [prompts_with("1")], EvalConfig(samples=1), scorer=right, sets=[held])("policy", 0)  # pyright: ignore[reportArgumentType]
-    # The rollout itself ends samples at special tokens, which are no text.
+    # The rollout ends samples at special tokens itself; these are no text.
     assert stops == [("</answer>",), ("</answer>",), ("b",), ("b",)]
 
 
@@ -110,7 +110,7 @@ def test_groups_of_the_held_out_records_have_metrics_of_their_own():
     }
     assert metrics["eval/records"] == 3.0 and metrics["eval/greedy_answer"] == pytest.approx(2 / 3)
     cluster.texts = [*"4", *"4x", *"1x3", *"112xx3"]
-    batches = [prompts_with("4"), batch]  # none of the first is in a group
+    batches = [prompts_with("4"), batch]  # no record of the first set is in a group
     evaluate = Evaluator(cluster, batches, config, scorer=right, groups=("easy", "hard", "none"))  # pyright: ignore[reportArgumentType]
     metrics, _ = evaluate("policy", 0)  # pyright: ignore[reportArgumentType]
     assert {name: value for name, value in metrics.items() if "/group_" in name} == told
@@ -173,10 +173,10 @@ def test_sets_are_opened_as_sources_are(tmp_path):
     assert "Be short." in cluster.prompts[6] and "0 + 1" in cluster.prompts[6]
     cluster.asked.clear()
     evaluate("policy", 2)  # pyright: ignore[reportArgumentType]
-    assert [asked[0] for asked in cluster.asked] == [3, 3, 3, 3]  # every other evaluation has `mine`
+    assert [asked[0] for asked in cluster.asked] == [3, 3, 3, 3]  # `mine` is due in every other evaluation
     cluster.asked.clear()
     evaluate("policy", 8)  # pyright: ignore[reportArgumentType]
-    assert len(cluster.asked) == 5  # the last one has all
+    assert len(cluster.asked) == 5  # the last evaluation has all sets
     cluster.asked.clear()
     for i in range(4):
         evaluate.scores("policy", 0, (i, 4))  # pyright: ignore[reportArgumentType]

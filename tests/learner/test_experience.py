@@ -1,4 +1,4 @@
-"""Batches of experience survive checkpoints and the way between hosts exactly."""
+"""Batches of experience survive checkpoints and transfers between hosts exactly."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def test_recorded_routes_survive_checkpoints_and_go_to_other_hosts():
     host, arrays = codec.dump([batch, plain])
     loaded = codec.load(json.loads(json.dumps(host)), arrays, PAD)
     assert _same(batch, loaded[0]) and loaded[1].rollouts.route_BTX is None
-    # Of two hosts' parts, one without routes: its tokens have none recorded.
+    # One of two hosts' parts has no routes: its tokens get no recorded routes.
     whole = codec.assemble([codec.header(batch), codec.header(plain)], PAD, codec.NEEDED_ROWS)
     chosen = np.array([1, 3])
     codec.fill_rows(whole, chosen, codec.rows(batch, chosen, codec.NEEDED_ROWS))
@@ -78,7 +78,7 @@ def test_recorded_routes_survive_checkpoints_and_go_to_other_hosts():
 
 
 def test_a_batch_without_rewards_of_turns_makes_no_empty_array():
-    """Orbax stores none."""
+    """Orbax cannot store empty arrays."""
     batch = _experience(0)
     batch.rollouts.turn_reward_BT[:] = 0
     host, arrays = codec.dump([batch])
@@ -93,7 +93,7 @@ def test_nothing_in_flight():
 
 
 def test_the_shares_of_two_hosts_make_one_batch():
-    """Headers go to everybody, rows to whoever trains on them, texts, with the header, to the host that writes."""
+    """Headers go to all hosts, rows to the hosts that train on them, texts to the host that writes them."""
     shares = [_experience(0), _experience(1)]
     whole = codec.assemble([codec.header(share) for share in shares], PAD)
     assert whole.reward_FB.shape == (3, 8) and whole.rollouts.completions == [""] * 8

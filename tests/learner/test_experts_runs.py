@@ -1,4 +1,4 @@
-"""Runs of a model with experts, by the launcher's own path: all parameters, and adapters."""
+"""Runs of a model with experts, made as the launcher makes them: all parameters, and adapters."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ RAW = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A random model with the tokenizer of the embedded one."""
+    """Writes a random model with the embedded model's tokenizer."""
     config = config_from_hf(RAW)
     target = tmp_path_factory.mktemp("models") / "experts"
     fields = json.loads((TINY / "config.json").read_text())
@@ -92,13 +92,13 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(lora, directory, tmp_pa
     records = run(directory, tmp_path / "run", "grpo_gemma.py", **fields)
     assert len(records) == 2
     assert all(np.isfinite(r["actor/grad_norm"]) and r["sampler/abs_diff"] < 1e-4 for r in records)
-    # All tokens but the last of each sample; in float32 the trainer would choose the same experts.
+    # Routes exist for all tokens but the last of each sample; in float32 the trainer would choose the same experts.
     assert all(0.7 < r["moe/replayed"] < 1 and r["moe/route_differs"] < 0.01 for r in records)
     assert all(0.5 <= r["moe/load_max"] <= 1 and 0.2 < r["moe/evenness"] < 1 for r in records)  # two of four experts
     leaves = changed(tmp_path / "run")
     assert leaves and all(parameters.is_adapter(name) == bool(lora) for name in leaves)
     assert lora or {"router", "expert_in", "expert_out", "q"} <= leaves
-    if "base_dtype" in lora:  # and a resumed run ends with the same bits
+    if "base_dtype" in lora:  # a resumed run ends with the same bits
         assert {f"{n}_lora_{side}" for n in ("expert_in", "expert_out") for side in "ab"} <= leaves
         ended = read_state(tmp_path / "run" / "checkpoints", 2)[1]["params"]
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
@@ -141,7 +141,7 @@ def test_meshes_that_do_not_fit_the_experts_are_refused_by_name(directory, tmp_p
 
 
 def test_weights_that_are_behind_route_otherwise_and_a_reference_by_itself(directory, tmp_path, capfd):
-    """Samples are a step older than the weights that train on them; routes are kept through its checkpoints."""
+    """Samples are one step older than the weights that train on them; checkpoints keep their routes."""
     rewards = tmp_path / "mine.py"
     rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")
     fields = {

@@ -1,4 +1,4 @@
-"""The rollout side of a step: groups kept, replaced and compared with a greedy completion."""
+"""The rollout side of a step: groups are kept, replaced and compared with a greedy completion."""
 
 import types
 from concurrent.futures import Future
@@ -29,7 +29,7 @@ def prompts(count):
 
 
 class Engine:
-    """An engine whose samples name prompt, member and temperature, three tokens each; it records its requests."""
+    """An engine whose samples are three tokens: prompt, member and temperature; it records its requests."""
 
     reward_model = partner = None
 
@@ -61,7 +61,7 @@ class Engine:
 
 
 class Telling(Engine):
-    """An engine that reports samples as they end, in a random order, and mixes in those of requests made meanwhile."""
+    """An engine that reports samples when they end, in a random order, mixed with samples of later requests."""
 
     def __init__(self, seed):
         super().__init__()
@@ -87,7 +87,7 @@ class Telling(Engine):
 
 
 class Grader:
-    """A reward that gives member 1 of a prompt in `differ` 1, others 0; greedy completions the prompt's number."""
+    """A reward: 1 for member 1 of a prompt in `differ`, 0 for others, the prompt's number for greedy completions."""
 
     def __init__(self, differ):
         self._differ = differ
@@ -128,7 +128,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
     config = GRPOConfig(num_generations=G, dynamic_sampling=True)
     experience, engine = generated(config, {1, 2, 4, 6, 8, 11}, 12)
     assert kept(experience) == [1, 2, 4, 6]
-    # Half of the first four had a signal, so four more were asked for the two places.
+    # Half of the first four groups had a signal, so four more were requested for the two places.
     assert [[p - 100 for p in asked] for asked, _ in engine.asked] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert experience.counts == {
         "dynamic_sampling/groups_drawn": 7.0,
@@ -148,7 +148,7 @@ def test_groups_without_signal_are_replaced_in_the_order_of_the_data():
 
 @pytest.mark.parametrize("differ", [{1, 2, 4, 6, 8, 11}, {5}, set(range(12)), {8, 9, 10, 11}])
 def test_the_groups_kept_do_not_depend_on_when_others_are_found_without_signal(differ):
-    """Places are taken while others are sampled: the same groups and numbers as by whole batches."""
+    """Places are filled while other groups are sampled: the groups and numbers equal those of whole batches."""
     config = GRPOConfig(num_generations=G, dynamic_sampling=True)
     expected, _ = generated(config, differ, 12)
     early = 0
@@ -235,7 +235,7 @@ def test_a_failed_greedy_sample_takes_its_group_along_where_it_is_drawn_with_it(
 def test_shaping_comes_after_the_weighted_sum_and_before_the_advantage():
     config = GRPOConfig(num_generations=G, overlong_shaping=True, overlong_buffer=4, no_stop_reward=-5.0)
     experience, _ = generated(config, {0}, 1)
-    # Three tokens of six with a buffer of four: a quarter of the penalty; member 1 was cut off.
+    # Three of at most six tokens, with a buffer of four: a quarter of the penalty; member 1 was cut off.
     np.testing.assert_allclose(experience.reward_B, [-0.25, -5.25])
     assert experience.counts == {"rollout/kept_tokens": 0.5 * 3 * 2}
     with pytest.raises(ValueError, match="overlong_buffer=9"):

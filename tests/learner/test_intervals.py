@@ -1,4 +1,4 @@
-"""95 % intervals: Wilson's by hand, coverage by simulation, and the same on the page."""
+"""95 % intervals: Wilson's worked by hand, coverage by simulation, and the page shows the same numbers."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from podrl.rundir.summary import print_before_after
     ],
 )
 def test_wilsons_interval_by_hand(right, records, low, high):
-    """The last is Newcombe's (1998) example."""
+    """The last case is Newcombe's (1998) example."""
     value_P = np.repeat([1.0, 0.0], [right, records - right])
     error = float(value_P.std(ddof=1) / math.sqrt(records)) if records > 1 else None
     assert intervals.share(right / records, error, records) == pytest.approx((low, high), abs=1e-4)
@@ -52,7 +52,7 @@ def test_nineteen_in_twenty_paired_intervals_hold_the_change():
 
 @pytest.mark.parametrize(("value", "records"), [(2 / 3, 10), (0.1, 6), (0.7, 12)])
 def test_equal_values_are_as_uncertain_as_their_number_says(value, records):
-    """Their standard error is that of rounding, not 0."""
+    """Their standard error is the rounding's, not 0."""
     error = float(np.std([value] * records, ddof=1) / math.sqrt(records))
     assert intervals.share(value, error, records) == pytest.approx(intervals.share(value, 0.0, records))
     assert intervals.mean(value, error) is None is intervals.mean(0.0, 0.0)
@@ -76,7 +76,7 @@ def test_a_mean_that_the_first_evaluation_had_not_is_in_the_table(capsys):
 
 
 def test_the_change_of_a_run_is_paired_by_record(tmp_path, capsys):
-    """Ten records, of which five became right and none wrong; the evaluation between is not kept."""
+    """Of ten records five became right and none wrong; the evaluation between the two is not kept."""
     texts = {0: "0000000111", 4: "1000000111", 8: "1111100111"}
     for step, text in texts.items():
         answers = [float(one) for one in text]

@@ -78,7 +78,7 @@ QWEN3_5 = {
 
 
 def saved(tmp_path, mesh, raw=GEMMA4):
-    """A random model in a directory with the tokenizer that comes with podrl."""
+    """Writes a random model to a directory, with the tokenizer that comes with podrl."""
     config = config_from_hf(raw)
     params = parameters.init_params(config, jax.random.key(0))
     for stack in params["layers"].values():
@@ -154,7 +154,7 @@ def test_preferences_train_against_the_model_as_it_was_and_its_checkpoint_is_exp
     stream = PairStream(DataConfig(), cluster.tokenizer, pairs=PAIRS, max_length=LENGTH)
     algorithm = DPO(cluster, DPOConfig(batch_size=PAIRS, max_length=LENGTH), shape)
     first, second = (fetched_means(learn(algorithm, step, next(stream))) for step in range(2))
-    # The policy is its own reference at first, scalars of the layers included: no margin, a loss of log 2.
+    # At first the policy equals its reference, the layers' scalars included: the margin is 0, the loss log 2.
     assert first["dpo/loss"] == pytest.approx(np.log(2), abs=1e-6) and second["dpo/loss"] != first["dpo/loss"]
 
     run = tmp_path / "run"
@@ -182,7 +182,7 @@ def test_preferences_train_against_the_model_as_it_was_and_its_checkpoint_is_exp
     ids=["full", "merged", "linear"],
 )
 def test_grpo_trains_on_its_samples(tmp_path, lora, raw):
-    """The sampler's probabilities are the trainer's before and after an update: every leaf has reached the engine."""
+    """Sampler and trainer agree on probabilities before and after an update: every leaf has reached the engine."""
     saved(tmp_path, make_mesh("fsdp=1", jax.devices()[:1]), raw)
     rewards = tmp_path / "mine.py"
     rewards.write_text("def varied(completions, **_):\n    return [float(i) for i in range(len(completions))]\n")

@@ -1,4 +1,4 @@
-"""Samples out of the loss are counted: samples drawn = samples with weight in the loss + those of every reason."""
+"""Samples left out of the loss are counted: samples drawn = samples in the loss + samples left out, by reason."""
 
 import types
 from concurrent.futures import Future
@@ -33,7 +33,7 @@ LIMIT, PROMPT, STEP = 5, 2, 9
 
 
 class Engine:
-    """An engine that draws samples of random lengths, stop reasons and versions, silent ones among them."""
+    """An engine that draws samples of random lengths, stop reasons and versions; some samples are empty."""
 
     reward_model = partner = None
 
@@ -46,7 +46,7 @@ class Engine:
         rng, B, T = self._rng, len(batch.length_P) * group_size, PROMPT + LIMIT
         length_B = rng.integers(0, LIMIT + 1, B) * (rng.uniform(size=B) < 0.8)
         place_BT = np.tile(np.arange(T), (B, 1))
-        given_BT = rng.uniform(size=(B, T)) < 0.2  # by a tool
+        given_BT = rng.uniform(size=(B, T)) < 0.2  # given by a tool
         mask_BT = ((place_BT >= PROMPT) & (place_BT < PROMPT + length_B[:, None]) & ~given_BT).astype(np.float32)
         stops = [STOP_EOS, STOP_LENGTH, STOP_ENV, STOP_DEADLINE, STOP_FAILED]
         return Rollouts(
@@ -69,7 +69,7 @@ class Engine:
 
 
 class Grader:
-    """Random rewards of few values, so that some groups are equal; one in fifty is none."""
+    """Draws rewards from few values, so that some groups are equal; one reward in fifty is missing."""
 
     names = ("fn",)
 
@@ -93,7 +93,7 @@ class Grader:
 
 
 def made(config: Any, seed: int, prompts=6) -> Experience:
-    """A batch as the rollout side makes it."""
+    """Makes a batch as the rollout side does."""
     rng, P = np.random.default_rng(seed), prompts * config.prompt_batches
     tokens_PT = np.ones((P, PROMPT), np.int32)
     asked = Prompts(tokens_PT, np.full(P, PROMPT), np.arange(P), ["p"] * P, {}, b"{}")
@@ -103,7 +103,8 @@ def made(config: Any, seed: int, prompts=6) -> Experience:
 
 
 def counted(config: Any, experience: Experience) -> tuple[dict[str, float], np.ndarray]:
-    """Metrics of a step's samples, and the weight of every token in the gradient, by the algorithm's own lines."""
+    """Returns the metrics of a step's samples, and the weight of every token in the gradient, from the algorithm
+    itself."""
     algorithm: Any = object.__new__(GRPO)
     algorithm._config = config
     algorithm._estimators, algorithm._reward_kl = [config.estimator()], types.SimpleNamespace(active=False)
@@ -170,7 +171,7 @@ def test_every_reason_is_met():
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "remax"])
 def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
-    """Sample 1 says nothing and has the reward 3: the others are compared with it."""
+    """Sample 1 is empty and has the reward 3: the others are compared with it."""
     config: Any = GRPOConfig(num_generations=4, beta=0.0, advantage_estimator=estimator, advantage_scale="none")
     mask_BT = np.array([[0, 0, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]], np.float32)
     asked = Prompts(np.ones((1, PROMPT), np.int32), np.full(1, PROMPT), np.arange(1), ["p"], {}, b"{}")
@@ -184,7 +185,7 @@ def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
     )
     more: Any = (np.ones((4, 4)), -mask_BT, np.zeros((4, 4), np.int32))
     turn_reward_BT = np.zeros((4, 4), np.float32)
-    turn_reward_BT[1, PROMPT - 1] = 2.0  # what its environment gave; 1 came from a reward function
+    turn_reward_BT[1, PROMPT - 1] = 2.0  # the environment's reward; 1 came from a reward function
     build: Any = Rollouts
     rollouts = build(asked, *arrays, *more, turn_reward_BT, np.zeros(4, int), ["c"] * 4, [NO_EPISODE] * 4, 1.0)
     reward_B = np.array([1.0, 3.0, 0.0, 0.0])
@@ -193,7 +194,7 @@ def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
     expected = {
         "grpo": [0.0, -1.0, -1.0],
         "rloo": [0.0, -4 / 3, -4 / 3],
-        "opo": [0.5, -0.5, -0.5],  # its length is 0, and so is its weight in the baseline
+        "opo": [0.5, -0.5, -0.5],  # its length is 0, so its weight in the baseline is 0
         "gpg": [0.0, -1.0, -1.0],
         "remax": [1.0, 0.0, 0.0],
     }[estimator]

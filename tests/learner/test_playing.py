@@ -1,4 +1,4 @@
-"""Environments in training: where rewards lie, who leaves the loss, and a whole run from Python."""
+"""Environments in training: tokens that get rewards, samples that leave the loss, and a whole run from Python."""
 
 import dataclasses
 import json
@@ -70,11 +70,11 @@ def test_environments_are_given_by_name_settings_or_object():
 
 
 def _tokenizer(directory, *special, tools=()):
-    """The tokenizer of the sums with a template for tools, and some pieces made special tokens."""
+    """Returns the tokenizer of the sums with a template for tools, and with some pieces made special tokens."""
     shutil.copytree(EMBEDDED["tiny_tools"], directory)
     content = json.loads((directory / "tokenizer.json").read_text())
     first = len(content["model"]["vocab"])
-    (directory / "config.json").unlink()  # which has no embeddings for more
+    (directory / "config.json").unlink()  # the model has no embeddings for more tokens
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"] += [
         {"id": first + i, "content": text, "special": True, **flags} for i, text in enumerate(special)
@@ -90,10 +90,10 @@ def _tokenizer(directory, *special, tools=()):
 def test_tools_are_checked_at_the_start(tmp_path):
     config = EnvironmentConfig(environment="tools", tools=("calculator",))
     with Episodes(config, Limits(), journal=None) as host:
-        check(host, Dialogue(_tokenizer(tmp_path / "end", "</call>")))  # only ends a call: it does so as a token
+        check(host, Dialogue(_tokenizer(tmp_path / "end", "</call>")))  # this tag only ends a call, as a token
         for i, tag in enumerate(["<call_tool", "<snippet", "</tool_output>x"]):
             dialogue = Dialogue(_tokenizer(tmp_path / str(i), tag))
-            if tag.endswith("x"):  # longer than the tag: nobody writes it
+            if tag.endswith("x"):  # longer than the tag, and never written
                 check(host, dialogue)
                 continue
             with pytest.raises(ValueError, match=f"The tag '{tag}' of env.parser holds a special token"):

@@ -1,4 +1,4 @@
-"""Batches between the hosts of a pod whose trainers are not equally far."""
+"""Batches between the hosts of a pod whose trainers are at different steps."""
 
 import threading
 import types
@@ -35,7 +35,8 @@ def _trainer(pod):
 
 
 def test_a_trainer_host_that_is_behind_still_gets_its_rows(pods):
-    """The leader ends all steps before the other trainer begins: it waits for no other host between two steps."""
+    """The leader finishes all steps before the other trainer begins, because it waits for no other host between
+    steps."""
     leader, slow, host = pods
     made = bench.experience(ARGS, 0)
     run, barrier = bench.Run(), StepBarrier(host, bench.Run(), S)

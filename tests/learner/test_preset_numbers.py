@@ -19,7 +19,7 @@ NO_KL, K1 = (0.0, "", None), (0.04, "k1", None)
 DAPO = {"dynamic_sampling": True, "overlong_shaping": True}
 
 # preset: (loss, low, high, dual clip), aggregation, KL in the loss (beta, form, clamp),
-#   (estimator, scale, eps, lone samples), KL in the reward (coefficient, form), beside.
+#   (estimator, scale, eps, lone samples), KL in the reward (coefficient, form), further settings.
 GRPO, PLAIN = ("grpo", "std", 1e-6, "zero"), ("grpo", "none", 1e-6, "zero")
 CLIP, REINFORCE = ("clip", 0.2, 0.2, None), ("reinforce", 0.2, 0.2, None)
 NUMBERS = {
@@ -58,7 +58,7 @@ NUMBERS = {
     "tinker_ppo": (CLIP, "token-sum-scale", NO_KL, PLAIN, None, {}),
     "tunix_grpo": (CLIP, SEQUENCES, K1, GRPO, None, {}),
 }
-# What the others have: no correction of fresh samples, and a ratio that starts where it is cheapest.
+# Settings of all other presets: no correction of fresh samples, and a ratio from the cheapest old policy.
 CORRECTED = {
     "trl_grpo": ("sequence_mask", (0.0, 3.0)),
     "open_instruct_grpo": ("tis", (0.0, 2.0)),
@@ -96,7 +96,7 @@ def test_numbers(name):
     assert (config.distillation is not None) == (name == "opd")
     assert name != "opd" or (config.teacher_coef, config.reward_coef) == (1.0, 0.0)
     assert config.old_logprob == RATIO_FROM.get(name, "auto")
-    # A run of that name trains with the settings of the Python preset.
+    # A run with the preset's name trains with the settings of the Python preset.
     chosen = preset(name)
     scale = {"loss_agg_scale": 40.0} if name == "dr_grpo" else {}
     assert told(chosen.policy_loss(**scale), chosen.advantage_estimator()) == tuple(expected)
@@ -120,7 +120,7 @@ def test_an_algorithm_has_the_same_defaults_in_python_and_on_the_command_line(na
     told, mine = parse(ConfigDict(complete(values)).to_dict()).algo, cls()
     kl_mode = {"grpo": "kl_reward_mode", "ppo": "kl_method"}[name]
     assert mine.kind == told.kind and canonical_mode(getattr(mine, kl_mode)) == canonical_mode(getattr(told, kl_mode))
-    # These two have several names of one meaning.
+    # These two settings have several names with the same meaning.
     same = {"policy_loss_fn": mine.policy_loss_fn, kl_mode: getattr(mine, kl_mode)}
     assert dataclasses.replace(told, **same) == mine
     assert mine.policy_loss(40).formula() == told.policy_loss(40).formula()
@@ -131,7 +131,7 @@ def test_every_preset_is_written_out():
 
 
 VECTORS = json.loads((pathlib.Path(__file__).parents[1] / "algorithms" / "core_algos.json").read_text())
-# preset: the outputs of verl that a run of it reproduces, and what their settings change of it.
+# For each preset: the outputs of verl that its run reproduces, and the settings in which these differ from it.
 ADVANTAGES = {
     **{name: ("grpo", {}) for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")},
     **{name: ("dr_grpo", {}) for name in ("dr_grpo", "reinforce")},
@@ -144,7 +144,7 @@ ADVANTAGES = {
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_run_computes_the_advantages_of_the_vectors(name):
-    """Follows a configuration line to the array that the learner packs, in float64 up to there."""
+    """Follows a configuration line to the array that the learner packs, in float64."""
     key, changes = ADVANTAGES[name]
     values = {"algorithm": name, "trainer": {"max_steps": 1, "eval_every_n_steps": 0}}
     values["grpo"] = {"num_generations": 2} | changes

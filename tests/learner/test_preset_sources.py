@@ -8,8 +8,8 @@ from ml_collections import ConfigDict
 from podrl.algorithms.presets import PRESETS
 from podrl.job.config import complete, parse
 
-# system: the version and its date; then (its name of a field, its value, podrl's field, podrl's value). Where both are
-# numbers they are the same number; where they are words, docs/algorithms.md has what either means.
+# system: the version and its date; then (its name of a field, its value, podrl's field, podrl's value). Two numbers
+# must be equal; for words docs/algorithms.md has both meanings.
 SOURCES = {
     "trl_grpo": (
         "TRL 1.10.0.dev0, 24 July 2026",
@@ -139,7 +139,7 @@ SOURCES = {
 
 
 def chosen(name):
-    """Reads a run's configuration that sets the algorithm and nothing else of it."""
+    """Reads the configuration of a run that sets only the algorithm."""
     values = {"algorithm": name, "trainer": {"max_steps": 1, "eval_every_n_steps": 0}, "grpo": {"num_generations": 4}}
     return parse(ConfigDict(complete(values)).to_dict()).algo
 
@@ -168,5 +168,5 @@ def test_nothing_else_of_a_preset_differs_from_podrls_defaults(name):
     }
     held = {ours for _, _, ours, _ in SOURCES[name][1:]}
     loose = {key for key in PRESETS[name].settings if key not in held and derived.get(key) not in held}
-    assert loose <= {"beta", "kl_loss_mode"}, loose  # no KL: its form says nothing
+    assert loose <= {"beta", "kl_loss_mode"}, loose  # without KL its form has no effect
     assert not loose or PRESETS[name].settings["beta"] == 0

@@ -1,4 +1,4 @@
-"""A run that a learner makes from Python ends as one of the command: with summary, report and the table."""
+"""A run that a learner makes from Python ends like a run of the command: with summary, report and the table."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A dry run, and a start before it loads a model, find what would fail a minute later."""
+"""A dry run, and a start before it loads a model, find faults that would end the run a minute later."""
 
 import json
 import os
@@ -34,12 +34,12 @@ def records(tmp_path, *rows):
 def refused(made, message, capsys):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         job.dry_run(made, "runs/x")
-    assert "Batch arithmetic" in capsys.readouterr().out  # everything else is told before
+    assert "Batch arithmetic" in capsys.readouterr().out  # every other fault is reported before
 
 
 @pytest.fixture
 def model(tmp_path):
-    """A copy of the checkpoint that comes with podrl."""
+    """Makes a copy of the checkpoint that comes with podrl."""
     return pathlib.Path(shutil.copytree(podrl.TINY, tmp_path / "model"))
 
 
@@ -234,7 +234,7 @@ def test_a_given_answer_that_cannot_be_rendered_is_found_at_the_start(tmp_path, 
 @pytest.mark.parametrize("algorithm", GIVEN)
 def test_an_evaluation_that_cannot_be_is_found_at_the_start(tmp_path, algorithm, capsys, caplog):
     made = values(algorithm, data=records(tmp_path, *[GIVEN[algorithm][0]] * 3), eval={"problems": 4})
-    if algorithm == "reward_model":  # which is evaluated on pairs
+    if algorithm == "reward_model":  # this algorithm is evaluated on pairs
         assert job.dry_run(made, "runs/x") == EXIT_DONE
         assert "lacks 'answer' (it has prompt, chosen, rejected), and where pairs have no answer, none" in caplog.text
         return
@@ -257,7 +257,7 @@ def test_a_record_that_cannot_be_rendered_is_named_when_it_is_drawn(tmp_path, al
     made = parse(values(algorithm, data=data, rollout={"prompts_per_step": ready._FEW + 1}, **sizes))
     stream = made.kind.stream(made, Tokenizer(podrl.TINY))
     stream.look(ready._FEW)
-    # The loop saves the steps before such an error.
+    # The loop saves the finished steps before such an error ends it.
     with pytest.raises(BatchError, match=rf"d\.jsonl line {ready._FEW + 1}: .*(tool|call)"):
         next(stream)
 

@@ -1,4 +1,4 @@
-"""The recorder's metrics, and when it notes an evaluation."""
+"""The recorder's metrics, and the moment at which it records an evaluation."""
 
 import contextlib
 import types
@@ -15,7 +15,7 @@ from podrl.types import BatchError, Policy
 
 
 def test_metrics_of_updates_stay_on_the_device_until_they_are_fetched():
-    """Averaging them there started a program per metric behind a running update, which hung pods on CPU."""
+    """Averaging metrics on the device queued one program per metric behind a running update, which hung pods on CPU."""
     collected = [{"loss": jnp.float32(n), "lr": jnp.float32(1e-3)} for n in range(3)]
     together = gathered(collected)
     assert all(value is metrics["loss"] for value, metrics in zip(together["loss"], collected, strict=True))
@@ -24,7 +24,7 @@ def test_metrics_of_updates_stay_on_the_device_until_they_are_fetched():
 
 
 def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
-    """A host that enters leaves out the steps noted as evaluated; the others would wait for its share for ever."""
+    """A host that joins skips steps that are recorded as evaluated; the others would wait for its share for ever."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext(), take_spent=dict)
     run = types.SimpleNamespace(config={}, watchdog=watchdog, spans=Spans("trainer 1"))
     sent, noted = [], []
@@ -49,7 +49,7 @@ def test_a_host_that_enters_during_an_evaluation_takes_part_in_it():
 
 
 def test_a_step_is_trained_when_an_evaluation_beside_it_fails():
-    """The checkpoint has the step's weights under its own number, so that its batch is not trained again."""
+    """The checkpoint has the step's weights under the step's number, so its batch is not trained on again."""
 
     def fails(*, wait: bool) -> None:
         raise BatchError("the judge is away")

@@ -10,7 +10,7 @@ from podrl.learner.rollouts import OfflineBatches
 
 
 class Place:
-    """A process's rollouts that only record their calls."""
+    """A process's rollouts, which only record their calls."""
 
     def __init__(self):
         self.events = []

@@ -1,4 +1,4 @@
-"""The policy teaches itself by a prompt with a hint: scores at other places, its copies, and their checkpoints."""
+"""The policy teaches itself with a hint in the prompt: shifted scores, copies of the policy, their checkpoints."""
 
 import dataclasses
 from typing import Any
@@ -26,13 +26,13 @@ def job(teacher: str, **changes: Any) -> Any:
 
 
 def told(experience: Any, hints: Any = HINTS) -> Any:
-    """The bench's samples, with prompts for the teacher."""
+    """Returns the bench's samples, with prompts for the teacher."""
     prompts = dataclasses.replace(experience.rollouts.prompts, fields={TEACHER_PROMPT: hints})
     return dataclasses.replace(experience, rollouts=dataclasses.replace(experience.rollouts, prompts=prompts))
 
 
 def by_hand(rollouts: Any, hints: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Each sample behind its teacher's prompt: (right-padded tokens, lengths)."""
+    """Returns each sample after its teacher's prompt: (right-padded tokens, lengths)."""
     rows = [
         [*(hints[b // G] or rollouts.tokens_BT[b, :PROMPT]), *rollouts.tokens_BT[b, PROMPT : rollouts.length_B[b]]]
         for b in range(B)
@@ -97,7 +97,8 @@ def test_the_policy_behind_its_hint_gives_each_token_an_advantage(bench):
 
 
 def test_each_copy_of_the_policy_moves_as_its_name_says(bench):
-    """A step moves the policy itself by a whole update, the average by a quarter of it, the initial copy not at all."""
+    """A step moves the policy by a whole update, the moving average by a quarter of it, and the initial copy not at
+    all."""
     experience, found, start = told(bench.experience), {}, bench.start.params
     cluster = bench.cluster
     for teacher in ("current", "initial", "ema"):

@@ -1,4 +1,4 @@
-"""The policy teaches itself by a prompt with a hint, on its likeliest ids: columns, gradient, packing, refusals."""
+"""The policy teaches itself with a hint in the prompt, on its likeliest ids: columns, gradient, packing, refusals."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ def job(teacher: str = "current", *, trainer: Any = None, model: Any = None, **c
 
 
 def dense(params: Any, cluster: Any, tokens_BT: np.ndarray, length_B: np.ndarray) -> jax.Array:
-    """Log-probabilities of all ids in each token's place, (B, T, V), of unpacked samples."""
+    """Computes the log-probabilities of all ids at each token's place, (B, T, V), for unpacked samples."""
     place_BT = np.tile(np.arange(tokens_BT.shape[1]), (len(tokens_BT), 1))
     segment_BT = (place_BT < length_B[:, None]).astype(np.int32)
     hidden_BTD = decoder.hidden(params, tokens_BT, segment_BT, place_BT, cluster.model)
@@ -44,7 +44,7 @@ def dense(params: Any, cluster: Any, tokens_BT: np.ndarray, length_B: np.ndarray
 
 
 def hinted(params: Any, cluster: Any, rollouts: Any, hints: Any) -> np.ndarray:
-    """`dense` behind the teacher's prompts, each token's at its place behind the policy's prompt."""
+    """Computes `dense` with the teacher's prompts, moved to the tokens' places after the policy's prompt."""
     found_BTV = np.asarray(dense(params, cluster, *by_hand(rollouts, hints)))
     moved_BTV = np.zeros((*rollouts.tokens_BT.shape, found_BTV.shape[-1]), np.float32)
     for b in range(B):
@@ -54,7 +54,7 @@ def hinted(params: Any, cluster: Any, rollouts: Any, hints: Any) -> np.ndarray:
 
 
 def columns(scores: Any, rollouts: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and teacher's log-probabilities of the sampled tokens, by sample and place: each (X, K)."""
+    """Returns ids, and the teacher's log-probabilities, of the sampled tokens by sample and place: each (X, K)."""
     assert isinstance(scores, IdScores)
     number_X = scores.number_BT[rollouts.mask_BT > 0]
     return scores.id_XK[number_X], scores.teacher_logprob_XK[number_X]
@@ -71,7 +71,7 @@ def reset(bench: Any) -> Any:
 
 
 def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
-    """Samples of 2 and 1 tokens behind prompts of 4: the token's number is the same wherever its prompt puts it."""
+    """Samples of 2 and 1 tokens follow prompts of 4: a token keeps its number whatever the length of its prompt."""
     rollouts = bench.experience.rollouts
     mask_BT = np.zeros_like(rollouts.mask_BT)
     mask_BT[0, 4:6], mask_BT[5, 4] = 1, 1
@@ -80,7 +80,7 @@ def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
     assert isinstance(scores, IdScores) and scores.id_XK.shape == scores.teacher_logprob_XK.shape == (4, K)
     assert scores.number_BT[0, 3:7].tolist() == [0, 1, 2, 0] and scores.number_BT[5, 3:6].tolist() == [0, 3, 0]
     read = Hinted.of(short.rollouts).rollouts
-    assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]  # behind hints of 7 and 2 tokens
+    assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]  # after hints of 7 and 2 tokens
     assert not scores.teacher_logprob_XK[0].any() and (scores.teacher_logprob_XK[1:] < 0).all()
 
 
@@ -114,7 +114,7 @@ def test_behind_the_policys_own_prompt_it_is_the_divergence_without_a_hint(bench
     prompts = [rollouts.tokens_BT[p * G, :PROMPT].tolist() for p in range(B // G)]
     experience = told(bench.experience, prompts if hints == "own prompts" else [None, None])
     algorithm = make_grpo(cluster, job("initial", teacher_hint_tokens=0).algo, samples=B, say=print)
-    changed = jax.tree.map(lambda x: 1.01 * x, cluster.state.params)  # else the two would be the same
+    changed = jax.tree.map(lambda x: 1.01 * x, cluster.state.params)  # otherwise the two would be equal
     cluster.state = cluster.state.replace(params=jax.device_put(changed, bench._placed.params))
     scores = algorithm.score(0, experience)
     (batch,) = algorithm.pack(0, experience, scores, np.zeros_like(rollouts.mask_BT))
@@ -128,7 +128,8 @@ def test_behind_the_policys_own_prompt_it_is_the_divergence_without_a_hint(bench
 
 
 def test_the_update_is_the_gradient_written_out(quick_compilation):
-    """Rewards by their own aggregation, the divergence by the tokens of samples with a hint; several micro-batches."""
+    """Rewards use their own aggregation, the divergence is averaged over tokens of samples with a hint; several
+    micro-batches."""
     hints, trainer = [HINTS[0], None], {"actor_optimizer": optax.sgd(1.0), "micro_batch_sequences": 2}
     changes = {"reward_coef": 2.0, "teacher_coef": 0.5, "loss_agg_mode": "sequence-mean-token-mean"}
     described = job(trainer=trainer, policy_loss_fn="reinforce", **changes)
@@ -186,7 +187,7 @@ def test_the_gradient_by_logits_is_that_of_torch_in_float64():
 
 
 def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
-    """Samples that lie elsewhere, in other rows, micro-batches and devices, have the same ids and log-probabilities."""
+    """Samples in other rows, micro-batches or devices have the same ids and log-probabilities."""
     reset(bench)
     experience = told(bench.experience)
     expected = columns(
@@ -200,7 +201,7 @@ def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
     scores = algorithm.score(0, experience)
     for a, b in zip(columns(scores, experience.rollouts), expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    # The second half of the prompts first: samples take their columns with them.
+    # The second half of the prompts comes first: columns move with their samples.
     order_B = np.roll(np.arange(B), G)
     rollouts = experience.rollouts
     swap = {f.name: getattr(rollouts, f.name) for f in dataclasses.fields(rollouts) if f.name.endswith(("_BT", "_B"))}
@@ -213,7 +214,7 @@ def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
     first = int((rollouts.mask_BT[:G] > 0).sum())
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.roll(a, first, axis=0), b, atol=1e-5)
-    # Every pass of the step reads the teacher as of its beginning, whichever samples an update takes.
+    # Every pass of a step uses the teacher of the step's beginning, whichever samples an update takes.
     batches = algorithm.pack(0, experience, scores, np.zeros_like(rollouts.mask_BT))
     assert len(batches) == 4
     of_pass = [
@@ -229,7 +230,7 @@ def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
 
 
 def test_the_sampled_token_has_the_log_probability_that_sampled_gives_it_in_samples_of_several_pieces_too(bench):
-    """All ids are compared, so that each sampled one is among them; hints longer, shorter and absent."""
+    """All ids are compared, so each sampled id is among them; hints are longer, shorter or absent."""
     cluster, rollouts = reset(bench), bench.experience.rollouts
     piece_BT = np.zeros_like(rollouts.tokens_BT)
     for b, begin in ((0, 7), (1, 6), (5, 8)):

@@ -54,7 +54,7 @@ def test_no_preset_is_refused(name):
 
 
 def test_overlong_penalty_by_hand():
-    # Limit 20, buffer 5: free up to 15, a fifth of the penalty for each token after, all of it at 20.
+    # Limit 20, buffer 5: no penalty up to 15 tokens, a fifth of it for each further token, all of it at 20.
     penalty_B = overlong_penalty(np.array([3, 15, 16, 18, 20]), limit=20, buffer=5, penalty=2.0)
     np.testing.assert_allclose(penalty_B, [0.0, 0.0, -0.4, -1.2, -2.0], atol=1e-12)
     with pytest.raises(ValueError, match=r"overlong_buffer=21 must lie in \[1, rollout.max_tokens_to_generate=20"):
@@ -62,7 +62,7 @@ def test_overlong_penalty_by_hand():
 
 
 def of(samples):
-    """A batch of samples with equal rewards, none of which is lost."""
+    """Makes a batch of samples with equal rewards and no lost sample."""
     zero_B = np.zeros(len(samples.stop_B))
     return Experience(samples, zero_B[None], zero_B, zero_B, 0.0, {}, zero_B.astype(np.int32))
 
@@ -96,7 +96,7 @@ def test_kl_in_the_reward_is_steered_and_survives_a_checkpoint():
     result_BT, said = penalty.penalised(reward_BT, logprob_BT, ref_BT, mask_BT)
     np.testing.assert_allclose(result_BT, [[0, -0.05, 1.95], [0, 0.95, 0]])
     assert said == {"reward/kl": pytest.approx(0.5), "reward/kl_coef": 0.1}
-    # Twice the target: the error is held at 0.2, so 2 samples of a horizon of 20 raise the coefficient by 2%.
+    # Twice the target: the error is clipped to 0.2, so 2 samples of a horizon of 20 raise the coefficient by 2%.
     assert penalty.coef == pytest.approx(0.102)
     other = RewardKL(GRPOConfig(beta=0.0, kl_in_reward=0.1, kl_target=0.25))
     other.restore(penalty.state())
@@ -107,11 +107,12 @@ def test_kl_in_the_loss_is_steered_and_survives_a_checkpoint():
     config = GRPOConfig(beta=0.1, kl_target=0.25, kl_horizon=20.0)
     control = LossKL(config)
     assert control.active and control.steered and control.scale == 1.0
-    # Updates that measured 0.4 and 0.6: twice the target, held at 0.2, so 2 samples of a horizon of 20 give 2% more.
+    # Updates measured 0.4 and 0.6, twice the target: the error is clipped to 0.2, so 2 samples of a horizon of 20 add
+    # 2%.
     said = control.trained([jnp.float32(0.4), jnp.float32(0.6)], 2)
     assert said == {"actor/kl_coef": 0.1}
     assert control.coef == pytest.approx(0.102) and control.scale == pytest.approx(1.02)
-    # At 0.2375 the error is -0.05: -0.5%. A KL that is no number moves nothing.
+    # At 0.2375 the error is -0.05: -0.5%. A KL of NaN changes nothing.
     assert control.trained([jnp.float32(0.2375)], 2) == {"actor/kl_coef": pytest.approx(0.102)}
     assert control.coef == pytest.approx(0.102 * 0.995)
     control.trained([jnp.float32(np.nan)], 2)
@@ -200,11 +201,11 @@ def test_stale_samples_are_corrected_by_default_and_fresh_ones_are_not(settings_
     assert (stale.correction, stale.old_source(1), stale.old_source(2)) == ("tis", "current", "trainer")
     assert stale.correction_bounds == (0.0, 2.0)
     assert "times the sampler correction: min(w, 2)" in stale.policy_loss(8).formula()
-    # Either of the two keys puts the clip around the policy that sampled, where a correction would be 1.
+    # Either of the two keys centres the clip on the policy that sampled, for which a correction would be 1.
     for changes in ({"old_logprob": "sampler"}, {"sampler_correction": "none"}):
         bare = settings_of(beta=0.0, max_staleness=1, **changes)
         assert (bare.correction, bare.old_source(1)) == ("none", "sampler")
-    for kind in ("sequence_mask", "kpop"):  # a correction that is asked for is used
+    for kind in ("sequence_mask", "kpop"):  # a correction that is set is used
         asked = settings_of(beta=0.0, max_staleness=1, sampler_correction=kind)
         assert (asked.correction, asked.old_source(1)) == (kind, "current")
 

@@ -1,4 +1,4 @@
-"""A mixture whose sources have weights, losses and advantages of their own: one update is the sum of separate ones."""
+"""Sources of a mixture with weights, losses and advantages of their own: an update is the sum of separate updates."""
 
 import dataclasses
 from typing import Any
@@ -27,7 +27,7 @@ G, PROMPT, T = 2, 3, 12
 NAMES = ("math", "chat", "tools", "math", "plain")
 P, B = len(NAMES), G * len(NAMES)
 MODES = ("token-mean", "sequence-mean-token-mean", "token-sum-scale")
-# What each source learns by, in a run without KL whose other samples learn from rewards by the clip.
+# The loss of each source, in a run without KL; samples of other sources learn from rewards with the clip.
 OWN = {
     "math": {"policy_loss_fn": "ipo", "epsilon": 0.1, "advantage_estimator": "maxrl"},
     "chat": {"teacher_coef": 0.5, "reward_coef": 0.0},
@@ -36,13 +36,13 @@ OWN = {
 
 
 def mixture():
-    """Five prompts of four sources; what tools answered lies within the samples of 'tools' and of 'math'."""
+    """Makes five prompts of four sources; samples of 'tools' and 'math' contain tools' answers."""
     rng = np.random.default_rng(0)
     length_B = np.array([12, 9, 7, 11, 12, 10, 12, 6, 8, 12])
     place_BT = np.tile(np.arange(T), (B, 1))
     given_BT = np.isin(np.repeat(NAMES, G), ("tools", "math"))[:, None] & np.isin(place_BT, (5, 6))
     mask_BT = ((place_BT >= PROMPT) & (place_BT < length_B[:, None]) & ~given_BT).astype(np.float32)
-    # Every token has an id of its own, by which its log-probability is found wherever it was packed.
+    # Every token has its own id, by which its log-probability is found wherever it was packed.
     tokens_BT = np.arange(B * T, dtype=np.int32).reshape(B, T)
     fields = {"dataset": list(NAMES)}
     prompts = Prompts(tokens_BT[::G, :PROMPT], np.full(P, PROMPT), np.arange(P), ["p"] * P, fields, b"{}")
@@ -64,7 +64,7 @@ def mixture():
 
 
 def only(experience, names):
-    """Selects the samples of some sources: (experience, their rows)."""
+    """Selects the samples of some sources: (experience of these samples, their row numbers in the whole batch)."""
     chosen_P = np.flatnonzero(np.isin(experience.rollouts.prompts.fields["dataset"], names))
     rows_B = np.flatnonzero(np.isin(experience.rollouts.group_B, chosen_P))
     rollouts = messages.select(experience.rollouts, chosen_P)
@@ -90,7 +90,7 @@ def config(mode="token-mean", sources=OWN, **changes):
 
 
 def trained(cluster, settings, experience, rows_B):
-    """Makes an update: (gradient by each token's log-probability, value, metrics of the advantages and of the loss)."""
+    """Makes an update: (gradient by each token's log-probability, loss, metrics of the advantages and of the loss)."""
     rng = np.random.default_rng(1)
     now_BT, their_BT = (np.log(rng.uniform(0.05, 0.95, (B, T))) for _ in range(2))
     scores = ReferencedScores(experience.rollouts.logprob_BT, their_BT[rows_B].astype(np.float32))
@@ -117,7 +117,7 @@ def trained(cluster, settings, experience, rows_B):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_update_of_a_mixture_is_the_sum_of_those_of_its_components(cluster, mode):
-    """RL by two losses, a teacher's advantages and a cross-entropy, each divided by its own tokens."""
+    """The mixture has RL by two losses, a teacher's advantages and a cross-entropy, each divided by its own tokens."""
     whole = mixture()
     found_X, value, metrics = trained(cluster, config(mode), whole, np.arange(B))
     alone = {name: config(mode, {}, **{"reward_coef": 1.0} | own) for name, own in OWN.items()} | {
@@ -142,7 +142,7 @@ def test_an_update_of_a_mixture_is_the_sum_of_those_of_its_components(cluster, m
 
 @pytest.mark.parametrize("kind", ["full", "top_k"])
 def test_an_exact_divergence_is_taken_over_the_tokens_of_its_source_beside_the_other_components(cluster, kind):
-    """The rows of the update hold the right weights and divisors; test_distillation.py tests the gradient."""
+    """Checks the weights and divisors in the update's rows; test_distillation.py tests the gradient."""
     whole, sources = mixture(), OWN | {"plain": {"teacher_coef": 2.0}}
     settings = config(sources=sources, teacher_kl=kind)
     algorithm: Any = make_grpo(cluster, settings, samples=B, say=print)
@@ -154,11 +154,12 @@ def test_an_exact_divergence_is_taken_over_the_tokens_of_its_source_beside_the_o
     np.testing.assert_array_equal(weight_BT, coef_B[:, None] * whole.rollouts.mask_BT)
     rl = only(whole, ["math", "plain"])[0].rollouts.mask_BT.sum()
     assert rows.scale == rl / (weight_BT > 0).sum() and told["loss/tokens/teacher"] == (weight_BT > 0).sum()
-    assert settings.loss_mask(whole).sum() == rl  # tokens that a teacher alone draws are in no surrogate
+    assert settings.loss_mask(whole).sum() == rl  # tokens with weight from a teacher only are in no surrogate
 
 
 def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_counted(cluster):
-    """Teachers' weights on 'chat', which has a hint, and on 'plain', which has none; others learn as ever."""
+    """Teachers have weights on 'chat', which has a hint, and on 'plain', which has none; other sources learn as
+    before."""
     sources = OWN | {"plain": {"teacher_coef": 2.0}}
     own = {"teacher": "current", "teacher_hint_tokens": 4, "teacher_kl": "top_k", "teacher_top_k": 3}
     settings = config(sources=sources, **own)
@@ -166,7 +167,7 @@ def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_coun
     whole, found = mixture(), []
     mask_BT, prompts = whole.rollouts.mask_BT, whole.rollouts.prompts
     chat, plain = (float(only(whole, [name])[0].rollouts.mask_BT.sum()) for name in ("chat", "plain"))
-    for hint in ([200, 201, 202, 203, 204], None):  # then a step in which no prompt has one
+    for hint in ([200, 201, 202, 203, 204], None):  # then a step in which no prompt has a hint
         fields = prompts.fields | {TEACHER_PROMPT: [hint if name == "chat" else None for name in NAMES]}
         rollouts = dataclasses.replace(whole.rollouts, prompts=dataclasses.replace(prompts, fields=fields))
         told_of = dataclasses.replace(whole, rollouts=rollouts)
@@ -181,7 +182,7 @@ def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_coun
         assert np.isfinite(list(metrics.values())).all()
         found.append(metrics["opd/reverse_kl"])
     assert found[0] > 0 == found[1]
-    # Another model teaches behind the same prompt as well.
+    # Another model teaches with the same prompt too.
     reference: Any = make_grpo(cluster, config(sources=sources, **own | {"teacher": "reference"}), samples=B, say=print)
     scores = reference.score(0, told_of)
     advantage_BT, told = reference.advantages(told_of, scores, np.ones_like(mask_BT))
@@ -225,7 +226,7 @@ def test_sources_that_have_the_runs_settings_change_no_bit(cluster):
 
 
 def test_a_step_without_a_sample_to_teach_needs_no_hint(cluster):
-    """A source of small weight may be in no prompt of a step, and its hints are in none, then."""
+    """A source of small weight may have no prompt in a step, so the step has no hints."""
     sources = {"chat": {"teacher_coef": 1.0, "reward_coef": 0.0}}
     rest, rows_B = only(mixture(), ["math", "plain", "tools"])
     algorithm: Any = make_grpo(cluster, config(sources=sources, teacher="current"), samples=len(rows_B), say=print)

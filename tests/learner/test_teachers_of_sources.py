@@ -1,4 +1,4 @@
-"""Teachers of sources, with tokenizers and meshes of their own: what each scores, and what its scores become."""
+"""Teachers of sources, with tokenizers and meshes of their own: the samples each scores, and its advantages."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ SOURCES = ({"path": "problems", "name": "math"}, {"path": "sums", "name": "chat"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A teacher with the policy's tokenizer, and one that reads bytes; both of random weights."""
+    """Writes a teacher with the policy's tokenizer and one that reads bytes, both with random weights."""
     root = tmp_path_factory.mktemp("teachers")
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     size = ScratchModel(num_layers=2, model_dim=64, ffn_dim=96, num_heads=2, num_kv_heads=1)
@@ -63,7 +63,7 @@ def told(experience: Any, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def said():
-    """Samples of words, the first of which end their turn."""
+    """Makes samples of words; the first ones end their turn."""
     made, own = Bench(parsed("grpo", {})), Tokenizer(TINY)
     rollouts = made.experience.rollouts
     tokens_BT = rollouts.tokens_BT.copy()
@@ -76,7 +76,7 @@ def said():
 
 
 def test_each_source_is_scored_by_its_teacher(quick_compilation, folders, said):
-    """Teachers with the policy's tokenizer score as `model.reference` does; sources without one get no score."""
+    """Teachers with the policy's tokenizer score as `model.reference` does; sources without a teacher get no score."""
     path = str(folders / "same")
     alone = Bench(parsed("opd", {"num_iterations": 1}, model={"reference": path}))
     config = parsed("opd", {"num_iterations": 1}, model={"reference": path}).algo
@@ -138,7 +138,7 @@ def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, fo
 
 
 def test_teachers_may_have_devices_of_their_own(quick_compilation, folders, said):
-    """The scores are those of a teacher on the trainer's."""
+    """The scores equal those of a teacher on the trainer's devices."""
     path, found = str(folders / "same"), {}
     roles = RolesConfig(teacher=AuxiliaryConfig("fsdp=2"))
     on = meshes(roles)

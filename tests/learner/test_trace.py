@@ -1,4 +1,4 @@
-"""The trace of a run: every token of a step's samples and what each process did when, once and bounded."""
+"""The trace of a run: every token of a step's samples, and the spans of each process, written once and bounded."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from podrl.rundir.tracing import Pieces, TraceSteps, Tracing
 
 
 class Words:
-    """A tokenizer in which token i is ' wi', and 0 a special one, which decoding leaves out."""
+    """A tokenizer in which token i is ' wi', and 0 is a special token, which decoding leaves out."""
 
     def encode(self, text):
         return [1]
@@ -41,7 +41,7 @@ def tracing(path, start=0, **settings):
 
 
 def recorded(path, steps, start=0, seed=0, **settings):
-    """Records steps as a run does; returns the experience that all of them hold."""
+    """Records steps as a run does; returns the experience, which is the same in all steps."""
     experience, made = _experience(seed), tracing(path, start, **settings)
     for step in steps:
         span = {"step": step, "host": "trainer 0", "lane": "loop", "name": "update", "start": 1.0 * step, "s": 0.5}
@@ -188,7 +188,7 @@ def _damaged(packed):
 
 
 def _no_block(packed):
-    """Makes the first compressed block of the first array one of a kind that does not exist."""
+    """Gives the first compressed block of the first array a block type that does not exist."""
     with zipfile.ZipFile(io.BytesIO(packed)) as file:
         at = file.infolist()[0].header_offset
     lengths = int.from_bytes(packed[at + 26 : at + 28], "little"), int.from_bytes(packed[at + 28 : at + 30], "little")

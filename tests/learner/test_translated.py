@@ -1,4 +1,4 @@
-"""Policy and teacher with different tokenizers: spans of text that both cover by whole tokens, and what has none."""
+"""Policy and teacher with different tokenizers: spans that both cover by whole tokens, and tokens in no span."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def bytes_tokenizer(folder):
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory):
-    """The shipped tokenizers, and one of bytes."""
+    """Returns the shipped tokenizers and a byte tokenizer."""
     folder = tmp_path_factory.mktemp("bytes")
     bytes_tokenizer(folder)
     found = {name: Tokenizer(path) for name, path in EMBEDDED.items()} | {"bytes": Tokenizer(folder)}
@@ -49,7 +49,7 @@ def known(tmp_path_factory):
 
 
 def test_spans_by_hand():
-    """Ends 2, 5, 6, 9 and 1, 5, 8: both have a token's end at 5 only."""
+    """Tokens end at 2, 5, 6, 9 and at 1, 5, 8: only 5 is an end in both."""
     span_X, span_Y = common_spans(np.array([2, 5, 6, 9]), np.array([1, 5, 8]))
     assert span_X.tolist() == [0, 0, -1, -1] and span_Y.tolist() == [0, 0, -1]
     value_BT = np.array([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
@@ -74,7 +74,7 @@ def test_spans_are_the_finest_that_both_cover(ends, others):
 
 
 def test_the_advantage_of_a_span_has_the_gradient_of_the_spans_divergence():
-    """Over all texts of two of the policy's tokens, of which a teacher has one token each; float64 by torch."""
+    """Averages over all texts of two policy tokens, each of which is one token of the teacher; float64, in torch."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     logits = [torch.tensor(rng.normal(size=shape), requires_grad=True) for shape in ((3,), (3, 3))]
@@ -88,7 +88,7 @@ def test_the_advantage_of_a_span_has_the_gradient_of_the_spans_divergence():
     kl = torch.sum(torch.exp(logprobs().sum(1)) * (logprobs().sum(1) - teacher_X))
     wanted = torch.autograd.grad(kl, logits)
     logprob_X2 = logprobs().detach().numpy()
-    theirs_X2 = np.stack([teacher_X.numpy(), np.zeros(9)], axis=1)  # what a span's sum is, at its first token
+    theirs_X2 = np.stack([teacher_X.numpy(), np.zeros(9)], axis=1)  # the sum of each span, at its first token
     ones_X2, span_X2 = np.ones((9, 2)), np.zeros((9, 2), int)
     advantage_X2, metrics = Distillation(1.0, 0.0).advantages(logprob_X2, theirs_X2, ones_X2, span_X2)
     weight_X2 = torch.tensor(advantage_X2) * torch.exp(logprobs().detach().sum(1, keepdim=True))
@@ -99,7 +99,7 @@ def test_the_advantage_of_a_span_has_the_gradient_of_the_spans_divergence():
     assert metrics == {"opd/reverse_kl": pytest.approx(gap_X.sum() / 18), "opd/compared": 1.0}
     alone_X2, _ = Distillation(1.0, 0.0).advantages(logprob_X2, theirs_X2, ones_X2, np.tile([0, 1], (9, 1)))
     plain_X2, _ = Distillation(1.0, 0.0).advantages(logprob_X2, theirs_X2, ones_X2)
-    np.testing.assert_array_equal(alone_X2, plain_X2)  # to the bit, where every token is a span
+    np.testing.assert_array_equal(alone_X2, plain_X2)  # equal to the bit if every token is a span
 
 
 @settings(deadline=None, max_examples=60)

@@ -12,7 +12,7 @@ from podrl.mesh.build import make_mesh
 from podrl.rundir import identity
 from podrl.trainer.pack_shape import pack_shape
 
-# The unit of every field that both have and that is a number of something; settings.py and config.py say the rest.
+# The unit of every count that both systems have; settings.py and config.py explain the other fields.
 COUNTED = {
     "RLTrainingConfig": {
         "eval_every_n_steps": "updates",
@@ -29,7 +29,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_every_counted_field_says_its_unit(name):
-    """The docstring of the field, which is where a user looks, holds the first word of the unit."""
+    """The field's docstring, where a user looks, contains the first word of the unit."""
     cls = getattr(podrl, name)
     told = " ".join(" ".join((base.__doc__ or "") for base in cls.__mro__).split())
     for field, unit in COUNTED[name].items():
@@ -39,7 +39,7 @@ def test_every_counted_field_says_its_unit(name):
 
 
 def test_eight_prompts_of_four_samples_split_as_in_tunix():
-    """There: 8 / 4 = 2 updates of 4 x 4 sequences, each of 4 / 2 = 2 micro-batches of 2 x 4 sequences."""
+    """In Tunix: 8 / 4 = 2 updates of 4 x 4 sequences, each of 4 / 2 = 2 micro-batches of 2 x 4 sequences."""
     training = podrl.RLTrainingConfig(
         eval_every_n_steps=0, mini_batch_size=4, train_micro_batch_size=2, max_tokens_per_row=100, share_prompts=False
     )
@@ -57,7 +57,7 @@ def test_eight_prompts_of_four_samples_split_as_in_tunix():
     [(12, 4, 3, [1, 2, 3]), (12, 8, 3, [2, 3]), (10, 6, 3, [2, 3]), (3, 0, 1, [1]), (None, 5, None, [2, 3, 4, 5, 7])],
 )
 def test_a_run_ends_with_the_batch_that_reaches_max_steps(most, every, steps, evaluated):
-    """There the loop over batches ends when `train_steps >= max_steps`; here 8 / 4 x 2 passes = 4 updates of each."""
+    """Tunix's loop over batches ends when `train_steps >= max_steps`; a batch here has 8 / 4 x 2 passes = 4 updates."""
     training = podrl.RLTrainingConfig(eval_every_n_steps=every, max_steps=most, mini_batch_size=4)
     assert training.steps(4) == steps
     schedule = Schedule(max_steps=steps or 100, eval_every=every, updates_per_step=4)

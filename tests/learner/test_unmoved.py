@@ -1,4 +1,4 @@
-"""Settings under which a run cannot change its weights are said at its start, and no others."""
+"""A run names at its start the settings under which it cannot change its weights, and no other settings."""
 
 import io
 from typing import Any
@@ -54,13 +54,13 @@ def test_a_run_that_cannot_learn_says_so(algorithm, changes, words):
         ("grpo", {}),
         ("ppo", {}),
         ("ppo", {"ppo": {"critic_warmup": 9}}),
-        ("ppo", {"rollout": {"top_k": 1}}),  # a critic's advantages differ all the same
+        ("ppo", {"rollout": {"top_k": 1}}),  # a critic's advantages differ even then
         ("grpo", {"trainer": {"learning_rate": 1e-30, "schedule": "cosine", "warmup_fraction": 0.9}}),
         ("grpo", {"reward": {"fns": ("answer", "number"), "weights": (0.0, -1.0)}}),
         ("grpo", {"reward": {"fns": ("answer",), "weights": (0.0,)}, "grpo": {"entropy_coef": 0.01}}),
         ("grpo", {"reward": {"fns": ("answer",), "weights": (0.0,)}, "grpo": {"overlong_shaping": True}}),
         ("grpo", {"rollout": {"top_k": 1}, "grpo": {"advantage_estimator": "reinforce_plus_plus"}}),
-        ("grpo", {"grpo": {"epsilon": 0.0}}),  # the first update starts from a ratio of 1, where the clip lets it go
+        ("grpo", {"grpo": {"epsilon": 0.0}}),  # the first update starts from a ratio of 1, which is not clipped
     ],
 )
 def test_a_run_that_can_learn_says_nothing(algorithm, changes):
@@ -83,4 +83,4 @@ def test_what_is_no_diagnosis_is_refused():
         job(trainer={"max_steps": 0})
     with pytest.raises(ValueError, match="alpha"):
         job(model={"lora": {"rank": 4, "alpha": 0.0}})
-    assert PPOConfig(num_generations=1).num_generations == 1  # its advantages are the critic's
+    assert PPOConfig(num_generations=1).num_generations == 1  # its advantages come from the critic

@@ -36,11 +36,11 @@ P, G, PROMPT, LIMIT = 2, 4, 4, 8
 B, T = P * G, PROMPT + LIMIT
 REWARD_B = np.array([1.0, 0.0, 0.5, 0.0, 0.2, 1.0, 1.0, 0.0])
 
-SAMPLER = {"old_logprob": "sampler"}  # ratios then spread widely from the first update on
+SAMPLER = {"old_logprob": "sampler"}  # makes ratios spread widely from the first update on
 BAND = {"correction_low": 0.9, "correction_high": 1.1}
 STRONG_KL = {"beta": 1.0}
-CLAMP = 2.0**-20  # nats; a mean of such values rounds nowhere
-# Settings that no preset changes, or not enough to matter: preset, changes of both runs, changes of the second only.
+CLAMP = 2.0**-20  # nats; the mean of such values is exact
+# Settings that no preset changes enough to matter: preset, changes in both runs, changes in the second run only.
 SETTINGS = {
     "dual_clip": ("grpo", SAMPLER, {"epsilon_c": 1.01, "epsilon_high": 0.005}),
     "clip_cov": ("dapo", SAMPLER, {"policy_loss_fn": "clip_cov", "cov_fraction": 0.3, "clip_cov_low": 0.0}),
@@ -92,7 +92,7 @@ class Bench:
         mask_BT = ((place_BT >= PROMPT) & (place_BT < length_B[:, None])).astype(np.float32)
         tokens_BT = np.where(place_BT < length_B[:, None], rng.integers(5, 200, (B, T)), 0).astype(np.int32)
         tokens_BT[:, :PROMPT] = np.repeat(tokens_BT[::G, :PROMPT], G, axis=0)
-        # The sampler differs from the trainer by enough that clips and corrections have work.
+        # The sampler differs enough from the trainer for clips and corrections to have an effect.
         logprob_BT = self.cluster.get_actor_per_token_logps(tokens_BT, length_B) + 0.2 * rng.normal(size=(B, T))
         logprob_BT = np.where(mask_BT > 0, logprob_BT, 0.0).astype(np.float32)
         prompts = Prompts(tokens_BT[::G, :PROMPT], np.full(P, PROMPT), np.arange(P), ["p"] * P, {}, b"{}")
@@ -112,7 +112,8 @@ class Bench:
         return Experience(rollouts, REWARD_B[None], REWARD_B, np.full(B, 0.3), 0.0, {}, np.zeros(B, np.int32))
 
     def train(self, name, **changes):
-        """Trains: (config, metrics of each step, trained parameters of the actor, of the critic or None)."""
+        """Trains; returns (config, metrics of each step, trained parameters of the actor, and of the critic or
+        None)."""
         key = (name, *sorted(changes.items()))
         if key not in self._known:
             self._known[key] = self._train(parsed(name, changes))
@@ -137,12 +138,12 @@ def moved(before, after):
 
 
 def test_every_update_and_scoring_is_noted_as_under_way(bench, monkeypatch):
-    """Programs not counted are not bounded, and an unbounded number of them hangs pods on CPU."""
+    """Programs that are not counted are not bounded, and too many of them at once hang pods on CPU."""
     noted = []
     monkeypatch.setattr(Backlog, "add", lambda self, result: noted.append(result))
     bench._train(parsed("ppo", {}))
     metrics = [set(result) for result in noted if isinstance(result, dict)]
-    steps, passes, scorings = 2, 2, 2  # the reward's KL scores the actor and the reference, once a step
+    steps, passes, scorings = 2, 2, 2  # the reward's KL needs scores of actor and reference, once per step
     assert sum("actor/pg_loss" in names for names in metrics) == steps * passes
     assert sum("critic/vf_loss" in names for names in metrics) == steps * passes
     assert len(noted) - len(metrics) == steps * scorings
@@ -150,7 +151,8 @@ def test_every_update_and_scoring_is_noted_as_under_way(bench, monkeypatch):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
-    """The first pass starts from a ratio of 1, so half of a token's mean weight over two passes is its advantage's."""
+    """The first pass starts from a ratio of 1, so half of a token's mean weight over two passes comes from its
+    advantage."""
     described = parsed(name, {"epsilon": 1e-6})
     _, plain, actor, _ = bench.train(name, epsilon=1e-6)
     cluster = bench.cluster
@@ -174,7 +176,7 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
 
 
 def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, monkeypatch):
-    """Their programs are those of one mesh: a host that left one out would stop the others."""
+    """They run the programs of one mesh together: a host that skipped one would block the others."""
     made = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print)
     asked = []
     monkeypatch.setattr(Traced, "_token_scores", lambda self, experience, share: asked.append(share))
@@ -207,7 +209,7 @@ def test_settings_alone_decide_what_packed_rows_hold(bench):
 
 
 def rarely(names, often):
-    """Cases of a long table: those of `often` run always, the others where what they combine has changed."""
+    """Returns the cases of a long table: cases in `often` always run, the others run if their code has changed."""
     seldom = [pytest.mark.slow, pytest.mark.nightly("podrl/algorithms", "podrl/trainer", "podrl/learner/grpo.py")]
     return [pytest.param(name, marks=[] if name in often else seldom) for name in names]
 
@@ -239,7 +241,7 @@ MISMATCH = [f"sampler/{name}" for name in ("abs_diff", "exp_diff", "kl", "kl_rev
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.0, "num_iterations": 1, "old_logprob": "sampler"}])
 def test_the_sampler_is_compared_while_only_the_critic_learns(changes, bench):
-    """Its metrics are the same numbers that an update of the actor would give."""
+    """Its metrics equal those that an update of the actor would give."""
     _, plain, *_ = bench.train("ppo", **changes)
     _, records, actor, critic = bench.train("ppo", **changes, critic_warmup=2)
     assert not moved(bench.start.params, actor) and np.any(critic["score"] != 0.0)
@@ -295,7 +297,7 @@ def test_tokens_are_told_apart_by_age_and_old_ones_dropped(beta, bench):
 
 
 def test_observed_tokens_are_learned_beside_the_policy_loss(bench):
-    """Samples have two tokens of a tool each; with equal rewards and no KL yet, these alone make the gradient."""
+    """Each sample has two tokens of a tool; with equal rewards and no KL yet, only these make the gradient."""
     whole, place_BT = bench.experience.rollouts, np.tile(np.arange(T), (B, 1))
     seen_BT = (place_BT >= PROMPT + 1) & (place_BT < np.minimum(PROMPT + 3, whole.length_B - 1)[:, None])
     mask_BT = np.where(seen_BT, np.float32(0), whole.mask_BT)
@@ -313,7 +315,7 @@ def test_observed_tokens_are_learned_beside_the_policy_loss(bench):
         after_BT = bench.cluster.get_actor_per_token_logps(whole.tokens_BT, whole.length_B)
         assert after_BT[seen_BT].mean() > logprob_BT[seen_BT].mean()
         norms.append(metrics["actor/grad_norm"])
-    # The weight is a factor, and how the policy loss is aggregated changes nothing of the observations' part.
+    # The weight is a factor; the aggregation of the policy loss does not change the observations' part.
     assert norms == pytest.approx([norms[0], 2 * norms[0], norms[0]], rel=1e-4)
     config = dataclasses.replace(plain, observation_coef=0.1)
     assert not config.advantage_alone and "0.1 x (-log p)" in "\n".join(config.describe(LIMIT))
@@ -372,7 +374,7 @@ def test_a_step_that_loses_every_group_teaches_nothing_and_has_no_reward(bench):
 
 
 def entropies(cluster, rollouts):
-    """Entropy of the distribution that every token is sampled from, from all logits at once."""
+    """Computes the entropy of the distribution from which every token is sampled, from all logits at once."""
     actor, place_BT = cluster.actor, np.tile(np.arange(T), (B, 1))
     segment_BT = (place_BT < rollouts.length_B[:, None]).astype(np.int32)
     params = actor.params()
@@ -384,7 +386,7 @@ def entropies(cluster, rollouts):
 
 
 def test_a_resumed_run_compiles_what_traces_in_its_first_step():
-    fresh = Bench()  # with programs of its own: what other tests compiled does not count
+    fresh = Bench()  # in a cache of its own, so that programs of other tests do not count
     algorithm, experience = GRPO(fresh.cluster, parsed("grpo", {}).algo, samples=B, say=print), fresh.experience
     spans = Spans()
     run = SimpleNamespace(tracing=SimpleNamespace(note=lambda *of: None), traced=TraceSteps(LogConfig()), spans=spans)

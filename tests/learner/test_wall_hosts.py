@@ -1,4 +1,4 @@
-"""Groups by the wall clock over hosts that come and go: every prompt once, ages within the bound, all repeated."""
+"""Groups by the wall clock on hosts that come and go: every prompt once, ages within the bound, exact repetition."""
 
 import contextlib
 import json
@@ -34,12 +34,12 @@ from podrl.types import DRAWN, STOP_EOS, BatchError
 
 
 def token(index: int, submit_step: int, sample: int, place: int, version: int) -> int:
-    """Returns the token that a version draws at a place of a sample; it depends on nothing else."""
+    """Returns the token that a version draws at a position of a sample; it depends on nothing else."""
     return random.Random(f"{index} {submit_step} {sample} {place} {version}").randrange(2, 1000)
 
 
 class Player:
-    """The samples of a prompt."""
+    """Plays the samples of a prompt."""
 
     def __init__(self, prompts, submit_step, partial):
         self.request, self.done = types.SimpleNamespace(samples=G, prompts=prompts), {}
@@ -72,7 +72,7 @@ class Player:
 
 
 class Sampler:
-    """Draws a token of every open sample at a time, at its own pace."""
+    """A sampler that draws one token of every open sample at a time, at its own pace."""
 
     def __init__(self, seed: int):
         self._pace = random.Random(seed)
@@ -109,7 +109,7 @@ class Sampler:
 
 
 class Member:
-    """A rollout host on threads of this process, which die with its network."""
+    """A rollout host on threads of this process; the threads end when its network does."""
 
     def __init__(self, pod, weights, schedule, sampler):
         self.pod = pod
@@ -119,7 +119,7 @@ class Member:
         seen = HostRecorder(here, schedule, enter=self.host.enter, evaluate=None, stopping=barrier.stopping)
 
         def work() -> None:
-            with contextlib.suppress(ChannelError, RuntimeError, CancelledError):  # once it died
+            with contextlib.suppress(ChannelError, RuntimeError, CancelledError):  # set once the host has died
                 train(self.host, _Nothing(), seen, schedule)
 
         threading.Thread(target=work, daemon=True).start()
@@ -130,7 +130,7 @@ class Member:
 
 
 class _Nothing:
-    """Trains on nothing."""
+    """An algorithm that trains on nothing."""
 
     score = pack = update = lambda *_: {}
     rewards = advantages = lambda *_: (None, {})
@@ -146,7 +146,7 @@ def impatient(monkeypatch):
 def train_through(
     directory, *, staleness, seed, steps, kills=0, start=None, hosts=HOSTS, until=None, sampler=Sampler, every=3
 ):
-    """Trains up to a step on hosts that are killed after random ones, and as many added.
+    """Trains up to a step; kills hosts after random steps, and adds as many.
 
     Returns:
       The batches by step, what checkpoints hold by step, and the leader's source of batches.
@@ -218,14 +218,14 @@ def train_through(
             if others:
                 assert_equal(seen, behind)
         finally:
-            pods[0]._ended.set()  # else the first that goes ends the job
+            pods[0]._ended.set()  # otherwise the first lost host would end the job
             for member in there:
                 member.die()
         return seen, saved, leader
 
 
 def assert_whole(seen, steps, staleness):
-    """Every prompt is in one batch, and no token is older than the bound."""
+    """Asserts that every prompt is in exactly one batch, and no token is older than the bound."""
     assert sorted(int(i) for batch in seen.values() for i in batch.rollouts.prompts.index_P) == [*range(P * steps)]
     for step, batch in seen.items():
         versions = batch.rollouts.version_BT[batch.rollouts.version_BT >= 0]
@@ -242,7 +242,7 @@ def assert_equal(one, two):
 
 
 def repeated(directory, **kwargs):
-    """Trains again by the journal of a run."""
+    """Repeats a run from its journal."""
     again = directory.with_name(f"{directory.name}-again")
     again.mkdir()
     shutil.copy(directory / NAME, again)
@@ -278,7 +278,7 @@ def test_trainers_that_are_not_equally_far_get_the_same_batches(tmp_path):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_goes_on_without_losing_a_prompt(tmp_path, seed):
-    """Steps that were decided are repeated from the checkpoint on; the clock decides on from there."""
+    """Decided steps are repeated from the checkpoint on; after them the clock decides again."""
     more = {"staleness": 2, "steps": 14}
     lived, saved, _ = train_through(tmp_path / "run", seed=seed, until=10, kills=2, **more)
     for saved_after in (9, 6, 3):
@@ -327,7 +327,7 @@ def test_groups_past_the_bound_are_asked_again(tmp_path):
 
 
 def test_a_dispatch_that_outlasts_a_step_of_training_makes_no_batch_too_old(tmp_path):
-    """The leader hears in step 5 of tokens drawn in window 3, too old for that step: their prompt is asked again."""
+    """In step 5 the leader learns of tokens drawn in window 3, which are too old: their prompt is asked again."""
     slow, told = threading.Event(), threading.Event()
 
     def decides(step: int) -> bool:

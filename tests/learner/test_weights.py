@@ -1,4 +1,4 @@
-"""Weight and clip of the tokens of a step, compared between two runs."""
+"""Weights and clips of a step's tokens, compared between two runs."""
 
 import dataclasses
 
@@ -11,7 +11,8 @@ from podrl.rundir.weights import compare
 
 
 def traced(path, weight, clipped):
-    """A recorded step in which the tokens have these weights; the first 12 have advantages -2 .. 9, all count."""
+    """Makes a recorded step whose tokens have these weights; the first 12 have advantages -2 .. 9, and all are in the
+    loss."""
     path.mkdir()
     recorded(path, [10])
     step = trace.read_step(path, 10)
@@ -32,7 +33,7 @@ def test_tokens_are_counted_by_the_sign_of_their_advantage(tmp_path):
     assert zero == ["zero", "1", "0", "1", "0", "0", "0"]
     assert positive[:4] == ["positive", str(count - 3), "0", "2"] and positive[-1] == "2"
     assert whole[1] == str(count) and whole[3] == "5" and whole[-1] == "4"
-    # Weights -2 and 2 became 0; places are counted from the sample's first token.
+    # Weights -2 and 2 became 0; positions are counted from the sample's first token.
     assert [row[1:] for row in found.changed] == [
         ["0", "0", "0", "-2", "-2", "0", "0", "1"],
         ["0", "0", "4", "2", "2", "0", "0", "1"],

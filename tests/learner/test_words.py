@@ -1,4 +1,4 @@
-"""What rewards and accuracies read of a sample that was told something while it was generated."""
+"""The text that rewards and accuracies read of a sample that received observations while it was generated."""
 
 import types
 from typing import Any
@@ -28,7 +28,7 @@ def episode(says, by="search", **more):
 
 
 def given(completion, said, own):
-    """What reward functions are given of a sample, as `completions` and in fields."""
+    """Returns the arguments that reward functions get for a sample: `completions` and fields."""
     generator: Any = object.__new__(Generator)
     tokenizer = types.SimpleNamespace(decode=lambda ids: own)
     generator._cluster = types.SimpleNamespace(partner=object(), tokenizer=tokenizer)
@@ -48,12 +48,12 @@ def test_a_tools_words_are_not_the_models(says, by):
 
 def test_the_text_that_an_environment_gives_is_scored():
     assert given("<answer>42</answer>", episode("x", text="<answer>42</answer>")[2], "own")[0] == "<answer>42</answer>"
-    assert given("alone", {"turns": [MODEL | {"text": "alone"}]}, "alone")[0] == "alone"  # it was told nothing
+    assert given("alone", {"turns": [MODEL | {"text": "alone"}]}, "alone")[0] == "alone"  # it received no observation
 
 
 def test_accuracies_read_the_models_words():
     whole, _, said = episode("<answer>42</answer>")
-    whole = whole.replace("&lt;", "<")  # an environment of a user makes no tags harmless
+    whole = whole.replace("&lt;", "<")  # a user's environment does not escape tags
     held: Any = types.SimpleNamespace(scorer=accuracies, name="")
     scores = _Scores(held, "greedy", 1)
     prompts = types.SimpleNamespace(text=["q"], length_P=np.array([1]), fields={"answer": ["42"]})

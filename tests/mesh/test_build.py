@@ -73,7 +73,7 @@ class PathwaysChip(Chip):
 
 
 def test_one_controllers_devices_are_kept_together_by_slice_then_task():
-    # Two slices of two tasks of two chips; ids and order say nothing about either.
+    # Two slices of two tasks of two chips; ids and order tell neither slice nor task.
     found = [PathwaysChip(0, i, slice_index=(i // 2) % 2, virtual_task_index=i % 2) for i in (5, 0, 3, 6, 1, 4, 7, 2)]
     mesh = make_mesh("data=2,fsdp=2,tensor=2", found)
     grid = [[[d.id for d in row] for row in plane] for plane in mesh.devices]
@@ -100,7 +100,7 @@ def test_error_has_the_numbers():
 def test_too_few_cpu_devices_say_how_to_fake_more():
     with pytest.raises(ValueError, match=r"needs 16 .*XLA_FLAGS=--xla_force_host_platform_device_count=16 before"):
         make_mesh("fsdp=4,tensor=4", jax.devices()[:8])
-    with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):  # enough of them, or no CPUs
+    with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):  # enough devices, or devices that are not CPUs
         make_mesh("fsdp=2", jax.devices()[:3])
     with pytest.raises(ValueError, match=r"\(-1 takes the rest\)\.$"):
         make_mesh("fsdp=4", chips([0], 3))

@@ -73,10 +73,10 @@ def test_blockwise_equals_dense(block, softcap):
     _compare(_values_and_grads(run, inputs, WINDOWS), _dense(softcap, WINDOWS), inputs, atol=5e-6)
 
 
-# Of each segment of a row: its tokens, the segment it goes on from (0 for none), and after how many tokens.
+# For each segment of a row: its number of tokens, the segment it continues (0 for none), and after how many tokens.
 TREES = (
     [(9, 0, 0), (6, 1, 9), (4, 1, 9), (8, 1, 9), (10, 0, 0)],  # one beginning of three segments, and one alone
-    [(20, 0, 0), (7, 1, 20), (3, 2, 27), (5, 2, 23), (6, 1, 4)],  # a tree of two levels, and padding
+    [(20, 0, 0), (7, 1, 20), (3, 2, 27), (5, 2, 23), (6, 1, 4)],  # a tree of two levels, then padding
 )
 
 
@@ -102,7 +102,7 @@ def _shared(T=64):
 
 @functools.cache
 def _one_by_one(windows):
-    """Of attention over every sequence of `_shared` by itself."""
+    """Computes attention over every sequence of `_shared` by itself."""
     segment_BT, _ = _shared()
 
     def run(q_BTNH, k_BTKH, v_BTKH, window):
@@ -146,17 +146,17 @@ def test_a_shared_beginning_is_seen_as_if_each_had_its_own(form):
         dict(block=8),
         dict(spec="fsdp=2,tensor=2"),
         dict(spec="tensor=4"),
-        dict(spec="seq=4", block=4),  # heads are exchanged
-        dict(spec="seq=8", block=2),  # keys are gathered
+        dict(spec="seq=4", block=4),  # devices exchange heads
+        dict(spec="seq=8", block=2),  # devices gather keys
         dict(spec="seq=2,tensor=2", block=8),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("shares", [False, True])
 def test_sinks_take_weight_as_a_key_of_value_zero_does(how, shares):
-    """Every form against softmax over one more column of scores, values and gradients, those of the sinks included."""
+    """Compares every form with a softmax over one more column of scores: values and gradients, also of the sinks."""
     segment_BT, shared = _shared()
-    arrays = (*_inputs(T=64)[:3], jnp.array([-1.0, 0.5, 2.0, 30.0]))  # the last takes all weight
+    arrays = (*_inputs(T=64)[:3], jnp.array([-1.0, 0.5, 2.0, 30.0]))  # the last sink takes all the weight
     spec = how.get("spec")
     mesh = make_mesh(spec, jax.devices()[: math.prod(int(x[-1]) for x in spec.split(","))]) if spec else None
     options = {name: value for name, value in how.items() if name != "spec"}
@@ -237,7 +237,7 @@ def test_sinks_in_the_tpu_kernels(shares):
 
 @pytest.mark.parametrize("spec", ["", "seq=2"])
 def test_splash_equals_dense(spec):
-    """The TPU kernel in Pallas' interpreter; the window is picked at run time from the compiled ones."""
+    """Runs the TPU kernel in Pallas' interpreter; the window is picked at run time from the compiled windows."""
     sizes, windows = dict(B=1, T=256, N=2, K=1, H=64), (GLOBAL_WINDOW, 40)
     inputs, mesh = _inputs(**sizes), make_mesh(spec, jax.devices()[:2]) if spec else None
 

@@ -1,4 +1,4 @@
-"""Model files that are damaged or contradict themselves: every one is refused in a sentence, none is read otherwise."""
+"""Model files that are damaged or contradict themselves are refused in a sentence, and never misread."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path, case):
 
 
 def test_mutated_headers_are_refused_or_describe_every_byte(tmp_path):
-    """Two thousand files with some bytes changed: what is read covers the file, each byte once."""
+    """Changes some bytes in two thousand files: the arrays that are read cover the file, each byte once."""
     draw, read = random.Random(7), 0
     for i in range(2000):
         data = bytearray(_write(tmp_path / "file", _GOOD).read_bytes())
@@ -122,7 +122,7 @@ def test_two_sets_of_weights_in_one_directory_are_refused(tmp_path):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_head_of_its_own_counts_more_than_the_flag(tmp_path, split):
-    """podrl uses a file's own lm_head.weight although tie_word_embeddings is true, as transformers does."""
+    """Like transformers, podrl uses a file's lm_head.weight even if tie_word_embeddings is true."""
     where = pathlib.Path(shutil.copytree(FIXTURES / "llama", tmp_path / "m"))
     tensors = dict(safetensors.numpy.load_file(where / SINGLE_NAME))
     untied = from_pretrained(where)
@@ -137,7 +137,7 @@ def test_a_head_of_its_own_counts_more_than_the_flag(tmp_path, split):
     assert not read_config(where).tie_embeddings
     tokens_BT = jnp.arange(8)[None]
     np.testing.assert_array_equal(np.asarray(from_pretrained(where)(tokens_BT)), np.asarray(untied(tokens_BT)))
-    for own in (tensors["model.embed_tokens.weight"], None):  # an equal one, and none: tied
+    for own in (tensors["model.embed_tokens.weight"], None):  # an equal head, or no head: tied
         kept = {n: x for n, x in tensors.items() if n != "lm_head.weight"} | (
             {} if own is None else {"lm_head.weight": own}
         )

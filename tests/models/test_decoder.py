@@ -33,7 +33,7 @@ def run(params, tokens_BT, segment_BT, position_BT, config=CONFIG):
 
 
 def random_params(config, seed=0):
-    """Draws parameters as init_params, but by numpy: nothing to compile."""
+    """Draws parameters as init_params does, but with numpy, so nothing is compiled."""
     rng = np.random.default_rng(seed)
 
     def draw(spec):
@@ -234,7 +234,7 @@ def test_offloading_needs_a_host_memory(params, tokens_BT):
 
 
 def test_embedding_rows_reach_their_shards_by_an_exchange(capfd):
-    """XLA warns when it finds no way between two shardings but through the whole array."""
+    """XLA warns if it can only convert a sharding through the whole array."""
     mesh = build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())
     params = parameters.abstract_params(CONFIG, mesh, jnp.dtype("float32"))
     tokens_BT = jax.ShapeDtypeStruct((8, 20), jnp.int32, sharding=rules.sharding_for(("batch", "time"), (8, 20), mesh))

@@ -1,4 +1,4 @@
-"""Linear attention: chunks of packed rows equal tokens one by one; the model of which it is part; what is refused."""
+"""Linear attention: chunks of packed rows equal single tokens; the model of which it is part; refusals."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ RAW = json.loads((QWEN3_5 / "config.json").read_text())
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, H, U = 2, 6, 5
-# (tokens, number of the segment it goes on from or 0): prompts with samples, sequences alone, padding behind.
+# (tokens, number of the segment it continues or 0): prompts with samples, sequences alone, padding after them.
 ROWS = (
     ((7, 0), (9, 1), (2, 1), (1, 1), (5, 0), (3, 0), (6, 6)),
     ((3, 0), (17, 0), (1, 2), (4, 2), (1, 0), (1, 5), (1, 5)),
@@ -47,7 +47,8 @@ def inputs(B, T, seed=0):
 
 
 def one_by_one(arrays, segment_T, prefix_T):
-    """Outputs and the last state of one row, by `step`, each segment from the state at the end of the one before."""
+    """Computes outputs and the last state of one row by `step`; a segment starts from the last state of the one
+    before."""
     T = len(segment_T)
     out, ends, state = [], {0: jnp.zeros((1, N, H, U))}, None
     for t in range(T):
@@ -167,7 +168,7 @@ def test_every_mesh_without_seq_computes_what_one_device_does(model, mesh):
 
 
 def test_memory_of_a_sequence_in_the_published_35b_a3b_is_61_mib(model):
-    """30 layers of 32 heads of 128 x 128 numbers in float32, and three inputs of 8,192 channels in bfloat16."""
+    """It has 30 layers of 32 heads of 128 x 128 numbers in float32, and three inputs of 8,192 channels in bfloat16."""
     config = dataclasses.replace(model.config.alike()[1], delta=Delta(16, 32, 128, 128, 4))
     state, inputs = map(math.prod, delta.memory_shapes(config))
     assert 30 * (4 * state + 2 * inputs) / 2**20 == pytest.approx(61.4, abs=0.01)

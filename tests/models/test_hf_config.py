@@ -117,7 +117,7 @@ MIXTRAL_8X7B = {
     "use_cache": True,
     "vocab_size": 32000,
 }
-# The text part of the published config.json of Qwen3.5-35B-A3B, whose file has one for images, too.
+# The text part of the published config.json of Qwen3.5-35B-A3B; the file also has a part for images.
 QWEN35_35B = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -221,7 +221,7 @@ def test_the_published_fields_of_qwen35_with_experts_are_read():
     assert config == config_of("qwen3.5-35b-a3b") == config_from_hf(QWEN35_35B)
     assert config.experts == Experts(256, 8, 512, shared_dim=512, shared_gate=True)
     assert config.runs() == (((1, 3), (0, 1)), 10) and config.recurrent and config.norm_plus_one
-    assert moe.route_bytes(config) == 2 * 40 * 8  # from 256 experts on a route takes two bytes
+    assert moe.route_bytes(config) == 2 * 40 * 8  # with 256 or more experts a route takes two bytes
     assert config_from_hf(config_to_hf(config)) == config
 
 
@@ -357,7 +357,7 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
                 same.add(key)
         except ValueError as error:
             assert key in str(error), (key, error)
-    # Fields that say nothing while there is no window, or that layer_types overrides.
+    # Fields that have no effect without a window, or that layer_types overrides.
     assert same <= {"max_window_layers", "sliding_window", "use_sliding_window", "full_attention_interval"}, same
     if raw["model_type"] == "qwen3_moe":
         windowed = config_from_hf(raw | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None})
@@ -479,7 +479,7 @@ def test_gemma3_has_two_rope_bases_in_either_spelling():
     assert old.window_L == (512,) * 5 + (GLOBAL_WINDOW, 512)
     assert old.rope_theta_L == (1e4,) * 5 + (1e6, 1e4)
     assert [s.kind for s in old.rope_scaling_L] == ["none"] * 5 + ["linear", "none"]
-    assert old.head_dim == 256 and old.num_heads == 8 and old.vocab_size == 262_208  # what the family implies
+    assert old.head_dim == 256 and old.num_heads == 8 and old.vocab_size == 262_208  # implied by the family
 
 
 def test_the_text_part_of_an_image_model_is_read():

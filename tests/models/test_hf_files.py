@@ -36,7 +36,7 @@ def tensors_of(directory):
 
 
 def test_experts_in_one_tensor_are_those_in_a_tensor_each(tmp_path, caplog):
-    """Reads the spelling of Qwen 3.5's files, beside tensors of images and of further predicted tokens."""
+    """Reads the form of Qwen 3.5's files, which also have tensors for images and for further predicted tokens."""
     directory = pathlib.Path(shutil.copytree(FIXTURES / "qwen3_5_moe", tmp_path / "fused"))
     tensors, fused = tensors_of(directory), {}
     for layer in range(4):
@@ -65,7 +65,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
         params = load(directory, dtype=jnp.bfloat16)[1]
     assert any("skipped: 2 of model.layers.3." in line for line in caplog.messages)
     trees_equal(params, load(FIXTURES / "glm4_moe", dtype=jnp.bfloat16)[1])
-    # It decides between experts whose scores are nearly equal.
+    # It decides if the scores of experts are nearly equal.
     assert params["layers"]["routed"]["selection_bias"].dtype == jnp.float32
 
 
@@ -129,7 +129,7 @@ def test_numpy_and_unsharded_parameters_are_saved_alike(tmp_path):
 # Streaming: loading holds one tensor on the host, saving at most two.
 BIG = gemma2_config(vocab_size=512, num_layers=12, model_dim=256, ffn_dim=512, num_heads=4, num_kv_heads=2, head_dim=64)
 LARGEST = 512 * 256 * 4  # bytes of an embedding or MLP matrix in float32
-SLACK = 300_000  # what Python and jax allocate beside tensors
+SLACK = 300_000  # allocations of Python and jax besides tensors
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Models whose layers are of several kinds: order of the layers, adapters, integers, checkpoints, what is refused."""
+"""Models with layers of several kinds: order of the layers, adapters, integers, checkpoints, refusals."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def hidden(params, config, tokens_BT, **how):
 
 
 def pattern(model, kind_L):
-    """The configuration with its layers in another order of kinds."""
+    """Returns the configuration with the kinds of layers in another order."""
     rows = [model.config.kind_L.index(kind) for kind in kind_L]
     per_layer = {
         name: tuple(getattr(model.config, name)[i] for i in rows)
@@ -82,7 +82,8 @@ def test_every_mesh_computes_what_one_device_does(model, mesh):
     got, want = (
         jax.jit(jax.value_and_grad(total), static_argnums=1)(p, m) for p, m in ((params, mesh), (model.params, None))
     )
-    # Gradients are as large as 20, where processors differ by 1e-5 of a number in the order of their sums.
+    # Gradients are as large as 20; the order of sums differs between processors, which changes them by a factor of
+    # 1e-5.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
 
 
@@ -137,7 +138,7 @@ def test_both_spellings_of_the_full_layers_are_read():
     assert "per_layer_config" not in old and old["global_head_dim"] == 16
     assert config_from_hf(old) == config
     assert config_from_hf({"model_type": "gemma4", "text_config": RAW, "tie_word_embeddings": True}) == config
-    assert config_from_hf(RAW | {"use_bidirectional_attention": "vision"}) == config  # images' tokens only
+    assert config_from_hf(RAW | {"use_bidirectional_attention": "vision"}) == config  # only for tokens of images
 
 
 @pytest.mark.parametrize(

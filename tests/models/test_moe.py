@@ -1,4 +1,4 @@
-"""Experts: the choice against its definition, values and gradients against a dense float64 sum over all experts."""
+"""Experts: the choice equals its definition; values and gradients equal a dense float64 sum over all experts."""
 
 import dataclasses
 import importlib.util
@@ -82,7 +82,7 @@ def random_params(config, seed=0):
 
 
 def dense(layer, lora):
-    """Weights of a layer without integers and adapters."""
+    """Returns a layer's weights as floats, with adapters merged."""
     layer = dict(layer)
     for name, product in (("expert_in", "EDR,EGRF->EGDF"), ("expert_out", "EFR,ERD->EFD")):
         if f"{name}_scale" in layer:
@@ -97,7 +97,7 @@ def dense(layer, lora):
 
 
 def reference(x_XD, layer, experts, expert_Xk):
-    """Every expert of every token in float64, weighted by the definition: 0 for those not chosen."""
+    """Computes every expert for every token in float64, with the weights of the definition: 0 if not chosen."""
     bias = lambda name: layer.get(name, 0.0)  # noqa: E731
     silu = lambda a: a / (1 + jnp.exp(-a))  # noqa: E731
     logit_XE = x_XD @ layer["router"] + bias("router_bias")
@@ -147,7 +147,7 @@ def test_values_and_gradients_are_those_of_all_experts_in_float64(variant):
     check_against_reference(config_with(**VARIANTS[variant]), 30, seed=len(variant))
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])  # with the second, most gates and ups are beyond their bounds
+@pytest.mark.parametrize("scale", [1.0, 30.0])  # with the second scale most gates and ups are beyond their bounds
 def test_biases_and_the_bounded_activation(scale):
     layer = random_layer(OSS)
     layer["expert_in"] *= scale
@@ -185,7 +185,7 @@ def check_against_reference(config, tokens, seed, layer=None):
     np.testing.assert_allclose(got[1][0], want[1], atol=1e-5 * max(1, np.abs(want[1]).max()), rtol=0)
     for name, value in got[0].items():
         if f"{name}_scale" in layer or name.endswith("_scale"):
-            continue  # neither integers nor their scales train
+            continue  # integers and their scales are not trained
         scale = max(1, np.abs(want[0][name]).max())
         np.testing.assert_allclose(value, want[0][name], atol=1e-5 * scale, rtol=0, err_msg=name)
 
@@ -206,11 +206,11 @@ def test_the_use_of_experts_is_counted_in_the_layer_where_it_is_least_even():
     even_Xk, same_Xk = np.arange(16).reshape(8, 2) % 8 + 1, np.tile([3, 5], (8, 1))
     real = np.arange(10) < 8
     route_LBTk = np.stack([even_Xk, same_Xk]).reshape(2, 1, 8, 2)
-    route_LBTk = np.concatenate([route_LBTk, np.full((2, 1, 2, 2), 1)], axis=2)  # and padding
+    route_LBTk = np.concatenate([route_LBTk, np.full((2, 1, 2, 2), 1)], axis=2)  # padding does not count either
     measure = lambda route, real: [float(x) for x in moe.use_of_experts(jnp.asarray(route), real[None], experts)]  # noqa: E731
     np.testing.assert_allclose(measure(route_LBTk, real), [8, 0], atol=1e-6)
     np.testing.assert_allclose(measure(route_LBTk[:1], real), [2, 1], atol=1e-6)
-    half_Xk = np.arange(16).reshape(8, 2) % 4 + 1  # half of the experts: log 4 lies in the middle of log 2 and log 8
+    half_Xk = np.arange(16).reshape(8, 2) % 4 + 1  # half of the experts: log 4 is the mean of log 2 and log 8
     np.testing.assert_allclose(measure(half_Xk[None, None], real[:8]), [4, 0.5], atol=1e-6)
     unknown = np.full((1, 1, 10, 2), moe.UNKNOWN)
     assert np.isfinite(measure(unknown, real)).all() and measure(unknown, real)[0] == 0
@@ -225,14 +225,14 @@ def test_given_routes_are_taken_and_unknown_ones_chosen():
     np.testing.assert_array_equal(own_Xk + 1, own_BTk[0])
     np.testing.assert_array_equal(taken_Xk + 1, np.where(given_BTk == moe.UNKNOWN, own_BTk, given_BTk)[0])
     _, reported_BTk = moe.feed_forward(x_BTD, layer, 0, config, route_BTk=jnp.asarray(given_BTk))
-    np.testing.assert_array_equal(reported_BTk, own_BTk)  # what the router would have chosen
+    np.testing.assert_array_equal(reported_BTk, own_BTk)  # the router's own choice
     again, _ = moe.feed_forward(x_BTD, layer, 0, config, route_BTk=jnp.asarray(own_BTk))
     np.testing.assert_array_equal(again, moe.feed_forward(x_BTD, layer, 0, config)[0])
 
     def loss(router):
         return jnp.sum(moe.feed_forward(x_BTD, {**layer, "router": router}, 0, config, route_BTk=given_BTk)[0] ** 2)
 
-    assert np.abs(jax.grad(loss)(layer["router"])).max() > 1e-3  # the gate learns under replay
+    assert np.abs(jax.grad(loss)(layer["router"])).max() > 1e-3  # the gate still gets gradients under replay
 
 
 def test_no_token_is_dropped_when_all_choose_the_same_experts():
@@ -274,7 +274,7 @@ SPREAD = ("expert=4,fsdp=2", "expert=2,fsdp=2,tensor=2", "data=2,expert=2,seq=2"
 def test_a_mesh_changes_neither_logits_nor_gradients(spec, config):
     params, keys = random_params(config), iter(jax.random.split(jax.random.key(5), 99))
     for name, x in params["layers"].items():
-        if "bias" in name or name == "sinks":  # these begin at 0
+        if "bias" in name or name == "sinks":  # these parameters begin at 0
             params["layers"][name] = 0.3 * jax.random.normal(next(keys), x.shape)
     trainable, frozen = parameters.split_trainable(params, config)
     tokens_BT = np.random.default_rng(0).integers(0, 32, (8, 16)).astype(np.int32)
@@ -318,7 +318,7 @@ def test_rematerialisation_changes_no_gradient(remat):
 
 
 def test_the_cost_is_that_of_the_chosen_experts():
-    """Trip counts are data: blocks computed per token do not grow with the number of experts."""
+    """Trip counts depend on data: the number of blocks per token does not grow with the number of experts."""
     rng = np.random.default_rng(0)
     for count in (8, 64):
         expert_Xk = np.argsort(rng.normal(size=(4096, count)), axis=-1)[:, :2]
@@ -429,5 +429,5 @@ def test_the_kernels_compile_for_tpu_without_a_copy_of_the_weights(monkeypatch):
 
     decoded = jax.jit(decode).lower(stack, of(32, 1, 512), of(kind=jnp.int32)).compile()
     assert decoded.as_text().count("tpu_custom_call") >= 3
-    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # of one layer
+    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # of one layer only
     jax.jit(jax.grad(loss, argnums=(0, 1))).lower(layer, of(1, 1024, 512)).compile()

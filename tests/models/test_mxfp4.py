@@ -1,4 +1,4 @@
-"""MXFP4: values by hand, parts as the whole, and a model in MXFP4 against the same model in bfloat16."""
+"""MXFP4: values by hand, reading by parts, and a model in MXFP4 against the same model in bfloat16."""
 
 import json
 import pathlib
@@ -69,7 +69,7 @@ def test_pairs_that_do_not_fit_are_refused(tmp_path, tensors, message):
 
 
 def test_a_model_in_mxfp4_is_the_model_in_bfloat16(tmp_path):
-    """A directory as published is read onto a mesh that cuts the experts' weights, and written as bfloat16."""
+    """Reads a directory in the published form onto a mesh that cuts the experts' weights, and writes it as bfloat16."""
     raw = json.loads((OSS / "config.json").read_text()) | {"hidden_size": 32, "intermediate_size": 64}
     model, rng = config_from_hf(raw), np.random.default_rng(1)
     save(tmp_path / "made", model, parameters.init_params(model, jax.random.key(0)), dtype=jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Orbax checkpoints as model directories: loaded as saved, on any mesh; every misfit is listed."""
+"""Orbax checkpoints as model directories: loaded as they were saved, on any mesh; every mismatch is listed."""
 
 import dataclasses
 import gc
@@ -113,7 +113,7 @@ def _data_files(directory):
 
 BIG = gemma2_config(vocab_size=512, num_layers=4, model_dim=256, ffn_dim=256, num_heads=4, num_kv_heads=4, head_dim=64)
 LARGEST = 4 * 256 * 256 * 4  # bytes of every projection, stacked, in float32
-SLACK = 700_000  # what Python, Orbax (half of it: lists of its counters) and jax allocate beside leaves
+SLACK = 700_000  # allocations besides leaves: of Python, jax and Orbax (half of them, for lists of counters)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_truncated_leaf_is_named(big):
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(ValueError, match=r"Leaf [a-z/_]+ of the Orbax checkpoint .*params cannot be read: .* again"):
         from_pretrained(big)
-    gc.collect()  # what was left unfinished is complained about here
+    gc.collect()  # warnings about unfinished reads come here
 
 
 @pytest.mark.parametrize(("layout", "devices"), [("data=1", 1), ("fsdp=2,tensor=2", 4), ("data=8", 8)])

@@ -19,10 +19,10 @@ from podrl.plan.chips import parse_topology, prepare
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 
-# (tokens, number of the segment it goes on from or 0[, number of tokens it goes on from]) of each segment of a row.
+# For each segment of a row: (tokens, number of the segment it continues or 0[, after how many tokens]).
 ROWS = (
-    ((150, 0), (60, 1), (131, 1), (1, 1), (30, 0)),  # one prompt with three samples, and a sequence alone
-    # A tree of two levels. Padding behind, a whole tile of it where rows have 512 tokens.
+    ((150, 0), (60, 1), (131, 1), (1, 1), (30, 0)),  # one prompt with three samples, and a separate sequence
+    # A tree of two levels. Padding follows; it fills a whole tile if rows have 512 tokens.
     ((30, 0), (140, 0), (60, 2), (30, 3), (40, 3, 160), (50, 2, 70)),
 )
 
@@ -31,7 +31,7 @@ def layout(T, rows=ROWS):
     """Packs rows: (segment_BT, (last_BT, position_BT))."""
     segment_BT, last_BT, position_BT = np.zeros((3, len(rows), T), np.int32)
     for row, parts in enumerate(rows):
-        at, paths = 0, [np.zeros(0, np.int64)]  # of each segment, the indices of its tokens and of those before them
+        at, paths = 0, [np.zeros(0, np.int64)]  # for each segment: indices of its tokens, and of its whole sequence
         for number, (size, parent, *shared) in enumerate(parts, 1):
             before = paths[parent][: shared[0] if shared else None]
             own = np.arange(at, at + size)
@@ -48,7 +48,8 @@ def qkv(T, N, K, H, dtype, B=2):
 
 
 def values_and_grads(run, arrays, segment_BT, windows):
-    """Outputs of real tokens and gradients by unscaled queries, keys and values, float32, for every window."""
+    """Computes outputs of real tokens, and gradients by unscaled queries, keys and values, float32, for every
+    window."""
     real_BT = (segment_BT > 0)[:, :, None, None]
 
     def total(q_BTNH, k_BTKH, v_BTKH, window):
@@ -110,7 +111,7 @@ def test_the_kernel_equals_dense(T, block, heads, H, softcap, dtype, atol):
 
 
 def _mask(T, rows, window):
-    """The pairs of tokens that see each other: a token sees the tokens on its path that are in its window."""
+    """Returns which tokens each token sees: the tokens on its path that are in its window."""
     seen_BTT = np.zeros((len(rows), T, T), bool)
     for row, parts in enumerate(rows):
         at, paths = 0, [np.zeros(0, np.int64)]
@@ -142,7 +143,7 @@ def test_blocks_are_visited_where_something_is_seen(window):
 
 
 def test_blocks_that_nobody_sees_are_not_read():
-    """Values of the first sequence are NaN for the second and the third, and nothing becomes NaN."""
+    """NaN in the first sequence's values does not reach the second and third sequence."""
     T, block = 640, 128
     rows = (((256, 0), (128, 0), (256, 2)),)
     segment_BT, shared = layout(T, rows)
@@ -223,7 +224,7 @@ def test_the_kernel_compiles_for_tpu(topology, monkeypatch: pytest.MonkeyPatch):
         out = attention(q, k, v, segment, shared=(prefix, position), window=window, softcap=softcap, mesh=mesh)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    # Rows that end within a block; many wide heads of float32, for which blocks are shorter.
+    # Rows end within a block; blocks are shorter for many wide heads of float32.
     for T, N, K, H, dtype, softcap in ((2688, 8, 4, 128, jnp.bfloat16, 0.0), (1024, 16, 2, 256, jnp.float32, 50.0)):
         of = lambda *shape, kind=dtype: jax.ShapeDtypeStruct(shape, kind, sharding=rows)  # noqa: E731
         told = [of(4, T, kind=jnp.int32)] * 3

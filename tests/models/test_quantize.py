@@ -69,7 +69,7 @@ def test_eight_bits_are_closer_than_four_on_any_mesh(family):
         )
         np.testing.assert_allclose(one, four, atol=2e-5, rtol=0)
         error[dtype] = np.sqrt(np.mean((one - exact) ** 2) / np.mean(exact**2))
-    assert 8 * error["int8"] < error["int4"] < 1.0, error  # 127 levels against 7
+    assert 8 * error["int8"] < error["int4"] < 1.0, error  # 127 levels instead of 7
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -4,9 +4,10 @@
     python tests/parity/compare_tunix.py --tunix_python=tunix/bin/python [--tunix_mesh=1,4] \\
         [options of benchmarks rollout]
 
-Both build a random Gemma-2-style model of the same sizes that draws nearly uniformly, complete the same prompts equally
-often, and take turns, one generation each: whatever else the machine does meets both. Each side compiles and generates
-once before it counts. Prints one JSON object: both sides' tokens, seconds and CPU seconds (medians), and the ratios.
+Both build a random Gemma-2-style model of the same sizes, which samples nearly uniformly, and complete the same prompts
+equally often. They take turns, one generation each, so that other load on the machine affects both. Each side compiles
+and generates once before it counts. Prints one JSON object: both sides' tokens, seconds and CPU seconds (medians), and
+the ratios.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def median(runs: list[dict[str, Any]], key: str) -> float:
 
 
 class Side:
-    """A process that generates once per line it is sent."""
+    """A process that generates once per input line."""
 
     def __init__(self, command: list[str]):
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -91,7 +92,7 @@ def serve_podrl(rest: list[str]) -> None:
 
 
 def serve_tunix(mesh_sizes: str, rest: list[str]) -> None:
-    # Options and prompts: needs nothing but numpy.
+    # Options and prompts; this import needs only numpy.
     from benchmarks import model as bench_model
     from benchmarks import rollout as bench_rollout
 

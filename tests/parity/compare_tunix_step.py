@@ -6,7 +6,7 @@
 Both build a random Gemma-2-style model of the same sizes and score, then train on, the same random samples: Tunix
 padded, as it does by default, with its loss function, its log-probabilities for the reference, and optax's adamw. They
 take turns, one update each, and each compiles and updates once before it counts. Prints one JSON object: medians of
-both sides' seconds and processor seconds, and the ratios; the latter mean more where other programs run.
+both sides' seconds and processor seconds, and the ratios. Processor seconds mean more if other programs run.
 """
 
 import argparse
@@ -56,8 +56,8 @@ def _measured(command: list[str]) -> dict[str, float]:
 
 
 def serve(rest: list[str]) -> None:
-    """Tunix: one update on samples of benchmarks step, after one that compiles."""
-    from benchmarks import step as bench_step  # options and samples: needs nothing but numpy
+    """Tunix's side: makes one update on samples of benchmarks step, after one that compiles."""
+    from benchmarks import step as bench_step  # options and samples; this import needs only numpy
 
     args = bench_step._parser().parse_args(rest)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"

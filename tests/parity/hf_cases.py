@@ -39,7 +39,7 @@ GEMMA3_ROPE = {
 }
 ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
 
-# Heads of two sizes; layers 0 1 | 2, and that again, are runs of equal layers.
+# Heads have two sizes; the runs of equal layers are 0 1 | 2 | 3 4 | 5.
 GEMMA4 = {
     "layer_types": ALTERNATING * 2,
     "sliding_window": 5,
@@ -48,7 +48,7 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
 }
 
-# Heads of 16, of which 4 turn; 2 heads of keys for 4 of values; layers 0 1 2 | 3 and then 4.
+# Heads of size 16, 4 of which rotate; 2 key heads for 4 value heads; the runs of equal layers are 0 1 2 | 3 | 4.
 QWEN3_5 = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
@@ -124,7 +124,7 @@ CASES = [
         GEMMA4 | {"num_hidden_layers": 6, "attention_k_eq_v": True, "final_logit_softcapping": 3.0},
     ),
     ("gemma4_own_values", "Gemma4TextConfig", GEMMA4 | {"layer_types": ALTERNATING}),
-    # With a small epsilon the gated norms magnify roundings: transformers itself is 2e-4 away from float64 then.
+    # A small epsilon lets the gated norms magnify rounding: transformers itself then differs by 2e-4 from float64.
     ("qwen3_5_shared_heads", "Qwen3_5TextConfig", QWEN3_5 | {"num_hidden_layers": 5, "rms_norm_eps": 1e-2}),
     (
         "qwen3_5_tied",
@@ -212,7 +212,7 @@ FIXTURE_CASES = [
         "Qwen3_5TextConfig",
         QWEN3_5
         | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
-        | {"hidden_size": 16, "num_key_value_heads": 1, "linear_key_head_dim": 8},  # gated norms magnify roundings
+        | {"hidden_size": 16, "num_key_value_heads": 1, "linear_key_head_dim": 8},  # gated norms magnify rounding
     ),
     (
         "qwen3_5_moe",
@@ -238,7 +238,7 @@ FIXTURE_CASES = [
 
 
 def make_model(config_class: str, changes: dict, *, seed: int = 0) -> "transformers.PreTrainedModel":
-    """Makes a random model in float32 whose every parameter matters: norms, biases, matrices away from defaults."""
+    """Makes a random float32 model in which every parameter matters: norms and biases differ from their defaults."""
     # No end token: greedy generation must not stop early.
     fields = SMALL | changes | {"eos_token_id": None, "pad_token_id": None, "bos_token_id": None}
     config = getattr(transformers, config_class)(**fields)

@@ -15,7 +15,7 @@ from podrl.models.tensor_files import scan_directory  # noqa: E402
 
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.filterwarnings("ignore"),  # torch and transformers warn about themselves
+    pytest.mark.filterwarnings("ignore"),  # torch and transformers warn about their own code
     pytest.mark.nightly("podrl/models", "tests/parity"),
 ]
 
@@ -61,14 +61,14 @@ def compare_gradients(theirs, ours, tokens_BT, tmp_path):
         for part, want_part in parts_of(name, want, stored):
             np.testing.assert_allclose(stored[part], want_part, atol=1e-3 * max(np.abs(want).max(), 1e-3), rtol=0)
             compared += 1
-    frozen = ("layer_scalar", "e_score_correction_bias")  # no parameters: they do not train
+    frozen = ("layer_scalar", "e_score_correction_bias")  # not parameters, because they are not trained
     scalars = [name for name in stored if name.endswith(frozen)]
     assert all(not stored[name].any() for name in scalars)
     assert compared == len(stored) - len(scalars)
 
 
 def parts_of(name, value, stored):
-    """Splits a parameter as the file does: experts one by one, gate and up apart."""
+    """Splits a parameter as the file does: one tensor per expert, gate and up apart."""
     if name in stored:
         return [(name, value)]
     layer = ".".join(name.split(".")[:3])

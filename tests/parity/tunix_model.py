@@ -1,4 +1,4 @@
-"""Makes a random Gemma-2-style model of Tunix's own, of the sizes that podrl's benchmarks take."""
+"""Makes a random Gemma-2-style model in Tunix's code, with the sizes of podrl's benchmarks."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from tunix.models.gemma import model as gemma
 
 
 def make_model(args: Any, *, is_sampling: bool) -> Any:
-    """Makes the model in place on the mesh that is set.
+    """Makes the model directly on the current mesh.
 
     Args:
       args: options of benchmarks.model, and `seed`.
-      is_sampling: shardings of Tunix's sampler, or of its trainer.
+      is_sampling: True for the shardings of Tunix's sampler, False for those of its trainer.
     """
     config = gemma.ModelConfig(
         num_layers=args.layers,

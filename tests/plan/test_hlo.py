@@ -63,7 +63,7 @@ ENTRY %main (a: f32[8,16], b: f32[5,16,4]) -> f32[8,4] {
 def test_a_loop_counts_as_often_as_it_runs():
     cost = cost_of(TEXT.replace("LAST", "5"))
     assert cost.flops == 3 * 2 * 8 * 16 * 4
-    # x whole, one of five slices of w, y written; the permute and the gather move near memory only.
+    # reads all of x and one of five slices of w, writes y; permute and gather only move near memory
     assert cost.bytes == pytest.approx(3 * (4 * (8 * 16 + 16 * 4 + 8 * 4)), abs=3 * 16)
     assert cost.collectives == (
         Collective("all-gather", 1, 4 * 4 * 4, False),
@@ -84,7 +84,7 @@ def test_loops_of_a_named_scope_run_as_often_as_the_caller_says():
     named = TEXT.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/outer/while/body/inner/while"}')
     cost = cost_of(named.replace("LAST", "5"), named={"outer": 100.0, "inner": 11.0})
     assert cost.flops == 11 * 2 * 8 * 16 * 4
-    # x and a slice of w are read, y is written.
+    # reads x and a slice of w, writes y
     assert cost.read == pytest.approx(11 * 4 * (8 * 16 + 16 * 4), abs=11 * 16)
 
 
@@ -127,7 +127,7 @@ def test_an_all_gather_sends_its_part_to_the_others_of_its_group(groups: str, se
 
 
 def test_padding_of_a_convolution_is_not_counted():
-    """TPU programs write a product with a batch of 4 as a window over the batch, most of it padding."""
+    """TPU programs write a product with a batch of 4 as a window over the batch, which is mostly padding."""
     text = """HloModule m
 
 ENTRY %main (x: f32[4,8,16], w: f32[4,16,2]) -> f32[4,8,2] {
@@ -165,7 +165,7 @@ ENTRY %main (g: s8[{grid}], q: bf16[2,8,512,64]) -> bf16[2,8,512,64] {{
 
 @pytest.mark.parametrize(("kernel", "products"), [("jvp_prefix_attention_fwd_", 2), ("prefix_attention_dkv", 4)])
 def test_the_kernel_for_shared_prompts_counts_as_if_all_before_were_seen(kernel: str, products: int):
-    """Rows of 1,500 tokens are 3 blocks: 6 pairs for each of 2 rows, and one number more."""
+    """Rows of 1,500 tokens have 3 blocks: 6 pairs of blocks for each of 2 rows, and one further number."""
     text = f"""HloModule m
 
 ENTRY %main (n: s32[], p: s32[13], w: s32[1], q: bf16[2,8,64,1500]) -> bf16[2,8,64,1500] {{

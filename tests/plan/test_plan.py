@@ -94,7 +94,7 @@ def test_gpus_of_one_machine():
     with pytest.raises(ValueError, match=r"names the generation 'h10'\. Did you mean 'h100'"):
         parse_topology("h10:8", key="--trainer")
     env = {"XLA_FLAGS": "--a"}
-    prepare(env, gpus=2)  # without libtpu
+    prepare(env, gpus=2)  # works without libtpu
     assert env == {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=6", "JAX_PLATFORMS": "cpu"}
     assert _topologies("h100:2", "l4:1")[1].chip.name == "l4"
     with pytest.raises(ValueError, match="are GPUs and TPUs: a job has one kind of devices"):
@@ -113,7 +113,7 @@ def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus
     (step,) = training_programs(setting)
     lowered = step.lower()
     assert "stablehlo.while" in lowered.as_text()
-    # The default job's state in float32, weights and two moments over two devices: what is counted of memory.
+    # The default job's state, weights and two moments in float32 on two devices, is counted as memory.
     held = 12 * parameter_count(setting.model) / 2
     assert held < least_bytes("trainer", setting) < 20 * held
     assert least_trainer_seconds(setting) > 0
@@ -135,9 +135,9 @@ def test_a_side_that_idles_most_of_a_step_is_told_how_to_split_the_chips():
     assert rebalanced(step, 1, 1) == (1, 1)
     report = Report(None, measured, None, step, {}, [], [], chips=(8, 8))  # pyright: ignore[reportArgumentType]
     assert "trainer idles 86% of a step: of the 16 chips, about 2 for the trainer and 14 for the" in _advice(report)
-    assert not _advice(dataclasses.replace(report, chips=(0, 0)))  # both on the same ones
+    assert not _advice(dataclasses.replace(report, chips=(0, 0)))  # both meshes on the same chips
     even = predict([_program("trainer", 1, 1.0), _program("rollout", 1, 2.0)], 0.0, max_staleness=1, colocated=False)
-    assert not _advice(dataclasses.replace(report, prediction=even))  # idle half of the step
+    assert not _advice(dataclasses.replace(report, prediction=even))  # idle for half of the step
 
 
 def test_a_search_prints_the_command_that_runs_what_it_found():
@@ -153,7 +153,7 @@ def test_a_search_prints_the_command_that_runs_what_it_found():
     console = make_console(60)
     console.file = io.StringIO()
     _print_step(console, report)
-    assert command in console.file.getvalue().splitlines()  # on one line, whatever the width
+    assert command in console.file.getvalue().splitlines()  # on one line at any width
 
 
 @needs_libtpu
@@ -178,7 +178,7 @@ def test_every_size_of_qwen_has_room_on_its_chips(monkeypatch, variant, topology
     parameters = parameter_count(setting.model)
     assert round(parameters / 1e9, 2) == billions and setting.model.lora.rank == 0
     assert setting.trainer_mesh().size == setting.rollout_mesh().size == len(chips.devices())
-    # Weights and two moments of 4 bytes over the trainer's chips, and no more than half of a chip's memory.
+    # Weights and two moments of 4 bytes are spread over the trainer's chips, and take at most half of a chip's memory.
     kept = least_bytes("trainer", setting)
     assert 12 * parameters / len(chips.devices()) < kept < chips.chip.hbm / 2 > least_bytes("rollout", setting)
 
@@ -190,7 +190,7 @@ def test_a_search_says_its_best_from_the_start_and_keeps_to_the_keys_of_the_conf
     seconds = iter(range(100, 0, -1))
 
     def total(side: str, variant: Variant, known: object) -> Trial:
-        """A trial that fits, and each is faster than the one before."""
+        """Simulates trials that fit, each faster than the one before."""
         return Trial(variant.keys, "", True, 1.0, 0.0, float(next(seconds)))
 
     monkeypatch.setattr(variants, "_total", total)
@@ -317,7 +317,7 @@ def test_every_program_of_the_default_job_compiles_for_tpu_and_a_run_of_it_shows
     assert {"prefill 64", "generate", "train step", "reference log-probabilities", "move: cross"} <= set(names)
     assert plan["fits"] and all(program["peak"] < program["capacity"] for program in plan["programs"])
     step = next(program for program in plan["programs"] if program["name"] == "train step")
-    # Forward, backward, and what 'dots' makes again: between 6 and 8 FLOP per parameter and token of a chip's rows.
+    # Forward, backward and the recomputation of 'dots': between 6 and 8 FLOP per parameter and token of a chip's rows.
     tokens = plan["batch"]["rows"] * plan["batch"]["tokens"] / 4
     assert 5.5 < step["flops"] / tokens / plan["parameters"] < 9
     assert any(c["kind"] in ("all-gather", "collective-permute") for c in step["collectives"])
@@ -363,10 +363,10 @@ def test_what_does_not_fit_ends_with_1_and_a_knob_that_helps():
 @pytest.mark.nightly("podrl/plan", "podrl/models", "podrl/trainer", "podrl/engine/engine.py")
 @pytest.mark.slow
 def _setting(monkeypatch: pytest.MonkeyPatch, topology: str, **changes: dict) -> Setting:
-    """The default job, with some keys of its sections changed, on two such topologies."""
+    """Makes the default job, with some changed keys, on two topologies of this name."""
     env = dict(os.environ)
     prepare(env)
-    for name, value in env.items():  # what the command would set is taken back after the test
+    for name, value in env.items():  # the variables that the command sets are restored after the test
         monkeypatch.setenv(name, value)
     chips = parse_topology(topology, key="--trainer")
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
@@ -391,7 +391,7 @@ def test_rows_are_cut_along_time_where_they_are_fewer_than_chips(monkeypatch: py
 
 @needs_libtpu
 def test_experts_are_spread_over_an_axis_of_their_own(monkeypatch: pytest.MonkeyPatch):
-    """A search tries the axis for models with experts only; a chip then reads its own experts for the lanes of all."""
+    """A search tries the axis only for models with experts; a chip then reads its own experts for all chips' lanes."""
     sizes = {"model": {"path": "", "size": "qwen3-30b-a3b"}, "rollout": {"lanes": 64, "max_prompt_length": 64}}
     setting = _setting(monkeypatch, "v5p:2x2x2", **sizes)
     size = lambda group: parse_mesh(group.mesh)[AXES.index("expert")]  # noqa: E731
@@ -414,7 +414,7 @@ def test_experts_are_spread_over_an_axis_of_their_own(monkeypatch: pytest.Monkey
 
 @needs_libtpu
 def test_what_a_search_prints_is_what_the_launcher_takes(monkeypatch: pytest.MonkeyPatch):
-    sized = {"train_micro_batch_size": 2}  # a search gives sequences in its place
+    sized = {"train_micro_batch_size": 2}  # a search sets a number of sequences instead
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     setting = _setting(monkeypatch, "v5e:2x4", trainer=sized)
     found = list(_trainer_candidates(setting))[-1].variants[-1].setting
@@ -434,7 +434,7 @@ def test_what_is_too_large_for_certain_is_not_compiled(monkeypatch: pytest.Monke
     for side in ("trainer", "rollout"):
         trial = _total(side, Variant((), setting))
         assert trial.program == "counted, not compiled" and not trial.fits and trial.at_least
-    # 70.6e9 parameters of 4 bytes, twice as many for moments, and the reference's over 8 chips.
+    # 70.6e9 parameters of 4 bytes, twice as many moments, and the reference's parameters, on 8 chips.
     kept = least_bytes("trainer", setting)
     assert 70.6e9 * 16 / 8 < kept < 70.6e9 * 16 / 8 * 1.06
     assert least_bytes("trainer", _setting(monkeypatch, "v5e:2x4", **large | {"trainer": {"remat": "dots"}})) > kept
@@ -447,7 +447,7 @@ def test_what_full_takes_for_certain_is_counted_and_left_out_where_that_is_too_l
     dots, full = (_setting(monkeypatch, "v5e:2x4", **job, trainer={"remat": remat}) for remat in ("dots", "full"))
     shape = dots.job.pack_shape(dots.trainer_mesh())
     tokens = dots.job.updates_per_step * filled_micro_batches(dots) * shape.rows * shape.tokens / 8
-    # 32 layers of 4096 x 128 x 2 x (32 + 8) and 3 x 4096 x 14336 weights; of the recomputed the last product is not.
+    # 32 layers of 4096 x 128 x 2 x (32 + 8) and 3 x 4096 x 14336 weights; recomputation leaves out the last product.
     weights, last = 32 * 218103808, 32 * 58720256
     assert least_trainer_seconds(dots) == pytest.approx(6 * weights * tokens / 197e12)
     assert least_trainer_seconds(full) == pytest.approx((8 * weights - 2 * last) * tokens / 197e12)
@@ -456,7 +456,8 @@ def test_what_full_takes_for_certain_is_counted_and_left_out_where_that_is_too_l
         tried, said, known = [], [], {}
 
         def total(side: str, variant: Variant, given: dict) -> Trial:
-            """A trial that fits and takes so many `times` the least seconds; what 'full' takes does not count."""
+            """Simulates trials that fit and take `times` the least possible seconds; recomputation of 'full' does not
+            count."""
             assert given is known  # noqa: B023
             tried.append(variant.keys[:2])  # noqa: B023
             return Trial(variant.keys, "", True, 1.0, 0.0, times * least_trainer_seconds(variant.setting))  # noqa: B023
@@ -528,7 +529,7 @@ def test_two_slices_exchange_gradients_and_nothing_else():
     plan = json.loads(done.stdout)
     crossing = {p["name"]: [c for c in p["collectives"] if c["crosses"]] for p in plan["programs"]}
     (sent,) = crossing.pop("train step")
-    # At least a chip's share of the float32 gradient, at most the whole of it.
+    # At least a chip's share of the float32 gradient, at most the whole gradient.
     assert plan["parameters"] <= sent["bytes"] < 4 * plan["parameters"]
     assert not any(crossing.values())
 
@@ -537,11 +538,11 @@ def test_two_slices_exchange_gradients_and_nothing_else():
 @pytest.mark.slow
 @needs_libtpu
 def test_a_search_settles_on_keys_that_fit():
-    # The mesh given is that of other machines; a search sets it.
+    # The configured mesh is for other machines; a search sets it.
     done = _plan("--trainer=v5e:2x2", "--search", "--quick", "--config.roles.trainer.mesh=fsdp=16")
     assert done.returncode == 0, done.stderr[-2000:]
-    # One row per chip at least: 2 meshes x 3 policies on the trainer, 2 meshes on the rollout; all fit at once, so rows
-    # are not cut along time and no wider mesh decodes.
+    # At least one row per chip: 2 meshes x 3 policies on the trainer, 2 meshes on the rollout. All fit at once, so the
+    # search cuts no rows along time and tries no wider mesh for decoding.
     bound = re.search(r"search: at most (\d+) trials: trainer (\d+) \(\d+ meshes", done.stderr)
     assert bound, done.stderr
     trials = re.findall(r"^(trainer|rollout): (\S.*): peak ([\d.]+) GiB \(.*\), (.*); at most (\d+)", done.stderr, re.M)

@@ -1,4 +1,4 @@
-"""The real update over rows that share prompts, compiled for TPUs: the kernel is in it, and it moves fewer bytes."""
+"""The real update on rows that share prompts, compiled for TPUs: it has the kernel, and it moves fewer bytes."""
 
 import importlib.util
 import os
@@ -28,7 +28,7 @@ KERNELS = ("prefix_attention_fwd", "prefix_attention_dq", "prefix_attention_dkv"
 
 
 def _update(topology: str, *, share: bool, spec: str = "fsdp=1", chips: int = 1) -> tuple[str, Cost]:
-    """Compiles an update of one prompt's samples: (its text, its cost for a chip when all are of full length)."""
+    """Compiles an update on one prompt's samples: (program text, cost per chip if all samples have full length)."""
     machine = parse_topology(topology, key="--trainer")
     mesh = make_mesh(spec, machine.devices()[:chips])
     model = gemma2_config(

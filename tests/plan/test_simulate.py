@@ -1,4 +1,4 @@
-"""Simulated training steps: worked by hand, and their balance."""
+"""Simulated training steps, worked by hand, and their balance."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def test_sides_that_take_turns_wait_for_each_other():
 
 def test_with_staleness_the_slower_side_never_waits():
     found = _step(SAME, staleness=1, begin_s=0.6, call_s=0.1, score_s=0.3)
-    assert found.step_s == pytest.approx(3.0)  # 2 s of decoding, a prefill call
+    assert found.step_s == pytest.approx(3.0)  # 2 s of decoding, one prefill call
     assert (found.trainer_idle, found.rollout_idle) == pytest.approx((2 / 3, 0.0))
     slow = _step(SAME, staleness=1, update_s=10.0)
     assert (slow.step_s, slow.trainer_idle) == pytest.approx((10.0, 0.0))
@@ -41,7 +41,7 @@ def test_a_tail_leaves_lanes_idle_and_windows_cut_it():
     lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.9, 2048).astype(int), 1, 1024)
     one, two, three = (_step(lengths_N, staleness=S, lanes=8, update_s=0.0) for S in (1, 2, 3))
     assert one.lanes_busy < two.lanes_busy <= 1.0 and one.step_s > two.step_s > 0.0
-    # No window is shorter than the tokens that it has to draw.
+    # A window takes at least as many steps as the longest sample's tokens in it.
     least = 0.01 * 16 * lengths_N.mean() / 8
     assert all(found.step_s > 0.8 * least for found in (one, two, three))
 
@@ -62,8 +62,8 @@ def test_a_window_takes_the_steps_of_its_longest_lanes():
 
     assert steps([[8]], lanes=1) == 8 and steps([[11, 3]], lanes=2) == 11, "a dispatch ends with its last sample"
     assert steps([[1, 0], [8]], lanes=1) == 9, "where nothing else runs the next one waits for nothing"
-    # Three lanes: the first is free after one dispatch, which is read after the second is launched. With the quarter
-    # that is reckoned with at first the mean of the shares is 7 / 24, and the second lane is waited for, or not.
+    # Three lanes: the first is free after one dispatch, which is read after the second is launched. With the initial
+    # estimate of a quarter the mean of the shares is 7 / 24; the session waits for the second lane, or does not.
     assert steps([[8, 16, 32], [16, 16]], lanes=3, waits=0.29) == 32
     assert steps([[8, 16, 32], [16, 16]], lanes=3, waits=0.3) == 40
 
@@ -80,7 +80,8 @@ def test_prefill_calls_are_counted_as_the_engine_makes_them():
     assert load.calls([256 + 65] * 2) == 2, "a long one in two waves: 256 tokens, then 65"
 
     def calls(drawn, lanes=16):
-        """Counts calls of a window in which a batch's 16 samples go on; `drawn` has their tokens so far, of 100."""
+        """Counts the prefill calls of a window in which a batch's 16 samples go on; `drawn` has their tokens so far, of
+        100."""
         left = [100 - n for n in drawn]
         return window_work({0: left}, {0: left}, {0: [100] * 16}, dataclasses.replace(LOAD, lanes=lanes)).calls
 
@@ -91,8 +92,9 @@ def test_prefill_calls_are_counted_as_the_engine_makes_them():
 
 
 def test_every_window_computes_open_samples_anew():
-    # 16 samples of 100 tokens, a quantum of 0.7 x 100 / 2, so 40. Of the two batches in a window one has drawn 16 x 40:
-    # two calls beside the one for its prompts; the prompts of the other are a call of their own where they come later.
+    # 16 samples of 100 tokens, a quantum of 0.7 x 100 / 2, so 40. One of the two batches in a window has drawn 16 x 40
+    # tokens: two calls besides the one for its prompts. The other batch's prompts are a call of their own if they come
+    # later.
     plain, anew = (_step(SAME, staleness=2, lanes=32, update_s=0.0, call_s=t) for t in (0.0, 0.1))
     assert anew.prefill_calls == 1 + 2 and anew.step_s - plain.step_s == pytest.approx(0.1 * 3)
     begun = _step(SAME, staleness=2, lanes=32, update_s=0.0, begin_s=0.5)
@@ -100,8 +102,8 @@ def test_every_window_computes_open_samples_anew():
 
 
 def test_speeds_of_one_staleness_predict_another():
-    # In closed form: a batch of 16 samples of 100 tokens on 32 lanes. At S=1 a window has 1 call and 100 steps; at S=2
-    # 3 calls, and 60 tokens of the batch that is due.
+    # In closed form, for a batch of 16 samples of 100 tokens on 32 lanes: a window has 1 call and 100 steps at S=1, and
+    # 3 calls and 60 tokens of the batch that is due at S=2.
     speeds = {"decode_s": 0.01, "call_s": 0.2, "begin_s": 0.1, "update_s": 2.0}
     one, two = (_step(SAME, staleness=S, lanes=32, **speeds) for S in (1, 2))
     assert (one.decode_steps, one.prefill_calls, two.decode_steps, two.prefill_calls) == (100, 1, 60, 3)

@@ -25,7 +25,7 @@ COMPARED = "reference log-probabilities"
 
 @pytest.fixture
 def teacher(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A model of the tiny one's ids that is twice as wide; there are no weights."""
+    """Writes a model without weights, twice as wide as the tiny one, with the same ids."""
     env = dict(os.environ)
     prepare(env)
     for name, value in env.items():
@@ -37,7 +37,7 @@ def teacher(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 
 
 def _setting(teacher: pathlib.Path | None, topology: str = "v5e:2x2", **grpo: object) -> Setting:
-    """The default job, which trains all parameters, with a teacher where one is given, else on rewards alone."""
+    """Makes the default job, which trains all parameters; with the teacher if there is one, else on rewards only."""
     chips = parse_topology(topology, key="--trainer")
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
     config["grpo"] |= grpo | {"beta": 0.0}
@@ -61,7 +61,8 @@ def test_every_form_has_its_programs_and_the_teacher_is_held_once(teacher):
     assert list(few) == ["train step", TEACHING] and list(full) == ["train step"]
     assert sampled["train step"].resident == few["train step"].resident == pytest.approx(held, rel=0.02)
     assert full["train step"].resident == 0, "it is an argument of the update"
-    # What scores the teacher holds it as an argument: beside it lie moments, and parameters where those are not read.
+    # The program that scores the teacher has its parameters as an argument. The optimizer's moments stay beside it, and
+    # so do the policy's parameters unless the program reads them.
     own = parameter_count(_setting(None).model)
     assert few[TEACHING].resident == pytest.approx(4 * 2 * own / 4, rel=0.02)
     assert sampled[COMPARED].resident == pytest.approx(4 * 3 * own / 4, rel=0.02)
@@ -81,7 +82,7 @@ def test_bounds_and_moves_have_the_teacher(teacher):
     assert least_bytes("trainer", with_) - least_bytes("trainer", without) == pytest.approx(held, rel=0.02)
     pack = [next(p for p in weight_move(s).programs if p.name == "move: pack").resident for s in (with_, without)]
     assert pack[0] - pack[1] == pytest.approx(held, rel=0.02)
-    # Twice the width has twice the weights in attention, whose heads are the same, and four times in feed-forward.
+    # Twice the width makes twice the weights in attention, whose heads are the same, and four times in feed-forward.
     own = without.model
     attention = own.model_dim * own.head_dim * 2 * (own.num_heads + own.num_kv_heads)
     forward = attention + 3 * own.ffn_dim * own.model_dim
@@ -119,13 +120,13 @@ def test_every_form_compiles_for_tpus_and_its_operations_are_counted(teacher, to
     passes = compared.flops + read["sampled"]["old log-probabilities"].flops
     assert teaching.flops == pytest.approx(passes, rel=0.05), "a pass of either model"
     held = 4 * parameter_count(read_config(teacher)) / 4
-    # Arguments of a program are in its peak: of this update the teacher's parameters.
+    # A program's peak includes its arguments: for this update, the teacher's parameters.
     assert update["full"].peak - update[""].peak > held
     assert update["sampled"].resident == pytest.approx(held, rel=0.02)
 
 
 def test_a_policy_that_teaches_itself_is_held_once_more_or_not_at_all(teacher):
-    """Its average is in float32 as its parameters are here; the policy as it is takes no memory of its own."""
+    """Its average is in float32, as its parameters are here; the current policy as teacher takes no further memory."""
 
     def programs(**grpo: object) -> dict:
         chips = parse_topology("v5e:2x2", key="--trainer")

@@ -1,4 +1,4 @@
-"""The block of a completion that is its program: by language, order and fences, in linear time."""
+"""The code block that counts as a completion's program: by language, order and fences, in linear time."""
 
 import time
 

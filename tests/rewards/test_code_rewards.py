@@ -1,4 +1,4 @@
-"""Programs tested in sandboxes: what passes, and what programs cannot do, see or forge."""
+"""Programs tested in sandboxes: which programs pass, and what they cannot do, see or forge."""
 # ruff: noqa: E501 - programs in one line
 
 import json
@@ -109,7 +109,7 @@ FORGED = {
     ),
     "kills the others": job("import os, signal\nos.kill(-1, signal.SIGKILL)\ndef f(x): return x", "assert f(1) == 2"),
 }  # fmt: skip
-# Each prints 'escaped' if it gets further than it may.
+# Each program prints 'escaped' if it gets further than it may.
 TRIES = {
     "home": f"import os\nfor p in ({str(pathlib.Path.home())!r} + '/.bashrc', '/etc/passwd', {__file__!r}, '/proc/1/environ', '/sys'):\n    assert not os.path.exists(p), p",
     "environment": "import os\nassert 'secret-of-the-job' not in repr(os.environ)",
@@ -130,7 +130,7 @@ TRIES = {
     "trace": "import ctypes\nassert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",
     "kill": "import os, signal\nos.kill(os.getppid() + 1000, signal.SIGKILL)",
 }  # fmt: skip
-CHECKED = ("home", "environment")  # these hold without an exception
+CHECKED = ("home", "environment")  # these limits have no exception
 
 
 @isolates
@@ -146,7 +146,7 @@ def test_what_programs_can_and_cannot_do(sandboxes, how):
         if not (bwrap := shutil.which("bwrap")):
             pytest.skip("bubblewrap is not installed")
         sandboxes._bwrap = bwrap
-        tries.pop("many files")  # it has no limit for them
+        tries.pop("many files")  # it has no limit for these
     before = set(os.listdir(pathlib.Path.home()))
     costly = {
         "an endless loop": prints("while True: pass"),
@@ -192,9 +192,9 @@ FRAMES = [
 
 @isolates
 def test_whatever_a_program_writes_is_data():
-    """Frames on the channel of results, as a program writes them itself, earn nothing and end nothing."""
+    """Frames that a program itself writes to the channel of results earn nothing and stop nothing."""
     chosen = random.Random(0)
-    for _ in range(30):  # a byte of a right message is another
+    for _ in range(30):  # a right message with one changed byte
         right = bytearray(NAMES + frame({"value": {"int": "0x7"}, "arguments": [1]}))
         right[chosen.randrange(4, len(right))] = chosen.randrange(256)
         FRAMES.append(bytes(right))
@@ -205,7 +205,7 @@ def test_whatever_a_program_writes_is_data():
         "assert len({f(1), 2}) == 1",
     )
     jobs = [job(f"import os\nos.write(3, {body!r})\n{later}", *tests) for body in FRAMES]
-    impatient = Sandboxes(LIMITS | {"wall_s": 10.0}, at_once=32)  # many say that more follows, and nothing does
+    impatient = Sandboxes(LIMITS | {"wall_s": 10.0}, at_once=32)  # many frames announce more bytes, which never come
     try:
         verdicts = impatient.test(jobs)
     finally:
@@ -274,7 +274,7 @@ def test_a_message_is_a_value_an_exception_or_malformed(message):
 
 @isolates
 def test_nothing_is_left_of_sandboxes(sandboxes):
-    """Programs end with their sandbox, and every sandbox with the process that asked for it."""
+    """Programs end with their sandbox, and a sandbox ends with the process that started it."""
     code = (
         "import os, sys, threading, time\nfrom podrl.rewards.sandbox.host import Sandboxes\n"
         f"s = Sandboxes({LIMITS!r} | {{'wall_s': 600}}, at_once=2)\nprint(s._server.pid, flush=True)\n"
@@ -296,7 +296,7 @@ def test_nothing_is_left_of_sandboxes(sandboxes):
 @isolates
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a user without privileges already")
 def test_a_user_without_privileges_isolates_too(tmp_path):
-    """Runs copies that every user may read, of an interpreter that every user may run."""
+    """Runs copies that every user may read, with an interpreter that every user may run."""
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if (
         not python

@@ -1,4 +1,4 @@
-"""Built-in rewards beyond the reference ones: R1 format, math equivalence, a judge behind HTTP, one data set each."""
+"""Built-in rewards beyond the reference ones: R1 format, math equivalence, a judge over HTTP, rewards per data set."""
 
 import contextlib
 import dataclasses
@@ -74,13 +74,13 @@ def test_a_reference_in_dollars_of_money():
 
 
 def test_math_without_its_extra_says_which(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)  # importing it fails, installed or not
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # its import fails, whether it is installed or not
     with pytest.raises(ImportError, match=r"pip install 'podrl\[math\]'"):
         math_equal([""], ["<answer>1</answer>"], ["1"])
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
-    """An endpoint that answers according to the text to be graded."""
+    """An endpoint whose answer depends on the text to be graded."""
 
     requests: list
     failures: dict
@@ -138,7 +138,7 @@ def endpoint(**failures):
 
 def test_the_judge_scores_and_retries(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    with endpoint(**{"7.5": 1}) as (config, requests):  # busy once, then it answers
+    with endpoint(**{"7.5": 1}) as (config, requests):  # busy once, then answers
         reward_FB = score(config, "7.5 {answer}", "0 x", "10 y", prompts=["q {completion}", "r", "s"], answer=[1, 2, 3])
         np.testing.assert_allclose(reward_FB, [[0.75, 0.0, 1.0]])
         assert len(requests) == 4
@@ -198,7 +198,7 @@ def test_a_rubric_asks_about_every_criterion():
 
 
 def test_a_judge_that_is_away_is_asked_until_it_is_back():
-    with endpoint(**{"3": 5}) as (config, requests):  # far beyond the one retry for what is not understood
+    with endpoint(**{"3": 5}) as (config, requests):  # far more than the one retry after an unreadable answer
         np.testing.assert_allclose(score(config, "3 busy"), [[0.3]])
         assert len(requests) == 6
 
@@ -210,7 +210,7 @@ def test_a_judge_that_stays_away_ends_the_job_in_a_way_that_a_restart_cures(away
         if away == "busy":
             with pytest.raises(ServiceError) as error:
                 score(busy, "5 ok", "3 busy")
-    if away == "gone":  # nobody listens there any more
+    if away == "gone":  # no server listens there any more
         with pytest.raises(ServiceError) as error:
             score(busy, "5 ok")
     text = str(error.value)

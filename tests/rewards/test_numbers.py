@@ -13,7 +13,7 @@ from podrl.rewards import answers, math_answer, numbers, reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# Text -> value as a fraction, with % where it is percent; None for no number.
+# Text -> value as a fraction, with % for percent; None for no number.
 TABLE = {
     # signs
     "5": "5", "+5": "5", "-5": "-5", "- 5": "-5", "\u22125": "-5", "\u20135": "-5", "\uff0d5": "-5", "minus 5": "-5",
@@ -47,7 +47,7 @@ TABLE = {
     "$18": "18", r"\$18": "18", "-$5": "-5", "$-5": "-5", "\u2212$1,200.50": "-2401/2", "18$": "18", "\u20ac5": "5",
     "5 \u20ac": "5",
     "\u00a31,000": "1000", "US$5": "5", "USD 5": "5", "5 USD": "5", "Rs. 500": "500", "$ 5": "5", "50\u00a2": "50",
-    # what follows and encloses
+    # text that follows or encloses
     "12.": "12", "1,200.": "1200", "12,": "12", "12 eggs.": "12", "12cm": "12", "12 cm^2": "12", "12 m\u00b2": "12",
     "60 km/h": "60",
     "$5/hour": "5", "5-inch": "5", "1st": "1", r"12\text{ cm}": "12", r"12 \text{ cm}^2": "12", r"12^\circ": "12",
@@ -63,7 +63,7 @@ TABLE = {
     "5 apples + 2 apples = 7 apples": "7", "2 hours = 120 minutes": "120", "10/2 = 5": "5", "13 = 12": None,
     "12 = 13": None,
     "x = 11 = 12": None, "x = 7, y = 8": None, "7 or x = 8": None, "1/3 = 0.333": None, "x != 5": None,
-    # several, and calculations
+    # several numbers, and calculations
     "7 or 8": None, "11, 12": None, "7 8 9": None, "$4 or 5": None, "5 ft 3 in": None, "7 (7.0)": "7",
     "12 or 12.0": "12",
     "5 - 5": None, "5-5": None, "5-7": None, "5 to 5": None, "5:5": None, "10:30": None, "2024-01-05": None,
@@ -92,7 +92,7 @@ TABLE = {
     "-(5)": "-5", "-($5)": "-5", "x = -(1/2)": "-1/2", "-(-5)": None, "-(x)": None, "x - (5)": None, "x -(5)": None,
     "|-5|": None, "abs(-5)": None, r"\left|-5\right|": None, "$(10)": "10",
     "1/-2": "-1/2", "-1/-2": "1/2", r"\frac{1}{-2}": "-1/2",
-    # several words of size, and digits in other notations
+    # several words of size; digits in other notations
     "3 hundred thousand": "300000", "3 hundred million": "300000000", "100 thousand million": "100000000000",
     "2 thousand five hundred": None, "2 hundred and fifty": None,
     "2 thousand twenty-five": None, "2 and a half": "5/2", "2 and a half million": "2500000", "2 and a third": None,
@@ -207,7 +207,7 @@ def test_rewards_and_accuracies_read_the_same_numbers():
         assert reference.accuracies(completion, f"-{abs(number.top) + 1}")["answer"] == 0.0, text
 
 
-# A reference, and an answer that is wrong though it has the reference's first number.
+# A reference, and an answer that is wrong although it has the reference's first number.
 ALGEBRA = [
     ("2x", "2"), ("2x", "2y"), (r"\frac{1}{2}x", "1/2"), ("3x^2", "3"), ("3xy", "3 y"), ("4ab", "4"), ("2pi", "2"),
     ("3i", "3"), ("sqrt(2)", "2"), ("log(8)", "8"), ("5!", "5"), ("y=3x", "3"), ("y=3x", "y=3"), ("x^2+y^2=25", "25"),
@@ -276,7 +276,7 @@ def test_a_majority_counts_numbers_in_any_form(texts, right, wanted):
     assert reference.majority(texts, right) == wanted
 
 
-# Reference, answer, whether they are equal as mathematics.
+# Reference, answer, whether they are mathematically equal.
 EQUATIONS = [
     ("12", "13 = 12", 0), ("12", "12 = 13", 0), ("12", "x = 11 = 12", 0), ("12", "x = 12", 1), ("12", "10 + 2 = 12",
     1),

@@ -118,7 +118,7 @@ def test_accuracies(completion, truth, expected):
 
 
 def test_pass_at_k():
-    # 1 - C(3,2)/C(5,2) = 1 - 3/10; certain once fewer than k are wrong; k=1 is the share of right ones.
+    # 1 - C(3,2)/C(5,2) = 1 - 3/10; 1 if fewer than k samples are wrong; k=1 gives the share of right samples.
     assert reference.pass_at_k(5, 2, 2) == pytest.approx(0.7)
     assert reference.pass_at_k(5, 4, 2) == 1.0 and reference.pass_at_k(5, 0, 5) == 0.0
     assert reference.pass_at_k(8, 2, 1) == pytest.approx(0.25)

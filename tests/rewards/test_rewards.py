@@ -1,4 +1,4 @@
-"""Reward functions in their workers: how they are found, what they may return, messages of failing ones."""
+"""Reward functions in their workers: how they are found, what they may return, and messages when they fail."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def failure(config, *completions, **fields):
 
 
 def children():
-    """Lists processes whose parent is this one and that run the worker."""
+    """Lists the child processes of this process that run the worker."""
     found = []
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -155,7 +155,8 @@ def test_no_list_at_all():
 @pytest.mark.parametrize("calls", ["group", "sample"])
 @pytest.mark.parametrize("name", ["sleeps", "holds_the_interpreter"])
 def test_a_sample_that_hangs_is_ended_and_counted(name, calls):
-    """It has the reward of an empty completion, whatever the call holds; the others have theirs."""
+    """It gets the reward of an empty completion, whatever else the call has; the other samples get their own
+    rewards."""
     text = "sleep" if name == "sleeps" else "a" * 40
     with Rewards(named(name, deadline_s=0.6, calls=calls)) as rewards:
         before = children()
@@ -199,7 +200,7 @@ def test_a_sample_on_which_the_worker_dies_leaves_the_loss(calls):
 def test_a_worker_that_is_killed_is_replaced_and_the_sample_scored(tmp_path):
     with Rewards(named("killed_once")) as rewards:
         assert rewards.score(["p"] * 2, ["x", "yy"], {"file": [f"{tmp_path}/killed"] * 2}).tolist() == [[1.0, 2.0]]
-        os.kill(children()[0], signal.SIGKILL)  # while it is idle
+        os.kill(children()[0], signal.SIGKILL)  # killed while it is idle
         assert rewards.score(["p"], ["x"], {"file": [f"{tmp_path}/killed"]}).tolist() == [[1.0]]
 
 
@@ -250,11 +251,11 @@ def test_a_file_that_does_not_run_is_named_with_its_line(tmp_path):
 def test_close_leaves_no_process_of_any_kind():
     with Rewards(named("starts_a_child", workers=2, calls="batch")) as rewards:
         child = int(rewards.score([""], [""], {})[0, 0])
-        assert len(children()) == 1  # one function with one call at a time needs no second worker
+        assert len(children()) == 1  # one function with one call at a time needs only one worker
         assert pathlib.Path(f"/proc/{child}").exists()
     assert not children()
     until(lambda: not is_running(child))
-    rewards.close()  # a second time does nothing
+    rewards.close()  # a second call does nothing
 
 
 SCRIPT = """
@@ -326,7 +327,7 @@ def test_a_sum_that_is_not_finite_names_function_and_sample(reward, weight, said
         with pytest.raises(RewardError, match=f"sample 1 of 2 add up to {said}.*reward.weights"):
             rewards.combine(bad_FB)
         lost_FB = good_FB.copy()
-        lost_FB[:, 0] = np.nan  # a sample that failed has no rewards, and that is no error of theirs
+        lost_FB[:, 0] = np.nan  # a failed sample has no rewards, which is not an error of the functions
         np.testing.assert_array_equal(np.isnan(rewards.combine(lost_FB)), [True, False])
 
 

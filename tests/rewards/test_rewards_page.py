@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md, run as they stand there."""
+"""The examples of docs/rewards.md run as they are printed."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
 
 
 def python_blocks() -> list[str]:
-    """Fenced blocks; a fence inside a block stands in a text, never at the start of a line."""
+    """Finds fenced blocks; a fence inside a block is part of a text, and never begins a line."""
     return re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 

@@ -73,7 +73,7 @@ def test_schemas():
             text.json_schema("1", endless, PLAIN)
     import referencing.exceptions
 
-    with pytest.raises(referencing.exceptions.Unresolvable):  # and not a request
+    with pytest.raises(referencing.exceptions.Unresolvable):  # without a request to the judge
         text.json_schema("[1]", {"$ref": "http://127.0.0.1:9/schema.json"}, PLAIN)
 
 
@@ -130,7 +130,7 @@ def test_a_number_that_no_float_holds_is_a_wrong_answer(answer):
         ({"uniqueItems": True}, "[1, 1.0]", 0),
         ({"uniqueItems": True}, '[{"a": 1, "b": 2}, {"b": 2, "a": 1.0}]', 0),
         ({"uniqueItems": False}, "[1, 1]", 1),
-        ({"uniqueItems": True}, str([[i] for i in range(20_000)]), 1),  # would take minutes with all pairs
+        ({"uniqueItems": True}, str([[i] for i in range(20_000)]), 1),  # comparing all pairs would take minutes
     ],
 )
 def test_decimals_are_exact_and_items_are_compared_once(schema, answer, allowed):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from podrl.rewards import answers, code, formats, reference, text
 
-# The format as one pattern, which takes time with the fourth power of the length.
+# The format as one pattern, whose time grows with the fourth power of the length.
 FORMAT = re.compile(r"^\s*<reasoning>.+?</reasoning>.*?<answer>(?P<answer>.+?)</answer>\s*$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"<answer>.*?(?P<number>[\d.]+)", re.DOTALL)
 PIECES = (
@@ -67,7 +67,7 @@ def test_the_formats_are_those_of_the_patterns(completion):
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_parser_takes_linear_time_and_never_raises(name):
-    """Repeats of degenerate pieces: ten times the length takes a hundred times as long where time is quadratic."""
+    """Repeats degenerate pieces: in a quadratic parser ten times the length takes a hundred times as long."""
     parse, chosen = PARSERS[name], random.Random(0)
     texts = [lambda n, piece=piece: piece * (n // len(piece)) for piece in DEGENERATE]
     for _ in range(20):
@@ -75,7 +75,7 @@ def test_every_parser_takes_linear_time_and_never_raises(name):
     _check_that_time_is_linear(parse, texts)
 
 
-# What the patterns of a parser look for, piece by piece.
+# The pieces of text that the patterns of a parser look for.
 FRAGMENTS = {
     "code_of": ["`", "```", "~~~", "py", "python", ".", "3", " ", "\n", "> ", "x", "=", "def f(", "import x", "<", "title=a"],
     "json_schema": ["```", "json", "\n", " ", "\t", "x", "[", "]", "1", ",", "\"", "{", "}"],

@@ -1,4 +1,4 @@
-"""Tests episodes that ask by conversations: branches are pieces of a row, and depend on what was asked alone."""
+"""Tests episodes whose requests are conversations: branches are pieces of a row, and depend only on the requests."""
 
 from typing import Literal
 
@@ -104,7 +104,7 @@ def serving():
 
 @pytest.fixture
 def play(serving, tmp_path):
-    """Plays four samples of an agent; `asked` is the prompt of the data."""
+    """Plays four samples of an agent; `asked` is the data's prompt."""
     (tmp_path / "agents.py").write_text(AGENTS)
 
     def run(name, asked=ASKED, response=100, quantum=None, clock: Literal["tokens", "wall"] = "tokens", **settings):

@@ -1,4 +1,4 @@
-"""The clocks decide without an engine: versions follow the formula, batches take what ended, the journal repeats."""
+"""The clocks decide without an engine: versions follow the formula, batches take ended groups, the journal repeats."""
 
 import dataclasses
 import random
@@ -59,7 +59,7 @@ def test_the_oldest_groups_make_the_batch_and_one_asked_again_is_waited_for():
 
 
 def play(clock, seed, *, steps, size, staleness, decided=None):
-    """Ends groups at random, as engines would; or, where `decided` is given, as they ended then."""
+    """Ends groups at random, as engines would; with `decided`, ends them as they ended in that run."""
     chance, open_, batches, number = random.Random(seed), [], [], 0
     for step in range(steps):
         for old in clock.stale(step, open_):
@@ -116,7 +116,7 @@ def test_a_group_that_becomes_another_is_refused(tmp_path):
             ValueError, match=r"samples of prompt 4 in step 0 differ from their entry in run/batches\.jsonl"
         ):
             clock.batch(0, [other], 1, over=over)
-    assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # it may still end
+    assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # this group may still end
 
 
 def test_groups_found_too_old_in_a_step_are_repeated_as_if_known_at_its_begin(tmp_path):

@@ -1,4 +1,4 @@
-"""The pump, against scripted environments: what enters a row, where, and that nothing depends on when answers come."""
+"""The pump with scripted environments: the content of rows, which does not depend on when answers come."""
 
 import dataclasses
 import itertools
@@ -31,9 +31,9 @@ class Words:
 
 
 class Scripted:
-    """Implements podrl.rollout.episodes.Host: `script(task)` is a generator that yields what to say and gets turns.
+    """Implements podrl.rollout.episodes.Host: `script(task)` is a generator that yields observations and gets turns.
 
-    Answers come in the order `shuffle` gives them, some later than asked for.
+    Answers come in the order of `shuffle`, some of them late.
     """
 
     def __init__(self, script, seed: int | None = None):
@@ -80,7 +80,8 @@ def say(observation="", role="raw", stop=STOPS, max_new=None, reward=0.0, record
 
 
 def dialogue_of(task):
-    """Observations of random length at every turn, the first one included, until a turn ends or there is no room."""
+    """Makes a script with an observation of random length at every turn, also the first, until a turn ends or room is
+    short."""
     rng = random.Random(task.seed)
     for number in itertools.count():
         words = [rng.randint(6, 298) for _ in range(rng.choice([0, 0, 3, 9]))]
@@ -93,7 +94,7 @@ def dialogue_of(task):
 
 @pytest.fixture(scope="session")
 def play(tight, policy, prompts_of):
-    """Samples of a script on the shared worker, with the host that played it."""
+    """Plays a script on the shared worker: (samples, the host that played it)."""
 
     def run(script, lengths=(20, 3, 11), *, group_size=3, seed=None, sampling=None, host=Scripted):
         host = host(script, seed)
@@ -148,7 +149,7 @@ def test_samples_do_not_depend_on_when_answers_come(play):
 
 
 def test_answers_before_the_next_dispatch_save_steps_and_change_no_sample(play, tight, monkeypatch):
-    """Turns end at a stop string, which nobody knows of before the dispatch is read."""
+    """Turns end at a stop string, which is only found when the dispatch is read."""
 
     def stopping(task):
         for _ in range(4):

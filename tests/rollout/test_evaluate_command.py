@@ -38,7 +38,7 @@ def test_numbers_by_hand():
     assert {name: one["mean"] for name, one in found.items()} == pytest.approx(
         {"right": 1 / 2, "pass@2": (1 - 1 / 6 + 1) / 3, "pass@4": 2 / 3, "majority@4": 2 / 3}
     )
-    # Three records with shares 1/2, 0 and 1: as wide as Wilson's of 1/4 / (0.5**2 / 3 * 2 / 3) = 4.5 samples.
+    # Three records with shares 1/2, 0 and 1: as wide as Wilson's interval for 1/4 / (0.5**2 / 3 * 2 / 3) = 4.5 samples.
     assert found["right"]["low"] == pytest.approx(
         0.5 - (half := 1.959964 * math.sqrt(1 / 18 + 1.959964**2 / 81) / (1 + 1.959964**2 / 4.5))
     )
@@ -46,13 +46,13 @@ def test_numbers_by_hand():
     assert list(evaluate.summary({"right": right[:1, :1], "majority": right[:1, :1]})) == ["right"]
     seven = evaluate.summary({"right": np.ones((7, 1)), "length": np.full((7, 1), 3.0), "majority": np.ones((7, 1))})
     assert seven["right"] == {"mean": 1.0, "records": 7, "low": pytest.approx(0.6457, abs=1e-4), "high": 1.0}
-    assert seven["length"] == {"mean": 3.0, "records": 7}  # seven equal rewards say nothing of others
+    assert seven["length"] == {"mean": 3.0, "records": 7}  # seven equal rewards tell nothing about others
 
 
 def test_a_difference_is_taken_record_by_record():
     one = {"right": np.array([[0.0, 1], [1, 1], [0, 0]]), "majority": np.zeros((3, 1))}
     other = {"right": one["right"] + 0.25, "majority": np.ones((3, 1))}
-    assert evaluate.difference(one, other) == {"right": {"mean": 0.25, "records": 3}}  # the other is no share
+    assert evaluate.difference(one, other) == {"right": {"mean": 0.25, "records": 3}}  # the other score is not a share
     one, other = ({"right": np.array([[float(x)] for x in text])} for text in ("0000000111", "1111100111"))
     found = evaluate.difference(one, other)["right"]
     # Five of ten records became right. With two more, one of which changed: 5/12 +- z sqrt((6/12 - (5/12)**2) / 12).
@@ -108,7 +108,7 @@ GIVEN = ["3+2=5.\n#### 5", "5", 5, 5.0, ["7", "#### 5"], "#### 1,200"]
 
 
 def test_answers_are_those_of_training():
-    """GSM8K's form, numbers and lists; accuracies and reward functions are given the same."""
+    """Answers have GSM8K's form, or are numbers or lists; accuracies and reward functions get the same."""
     records = [record(answer, "1,200" if answer == GIVEN[-1] else "5") for answer in GIVEN]
     plain = evaluate.Scoring(None, RewardConfig(), 1.0, 1)
     assert plain(records)["right"].tolist() == [[1.0]] * 6
@@ -157,7 +157,7 @@ def test_the_rewards_of_a_program_are_scores():
 
 
 def test_functions_read_what_episodes_add(tmp_path):
-    """In training and here: 'turns' and 'model_text' with an environment alone, and 'sample_text' always."""
+    """As in training, functions get 'turns' and 'model_text' only with an environment, and 'sample_text' always."""
     said = '<answer><cite id="a-0">1473</cite></answer>'
     whole = f"<tool_output><snippet id=a-0>1473</snippet></tool_output>{said}"
     turns = [{"by": "snippet_search", "text": "", "failed": ""}, {"by": "model", "text": said}]
@@ -237,8 +237,8 @@ def test_a_completion_without_a_reward_is_named(tmp_path):
 
 
 def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
-    """Other ends of lines, such as U+2028, may stand inside a text."""
-    exact = 12345678901234567.25  # which a float only rounds
+    """Other line ends, such as U+2028, may be part of a text."""
+    exact = 12345678901234567.25  # a float would round it
     odd = record(exact, "12345678901234567.25", note="a\u2028b\u2029c\x85d")
     (tmp_path / "p.jsonl").write_text('{"question": "q", "answer": 12345678901234567.25}\n')
     monkeypatch.setattr(evaluate, "model_directory", lambda *_: "model")
@@ -254,7 +254,7 @@ def test_lines_of_completions_end_where_json_lines_do(tmp_path, monkeypatch):
     sets = {"one": str(tmp_path / "p.jsonl")}
     records = {"one": score.read(sets["one"])}
     scores, _ = evaluate._scored("model", "model", sets, records, args, [], score)["one"]  # pyright: ignore[reportArgumentType]
-    assert scores["right"].tolist() == [[1.0]]  # of the file's own digits
+    assert scores["right"].tolist() == [[1.0]]  # with the digits of the file
 
 
 def test_gsm8k_as_it_is_published():
@@ -269,7 +269,7 @@ def test_gsm8k_as_it_is_published():
 
 
 def test_votes_are_read_as_answers_are():
-    """Numbers in any form are one vote, of the last answer, closed or not."""
+    """Equal numbers in any form are the same vote; the last answer votes, whether its tag is closed or not."""
     five = evaluate.Scoring(None, RewardConfig(), 1.0, 5)
     assert five([record("8", "8", "8.0", "8.", "9", "9")])["majority"].tolist() == [[1.0]]
     texts = [
@@ -301,7 +301,7 @@ def test_a_run_is_scored_with_its_stop_strings(tmp_path):
 
 @isolates
 def test_programs_are_tested_as_in_a_job():
-    """Half of the tests pass; an endless program costs its own score, by the limit that is given."""
+    """Half of the tests pass; an endless program is stopped by the configured limit and loses only its own score."""
     given = ["--config.reward.code.tests=test_list", "--config.reward.code.score=share", "--config.reward.code.cpu_s=1"]
     config = evaluate.reward_config("code", given)
     texts = ["def add(a, b):\n    return 3", "while True: pass"]

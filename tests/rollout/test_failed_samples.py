@@ -18,14 +18,14 @@ G = 4
 
 @pytest.fixture(scope="module")
 def untied(tiny_on, tight_config):
-    """Makes a model whose token embeddings are not its output matrix, on a pool so small that pages change hands."""
+    """Makes a model whose token embeddings are not its output matrix; its pool is so small that pages are reused."""
     tiny = tiny_on("data=1", 1, dataclasses.replace(tiny_on("data=1", 1).model, tie_embeddings=False))
     return tiny, tiny.worker(tight_config)
 
 
 @pytest.fixture(scope="module")
 def clean(untied, prompts_of):
-    """Samples the model undamaged, from prompts that each use their own tokens."""
+    """Samples the undamaged model, from prompts that share no tokens."""
     tiny, worker = untied
     prompts = prompts_of([9, 20, 3, 17, 1, 12, 8, 5, 20, 11, 2, 16])
     return prompts, worker.generate(Policy(tiny.params, 4), prompts, group_size=G, step=1, sampling=SAMPLING)
@@ -37,7 +37,7 @@ def with_nan(params, token):
 
 
 def met_by(rollouts, token):
-    """Lists (sample, place) where the token is fed to the model: not if it is the last; first places only."""
+    """Lists (sample, first place) where the token is fed to the model; a last token is never fed."""
     read_BT = (rollouts.tokens_BT == token) & (np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None] - 1)
     return {int(b): int(row.argmax()) for b, row in enumerate(read_BT) if row.any()}
 
@@ -60,7 +60,7 @@ def test_a_sample_that_fails_ends_where_it_failed(untied, clean, caplog):
     assert np.flatnonzero(found.stop_B == STOP_FAILED).tolist() == sorted(met)
     assert worker.stats.failed == len(met)
     assert f"{len(met)} of 48 samples ended as failed" in caplog.text and "version 4" in caplog.text
-    for b, place in met.items():  # the token it could not read is its last
+    for b, place in met.items():  # its last token is the one that made NaN
         assert found.length_B[b] == place + 1
         np.testing.assert_array_equal(found.tokens_BT[b, : place + 1], whole.tokens_BT[b, : place + 1])
         assert np.isfinite(found.logprob_BT[b]).all() and (found.version_BT[b, place] == 4)
@@ -89,15 +89,14 @@ def test_too_many_end_the_call_and_name_the_weights(untied, clean):
     unharmed(again, whole, [])
 
 
-# An array, the place in it that is changed (sample 5 has a prompt of 20 tokens, sample 8 a short row), what to, and
-# what is counted.
+# An array, the changed place (sample 5 has a prompt of 20 tokens, sample 8 a short row), the new value, and the count.
 CHANGED = [
     ("mask_BT", (5, 19), 1.0, "rollout/faulty_tokens"),
     ("mask_BT", (5, 21), 0.0, "rollout/faulty_tokens"),
     ("mask_BT", (8, -1), 1.0, "rollout/faulty_tokens"),
     ("tokens_BT", (5, 2), 299, "rollout/faulty_tokens"),
     ("piece_BT", (5, slice(21, None)), 1, "rollout/faulty_tokens"),  # the first token of a piece has no context
-    ("piece_BT", (5, slice(2, None)), 1, "rollout/faulty_tokens"),  # divides the prompt
+    ("piece_BT", (5, slice(2, None)), 1, "rollout/faulty_tokens"),  # a piece that would begin within the prompt
     ("logprob_BT", (5, 20), np.nan, "rollout/faulty_tokens"),
     ("logprob_BT", (5, 20), 0.5, "rollout/faulty_tokens"),
     ("version_BT", (5, 20), -1, "rollout/faulty_tokens"),

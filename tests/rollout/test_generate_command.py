@@ -65,7 +65,8 @@ def test_a_file_of_prompts_is_completed(tmp_path, capsys):
 
 
 def _goes_on_after_a_kill(tmp_path, arguments, records):
-    """Resumes with a prompt done and a torn line after it: the same command makes the others, and the same file."""
+    """Resumes with one finished prompt and a torn line after it: the command makes the other prompts and the same
+    file."""
     out = tmp_path / "o.jsonl"
     args = generate._parser().parse_args(arguments)
     half = generate.Output(out, generate._settings(args, generate.read_prompts(args.prompts)), args.n)
@@ -98,7 +99,7 @@ def test_an_agent_program_completes_prompts(tmp_path, capsys, monkeypatch):
 
 
 def test_other_prompts_to_the_same_model_need_no_other_programs():
-    """Programs are compiled for a prompt's length and for lanes, both of which take few values."""
+    """Programs are compiled for padded prompt lengths and numbers of lanes, which both have few values."""
     asked = [(longest, samples) for longest in range(1, 257) for samples in range(1, 300, 7)]
     assert {generate.sizes(*each, 128) for each in asked} == {(64 * p, n) for p in (1, 4) for n in (8, 32, 128)}
     for longest, samples in ((1, 1), (64, 8), (65, 9), (256, 32), (257, 33), (5000, 1000)):
@@ -117,7 +118,7 @@ def test_impossible_arguments_are_named(tmp_path, capsys):
 
 
 def test_records_keep_a_field_named_index(tmp_path):
-    """Records are told apart by their place, also where a command goes on, not by what they hold."""
+    """Records are told apart by their place in the file, not by their content, also when a command is resumed."""
     records = [{"index": 7, "question": name, "completions": []} for name in "abc"]
     output = generate.Output(tmp_path / "o", {}, 1)
     output.add(2, records[2])
@@ -153,7 +154,7 @@ def test_every_flipped_bit_of_an_unfinished_output_is_noticed_or_harmless(tmp_pa
             kept = {index: json.loads(damaged[start : start + size]) for index, (start, size) in again.done.items()}
             assert all(records[index] == record for index, record in kept.items())
             said = "is damaged" in capsys.readouterr().err
-            assert said == (len(kept) < 3) or place == len(content) - 1  # a last line without its end was never whole
+            assert said == (len(kept) < 3) or place == len(content) - 1  # a last line without its end is incomplete
 
 
 def test_an_unfinished_output_of_another_version_is_made_again(tmp_path, capsys):

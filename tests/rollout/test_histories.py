@@ -17,7 +17,7 @@ TURN += "{{ c.function | tojson }}</tool_call>{% endfor %}<end_of_turn>\n"
 END = "{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
 TOOLS = "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 PLAIN = TOOLS + "{% for m in messages %}" + TURN + "{% endfor %}" + END
-# Thoughts of all turns but the last are left out, as Qwen3's template does.
+# The template leaves out the thoughts of all turns but the last, as Qwen3's does.
 FORGETS = (
     TOOLS
     + "{% for m in messages %}{% set m = dict(m, content=m.content.split('</think>')[-1].strip()) "
@@ -72,7 +72,7 @@ def test_sampled_ids_are_kept_over_turns(histories):
         made, [ASK, said, MORE], again := {"role": "assistant", "content": "The sum is 6."}, odd(made, "The sum is 6.")
     )
     assert made.encode([ASK, said, MORE, again, MORE], [])[: len(last)] == last
-    # Thoughts beside the content leave the message the same; another word makes another message.
+    # Thoughts in their own field do not change the message; another word makes another message.
     assert made.encode([ASK, {**said, "reasoning_content": "hm"}, MORE], []) == second
     assert made.encode([ASK, {**said, "content": "The sum is 4."}, MORE], [])[: len(first)] != first
     assert made.encode([{**ASK, "content": "1+2?"}, said, MORE], [])[: len(first)] != first
@@ -111,7 +111,7 @@ def test_a_template_that_drops_thoughts_gives_what_it_writes(histories):
     assert second[: len(first)] != first and "One and two" not in made._tokenizer.decode(second)
     assert (made.extended, made.forks) == (0, 1)
     plain = answered(made, [MORE], short := {"role": "assistant", "content": "It is 3."}, odd(made, "It is 3."))
-    assert made.encode([MORE, short, ASK], [])[: len(plain)] == plain  # it has no thought to drop
+    assert made.encode([MORE, short, ASK], [])[: len(plain)] == plain  # the turn has no thought to drop
 
 
 @pytest.mark.parametrize("template", [PLAIN, PLAIN.replace("m.content", "m.content | trim")])
@@ -126,7 +126,7 @@ def test_special_tokens_in_messages_stay_text(histories, template):
     first = answered(made, [ASK], said := {"role": "assistant", "content": "3"}, ids_of(made, "3<end_of_turn>"))
     ids = made.encode([ASK, said, evil], [])
     assert ids[: len(first)] == first
-    assert len([i for i in ids[len(first) :] if i in special]) == 3  # the template writes three: opening, end, opening
+    assert len([i for i in ids[len(first) :] if i in special]) == 3  # three marks: opening, end, opening
 
 
 def test_what_a_template_cannot_write_is_refused(histories):

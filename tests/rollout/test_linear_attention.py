@@ -1,4 +1,4 @@
-"""A model with layers of linear attention: the tests of rollouts, windows and replicas hold for it as they stand."""
+"""A model with layers of linear attention passes the tests of rollouts, windows and replicas unchanged."""
 
 import pytest
 from test_episodes import (
@@ -57,7 +57,7 @@ QWEN3_5 = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-2,  # with 1e-6, float32 itself is 2e-4 away from float64
+    "rms_norm_eps": 1e-2,  # with 1e-6 float32 itself differs by 2e-4 from float64
 }
 
 

@@ -26,7 +26,7 @@ SOURCES = ("current", "trainer", "sampler")
 
 @pytest.fixture(scope="module", params=SAMPLINGS)
 def scored(request, tiny, tight, policy, prompts_of):
-    """Scores samples by the trainer's forward pass: (samples, their log-probabilities, where they lie)."""
+    """Scores samples by the trainer's forward pass: (samples, their log-probabilities, the mask of their tokens)."""
     sampling = SAMPLINGS[request.param]
     rollouts = tight.generate(policy, prompts_of([5, 20, 9, 1]), group_size=4, step=3, sampling=sampling)
     if sampling.filtered:
@@ -56,7 +56,7 @@ def test_ratios_and_corrections_are_1_on_policy(scored, correction, source):
     for name in ("sampler/abs_diff", "sampler/kl", "actor/approx_kl", "sampler/chi2_token"):
         if name in metrics:
             np.testing.assert_allclose(metrics[name].mean(), 0.0, atol=1e-5, err_msg=name)
-    # Token by token too: a mean could hide what cancels.
+    # Compares each token too, because errors could cancel in a mean.
     old_BT = np.where(mask_BT > 0, old_BT, 0.0)
     np.testing.assert_allclose(np.exp(np.where(mask_BT > 0, logprob_BT, 0.0) - old_BT), 1.0, atol=1e-5)
     low, high, _ = CORRECTIONS[correction]

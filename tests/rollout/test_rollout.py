@@ -36,12 +36,12 @@ def test_engine_equals_full_forward(
 
 @pytest.fixture(scope="module")
 def roomy(tiny, tight_config):
-    """A pool in which nothing is short of pages."""
+    """Makes a worker whose pool always has free pages."""
     return tiny.worker(dataclasses.replace(tight_config, pool_tokens=8 * 8 * 12))
 
 
 def test_spills_change_nothing(check, tiny, tight, roomy, policy, prompts_of):
-    """Long samples over a pool that cannot hold them give the same bits as with a pool that can."""
+    """Long samples give the same bits with a pool that cannot hold them as with one that can."""
     prompts, sampling = prompts_of([20, 18, 3, 11]), Sampling(max_new=44)
     spilled = tight.generate(policy, prompts, group_size=4, step=1, sampling=sampling)
     assert tight.stats.spills > 0
@@ -68,8 +68,8 @@ def test_any_order_gives_the_same_bits(tight, policy, prompts_of):
 
 
 def test_an_evaluation_after_another_draws_the_longest_samples_first(roomy, policy, prompts_of, monkeypatch):
-    """The second evaluation knows the lengths: it takes fewer decode steps and gives bitwise the same samples."""
-    monkeypatch.setattr(Pace, "refills", lambda pace: pace._session.flying > 0)  # whatever the machine's load
+    """The second evaluation knows the lengths: it needs fewer decode steps, and its samples are bitwise the same."""
+    monkeypatch.setattr(Pace, "refills", lambda pace: pace._session.flying > 0)  # at any load of the machine
     prompts, how = prompts_of([5] * 40), {"group_size": 1, "step": 3, "sampling": Sampling(max_new=44, stop_ids=(17,))}
     made = []
     for mode in ("train", "train", "eval", "eval"):
@@ -102,7 +102,7 @@ def test_prompt_is_prefilled_once_per_group(tight, policy, prompts_of):
 def test_greedy_samples_beside_those_of_a_group_change_no_bit_and_prefill_nothing(
     tight, policy, prompts_of, monkeypatch, ahead
 ):
-    """Also where each dispatch is read before the next one, and lanes are given again at once."""
+    """This also holds if each dispatch is read before the next launch, so that lanes are reused at once."""
     monkeypatch.setattr(Pace, "refills", lambda pace: not ahead and pace._session.flying > 0)
     prompts, sampling = prompts_of([20, 13, 5, 2]), Sampling(max_new=30)
     alone = [
@@ -142,7 +142,7 @@ def test_stop_string_truncates_exactly(tight, policy, prompts_of):
         assert cut.stop_B[b] == STOP_STRING
         assert text == whole[: min(at)]
         n = cut.length_B[b] - cut.prompts.length_P[b // 6]
-        assert n == -(-min(at) // 2)  # two letters a token: the last one holds the end of the stop string
+        assert n == -(-min(at) // 2)  # a token is two letters: the last token has the end of the stop string
         np.testing.assert_array_equal(cut.tokens_BT[b, : cut.length_B[b]], free.tokens_BT[b, : cut.length_B[b]])
     assert stopped >= 3
 
@@ -153,7 +153,8 @@ STOPS = ("aba", "bcb", "ca")
 @settings(max_examples=6, derandomize=True)
 @given(data=st.data())
 def test_extended_samples_equal_full_forward(tiny, tight, policy, prompts_of, data):
-    """Samples get random tokens, pause at a stop string, an end or a limit, go on: all agrees with the full forward."""
+    """Samples pause at a stop string, an end or a limit, get random tokens and go on: all agrees with the full
+    forward."""
     prompts = prompts_of(data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
     sampling = Sampling(max_new=30)
     session = tight.session(policy)
@@ -250,7 +251,7 @@ def test_edges(check, tiny, tight, policy, prompts_of):
 def test_impossible_requests_are_refused(tight, policy, prompts_of, lengths, sampling, message):
     with pytest.raises(ValueError, match=message):
         tight.generate(policy, prompts_of(lengths), group_size=2, step=0, sampling=sampling)
-    tight.generate(policy, prompts_of([3]), group_size=1, step=0)  # the worker is still usable
+    tight.generate(policy, prompts_of([3]), group_size=1, step=0)  # the worker can still be used
 
 
 def test_configuration_is_checked():
@@ -275,7 +276,7 @@ def test_pieces_fill_the_shards():
 
 
 def test_samples_are_told_of_as_they_end(tight, policy, prompts_of):
-    """The engine reports each sample once, in the order in which samples end, with the values of its row."""
+    """The engine reports each sample once, in the order of their ends, with the values of its row."""
     told, steps = [], []
     sampling = Sampling(max_new=40, temperature=3.0, stop_ids=(17, 250))
 

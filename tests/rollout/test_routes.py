@@ -1,4 +1,4 @@
-"""Router replay: the experts that the engine records are those it computed with, and the trainer takes them."""
+"""Router replay: the engine records the experts with which it computed, and the trainer uses the same experts."""
 
 import dataclasses
 import math
@@ -81,7 +81,7 @@ def own_routes(tiny, params, rollouts):
 
 
 def known(rollouts):
-    """True for tokens that a program was fed: all of a sample but its last."""
+    """Returns True for tokens that were fed to a program: all of a sample but its last."""
     return np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[:, None] - 1
 
 
@@ -101,16 +101,16 @@ def known(rollouts):
 def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     request, tiny_on, tight_config, prompts_of, check, monkeypatch, spec, unrolled
 ):
-    """Layers unrolled and scanned, whole experts and cut ones, with and without adapters on experts.
+    """Covers unrolled and scanned layers, whole and cut experts, with and without adapters on experts.
 
-    Samples have the full forward pass's probabilities.
+    The samples' probabilities equal those of the full forward pass.
     """
     monkeypatch.setattr(engine_module, "UNROLLED_LAYERS", unrolled)
     usual = (spec, unrolled) == ("data=2", 12)
     devices = math.prod(parse_mesh(spec))
     routed = request.getfixturevalue("routed") if usual else tiny_on(spec, devices, model(ADAPTERS))
     worker = request.getfixturevalue("worker") if usual else routed.worker(tight_config, warm=False)
-    # Prompts of one token up to several pages and chunks, more samples than lanes, a pool that spills.
+    # Prompts have one token up to several pages and chunks; there are more samples than lanes, and the pool spills.
     rollouts = worker.generate(
         Policy(routed.params, 7), prompts_of([5, 20, 9, 1, 16, 17]), group_size=4, step=3, sampling=SAMPLING
     )
@@ -121,11 +121,12 @@ def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     assert (route_BTX[known_BT] > 0).all() and not route_BTX[~known_BT].any()
     want_BTX = own_routes(routed, routed.params, rollouts)
     np.testing.assert_array_equal(route_BTX[known_BT], want_BTX[known_BT])
-    assert len(np.unique(route_BTX[known_BT], axis=0)) > 20  # they say something
+    assert len(np.unique(route_BTX[known_BT], axis=0)) > 20  # the routes are not all equal
 
 
 def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, worker, tiny_on, tight_config, prompts_of):
-    """With fewer samples than shards of lanes, too: a shard without live lanes answers with its experts."""
+    """This also holds with fewer samples than shards of lanes: a shard without live lanes still computes its
+    experts."""
     spread = tiny_on("expert=2", 2, model())
     other = spread.worker(tight_config, warm=False)
     for lengths, group_size in (([5, 20, 9, 1], 4), ([11], 1)):
@@ -140,7 +141,8 @@ def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, work
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_trainer_on_recorded_routes_computes_the_samplers_probabilities(routed, worker, prompts_of, shared):
-    """The trainer's selection bias differs, so its own choice would: what it weighs the experts with stays the same."""
+    """The trainer's selection bias differs, so its own choice would differ; the weights of the experts stay the
+    same."""
     rollouts = worker.generate(
         Policy(routed.params, 7), prompts_of([5, 20, 9, 1]), group_size=4, step=3, sampling=SAMPLING
     )
@@ -285,7 +287,7 @@ def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, t
             pass
         rollouts = worker.rows(player, 0.0)
     assert rollouts.route_BTX is not None
-    own = 0 if asked == ASKED else 1  # the data's prompt alone is computed by nobody
+    own = 0 if asked == ASKED else 1  # no program computes the data's prompt alone
     for b in range(2):
         real_T = np.arange(rollouts.tokens_BT.shape[1]) < rollouts.length_B[b]
         assert rollouts.piece_BT[b].max() == own + 1

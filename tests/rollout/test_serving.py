@@ -1,4 +1,4 @@
-"""Tests podrl.serve's answers: the same alone and in a batch, sent in parts, and continued from their sampled ids."""
+"""Tests podrl.serve's answers: equal alone and in a batch, sent in parts, and continued from their sampled ids."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ def ask(serving, dialect, **body):
 
 
 def run(serving, until=None):
-    """Steps until all requests are answered, or `until` steps; returns the news of each request by its number."""
+    """Steps until all requests are answered, or `until` steps; returns the updates for each request by its number."""
     told = {}
     for _ in itertools.count() if until is None else range(until):
         if not serving.busy:
@@ -110,7 +110,7 @@ def test_limits_and_stops_are_honoured(serving):
     text = sampled(answer(serving, completions, prompt="What", max_tokens=8, temperature=0))[0][2]
     cut = answer(serving, completions, prompt="What", max_tokens=8, temperature=0, stop=[text[3:5]])
     assert cut.choices[0].text == text[: text.index(text[3:5]) + 2] and cut.choices[0].stop == text[3:5]
-    given = [*tokens[2:3], *serving._tokenizer.eos_ids * 20]  # ids that end every answer anyway do not count
+    given = [*tokens[2:3], *serving._tokenizer.eos_ids * 20]  # ids that end every answer anyway are left out
     ids = answer(serving, generate, token_ids=[2, 8, 180], sampling_params={"stop_token_ids": given, "seed": 1})
     assert ids.choices[0].tokens == tokens[: tokens.index(tokens[2]) + 1]
     full = answer(serving, generate, token_ids=[2, *[20] * 150], sampling_params={"seed": 2, "temperature": 3})
@@ -170,7 +170,7 @@ def test_a_tools_answer_goes_on_with_the_sampled_ids(serving):
     tokenizer = serving._tokenizer
     behind = second.prompt_ids[len(known) :]
     assert tokenizer.decode(behind) == "\n<tool_output>37136163 <eos></tool_output>\n\n"
-    assert not set(behind) & set(tokenizer.eos_ids)  # what a tool says stays text
+    assert not set(behind) & set(tokenizer.eos_ids)  # a tool's output stays text
     third = answer(
         serving, chat, messages=[*given["messages"], said(second), *user("And 2 + 2?")], tools=[CALCULATOR], seed=1
     )
@@ -204,12 +204,12 @@ def test_wrong_arguments_are_refused_by_name(argument, message):
         serve._model(args.model, None, None)
 
 
-# OpenAI's client, which agent programs use.
+# The tests use OpenAI's client, as agent programs do.
 
 
 @pytest.fixture(scope="module")
 def desk(serving):
-    """A front whose requests `answering` answers; a retry always comes within its grace."""
+    """A desk whose requests `answering` answers; its grace is long enough for every retry."""
     pytest.importorskip("openai", reason="needs package openai, of the extra [test]")
     settings = FrontSettings(parser="call_tool", context_tokens=160, grace_s=2 * PATIENCE_S)
     with serve.Desk(settings, Limits()) as desk:
@@ -218,7 +218,7 @@ def desk(serving):
 
 @contextlib.contextmanager
 def answering(serving, desk):
-    """Runs podrl.serve's loop on a thread, and ends it."""
+    """Runs podrl.serve's loop on a thread, and ends it with the block."""
     ended = threading.Event()
     thread = threading.Thread(target=serve.run, args=(serving, desk, ended.is_set))
     thread.start()
@@ -258,7 +258,7 @@ def test_what_is_open_may_finish_when_the_server_ends(serving, monkeypatch):
     desk, asked = Polled([(-1, wanted)], [(-2, wanted)]), iter([False])
     serve.run(serving, desk, lambda: next(asked, True))
     assert isinstance(desk.told[-1], Answer) and desk.told[-2].status == 503
-    serve.run(serving, desk, lambda: True)  # nothing is open
+    serve.run(serving, desk, lambda: True)  # no request is open
 
 
 def test_requests_still_open_at_the_deadline_are_given_up(serving, monkeypatch):

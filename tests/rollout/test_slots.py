@@ -40,7 +40,8 @@ def collect(result, slot, tokens, logprobs):
 
 
 def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy, prompts_of):
-    """Compares prefill, (bulk_)insert, generate and free_resource, with refills, with `RolloutWorker.generate`."""
+    """Compares a loop of prefill, (bulk_)insert, generate and free_resource, with refills, with
+    `RolloutWorker.generate`."""
     prompts, G = prompts_of([5, 20, 1, 16, 9]), 3
     sampling = Sampling(max_new=25)
     native = tight.generate(policy, prompts, group_size=G, step=2, sampling=sampling)
@@ -54,7 +55,7 @@ def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy,
             prefix, first = engine.prefill_multisampling(
                 params=params, **prompt_of(prompts, p), num_samples=G, rng=keys_G2, sampling=sampling
             )
-            slots = [free.pop() for _ in range(G)]  # from both shards
+            slots = [free.pop() for _ in range(G)]  # samples of both shards
             prefix = jax.device_put(prefix, engine.get_prefix_destination_sharding())
             state = engine.bulk_insert(prefix, state, slots)
             for g, slot in enumerate(slots):
@@ -81,7 +82,7 @@ def test_a_server_loop_gives_what_a_session_gives(engine, params, tight, policy,
 
 
 def test_one_sample_at_a_time_and_a_prefix_in_parts(engine, params, prompts_of):
-    """`insert` follows `prefill`; a prompt prefilled in two parts is the same prompt."""
+    """Inserts after each prefill; a prompt that is prefilled in two parts gives the same sample as in one."""
     prompts = prompts_of([19])
     whole = prompt_of(prompts, 0)
     keys = np.array([7, 9], np.uint32)

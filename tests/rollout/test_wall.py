@@ -29,12 +29,12 @@ from podrl.storage import sealed_lines
 from podrl.storage.seal import unseal
 from podrl.types import STOP_DEADLINE, BatchError, Experience, Policy
 
-G, P, LAST = 2, 3, 6  # samples of a prompt, prompts of a batch; batches 0 to LAST are made
+G, P, LAST = 2, 3, 6  # samples per prompt, prompts per batch; batches 0 to LAST are made
 ARRAYS = ("tokens_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "length_B", "stop_B")
 
 
 class Maker:
-    """A Generator without rewards; `clock`, a random generator, says when weights change."""
+    """A Generator without rewards; `clock`, a random generator, decides when weights change."""
 
     def __init__(self, worker, sampling, clock):
         self._worker, self._sampling, self._clock = worker, sampling, clock
@@ -68,7 +68,7 @@ class Maker:
 
 
 class Interrupted(Maker):
-    """Leaves a window that is not repeated after a few samples, and goes on under the same weights, as a host does."""
+    """Leaves a window after a few samples unless it is repeated, and goes on under the same weights, as a host does."""
 
     def play(self, makings, policy, *, halt, on_ended):
         left = 0 if self.repeats() else self._clock.randint(0, 2)
@@ -86,7 +86,7 @@ class Interrupted(Maker):
 
 
 class Told(Batches):
-    """Tells the maker whether a window is repeated, and whether its batch was taken."""
+    """A clock that tells the maker whether a window is repeated, and whether its batch was taken."""
 
     def __init__(self, maker, *args):
         super().__init__(maker, *args)
@@ -115,7 +115,7 @@ def made(
     """Plays steps of a run in `directory` from its beginning, or from (step, open groups), up to the step `until`.
 
     Returns:
-      The batches by step, and what a checkpoint after each step held.
+      The batches by step, and the content of a checkpoint after each step.
     """
     directory.mkdir(exist_ok=True)
     worker.partner = partner()
@@ -128,7 +128,7 @@ def made(
     try:
         for step in range(first, until + 1):
             wall.end_window()
-            thread.submit(lambda: None).result()  # weights move on that thread
+            thread.submit(lambda: None).result()  # weights are moved on that thread
             wall.publish(policies[step])
             if step > first:
                 saved[step] = [again(batch.complete()) for batch in flying]
@@ -146,7 +146,7 @@ def made(
 
 
 def again(partial):
-    """Open groups as a checkpoint gives them back."""
+    """Restores open groups as from a checkpoint."""
     return of_message(decode([bytes(frame) for frame in encode(partial.message())]))
 
 
@@ -163,7 +163,7 @@ def assert_equal(one, two):
 
 
 def assert_whole(found, S):
-    """Every prompt is in one batch, and no token is older than the bound."""
+    """Asserts that every prompt is in exactly one batch, and no token is older than the bound."""
     assert sorted(i for batch in found.values() for i in batch.rollouts.prompts.index_P) == [*range(P * (LAST + 1))]
     for step, batch in found.items():
         versions = batch.rollouts.version_BT[batch.rollouts.version_BT >= 0]
@@ -206,7 +206,7 @@ def test_a_run_is_repeated_from_its_journal(tight, policies, batches, tmp_path, 
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_sessions_within_one_version_are_repeated(tight, policies, batches, tmp_path, answered):
-    """Prefill gives other last bits than decoding, so tokens after an interruption need it again to be the same."""
+    """Prefill and decoding differ in the last bits, so a repetition must prefill at the same interruptions."""
     sampling = Sampling(max_new=40, stop_ids=(17, 250))
     seeds = iter(range(9))
 
@@ -226,7 +226,7 @@ def test_sessions_within_one_version_are_repeated(tight, policies, batches, tmp_
 
 
 def test_groups_past_the_bound_are_asked_again(tight, policies, batches, tmp_path):
-    """Prompts whose samples take longer than the bound get other samples, and are waited for then."""
+    """Prompts whose samples take longer than the bound get new samples, and a batch waits for these."""
     sampling = Sampling(max_new=40, stop_ids=(17, 250))
     whole, _ = made(tight, policies, batches, sampling, tmp_path / "one", S=1, clock=5)
     assert_whole(whole, 1)
@@ -239,7 +239,7 @@ def test_groups_past_the_bound_are_asked_again(tight, policies, batches, tmp_pat
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, tmp_path, answered):
-    """Steps that were decided are repeated; the clock decides on from there; the whole is repeated from the journal."""
+    """Decided steps are repeated, then the clock decides again; the whole run is repeated from the journal."""
     sampling, S = Sampling(max_new=30, stop_ids=(17, 250)), 2
     seeds = iter(range(100))
 
@@ -251,7 +251,7 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, 
         directory = tmp_path / f"{killed}-{saved_after}"
         lived, saved = made(tight, policies, batches, sampling, directory, clock=killed, until=killed, **more)
         with (directory / NAME).open("a") as file:
-            file.write('{"step": 9, "gro')  # torn when the run was killed
+            file.write('{"step": 9, "gro')  # the line was torn when the run was killed
         begin = (saved_after, saved[saved_after])
         found, again = made(tight, policies, batches, sampling, directory, clock=50, begin=begin, **more)
         both = {step: lived[step] for step in range(saved_after)} | found
@@ -261,7 +261,7 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, 
         replay.mkdir()
         shutil.copy(directory / NAME, replay)
         assert_equal(both, made(tight, policies, batches, sampling, replay, clock=77, **more)[0])
-        begin = (saved_after + 1, again[saved_after + 1])  # saved while steps were repeated, and groups held back
+        begin = (saved_after + 1, again[saved_after + 1])  # saved while steps were repeated and groups were held back
         third, _ = made(tight, policies, batches, sampling, directory, clock=51, begin=begin, **more)
         assert_equal(third, {step: found[step] for step in third})
 
@@ -277,7 +277,8 @@ def test_a_journal_of_other_samples_is_refused(tight, policies, batches, tmp_pat
 
 
 def test_samples_out_of_time_are_so_again(tight, policies, batches, tmp_path):
-    """The clock ended them before their first turn, or while an answer was waited for; later it has time for all."""
+    """The clock ended them before their first turn, or while they waited for an answer; the repetition has time for
+    all."""
     clock = random.Random(3)
 
     def late(task):
@@ -319,7 +320,7 @@ def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
 
 
 def test_a_checkpoint_of_a_pod_goes_on_in_one_process(tight, policies, batches, tmp_path):
-    """The leader of a pod has read a batch more when it saves: a part may hold more prompts than a batch."""
+    """A pod's leader has read one more batch when it saves, so a part may hold more prompts than a batch."""
     sampling = Sampling(max_new=30)
     _, saved = made(tight, policies, batches, sampling, tmp_path, S=2, until=3)
     run, thread = types.SimpleNamespace(watchdog=Watchdog(60.0)), ThreadPoolExecutor(1)
@@ -341,7 +342,7 @@ def test_a_checkpoint_of_a_pod_goes_on_in_one_process(tight, policies, batches, 
 
 def test_runs_and_points_of_a_sample():
     assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], []) == [[2, 3], [4, 5]]
-    assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], [2, 3]) == [[2, 2], [2, 3], [4, 5]]  # 3 is where the version changes
+    assert runs_of([2, 2, -1, -1, 2, 4, 4, -1], [2, 3]) == [[2, 2], [2, 3], [4, 5]]  # the version changes at token 3
     assert runs_of([-1], []) == []
     group = {"runs": [[[2, 3], [4, 5]], [], [[3, 7]]], "tokens": [5, 0, 8], "late": [1, 2]}
     found = [list(in_sessions([("a", sessions_of(group, version))])) for version in (1, 2, 3, 4)]

@@ -23,7 +23,7 @@ from podrl.runtime.watchdog import Watchdog
 from podrl.trainer.objective import Forward
 from podrl.types import BatchError, Experience, Layout, Policy
 
-G, LAST = 3, 5  # samples of a prompt; batches 0 to LAST are made
+G, LAST = 3, 5  # samples per prompt; batches 0 to LAST are made
 ARRAYS = ("tokens_BT", "logprob_BT", "raw_logprob_BT", "version_BT", "length_B", "stop_B")
 
 
@@ -41,7 +41,7 @@ class Maker:
         return types.SimpleNamespace(step=step, player=player)
 
     def play(self, makings, policy, *, halt=None, on_ended=None):
-        assert halt is None  # nothing ends a window but its samples
+        assert halt is None  # only its samples end a window
         rows = [(making.player, quantum) for making, quantum in makings]
         for _ in self._worker.advance(policy, rows, calls=self._calls):
             pass
@@ -55,13 +55,13 @@ class Maker:
 
 
 def experience_of(rollouts):
-    """A batch without rewards."""
+    """Makes a batch without rewards."""
     none_B = np.zeros(len(rollouts.length_B))
     return Experience(rollouts, np.zeros((0, len(none_B))), none_B, none_B, 0.0, {}, none_B.astype(np.int32))
 
 
 def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=None, partner=lambda: None):
-    """The batches of a loop with staleness S; `restarts`: steps after which another process goes on."""
+    """Returns the batches of a loop with staleness S; after the steps in `restarts` another process goes on."""
     worker.partner = partner()
     thread, run = ThreadPoolExecutor(1), types.SimpleNamespace(watchdog=Watchdog(60.0))
     settings = RolloutConfig(window_tokens=quantum, steps_per_dispatch=4, max_tokens_to_generate=44)
@@ -69,7 +69,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
     windows = Batches(Maker(worker, sampling, calls), thread, run, lengths)
     found, flying, submitted = [], [], 0
     for step in range(LAST + 1):
-        thread.submit(lambda: None).result()  # a window's end, as where weights move on that thread
+        thread.submit(lambda: None).result()  # ends the window, as if weights were moved on that thread
         windows.publish(policies[step])
         if step in restarts:
             pending = [again(batch.complete()) for batch in flying]
@@ -87,7 +87,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
 
 
 def again(batch):
-    """A batch as a checkpoint gives it back."""
+    """Restores a batch as from a checkpoint."""
     return (
         of_message(decode([bytes(frame) for frame in encode(batch.message())])) if isinstance(batch, Partial) else batch
     )
@@ -129,7 +129,7 @@ def test_a_request_that_comes_while_others_are_sampled_gives_what_it_gives_alone
     players, order = [(asked[0], None)], []
     for player, _ in tight.advance(policies[1], players):
         order.append(asked.index(player))
-        if len(players) < len(asked):  # as soon as a sample has ended, and after the last one of all before
+        if len(players) < len(asked):  # as soon as a sample has ended, and after the last sample of all earlier batches
             last = len(order) == G * len(batches[0].length_P) * len(players)
             players += [(asked[len(players)], None)] * (len(players) == 1 or last)
     assert sorted(order) == [0] * 9 + [1] * 9 + [2] * 9 and order.index(1) < 9 and order[18:] == [2] * 9
@@ -141,7 +141,7 @@ def test_a_request_that_comes_while_others_are_sampled_gives_what_it_gives_alone
 
 @pytest.mark.parametrize("S", [0, 2])
 def test_the_ratio_to_the_version_that_drew_a_token_is_1_under_filters(tight, tiny, policies, batches, S):
-    """Each version gives its tokens the probabilities they were drawn with, so the on-policy ratio starts at 1."""
+    """Each version gives its tokens the probabilities with which they were drawn, so the ratio starts at 1."""
     sampling = Sampling(temperature=1.2, top_k=40, top_p=0.7, min_p=0.2, max_new=40, stop_ids=(17, 250))
     forward = jax.jit(Forward(config=tiny.model, mesh=tiny.mesh, temperature=1.2).__call__)
     for b, rollouts in enumerate(made(tight, policies, batches, sampling, S=S, quantum=8)):
@@ -195,7 +195,8 @@ def test_what_is_in_flight_and_another_process_change_nothing(tight, tiny, tight
 
 @pytest.mark.parametrize("calls", [None, 1])
 def test_windows_of_samples_that_are_answered(tight, policies, batches, calls):
-    """Neither when answers come nor another process, whose environments begin again, changes a bit or a version."""
+    """Bits and versions depend neither on the time of answers nor on a restart, after which environments begin
+    again."""
     sampling, S, K = Sampling(max_new=30), 3, 8
     hosts = itertools.count()
 
@@ -224,7 +225,7 @@ def test_windows_of_samples_that_are_answered(tight, policies, batches, calls):
 
 
 def versions_of(turns, b, S, K, calls):
-    """Versions of the tokens of turns of these lengths: a window ends after K tokens, or so many calls."""
+    """Computes the versions of tokens in turns of these lengths: a window ends after K tokens or `calls` calls."""
     version, drawn, made_calls, found = max(b - S, 0), 0, 0, []
     for tokens in turns:
         for _ in range(tokens):
@@ -255,7 +256,7 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
         for name, values in part.rows.items():
             np.testing.assert_array_equal(mine.rows[name], values)
     assert len(whole.samples) == 18
-    share = share_of(whole.prompts, 1, 4)  # of other hosts than before
+    share = share_of(whole.prompts, 1, 4)  # with other hosts than before
     mine = cut(whole, share, 1)
     assert len(share.length_P) == 2 and list(mine.samples) == list(whole.samples[3:9])
     np.testing.assert_array_equal(mine.rows["count_B"], whole.rows["count_B"][3:9])
@@ -267,7 +268,7 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
 
 def test_a_quantum_follows_the_longest_samples():
     clock = TokenClock(RolloutConfig(steps_per_dispatch=8, max_tokens_to_generate=60), staleness=2)
-    assert clock.quantum(0) == 24  # 0.7 of the limit by two, in whole dispatches
+    assert clock.quantum(0) == 24  # 0.7 of the limit divided by two, in whole dispatches
     for step, longest in enumerate([10, 50, 12, 9, 8, 60]):
         clock.saw(step, longest)
     assert [clock.quantum(step) for step in (1, 2, 5, 6)] == [8, 24, 24, 24]

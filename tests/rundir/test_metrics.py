@@ -41,11 +41,12 @@ def test_resuming_drops_later_records_and_a_torn_line(tmp_path):
 
 
 def test_tensorboard_reads_the_events(tmp_path):
-    """Read back by another writer's protocol buffers and checksums; a later life hides what it repeats."""
+    """Reads events back by another library's protocol buffers and checksums; a later life hides the steps it
+    repeats."""
     from tensorboardX import crc32c
     from tensorboardX.proto import event_pb2
 
-    generated: Any = event_pb2  # code without types
+    generated: Any = event_pb2  # library without types
     read = []
     for start in (0, 300):
         log = MetricsLog(tmp_path, LogConfig(), start=start, run_config={})
@@ -83,6 +84,6 @@ def test_bad_settings_are_named(bad):
     ],
 )
 def test_former_keys_are_refused_with_what_took_their_place(former, now):
-    """Also one that is False, which passes where another system's key asks for nothing."""
+    """This also holds for a former key that is False, although another system's key may be False."""
     with pytest.raises(ValueError, match=rf"no field config\.log\.{next(iter(former))}: .*{now}"):
         build(LogConfig, former, prefix="config.log")

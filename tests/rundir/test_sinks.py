@@ -1,6 +1,6 @@
-"""Trackers of `log.to` get the names and samples of the files; one that fails stops nothing.
+"""Trackers of `log.to` get the names and samples of the files; a failing tracker does not stop the run.
 
-W&B and MLflow are stand-ins that record calls; tests with their own clients run where those are installed.
+W&B and MLflow are replaced by objects that record calls; tests with the real clients run if these are installed.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class _WandB(types.ModuleType):
 
 
 class _MLflow(types.ModuleType):
-    """The part of mlflow's client that is used; refuses what the server refuses."""
+    """The methods of mlflow's client that podrl uses; they refuse values that the server refuses."""
 
     def __init__(self):
         super().__init__("mlflow")
@@ -105,7 +105,7 @@ def _events(path):
     """Reads the events of a file."""
     from tensorboardX.proto import event_pb2
 
-    generated: Any = event_pb2  # code without types
+    generated: Any = event_pb2  # library without types
     left, events = path.read_bytes(), []
     while left:
         (size,) = struct.unpack("<Q", left[:8])
@@ -249,7 +249,7 @@ def test_the_client_of_wandb_writes_names_and_tables_offline(tmp_path, monkeypat
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1, "the resumed run is the same run"
     for file in files:
-        # A process of W&B's own writes the file.
+        # W&B's own process writes the file.
         until(lambda file=file: b"samples/eval" in file.read_bytes(), every_s=0.1)
         held = file.read_bytes()
         assert b"a/b" in held and b"samples/train" in held and b"samples/eval" in held and b"hunter2" not in held

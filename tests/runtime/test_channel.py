@@ -1,4 +1,4 @@
-"""Messages between processes arrive as sent, or are refused."""
+"""Messages between processes arrive as they were sent, or are refused."""
 
 import signal
 import subprocess
@@ -59,7 +59,7 @@ def test_a_read_waits_for_what_is_offered(pair):
     a, b = pair
     threading.Timer(0.2, lambda: a.put("late", Message(7))).start()
     assert b.get(a.address, "late", deadline_s=10).value == 7
-    assert b.get(a.address, "late", deadline_s=10).value == 7  # still there
+    assert b.get(a.address, "late", deadline_s=10).value == 7  # the connection is still open
     a.drop("late")
     with pytest.raises(ChannelError, match=r"within 0\.3 s from trainer 0: late"):
         b.get(a.address, "late", deadline_s=0.3, who="trainer 0")
@@ -69,7 +69,7 @@ def test_what_was_dropped_is_not_served_to_a_later_question(pair):
     a, b = pair
 
     def drops(_):
-        """Runs on the channel's thread: the question has come, and is the next message to be read."""
+        """Runs on the channel's thread when the question has come and is the next message to be read."""
         until(lambda: a._server.getsockopt(zmq.EVENTS) & zmq.POLLIN, "the question")
         a.drop("old")
         return Message()
@@ -103,7 +103,7 @@ def test_a_call_waits_until_its_function_is_served(pair):
 
 
 def test_bursts_of_requests_from_both_sides_are_all_answered(pair):
-    """More messages than one socket's turn, so that sockets are looked at again after each other's."""
+    """Sends more messages than one socket's turn, so that each socket is read again after the others' turns."""
     a, b = pair
     for end in (a, b):
         end.serve("same", lambda m: m)
@@ -173,8 +173,9 @@ def test_an_endpoint_that_is_not_there_yet_is_found_and_a_lost_one_is_noticed(pa
 
 @pytest.mark.parametrize("lane", [0, 1])
 def test_another_endpoint_at_the_address_of_before_answers_nothing_and_counts_as_a_loss(lane, pair, monkeypatch):
-    """A process of a former run speaks to the next one at its address: what it asks is meant for its own."""
-    monkeypatch.setattr("podrl.runtime.channel._Link._PATIENCE_S", 1e9)  # the connection alone shows nothing
+    """A process of an earlier run talks to the process that now has the address; its requests were meant for the
+    earlier one."""
+    monkeypatch.setattr("podrl.runtime.channel._Link._PATIENCE_S", 1e9)  # the connection alone does not tell
     _, b = pair
     first = Channel("first", secret="s3cret")
     first.put("x", Message(1))
@@ -253,7 +254,7 @@ def test_a_process_busy_in_c_is_not_lost_and_a_stopped_one_is():
         watcher.watch(address, lost.set)
         peer.stdin.write("\n")
         peer.stdin.flush()
-        assert watcher.get(address, "still", deadline_s=60).value == 2  # ten times the silence later
+        assert watcher.get(address, "still", deadline_s=60).value == 2  # ten times the allowed silence later
         assert not lost.is_set()
         peer.send_signal(signal.SIGSTOP)
         assert lost.wait(30)

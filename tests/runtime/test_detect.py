@@ -1,7 +1,7 @@
-"""Cluster detection on each platform's environment, and on the common ways to get it wrong.
+"""Cluster detection on each platform's environment, and on common mistakes.
 
-The variables are those jax 0.10.2 reads, xpk 1.16.0 writes (its Pathways manifest) and GKE documents for Jobs,
-multislice and JobSet; launch/gke.py's own are checked against its manifest in tests/launch/test_gke.py.
+The variables are those that jax 0.10.2 reads, that xpk 1.16.0 writes (its Pathways manifest) and that GKE documents for
+Jobs, multislice and JobSet. The variables of launch/gke.py are compared with its manifest in tests/launch/test_gke.py.
 """
 
 import http.server
@@ -89,7 +89,7 @@ def test_local_fakes():
     assert cluster == detect.Cluster("local", "shared", 3, 4, role="rollout", coordinator="127.0.0.1:40211")
     arguments = cluster.distributed_arguments
     assert arguments is not None and arguments["process_id"] == 3
-    # jax would otherwise take these fakes for whatever cluster the machine belongs to.
+    # Otherwise jax would detect the machine's real cluster in these tests.
     assert arguments["cluster_detection_method"] == "deactivate"
     assert set(arguments) <= set(inspect.signature(jax.distributed.initialize).parameters)
 
@@ -157,7 +157,7 @@ def test_rollout_slice_of_a_split_jobset_is_its_own_cluster():
     assert (cluster.process_index, cluster.process_count) == (1, 2)
     assert (cluster.slice_index, cluster.slice_count, cluster.restart_attempt) == (1, 3, 4)
     assert (cluster.coordinator, cluster.channel) == ("job-rollout-1-0.job:8482", "job-trainer-0-0.job:8490")
-    # GKE has told this pod that it is slice 1 of a multislice job of 3: libtpu must not believe it.
+    # GKE's variables make this pod slice 1 of a multislice job of 3; libtpu must not see them.
     assert set(cluster.unset) >= {"MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"}
     assert cluster.distributed_arguments == {
         "coordinator_address": "job-rollout-1-0.job:8482",
@@ -262,7 +262,7 @@ FLAGS = {"coordinator": "h0:9000", "process_id": "1", "num_processes": "4"}
 
 
 def test_flags_say_the_place_where_no_platform_does():
-    found = detect.detect({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, flags=FLAGS)  # they win
+    found = detect.detect({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, flags=FLAGS)  # the flags win
     assert found == detect.Cluster("flags", "shared", 1, 4, coordinator="h0:9000")
     arguments = found.distributed_arguments
     assert arguments["coordinator_address"] == "h0:9000" and arguments["process_id"] == 1
@@ -381,7 +381,7 @@ def metadata_server():
 
 def test_metadata_of_a_tpu_vm(metadata_server, tmp_path):
     environment = {"GCE_METADATA_IP": f"127.0.0.1:{metadata_server.server_address[1]}"}
-    assert detect.tpu_vm_metadata(environment, devices=tmp_path) == {}  # no chips, no question
+    assert detect.tpu_vm_metadata(environment, devices=tmp_path) == {}  # without chips the metadata server is not asked
     (tmp_path / "vfio").mkdir()
     (tmp_path / "vfio" / "vfio").touch()
     assert detect.tpu_vm_metadata(environment, devices=tmp_path) == {}

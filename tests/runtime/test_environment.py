@@ -1,4 +1,4 @@
-"""The environment is prepared before jax, and only ever appended to."""
+"""The environment is prepared before jax is imported, and existing values are only extended."""
 
 import glob
 import importlib.util
@@ -78,7 +78,7 @@ def test_compiled_programs_are_kept_where_the_user_says(tmp_path):
     assert directory.parent == tmp_path / "podrl" and directory.stat().st_mode & 0o777 == 0o700
     environment.enable_compile_cache(env, "/elsewhere/compiled")
     assert env["JAX_COMPILATION_CACHE_DIR"] == str(directory), "what is in the environment wins"
-    # Small programs too, but not in a bucket.
+    # Small programs are cached too, but not in a bucket.
     for where, least in {"": None, "/elsewhere/compiled": "0", "gs://bucket/compiled": "0.1"}.items():
         env = {}
         environment.enable_compile_cache(env, where)
@@ -134,10 +134,10 @@ print("written", len(misses))
 
 @pytest.mark.slow
 def test_every_process_of_a_cluster_finds_what_it_compiled(tmp_path):
-    """The second start compiles nothing: also not what process 1 alone runs, which jax by itself never keeps.
+    """The second start compiles nothing, not even programs that only process 1 runs, which plain jax never caches.
 
-    Process 1 compiles until process 0 waits for it, as it does before they first run a program together: it has not
-    entered Gloo, which would give up after 30 s.
+    Process 1 compiles while process 0 waits for it before their first common program. Process 0 does not wait within
+    Gloo, which would give up after 30 s.
     """
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

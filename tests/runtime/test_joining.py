@@ -64,7 +64,7 @@ def test_jaxs_coordinator_listens_at_its_own_address_alone(tmp_path):
     environment = {**LOCAL, "PODRL_COORDINATOR": "unix:/tmp/x/coordinator", "PODRL_CHANNEL": ""}
     with pytest.raises(ValueError, match="PODRL_CHANNEL='' must be HOST:PORT"):
         detect.detect(environment)
-    # Where jax finds its coordinator by itself, podrl has to know the port.
+    # If jax finds its coordinator by itself, podrl still has to know the port.
     assert int(cloud_tpu_cluster.coordinator_port) == detect.COORDINATOR_PORT
 
 
@@ -91,8 +91,8 @@ def test_the_heartbeat_is_a_flag(tmp_path):
     )
 
 
-# Joins as the launcher does. The second process then keeps the interpreter's lock for `held_s`, as a compilation would
-# at worst; all end when their input does.
+# Joins as the launcher does. The second process then keeps the interpreter's lock for `held_s`, as a compilation might;
+# all processes end when their input ends.
 _MEMBER = """
 import ctypes, os, sys
 from podrl.runtime import detect, joining
@@ -148,7 +148,7 @@ def _wait_until_said(word: str, tmp_path: pathlib.Path, members: list[subprocess
 @pytest.mark.e2e
 def test_a_compilation_is_not_taken_for_a_death_and_a_stopped_process_is(tmp_path):
     with _members(tmp_path, "9", "3") as members:
-        _wait_until_said("free", tmp_path, members)  # three heartbeats of nothing but one C call
+        _wait_until_said("free", tmp_path, members)  # one C call as long as three heartbeats
         os.kill(members[1].pid, signal.SIGSTOP)
         assert members[0].wait(PATIENCE_S) != 0
     assert "stopped sending heartbeats" in (tmp_path / "said0").read_text()
@@ -167,7 +167,7 @@ def test_with_the_default_heartbeat_a_pause_is_survived(tmp_path):
             member.stdin.write(b"\n")
             member.stdin.flush()
         _wait_until_said("2", tmp_path, members)
-        for member in reversed(members):  # the first has jax's coordinator, without which the other aborts
+        for member in reversed(members):  # process 0 has jax's coordinator, without which the other aborts
             member.stdin.close()
             assert member.wait(PATIENCE_S) == 0, (tmp_path / "said0").read_text()
     assert all((tmp_path / f"said{index}").read_text().split()[-1] == "2" for index in range(2))

@@ -1,4 +1,4 @@
-"""A pod on this machine: its exit code, the output of its processes that is shown, and no process left."""
+"""A pod on this machine: its exit code, the shown output of its processes, and no process left."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ from waits import PATIENCE_S, is_running, until
 
 from podrl.runtime import local_pod
 
-# A process of its own, as in real life: children are forked, which a process that has started jax should not do.
+# A separate process, as in real use: it forks children, which a process that has started jax should not do.
 _POD = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which a pod would go by
@@ -26,7 +26,7 @@ hosts = Hosts((0,), tuple(range(1, 1 + int(rollouts))))
 pod = local_pod.LocalPod(command, hosts, replace_rollouts=replace == "True", environment=os.environ)
 sys.exit(pod.run())
 """
-# Some end first; the others wait until the launcher has seen these end: until then a process that ended has a number.
+# Some processes end first; the others wait until the launcher has read their exit codes (until then their ids exist).
 _TURNS = """
 def turns(folder, first):
     folder = pathlib.Path(folder)
@@ -175,7 +175,7 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
 
 
 def test_a_job_that_hosts_may_join_goes_on_without_any_of_its_own(monkeypatch, tmp_path):
-    """They join with the secret of whoever started the job; whether any is there the leader knows."""
+    """They join with the secret of the user who started the job; the leader knows whether any host is left."""
     gone = "turns({folder!r}, [1] * 6)\nsys.exit(42 if index else 0)"  # a first start, and five more
     program = _TURNS + gone.format(folder=str(tmp_path / "alone"))
     code, _, err = _run(program, replace_rollouts=True, grace_s=0.3, rollouts=1)
@@ -247,7 +247,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _sessions_of(marker: int) -> list[int]:
-    """Finds sleeping processes of a pod by the environment it gave them, also after they lost their parent."""
+    """Finds sleeping processes of a pod by their environment, even after they have lost their parent."""
     found = []
     for directory in pathlib.Path("/proc").glob("[0-9]*"):
         try:

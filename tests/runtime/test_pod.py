@@ -1,4 +1,4 @@
-"""Joining, waiting and failing: the messages each process gets, and which process prints the reason."""
+"""Joining, waiting and failing: the messages that each process gets, and the process that prints the reason."""
 
 import contextlib
 import re
@@ -47,7 +47,7 @@ def test_a_leader_that_is_not_there_yet_is_waited_for():
     member = Pod(Seat(1, hosts, f"127.0.0.1:{port}", "s"), host="127.0.0.1")
     joining = threading.Thread(target=member.join, args=(PATIENCE_S, lambda reached, waited_s: ""))
     joining.start()
-    time.sleep(4.0)  # longer than the patience with a connection that broke
+    time.sleep(4.0)  # longer than the allowed time for a broken connection
     leader = Pod(Seat(0, hosts, f"127.0.0.1:{port}", "s"), host="127.0.0.1")
     leader.join(PATIENCE_S, lambda reached, waited_s: "too few")
     joining.join(PATIENCE_S)
@@ -66,7 +66,7 @@ def test_a_leader_that_is_not_there_yet_is_waited_for():
     ],
 )
 def test_a_process_of_another_job_is_refused_by_name_and_ends_the_job(hosts, split, said, monkeypatch):
-    """It would wait for processes that do something else than it believes."""
+    """It would wait for processes that do other work than it expects."""
     (port,) = free_ports(1)
     leader = Pod(Seat(0, Hosts((0,), (1, 2)), f"127.0.0.1:{port}", "s"), host="127.0.0.1")
     ended: list[tuple[int, str]] = []
@@ -106,7 +106,8 @@ def test_who_is_waited_for_is_known_while_it_lasts(three):
 
 
 def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
-    """With it goes the service of the trainers' cluster, which ends every process that is still in it."""
+    """The service of the trainers' cluster ends with the leader, and ends every process that is still in the
+    cluster."""
     leader, trainer, rollout = three
     leaving = threading.Thread(target=leader.leave, daemon=True)
     leaving.start()
@@ -121,7 +122,7 @@ def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
 
 
 def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch):
-    """It was frozen, say, and wakes to find its work given to others."""
+    """For example it was frozen, and other hosts have its work when it wakes up."""
     leader, _, rollout = three
     ended: list[int] = []
     monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append(code))
@@ -135,7 +136,7 @@ def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch
 
 @pytest.mark.parametrize("process", [1, 2], ids=["its own", "another's"])
 def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
-    """The leader would believe that its predecessor asked twice, and no roster would tell of it."""
+    """Otherwise the leader would take its request for the dead process's second one, and no roster would list it."""
     with joined(Hosts((0,), (1, 2)), disposable=True) as (leader, first, _):
         port = int(first.channel.address.rpartition(":")[2])
         me = {"process": 1, "address": first.channel.address, "host": "h", "pid": 7, "job": first.seat.describe()}
@@ -160,7 +161,7 @@ def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
 
 
 def test_a_process_of_another_job_is_told_so_each_time_it_asks(three):
-    """Its first answer may be lost on the way."""
+    """The first answer may be lost on the way."""
     leader, trainer, _ = three
     other = Seat(1, Hosts((0,), (1, 2)), leader.channel.address, "s")
     said = {"process": 1, "address": trainer.channel.address, "endpoint": trainer.channel.number, "host": "h", "pid": 7}
@@ -193,7 +194,7 @@ def test_a_job_whose_network_failed_asks_for_a_restart(three, monkeypatch, capsy
     assert launch._report(error, three[1:2])[0] == several
     in_full = several == 1 and isinstance(error, RuntimeError)
     assert capsys.readouterr().err.startswith("RuntimeError:" if in_full else "podrl: error:")
-    assert three[0].first_to_fail() == (several == 42)  # a process that is replaced does not take the last word
+    assert three[0].first_to_fail() == (several == 42)  # a replaced process does not read the last message
 
 
 def test_a_wait_ends_with_the_name_of_who_is_late_and_of_what(three):

@@ -39,7 +39,7 @@ def test_hosts_that_evaluate_are_taken_from_the_others():
     hosts = assign("", "", 5, evaluates="4")
     assert (hosts.trainer, hosts.rollout, hosts.eval, hosts.count) == ((0, 1), (2, 3), (4,), 5)
     assert hosts.role(4) == "eval" and hosts.name(4) == "eval 0" and hosts.heads == (2, 3) and not hosts.follows(4)
-    assert hosts.role(5) == "rollout" and hosts.name(5) == "rollout 2"  # one that joins generates
+    assert hosts.role(5) == "rollout" and hosts.name(5) == "rollout 2"  # a host that joins generates
     assert assign("0", "", 6, evaluates="1,5") == Hosts((0,), (2, 3, 4), eval=(1, 5))
     for given, says in (
         (("0-1", "2-3", 4, "auto", "3"), r"roles\.eval\.hosts='3', 4 hosts .*hosts \[3\] are in both roles"),

@@ -1,4 +1,4 @@
-"""Checksums of arrays: equal to numpy's, the same under every layout, different for every flipped bit."""
+"""Checksums of arrays: equal to numpy's, equal under every layout, changed by every flipped bit."""
 
 import contextlib
 
@@ -46,7 +46,7 @@ def tree():
 
 @contextlib.contextmanager
 def compilations():
-    """Lists what is compiled, or read from jax's cache on disk, inside the block."""
+    """Lists the programs that are compiled, or read from jax's cache on disk, inside the block."""
     found = []
     jax.monitoring.register_event_duration_secs_listener(
         listener := lambda name, *_, **__: found.append(name) if "backend_compile" in name else None
@@ -73,7 +73,7 @@ def test_sums_are_those_of_the_definition_under_every_layout(tree):
 
 
 def test_large_shards_are_summed_by_the_same_definition():
-    """Their rows are added in a loop, with some left over; several rows have one place in the last dimension."""
+    """Their rows are added in a loop, with a remainder; several rows share a position in the last dimension."""
     leaf = np.random.default_rng(0).standard_normal((703, 3, 100)).astype(np.float32)
     assert leaf.size > bits._SMALL
     total = leaf.view(np.uint32).astype(np.uint64)
@@ -117,12 +117,12 @@ def test_leaves_that_are_alike_share_a_program():
     tree = {f"{i}": jax.device_put(np.full((8, 5 + i % 2), i, np.float32), rows) for i in range(10)}
     with compilations() as compiled:
         sums = tree_sums(tree)
-    assert len(compiled) == 3  # of two shapes, and of what gathers ten sums
+    assert len(compiled) == 3  # the sums of two shapes, and the gather of ten sums
     assert sums == tree_sums({name: np.asarray(leaf) for name, leaf in tree.items()}) and len(set(sums.values())) == 10
 
 
 def test_an_accelerator_sums_in_one_pass():
-    """The runs and the loop of the CPU's form are for its compiler; a GPU starts a kernel for each turn of a loop."""
+    """The CPU's form has a loop for the sake of its compiler; a GPU would start one kernel per iteration."""
     leaf = jax.ShapeDtypeStruct((1 << 12, 256), "float32")
     traced = jax.jit(lambda x: bits.shard_sum(x, [0, 0])).trace(leaf)
     assert "stablehlo.while" in traced.lower().as_text()

@@ -1,4 +1,4 @@
-"""Checkpoints are restored bit for bit, a damaged one is skipped, a full disk does not stop training."""
+"""Checkpoints are restored bit for bit, damaged ones are skipped, a full disk does not stop training."""
 
 import contextlib
 import errno
@@ -62,7 +62,7 @@ def test_round_trip_keeps_bits_shardings_and_host_values(tmp_path):
 
 
 def test_host_arrays_without_elements_are_saved(tmp_path):
-    """A batch of which no token is drawn yet has such, and Orbax refuses them."""
+    """A batch without any sampled token has empty arrays, which Orbax refuses."""
     checkpoints = Checkpoints(tmp_path)
     arrays = {"0.partial.kept_X": np.zeros((0,), np.float32), "b": np.zeros((3, 0, 2), bool), "c": np.ones(2)}
     assert checkpoints.save(1, _state(1), {}, arrays) and checkpoints.wait()
@@ -100,7 +100,7 @@ def test_some_are_kept_for_good_by_step_and_by_time(tmp_path):
     checkpoints = _saved(tmp_path / "steps", range(1, 8), keep=2, keep_every=3)
     assert checkpoints.steps() == [3, 6, 7]
     checkpoints.close()
-    again = Checkpoints(tmp_path / "steps", keep=1, keep_every=3)  # also where the run goes on in another process
+    again = Checkpoints(tmp_path / "steps", keep=1, keep_every=3)  # also if the run goes on in another process
     assert again.save(8, _state(8), {}, {}) and again.wait() and again.steps() == [3, 6, 8]
     again.close()
     _saved(tmp_path / "hours", range(1, 4), keep=9).close()
@@ -149,9 +149,9 @@ def _large():
 
 @contextlib.contextmanager
 def _no_large_files():
-    """A disk on which files end at 64 KiB."""
+    """Simulates a disk on which files are limited to 64 KiB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit fails instead of killing
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit fails, but does not kill
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, before[1]))
     try:
         yield
@@ -175,9 +175,9 @@ def test_a_save_that_cannot_be_written_leaves_the_last_good_one(tmp_path, caplog
 
 
 def test_a_failed_save_whose_writers_go_on_for_a_while_does_not_fail_the_next_one(tmp_path, caplog):
-    """Tensorstore's threads may still make files when the save has failed: removing its directory then fails.
+    """Tensorstore's threads may still create files after the save has failed, so removing its directory fails.
 
-    The writer begins once Orbax has made the directories: were they there before, their making would fail, and Orbax's
+    The writer begins after Orbax has made the directories. If they existed before, Orbax could not make them, and its
     threads would wait five minutes for them, beyond the end of the test.
     """
     checkpoints = _saved(tmp_path, [1])
@@ -223,7 +223,7 @@ def test_no_thread_waits_for_directories_that_cannot_be_made(tmp_path, monkeypat
         checkpoints.wait()
     assert checkpoints.failures == 1 and "No space left on device" in caplog.text
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=200)  # Orbax itself would wait for 300 s
+        thread.join(timeout=200)  # Orbax's own limit is 300 s
         assert not thread.is_alive(), thread
     assert checkpoints.save(3, _state(3), {}, {}) and checkpoints.wait() and checkpoints.steps() == [1, 3]
     checkpoints.close()
@@ -258,7 +258,7 @@ def test_one_flipped_bit_of_a_leaf_is_named_and_the_checkpoint_before_is_used(tm
 
 
 def test_sums_are_those_of_the_devices_so_that_a_copy_that_went_wrong_is_found(tmp_path):
-    """The files are complete and in order, but differ from what the devices held."""
+    """The files are complete and undamaged, but differ from the arrays on the devices."""
     checkpoints = _saved(tmp_path, [1, 2])
     checkpoints.close()
     shutil.rmtree(tmp_path / "2" / "state")
@@ -282,7 +282,7 @@ def test_host_values_and_arrays_are_checked_too(tmp_path):
 
 
 def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_noticed_and_set_aside(tmp_path, caplog):
-    """All of it is as it was written, but for the name of its directory."""
+    """All of it is unchanged, except for the name of its directory."""
     _saved(tmp_path / "c", [1, 2]).close()
     shutil.rmtree(tmp_path / "c" / "2")
     shutil.copytree(tmp_path / "c" / "1", tmp_path / "c" / "2")
@@ -331,5 +331,5 @@ def test_each_host_saves_its_own_part_and_other_hosts_with_another_mesh_restore_
     found = measure(2, rows=1024)
     whole = 2 * 1024 * 32768
     assert [(f["hosts"], f["what"]) for f in found] == [(4, "save")] * 4 + [(4, "restore")] * 4 + [(2, "restore")] * 2
-    # Their sums are compared when they are restored, whatever the mesh.
+    # The sums are compared when the leaves are restored, on any mesh.
     assert all(f["share"] == whole / f["hosts"] for f in found)

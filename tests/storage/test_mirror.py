@@ -1,4 +1,4 @@
-"""A mirrored directory arrives complete, is repaired after failures, and failures never reach the writer."""
+"""A mirrored directory arrives complete and is repaired after failures, which never reach the writer."""
 
 import logging
 import os

@@ -42,7 +42,7 @@ def test_a_last_line_is_torn_at_every_byte_and_nothing_else_is_cut(tmp_path):
     for size in range(whole, len(CONTENT)):
         path.write_bytes(CONTENT[:size])
         found = sealed_lines.read(path, SHAPES)
-        kept = 3 if size == len(CONTENT) - 1 else 2  # without its newline the last line is whole
+        kept = 3 if size == len(CONTENT) - 1 else 2  # the last line is complete even without its newline
         assert len(found.records) == kept and not found.damaged and found.torn == (size - whole if kept == 2 else 0)
         with sealed_lines.open_to_append(path, SHAPES) as file:
             file.write(sealed_lines.encode(RECORDS[0]))
@@ -103,7 +103,7 @@ def test_a_journal_of_an_earlier_version_is_read_and_said(tmp_path, caplog):
 
 
 def test_an_answer_that_did_not_reach_the_disk_is_not_known(tmp_path, monkeypatch):
-    """Sent again, it is written, not taken for one that is there."""
+    """When the answer is sent again it is written, and not taken for one on disk."""
     files = Files(tmp_path)
 
     def full(file):
@@ -113,7 +113,7 @@ def test_an_answer_that_did_not_reach_the_disk_is_not_known(tmp_path, monkeypatc
         changed.setattr("os.fsync", full)
         with pytest.raises(OSError, match="No space left"):
             asyncio.run(files.add("7", RECORDS[0]))
-    (tmp_path / "7.jsonl").write_bytes(CONTENT[:10])  # as much as there was room for
+    (tmp_path / "7.jsonl").write_bytes(CONTENT[:10])  # as much as the disk had room for
     asyncio.run(files.add("7", RECORDS[0]))
     files.close()
     assert (tmp_path / "7.jsonl").read_bytes() == sealed_lines.encode(RECORDS[0])
@@ -130,7 +130,7 @@ def test_every_flipped_bit_in_the_clocks_journal_is_refused_or_harmless(tmp_path
     content = (tmp_path / NAME).read_bytes()
     for place, damaged in flips(content):
         if place % 5:
-            continue  # files are slow, and every bit is in the test above
+            continue  # only a few bits, because files are slow; the test above flips every bit
         (tmp_path / NAME).write_bytes(damaged)
         try:
             again = WallJournal(tmp_path)

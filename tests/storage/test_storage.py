@@ -1,4 +1,4 @@
-"""Paths on disks and in buckets (on the storage emulator), and the errors of missing buckets."""
+"""Paths on disks and in buckets (of the storage emulator), and the errors of missing buckets."""
 
 import socket
 import sys
@@ -72,7 +72,7 @@ def test_a_server_that_does_not_answer_is_worth_another_try(bucket, monkeypatch)
 
 @pytest.fixture
 def black_hole():
-    """The address of a server that takes connections and never says a word."""
+    """Returns the address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 

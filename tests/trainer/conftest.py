@@ -26,7 +26,7 @@ B, T, PROMPT, V = 8, 20, 3, 40
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
-    """Everything a training step needs, on one mesh."""
+    """Everything that a training step needs, on one mesh."""
 
     config: ModelConfig
     mesh: jax.sharding.Mesh
@@ -35,7 +35,7 @@ class Tiny:
 
     @property
     def dtype(self):
-        """Returns the dtype of parameters and computing: float32, or float64 after in_float64.py."""
+        """Returns the dtype of parameters and computation: float32, or float64 with plugin in_float64.py."""
         return np.dtype(np.float32).name
 
     def params(self):
@@ -95,7 +95,7 @@ def tiny(quick_compilation):
             config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=lora))
         sizes = [int(part.split("=")[1]) for part in spec.split(",")]
         mesh = make_mesh(spec, jax.devices()[: int(np.prod(sizes))])
-        # Plain gradient descent by default: a parameter change is then the gradient itself.
+        # Plain gradient descent by default, so that a parameter's change is the gradient itself.
         chosen = (
             make_optimizer(AdamSettings(**({"max_grad_norm": 0.0} | optimizer)))
             if optimizer

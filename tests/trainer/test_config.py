@@ -101,9 +101,9 @@ def test_rows_are_made_for_samples_that_share_their_prompt():
     assert (shape(share_prompts=False).tokens, shape().tokens) == (704, 1120)
     assert shape(group_size=2).tokens == 928
     assert shape(max_seq_token_per_tpu=1000).tokens == 928
-    assert shape(max_length=1000).tokens == shape(max_length=1000, share_prompts=False).tokens  # two do not fit
+    assert shape(max_length=1000).tokens == shape(max_length=1000, share_prompts=False).tokens  # two groups do not fit
     small = shape(micro_batch_sequences=8)
-    assert small.rows * small.tokens <= 8 * 704 + 4 * small.tokens  # of the memory asked for, but whole shards
+    assert small.rows * small.tokens <= 8 * 704 + 4 * small.tokens  # within the requested memory, in whole shards
     assert shape(max_tokens_per_row=800).tokens == 800
     short = shape(max_length=100, max_prompt_length=60)
     alone = shape(max_length=100, max_prompt_length=60, share_prompts=False)
@@ -116,7 +116,7 @@ def test_rows_of_a_group_that_does_not_fit_are_even_on_accelerators():
     assert _group_row(8, 512, 1024, 4096, 4096, even=False) == 512 + 6 * 513
     assert _group_row(8, 512, 1024, 4096, 4096, even=True) == 512 + 4 * 513
     assert _group_row(8, 512, 1024, 8192, 8192, even=True) == 512 + 8 * 513
-    assert _group_row(8, 512, 1024, 1537, 1537, even=True) == 0  # one is no group
+    assert _group_row(8, 512, 1024, 1537, 1537, even=True) == 0  # one sample is no group
     assert _group_row(8, 512, 1024, 4096, 4615, even=True) == 512 + 4 * 513
     assert _group_row(8, 512, 1024, 4096, 4616, even=True) == 512 + 8 * 513
 
@@ -125,7 +125,7 @@ def test_rows_of_a_group_that_does_not_fit_are_even_on_accelerators():
     ("fields", "tokens"),
     [
         ({}, 4736),  # 4,616 are a ninth more than 4,096: the whole group
-        ({"max_seq_token_per_tpu": 4096}, 2688),  # who says how much gets no more
+        ({"max_seq_token_per_tpu": 4096}, 2688),  # an explicit limit is never exceeded
         ({"micro_batch_sequences": 4}, 2688),
         ({"gradient_accumulation_steps": 2}, 2688),
     ],

@@ -1,4 +1,4 @@
-"""The critic: the same values however sequences are packed and sharded, and the gradient of its loss."""
+"""The critic: values do not depend on packing and sharding, and the gradient of its loss is right."""
 
 import functools
 

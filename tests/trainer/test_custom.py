@@ -1,4 +1,4 @@
-"""Losses and advantages of users: found, given their numbers, checked like podrl's own, and refused with a reason."""
+"""Users' losses and advantages: found, called with their settings, checked like podrl's own, refused with a reason."""
 
 import importlib
 import pathlib
@@ -124,7 +124,7 @@ def test_bad_advantages_are_told_what_does_not_hold(estimator, said):
 
 @pytest.mark.parametrize("check", [testing.check_order, testing.check_padding])
 def test_an_advantage_that_is_not_a_number_is_told(check):
-    """Two NaNs are not the same advantage."""
+    """NaN advantages must not pass as equal."""
     with pytest.raises(AssertionError, match="an advantage is NaN or infinite"):
         check(lambda reward_BT, baseline_B, mask_BT, **_: np.where(mask_BT > 0, np.nan, 0.0))
 

@@ -1,4 +1,4 @@
-"""Divergences from a teacher, by vocabulary chunks, equal the dense form, values and gradients, on any mesh."""
+"""Divergences from a teacher, by vocabulary chunks, equal the dense form in values and gradients on any mesh."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ MESHES = [("fsdp=4", 4), ("data=2,fsdp=2,tensor=2", 8), ("fsdp=2,seq=4", 8)]
 
 
 class Case:
-    """A policy, a teacher of another width and more token ids, tokens in segments, and weights of what is found."""
+    """A policy, a teacher of another width with more token ids, tokens in segments, and weights of the results."""
 
     def __init__(self, vocab=V, tied=True, softcap=4.0, temperature=0.7, more_ids=2):
         self.config, self.temperature = _config(tied, softcap, vocab), temperature
@@ -35,7 +35,7 @@ class Case:
         return Output(self.theirs, self.their_hidden_BTE, self.their_config, ids=self.config.vocab_size)
 
     def dense(self, params, hidden_BTD):
-        """Log-probabilities of all ids, of the policy and of the teacher, in each token's place."""
+        """Computes the log-probabilities of all ids under policy and teacher, at each token's place."""
         logits_BTV = decoder.unembed(params, hidden_BTD, self.config) / self.temperature
         theirs_BTV = decoder.unembed(self.theirs, self.their_hidden_BTE, self.their_config) / self.temperature
         both = logits_BTV, theirs_BTV[..., : self.config.vocab_size]
@@ -47,7 +47,7 @@ class Case:
         return keep_BT & (jnp.arange(T) > 0)
 
     def gradient(self, run):
-        """(derivatives by parameters and hidden states, values) of a weighted sum of what `run` finds."""
+        """Returns (derivatives by parameters and hidden states, values) of a weighted sum of the results of `run`."""
 
         def total(params, hidden_BTD):
             found = run(params, hidden_BTD)
@@ -56,7 +56,7 @@ class Case:
         return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(self.params, self.hidden_BTD)
 
     def expected(self, ids_BTK=None):
-        """Computes log p of the token, entropy and KL densely, over all ids or over some and the rest as one."""
+        """Computes log p of the token, entropy and KL densely, over all ids, or over some ids and the rest as one."""
 
         def run(params, hidden_BTD):
             logp_BTV, theirs_BTV = self.dense(params, hidden_BTD)
@@ -162,7 +162,7 @@ def test_a_few_ids_give_a_bound_from_below_and_an_equal_teacher_gives_nothing():
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_nothing_grows_with_tokens_times_vocabulary(exact):
-    """Temporaries of value and gradient are a + b T + c V: their mixed difference vanishes."""
+    """Temporaries of value and gradient are a + b T + c V, so their mixed difference vanishes."""
 
     def used(time: int, vocab: int) -> int:
         config = gemma2_config(
@@ -187,6 +187,6 @@ def test_nothing_grows_with_tokens_times_vocabulary(exact):
 
     short, few = 64, 2048
     small, long, wide, both = used(short, few), used(4 * short, few), used(short, 4 * few), used(4 * short, 4 * few)
-    logits = 4 * short * few * 4  # bytes of all logits of the smallest
+    logits = 4 * short * few * 4  # bytes of all logits in the smallest case
     assert both - long - wide + small < 0.05 * 9 * logits, (small, long, wide, both)
     assert both < 16 * logits / 4, (small, long, wide, both)

@@ -1,4 +1,4 @@
-"""Dropout of adapter inputs in the training step: a function of seed, step and micro-batch, and nowhere else."""
+"""Dropout of adapter inputs depends on seed, step and micro-batch, and acts only in the training step."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Packing, micro-batches and meshes change no gradient: in float32 the tests tolerate rounding only."""
+"""Packing, micro-batches and meshes change no gradient: this proves that float32 differences are only rounding."""
 
 import os
 import pathlib

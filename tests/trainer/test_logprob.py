@@ -1,4 +1,4 @@
-"""Chunked log-probabilities equal the naive [B, T, V] form, values and gradients, on any mesh."""
+"""Chunked log-probabilities equal the naive [B, T, V] form in values and gradients on any mesh."""
 
 import dataclasses
 
@@ -76,7 +76,7 @@ def test_equals_the_naive_form(tied, softcap, temperature):
 
 @pytest.mark.parametrize("vocab", [300, 384])
 def test_vocabulary_chunks_that_overlap_count_once(vocab):
-    """With at least 128 rows a chunk, 300 makes three chunks of 100, 384 three of 128, 257 an overlapping pair."""
+    """With at least 128 rows per chunk, 300 makes three chunks of 100, 384 three of 128, and 257 two that overlap."""
     _compare(_config(vocab=vocab), 0.9, chunk_elements=1)
     _compare(_config(vocab=257, tied=False), 0.9, chunk_elements=1)
 

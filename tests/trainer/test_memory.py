@@ -45,7 +45,7 @@ def compiled_step(mesh, remat, *, dim, head_dim, dtype):
 
 
 def test_what_is_computed_again_is_not_kept():
-    """Outputs of the projections are 12 D of the 13 D floats that 'dots' keeps of a token and layer; 'full' keeps D."""
+    """'dots' keeps 13 D floats per token and layer, 12 D of which are outputs of projections; 'full' keeps D."""
     mesh = make_mesh("data=1", jax.devices()[:1])
     used = {
         remat: compiled_step(mesh, remat, dim=64, head_dim=16, dtype="float32").temp_size_in_bytes
@@ -62,7 +62,7 @@ def test_what_is_computed_again_is_not_kept():
 def test_on_a_tpu_too_and_what_is_offloaded_lies_in_the_hosts_memory(monkeypatch):
     env = dict(os.environ)
     prepare(env)
-    for name, value in env.items():  # what the command would set is taken back after the test
+    for name, value in env.items():  # the variables that the command sets are restored after the test
         monkeypatch.setenv(name, value)
     mesh = make_mesh("fsdp=4", parse_topology("v5e:2x2", key="--trainer").devices())
     found = {
@@ -83,7 +83,7 @@ D, CHUNK = 16, 1 << 16
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_log_probabilities_need_nothing_that_grows_with_tokens_times_vocabulary(backward):
-    """Temporaries are a + b T + c V: their mixed difference vanishes, forward and backward."""
+    """Temporaries are a + b T + c V, so their mixed difference vanishes, forward and backward."""
 
     def used(time: int, vocab: int) -> int:
         config = gemma2_config(
@@ -103,6 +103,6 @@ def test_log_probabilities_need_nothing_that_grows_with_tokens_times_vocabulary(
 
     T, V = 64, 2048
     small, long, wide, both = used(T, V), used(4 * T, V), used(T, 4 * V), used(4 * T, 4 * V)
-    logits = 4 * T * V * 4  # bytes of all logits of the smallest
+    logits = 4 * T * V * 4  # bytes of all logits in the smallest case
     assert both - long - wide + small < 0.05 * 9 * logits, (small, long, wide, both)
     assert both < 16 * logits / 4, (small, long, wide, both)

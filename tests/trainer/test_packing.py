@@ -30,7 +30,7 @@ def _samples(lengths, prompt=2, seed=0):
 
 
 def test_golden_placement():
-    """Rows of 10 hold 7+3, 6+4 and 5; the last row is the lightest and goes to the other shard (worked by hand)."""
+    """Rows of 10 hold 7+3, 6+4 and 5; the last row is the lightest and goes to the other shard. Worked by hand."""
     placement = place(np.array([4, 7, 5, 3, 6]), PackShape(2, 2, 10, shards=2))
     assert placement.micro_batches == 2
     np.testing.assert_array_equal(placement.start_B, [6, 0, 0, 7, 0])
@@ -67,7 +67,7 @@ def test_every_token_is_packed_once_and_comes_back(lengths, row, shards):
 
 
 def test_worst_case_is_reached_and_never_exceeded():
-    """Sequences just over half a row need a row each: the bound allows it, and the packer never exceeds it."""
+    """Sequences just over half a row need a row each: the packer reaches the bound and never exceeds it."""
     shape = PackShape.for_worst_case(6, 11, max_tokens_per_row=20, rows_per_micro_batch=4)
     assert shape.micro_batches * shape.rows >= 6
     assert place(np.full(6, 11), shape).micro_batches == 2
@@ -105,7 +105,7 @@ def test_a_number_is_repeated_for_each_micro_batch():
 def test_length_counts_loss_tokens():
     length_B, samples = _samples([5, 2, 7])
     rows = packed_rows(ReferencedRows, place(length_B, PackShape(1, 1, 16)), **samples).rows
-    # Prompts of 2: 3, 0 and 5 loss tokens; a sequence without any and padding say 1.
+    # Prompts of 2, then 3, 0 and 5 loss tokens; a sequence without loss tokens, and padding, count 1.
     by_row = {3: 5, 1: 2 + (16 - 14), 5: 7}
     values, counts = np.unique(rows.length_BT, return_counts=True)
     assert dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True)) == by_row

@@ -28,10 +28,10 @@ PROMPT = 3
 
 
 def made(pieces, *, group_size=2, vocabulary=40, seed=0):
-    """Draws samples of one prompt per group: for each a list of pieces, each (given tokens, sampled tokens[, fork]).
+    """Draws samples, each a list of pieces (given tokens, sampled tokens[, fork]); a group has one prompt.
 
-    The given tokens of the first piece are the prompt's, PROMPT of them. Those of a piece with a fork begin as an
-    earlier piece of its group: `fork` counts the pieces from there to here, and the equal tokens.
+    The given tokens of a sample's first piece are the PROMPT tokens of its prompt. A piece with a fork begins like an
+    earlier piece of its group; `fork` is (how many pieces earlier, number of equal tokens).
     """
     rng = np.random.default_rng(seed)
     B, P = len(pieces), -(-len(pieces) // group_size)
@@ -86,7 +86,7 @@ drawn_pieces = st.lists(
 @settings(max_examples=100, derandomize=True)
 @given(drawn_pieces, st.sampled_from([60, 80, 128]), st.sampled_from([1, 2]), st.booleans(), st.integers(0, 2))
 def test_each_sampled_token_lies_in_the_packed_rows_once(pieces, row, shards, whole, levels):
-    """It sees the tokens of its piece, from the first on, with their places in the piece, and no other token."""
+    """A token sees the earlier tokens of its piece, at their positions in the piece, and no other token."""
     rollouts = made(pieces)
     B, T = rollouts.tokens_BT.shape
     shape = PackShape.for_worst_case(B, 60, max_tokens_per_row=row, rows_per_micro_batch=2, shards=shards)
@@ -121,7 +121,8 @@ def test_each_sampled_token_lies_in_the_packed_rows_once(pieces, row, shards, wh
 
 
 def test_what_a_tree_of_branches_costs():
-    """4 branches of 512 tokens on a trunk of 2,048: a branch repeats one token, and reads only the trunk and itself."""
+    """There are 4 branches of 512 tokens on a trunk of 2,048: a branch repeats one token, and reads only the trunk and
+    itself."""
     sampled, given_, size = 1024, 2048, 512
     branch = (given_, size, (1, given_))
     rollouts = made([[(PROMPT, 0), (sampled, sampled + size), *[branch] * 3]])
@@ -133,13 +134,13 @@ def test_what_a_tree_of_branches_costs():
     n = -(-4224 // 512)
     needed = needed_blocks(_told(*told, n * 512 - 4224), jnp.int32(GLOBAL_WINDOW), 512)
     pairs = given_**2 / 2 + 4 * (size * given_ + size**2 / 2)
-    assert float(needed.sum()) * 512**2 < 1.5 * pairs  # blocks on the diagonal count whole, and branches lie askew
+    assert float(needed.sum()) * 512**2 < 1.5 * pairs  # whole diagonal blocks count; branches are unaligned
     apart = place_samples(rollouts, np.arange(1), PackShape(1, 4, 2560))
     assert apart.packed == 4 * (given_ + size)
 
 
 def test_pieces_of_a_group_share_what_they_begin_with():
-    """By hand: a system prompt of 6 tokens in two samples, a branch behind an answer, and one inside it."""
+    """By hand: a system prompt of 6 tokens in two samples, a branch after an answer, and a branch inside it."""
     system = (6, 3, (4, 6))
     rollouts = made([[(PROMPT, 0), (6, 4), (12, 2, (1, 10)), (9, 2, (2, 8))], [(PROMPT, 0), system]])
     placement = place_samples(rollouts, np.arange(2), PackShape(1, 1, 64, tree=True))
@@ -153,7 +154,8 @@ def test_pieces_of_a_group_share_what_they_begin_with():
 
 
 def test_a_row_holds_the_longest_piece_and_not_the_sum():
-    """Contexts of 14 tokens that add up to 44 lie in rows of 16; a loss over whole samples says what it needs."""
+    """Contexts of 14 tokens that add up to 44 lie in rows of 16; the error of a loss over whole samples names its
+    need."""
     rollouts = made([[(PROMPT, 5), (8, 6), (8, 6), (4, 4)]] * 2)
     placement = place_samples(rollouts, np.arange(2), PackShape(4, 2, 16))
     assert placement.packed == 2 * 44 and len(placement.row_B) == 8
@@ -188,10 +190,10 @@ def test_a_batch_without_pieces_has_the_arrays_of_every_other_batch():
 def test_a_piece_that_the_policy_did_not_speak_in_takes_no_room():
     rollouts = made([[(PROMPT, 0), (4, 5)], [(PROMPT, 0), (4, 0)]])
     placement = place_samples(rollouts, np.arange(2), PackShape(1, 1, 16))
-    assert placement.packed == 9 + PROMPT  # of the silent sample, its prompt
+    assert placement.packed == 9 + PROMPT  # the prompt of the empty sample
 
 
-# Branches of the first piece, of a branch, and of another sample's piece; and pieces that begin anew.
+# Branches of the first piece, of a branch, and of another sample's piece; also pieces with a new beginning.
 CASE = made(
     [
         [(PROMPT, 4)],
@@ -271,7 +273,7 @@ def test_the_update_is_that_of_separate_rows(tiny, name, levels):
 
 
 def test_random_trees_have_the_gradient_of_separate_pieces(tiny):
-    """Trees of several levels in rows that hold a part of them; windows of 6 tokens lie across the forks."""
+    """Trees of several levels lie in rows that hold only parts of them; windows of 6 tokens span the forks."""
     case, rng, saved = tiny(), np.random.default_rng(5), 0
     step = case.step(PolicyLoss(LOSSES["token"]))
     before = jax.tree.map(np.asarray, case.state()[0].params)

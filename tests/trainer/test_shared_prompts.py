@@ -1,4 +1,4 @@
-"""Samples that share their prompt's tokens in a row have the same loss, gradient and scores as without."""
+"""Samples that share their prompt's tokens in a row have the same loss, gradient and scores as without sharing."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ SAME = 2e-6 if np.dtype(np.float32).itemsize == 4 else 1e-12
 
 
 def groups(prompts, completions, vocabulary=40, seed=0):
-    """Draws groups: (lengths, shared prefixes, sample-layout arrays), with completions for each prompt's length."""
+    """Draws groups: (lengths, shared prefixes, sample-layout arrays), with completions for each prompt length."""
     rng = np.random.default_rng(seed)
     length_P = np.array(prompts)
     prompt_B = np.repeat(length_P, [len(c) for c in completions])
@@ -79,7 +79,7 @@ def test_every_token_is_packed_and_comes_back(drawn, row, shards):
     position_BT = placement.unpack(layout.position_BT, width)
     np.testing.assert_array_equal(position_BT, np.where(real_BT, np.arange(width), 0))
     assert rows.mask_BT.sum() == samples["mask_BT"].sum()
-    # A segment that others see is earlier in the row, and sees no other itself.
+    # A segment that others see comes earlier in the row, and sees no other segment itself.
     for segment_T, last_T in zip(*(x.reshape(-1, row) for x in (layout.segment_BT, layout.last_BT)), strict=True):
         for segment in np.unique(segment_T[segment_T > 0]):
             (last,) = set(last_T[segment_T == segment])
@@ -90,20 +90,21 @@ def test_every_token_is_packed_and_comes_back(drawn, row, shards):
 
 
 def test_a_group_is_split_where_that_saves_more_padding_than_its_prompt_costs():
-    """By hand: 4 + 4 x 5 = 24 tokens a group; two groups fill rows of 40 with one prompt packed twice."""
+    """By hand: a group has 4 + 4 x 5 = 24 tokens; two groups fill rows of 40 with one prompt packed twice."""
     length_B, alike, samples = groups([5, 5], [[4] * 4, [4] * 4])
     placement = place(length_B, PackShape(1, 3, 40, shared=True), alike)
     assert placement.micro_batches == 1
     assert placement.packed == 2 * 24 + 4
     assert len(np.unique(placement.row_B)) == 2
-    whole = place(length_B, PackShape(1, 3, 28, shared=True), alike)  # 4 are left: no room for another prompt
+    whole = place(length_B, PackShape(1, 3, 28, shared=True), alike)  # 4 places are left: no room for another prompt
     assert whole.packed == 2 * 24
     layout = whole.layout(samples["tokens_BT"])
     assert layout.last_BT.max() == 5 and set(layout.segment_BT[layout.last_BT > layout.segment_BT]) == {1}
 
 
 def test_nothing_is_shared_where_that_needs_more_rows():
-    """Alone, 10 + 6 tokens fill a row, twice; the two of 6 share 4 and lie together: those of 10 need a row each."""
+    """Without sharing, 10 + 6 tokens fill a row, twice. Sharing puts the two samples of 6 together, so each of 10 needs
+    a row."""
     length_B, alike, samples = groups([2, 5], [[8, 8], [1, 1]])
     sharing = place(length_B, PackShape(1, 3, 16, shared=True), alike)
     assert len(np.unique(sharing.row_B)) == 3 and sharing.packed == 10 + 10 + 4 + 2 + 2
@@ -129,7 +130,7 @@ def test_samples_that_do_not_begin_alike_are_refused():
     np.testing.assert_array_equal(shared.length_B, [4, 4, 2, 4])
 
 
-# Prompts longer than the window of 6, of one token, and one of a single sample; a completion without tokens.
+# Prompts: longer than the window of 6, of one token, and with a single sample; one completion has no tokens.
 CASE = groups([9, 1, 11, 4], [[5, 8, 2, 10], [6, 3], [7], [12, 0, 4]])
 
 
@@ -151,7 +152,7 @@ def batches(case, row, rows):
         (24, "fsdp=1", 0),
         (64, "fsdp=2,tensor=2", 2),
         (32, "fsdp=2,seq=4", 0),
-        # Rows of 1,100 are three blocks of attention, of which the samples fill less than one.
+        # Rows of 1,100 tokens have three blocks of attention; the samples fill less than one of them.
         *(
             pytest.param(
                 row, spec, lora, marks=[pytest.mark.slow, pytest.mark.nightly("podrl/trainer", "podrl/models")]
@@ -192,7 +193,7 @@ def test_scores_are_the_same_and_fewer_tokens_are_computed(tiny):
         found.append(np.where(mask_BT, placement.unpack(values_ABT, width), 0.0))
         packed.append(placement.packed)
     np.testing.assert_allclose(found[1], found[0], rtol=SAME, atol=SAME)
-    assert packed[0] - packed[1] == 8 * 3 + 3 * 2  # prompts of 9 and 4 tokens, of 4 and 3 samples
+    assert packed[0] - packed[1] == 8 * 3 + 3 * 2  # prompts of 9 and 4 tokens with 4 and 3 samples
 
 
 def test_the_critics_update_is_the_same(tiny):

@@ -58,7 +58,7 @@ def test_gradient_equals_the_naive_one(tiny):
 
 
 def test_mini_batch_metrics_of_the_first_update_are_on_policy(tiny):
-    """Scored by the same weights, the ratio is 1, nothing is clipped, and the KL is 0."""
+    """The same weights score the batch, so the ratio is 1, nothing is clipped, and the KL is 0."""
     case = tiny()
     state, frozen = case.state()
     batch = case.batch()
@@ -134,7 +134,7 @@ def test_state_is_donated_and_nothing_is_compiled_twice(tiny):
 
 
 def test_masked_nan_has_no_influence(tiny):
-    """NaN where mask is 0 is put into the device batch behind the packer's back."""
+    """NaN is put into the device batch where the mask is 0; the packer would remove it."""
     case = tiny()
     loss = PolicyLoss(KLLossSettings(beta=0.1))
     clean = update(case, loss)

@@ -8,7 +8,7 @@ from updates import assert_same, update
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.trainer.objective import CrossEntropy, SupervisedRows
 
-# 4 query heads, 2 of keys: exchanged, repeated, both with heads cut; the last two gather keys.
+# 4 query heads, 2 key heads: exchanged, repeated, both with cut heads; the last two gather keys.
 MESHES = ["seq=2", "fsdp=2,seq=4", "data=2,seq=2,tensor=2", "seq=8", "seq=4,tensor=2"]
 
 

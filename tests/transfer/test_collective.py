@@ -1,4 +1,4 @@
-"""The collective transport: any two disjoint meshes, two real processes, and the compiler of a real TPU."""
+"""The collective transport: any two disjoint meshes, two real processes, and the TPU compiler."""
 
 import math
 import re
@@ -159,7 +159,7 @@ def test_compiles_for_tpu(monkeypatch):
     packing = programs.pack.lower(*shapes_of["pack"]).compile()
     assert "all-to-all" not in packing.as_text() and "all-gather" not in packing.as_text()
     text = programs.cross.lower(*shapes_of["cross"]).compile().as_text()
-    # Every value crosses once, but for the small norm, which goes to all eight.
+    # Every value crosses once, except the small norm, which goes to all eight devices.
     assert transport.crossing_bytes == 2 * (math.prod(shapes["embed"]) + math.prod(shapes["up"]) + 8 * 2 * 1024)
     assert collective_bytes(text) == transport.crossing_bytes
     assert "all-gather" in programs.unpack.lower(*shapes_of["unpack"]).compile().as_text()

@@ -54,7 +54,7 @@ def test_moves_bucket_by_bucket(donate, bucket_bytes):
     arrived(moved, [np.asarray(x) for x in leaves], after, jnp.bfloat16)
     assert all(x.is_deleted() == donate for x in placed)
     assert all(cached for _, _, cached in service.calls)
-    # Arrays that were cast are always freed, the integer only if its owner donates it.
+    # Cast arrays are always freed, the integer array only if its owner donates it.
     assert sum(n for n, given_up, _ in service.calls if given_up) == (3 if donate else 2)
     assert len(service.calls) == (2 if bucket_bytes > 8 else 3)
 

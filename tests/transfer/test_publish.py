@@ -126,7 +126,7 @@ def test_empty_tree():
 
 
 def test_checksum_by_hand_and_by_layout():
-    """Two values with the hash of their position are worked out with Python integers."""
+    """Works out two values, with the hashes of their positions, in Python integers."""
 
     def weight(position):
         x = (position + 0x9E3779B9) % 2**32

@@ -41,7 +41,7 @@ def trainer(version, spec="fsdp=2,tensor=2", count=4):
 
 
 def wanted(spec="data=2,tensor=2", count=4):
-    """Makes shapes on the last devices."""
+    """Makes the wanted shapes on the last devices."""
     specs = {"embed": Spec("tensor"), "layers": Spec(None, None, "tensor")}
     places = shardings(spec, jax.devices()[-count:], specs)
     return {
@@ -52,7 +52,7 @@ def wanted(spec="data=2,tensor=2", count=4):
 
 @pytest.fixture(scope="module")
 def asks():
-    """Maps a server to a way to ask it, over a channel between two endpoints."""
+    """Returns a function that makes a way to ask a server, over a channel between two endpoints."""
     served, asking = Channel("trainer", secret="s3cret"), Channel("rollout", secret="s3cret", threads=2)
     numbers = itertools.count()
 
@@ -132,7 +132,7 @@ def test_nothing_compiles_after_the_first_version_and_every_weight_is_read_once(
         policy = receiver.receive(2)
     monkeypatch.undo()
     assert not [r.message for r in caplog.records if "ompil" in r.message]
-    # The checksums of four devices; and every box once, for bytes of another cluster go through the host.
+    # The checksums of four devices, and every box once, because bytes of another cluster go through the host.
     sums = (4, len(SHAPES))
     assert reads.count(sums) == 2
     assert sum(math.prod(shape) for shape in reads if shape != sums) == sum(map(math.prod, SHAPES.values()))
@@ -156,7 +156,7 @@ def test_versions_are_waited_for_kept_and_gone(asks):
     assert receiver.receive(None).version == 3
     with pytest.raises(VersionGoneError, match="holds versions 2, 3 of 'all', not 1"):
         receiver.receive(1)
-    for version in (1, 3):  # or a newer one
+    for version in (1, 3):  # or a newer version
         receiver.await_version(version)
     for late in (hasty.receive, hasty.await_version):
         with pytest.raises(TransferTimeoutError, match=r"did not offer version 4 of 'all' .* it holds 2, 3"):
@@ -164,7 +164,7 @@ def test_versions_are_waited_for_kept_and_gone(asks):
 
 
 def test_a_trainer_that_has_nothing_yet_and_answers_late_is_told_by_what_it_said(asks):
-    """The last question before the deadline gets no answer any more."""
+    """The last question before the deadline gets no answer; the error quotes the earlier answer."""
     server, questions = PullServer(), []
     server.serve("all", trainer(1)[1], target_dtype=jnp.bfloat16)
     ask = asks(server)
@@ -218,7 +218,7 @@ def test_a_version_somebody_is_pulling_stays(asks):
 
     def ask_and_offer(process, request):
         if asked.append(request["op"]) or asked.count("bucket") == 6:
-            tree.offer(trainer(2)[1], 2)  # the first has landed: four are in flight
+            tree.offer(trainer(2)[1], 2)  # the first has arrived: four are in flight
         return ask(process, request)
 
     receiver = PullReceiver("all", wanted(), ask_and_offer)
@@ -227,7 +227,7 @@ def test_a_version_somebody_is_pulling_stays(asks):
 
 
 def test_a_receiver_that_dies_leaves_nothing_behind(asks, monkeypatch):
-    """It asked and never returned: the version is freed in time, and another receiver is served."""
+    """The receiver asked and never returned: the version is freed at the deadline, and another receiver is served."""
     server = PullServer(lease_s=600)
     values, params = trainer(1)
     tree = server.serve("all", params, target_dtype=jnp.bfloat16, bucket_bytes=64)
@@ -254,7 +254,7 @@ def test_a_receiver_that_dies_leaves_nothing_behind(asks, monkeypatch):
 
 
 def test_a_trainer_that_comes_back(asks):
-    """In the new session the receiver joins again by itself, and lost messages are sent again."""
+    """The receiver joins the new session by itself, and lost messages are sent again."""
     servers, lost = [PullServer()], []
     values, params = trainer(1)
     servers[0].serve("all", params, target_dtype=jnp.bfloat16).offer(params, 1)
@@ -275,7 +275,7 @@ def test_a_trainer_that_comes_back(asks):
 
 
 def test_a_trainer_that_does_not_answer(asks):
-    """The wait ends for an address where nobody listens, and for weights nobody may read."""
+    """The wait ends for an address without a server, and for weights that may not be read."""
     nobody = Channel("nobody", secret="s3cret")
     nobody.close()
     stranger = Channel("stranger", secret="another")
@@ -319,7 +319,7 @@ def test_weights_changed_in_flight_are_refused(asks):
 def test_another_model_is_refused(asks):
     server = PullServer()
     _, params = trainer(1)
-    server.serve("all", params).offer(params, 1)  # float32 on the wire
+    server.serve("all", params).offer(params, 1)  # sent as float32
     with pytest.raises(ValueError, match=r"\['embed'\] is float32\[24, 12\] on the trainer and bfloat16\[24, 12\]"):
         PullReceiver("all", wanted(), asks(server)).receive(1)
     ask = asks(server)

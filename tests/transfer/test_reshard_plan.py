@@ -1,4 +1,4 @@
-"""The transfer plan alone: boxes, buckets, and how fast it is made."""
+"""The transfer plan alone: boxes, buckets, and the time to make it."""
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ def test_boxes_by_hand():
 
 
 def test_cuts_that_do_not_nest():
-    """3 shards become 2: boxes of a sixth; device 1 holds both ends' middle boxes."""
+    """3 shards become 2: boxes are sixths; device 1 holds the two middle boxes, one for each target."""
     plan = make_plan(
         [leaf((12,), {"data": 3}, Spec("data"))], [Layout.abstract({"data": 2}, Spec("data"), 1, first_id=3)]
     )
@@ -96,7 +96,7 @@ def test_pod_scale_planning_is_cheap(model):
     target = {k: Layout.abstract(after, specs[k], len(shapes[k]), first_id=256) for k in shapes}
     plan = make_plan(source, target, dtype="bfloat16", bucket_bytes=256 << 20)
     assert make_plan(source, target, dtype="bfloat16", bucket_bytes=256 << 20) is plan
-    norm_bytes = 2 * np.prod(shapes["norm"])  # on all 256 devices; every other leaf is there 32 times
+    norm_bytes = 2 * np.prod(shapes["norm"])  # on all 256 devices; every other leaf has 32 copies
     assert plan.moved_bytes == 32 * (plan.source_bytes // 2 - norm_bytes) + 256 * norm_bytes
     assert plan.largest_bucket <= 256 << 20
     text = plan.explain(bandwidth=50e9)

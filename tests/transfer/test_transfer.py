@@ -60,7 +60,7 @@ def test_nothing_compiles_and_no_host_array_is_made_after_the_first_call(monkeyp
     _, after = a_tree(rollout)
     tree = jax.device_put(values, before)
     array_type, reads = type(tree["scale"]), []
-    for bucket_bytes in (64, 1 << 20):  # in parts, and whole
+    for bucket_bytes in (64, 1 << 20):  # in parts and as a whole
         plan = make_plan(tree, after, dtype=jnp.bfloat16, bucket_bytes=bucket_bytes)
         transport = LocalTransport(plan, jax.tree.leaves(before), jax.tree.leaves(after))
         jax.block_until_ready(drive(transport, jax.tree.leaves(tree)))
@@ -112,7 +112,7 @@ def test_steady_moves_in_place_compile_nothing_and_copy_nothing_but_the_result(c
 
 def test_what_was_lent_can_be_donated_after_a_move():
     trainer, rollout = trainer_and_rollout()
-    # By a program: device_put may lend the memory of an aligned numpy array, which no program may then write to.
+    # A program makes the arrays: device_put may alias an aligned numpy array, whose memory no program may overwrite.
     x = jnp.ones((64, 64), device=NamedSharding(trainer, Spec("fsdp")))
     at = x.addressable_data(0).unsafe_buffer_pointer()
     reshard([x], [NamedSharding(rollout, Spec("tensor"))])

@@ -47,7 +47,7 @@ class Worker:
 
 @contextlib.contextmanager
 def started(script: pathlib.Path, each_args: Sequence[Sequence[str]], *, devices: int) -> Iterator[list[Worker]]:
-    """Starts one worker per list of arguments; all are ended with the block, even after an error."""
+    """Starts one worker per list of arguments; the end of the block ends all workers, even after an error."""
     workers: list[Worker] = []
     try:
         for rank, args in enumerate(each_args):

@@ -1,4 +1,4 @@
-"""A headless Chromium steered over pipes by its own protocol, so that what a person would notice can be measured."""
+"""A headless Chromium, controlled over pipes by its own protocol, to measure what a person would notice."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ QUIET = [
     "--enable-logging=stderr",
     "--window-size=1280,800",
 ]
-# In every page before its own scripts: how far it jumps, when it first painted, and what it says of errors.
+# Runs in every page before its own scripts; records layout shifts, the first paint, and errors.
 _OBSERVE = """
 window.seen = {shift: 0, paint: null, shifts: []};
 new PerformanceObserver((list) => {
@@ -45,7 +45,7 @@ new PerformanceObserver((list) => {
 
 @contextlib.contextmanager
 def served(*runs):
-    """Serves runs as the command does: its address."""
+    """Serves runs as the command does; yields the address."""
     command = [sys.executable, "-m", "podrl.view", *map(str, runs), "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -72,7 +72,7 @@ class Browser:
         self.call("Page.addScriptToEvaluateOnNewDocument", source=_OBSERVE)
 
     def call(self, method, **params):
-        """Asks the browser for something; its answer."""
+        """Sends the browser a command; returns its answer."""
         self._number += 1
         asked = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -86,13 +86,13 @@ class Browser:
             self._hear(answer)
 
     def ask(self, script):
-        """The value of an expression in the page, awaited."""
+        """Returns the awaited value of an expression in the page."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def open(self, address, *, ready=True):
-        """Loads an address and waits until the page says that it is ready and has painted that; seconds that took."""
+        """Loads an address and waits until the page is ready and painted; returns the seconds that this took."""
         began = time.monotonic()
         self.call("Page.navigate", url=address)
         if not ready:
@@ -106,11 +106,11 @@ class Browser:
         until(lambda: self.ask(f"!!({condition})"), condition, every_s=0.03)
 
     def scheme(self, name):
-        """Has the page see that its reader prefers 'dark' or 'light'."""
+        """Sets the colour scheme that the page's reader prefers: 'dark' or 'light'."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
     def width(self, pixels):
-        """Makes the window so wide; 0 for what it was."""
+        """Sets the window's width; 0 restores the original width."""
         size = {"width": pixels, "height": 800 if pixels else 0, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
@@ -146,10 +146,10 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder):
-    """A browser whose profile lies in `folder`."""
+    """Yields a browser whose profile lies in `folder`."""
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
-    # The protocol is on descriptors 3 and 4 of the browser; a shell puts them there.
+    # The browser speaks the protocol on its descriptors 3 and 4; a shell connects them.
     moved = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
     command = ["bash", "-c", moved, CHROMIUM, *QUIET, f"--user-data-dir={folder}", "--remote-debugging-pipe"]
     with subprocess.Popen(

@@ -20,7 +20,7 @@ HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"
 
 
 def made(path, *, steps, max_steps=12, seed=0, trace="sampled", note=extras):
-    """Writes a run directory of so many steps, with a summary where it ended."""
+    """Writes a run directory of `steps` steps, with a summary if the run has ended."""
     config = LogConfig(to=(), trace=trace)
     log = MetricsLog(path, config, start=0, run_config={})
     log.write(0, {"eval/greedy_answer": 0.25, "eval/error/greedy_answer": 0.02})
@@ -60,7 +60,7 @@ def weighed(experience):
 
 
 def hostile(seed):
-    """Samples whose texts are markup."""
+    """Returns samples whose texts are markup."""
     experience = _experience(seed)
     texts = {
         "completions": [HOSTILE, "x", "y", "z"],
@@ -70,7 +70,7 @@ def hostile(seed):
 
 
 def spans(step):
-    """A step of half a second: generation, then an update that begins by scoring."""
+    """Makes a step of half a second: generation, then an update that begins with scoring."""
     start = 1000.0 + 0.5 * step
 
     def span(lane, name, after, seconds):
@@ -81,7 +81,7 @@ def spans(step):
 
 
 def with_tools(path):
-    """A run of two hosts whose samples call tools, some of which fail; its plan is known."""
+    """Writes a run of two hosts, with a plan; its samples call tools, and some calls fail."""
     made(path, steps=12, max_steps=12, note=weighed)
     with (path / "spans.jsonl").open("a") as file:
         for step in range(1, 13):
@@ -100,7 +100,7 @@ def with_tools(path):
 
 
 def damaged(path):
-    """A run directory in which a line, the configuration and a trace file are broken."""
+    """Writes a run directory in which a line, the configuration and a trace file are broken."""
     made(path, steps=12, max_steps=12)
     lines = (path / "metrics.jsonl").read_text().splitlines()
     lines[3] = lines[3][:20]

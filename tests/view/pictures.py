@@ -13,7 +13,7 @@ from browser import Browser, browser, served
 from waits import until
 
 PICTURES = pathlib.Path(__file__).parents[2] / "docs" / "pictures"
-# What to open, and how high a wide picture of it is.
+# The address of each picture, and the height of its wide form.
 SHOWN = {
     "curves": ("/curves", 800),
     "groups": ("/groups?run=0&step=1&group=0&by=entropy", 740),
@@ -22,7 +22,7 @@ SHOWN = {
     "run": ("/run?run=1", 900),
 }
 OF_TOOLS = {"timeline": ("/timeline?first=11&last=12", 700)}
-WIDE, NARROW, HIGH = 1400, 420, 800  # HIGH is that of a narrow picture
+WIDE, NARROW, HIGH = 1400, 420, 800  # HIGH is the height of a narrow picture
 
 
 def main(runs: list[str]) -> None:
@@ -37,11 +37,11 @@ def main(runs: list[str]) -> None:
                             picture = taken(page, address, view, scheme, width, height)
                             (PICTURES / f"{name}{ends}.png").write_bytes(picture)
                 assert page.said == [], page.said
-                page.open("about:blank", ready=False)  # it would ask a server that has ended
+                page.open("about:blank", ready=False)  # the page would ask a server that has ended
 
 
 def taken(page: Browser, address: str, view: str, scheme: str, width: int, height: int) -> bytes:
-    """Takes a picture; of tokens, after one was chosen by keyboard, so that its numbers are told."""
+    """Takes a picture; on the tokens' view it first selects a token by keyboard, so that its numbers are shown."""
     page.scheme(scheme)
     page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
     page.open(address + view)

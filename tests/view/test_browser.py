@@ -1,4 +1,4 @@
-"""The page in a real browser: what every view shows of every kind of run, how fast, how steadily, and by keyboard."""
+"""The page in a real browser: the content of every view for every kind of run, speed, layout shifts, keyboard."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.nightly("podrl/view", "podrl/rundir", "tests/view"),
     pytest.mark.skipif(not CHROMIUM, reason="needs a browser: Debian's package chromium"),
 ]
-# Smallest contrast of any text with what is behind it (WCAG 2.1, 1.4.3), and that text; colours over each other mixed.
+# Smallest contrast of a text with its background (WCAG 2.1, 1.4.3), and that text; blends transparent colours.
 CONTRAST = """(() => {
   const parse = (text) => {
     const n = text.match(/[\\d.]+/g).map(Number);
@@ -45,7 +45,7 @@ CONTRAST = """(() => {
   }
   return least;
 })()"""
-# What a keyboard must reach, and what it is at.
+# The elements that a keyboard must reach, and the focused element.
 REACHABLE = """(() => {
   const kinds = "a[href], button, input, select, summary, [tabindex='0']";
   const found = [...document.querySelectorAll(kinds)].filter((each) => each.getClientRects().length && !each.disabled);
@@ -69,7 +69,7 @@ SCROLL = """new Promise((done) => {
 
 
 def told(text):
-    """Shows a measured figure under `pytest -s`, and where the test fails."""
+    """Prints a measured figure, visible under `pytest -s` and when the test fails."""
     sys.stdout.write(f"\n{text}\n")
 
 
@@ -81,7 +81,7 @@ def shown(tmp_path_factory):
 
 @pytest.fixture
 def page(shown):
-    """The browser, which must have nothing to complain of."""
+    """Yields the browser, and asserts that it reported no errors."""
     shown.said.clear()
     shown.scheme("light")
     yield shown
@@ -114,7 +114,7 @@ SHOWN = {
     "samples": ["8 samples", "/groups?run=0&amp;step=10", "rewards by function", "reference"],
     "run": ["<caption>Roles (8 x cpu)", '<td class="">trainer', "trainer.max_steps", "greedy_answer"],
 }
-# What the other runs show beside.
+# Text that the other runs show besides.
 MORE = {
     ("timeline", TOOLS): ["Calls of tools", "search", "3 short spans"],
     ("run", TOOLS): [
@@ -218,7 +218,7 @@ def test_tokens_are_coloured_by_their_weight_in_the_update(runs, address, page):
     first, length = int(traced.samples["prompt_length"][0]), int(traced.samples["length"][0])
     own = np.where(traced.tokens["mask"] > 0, traced.tokens["weight"], 0.0)
     weights = own[first:length][traced.tokens["mask"][first:length] > 0]
-    most = np.abs(own[: traced.first[2]]).max()  # of both samples of the group
+    most = np.abs(own[: traced.first[2]]).max()  # for both samples of the group
     assert weights.min() < 0 < weights.max()
     assert f"strongest colour: {most:g}; orange below 0" in page.ask("document.querySelector('.bar').innerText")
     sampled = "[...document.querySelectorAll('.tokens')][0].querySelectorAll('span:not(.given)')"
@@ -250,7 +250,7 @@ def test_a_chart_is_zoomed_by_keyboard(address, page):
 
 
 def test_a_constant_is_a_flat_line_in_the_middle_of_its_axes(address, page):
-    """Smoothing leaves roundings, which filled the axis as a V."""
+    """Smoothing leaves rounding errors, which once filled the axis as a V."""
     page.open(f"{address}/curves?run={WHOLE}&find=actor/lr")
     page.until("(document.querySelector('.plot').ariaLabel || '').includes('no unit 2.5e-6 to 7.5e-6')")
 
@@ -357,7 +357,7 @@ def test_a_run_of_100000_lines_paints_soon_and_scrolls(page, tmp_path):
         for step in range(2, 100_001):
             values = {name: (step * (7919 + 2 * i)) % 1000 / 1000 for i, name in enumerate(names)}
             file.write(json.dumps({"step": step, **values, "time/step": 1.0}) + "\n")
-    for _ in range(3):  # a fresh server each time; other work on the machine may spoil one
+    for _ in range(3):  # a fresh server each time, as other work on the machine may slow one measurement
         with served(path) as found:
             whole = page.open(f"{found}/curves")
             paint, (room, *gaps) = page.ask("seen.paint"), page.ask(SCROLL)

@@ -1,4 +1,4 @@
-"""The page's server: what it answers, of whole, damaged and growing runs; and what it refuses."""
+"""The page's server: its answers for complete, damaged and growing runs, and the requests it refuses."""
 
 import importlib.util
 import itertools
@@ -30,14 +30,14 @@ class Client:
         self._app, self._host = app, host
 
     def __call__(self, path, method="GET", **headers):
-        """Asks once: (status, headers, body)."""
+        """Sends one request; returns (status, headers, body)."""
         import asyncio
 
         sent, asked = [], []
 
         async def receive():
             if asked:
-                await asyncio.Event().wait()  # nobody hangs up
+                await asyncio.Event().wait()  # the client never hangs up
             asked.append(True)
             return {"type": "http.request", "body": b"", "more_body": False}
 
@@ -158,7 +158,7 @@ def test_the_timeline_marks_what_a_step_waited_for(ask):
     [([30, 1, 1, 9, 1, 1.5], 5), ([30], 1), ([30, 9], 2), ([9, 2, 1, 3], 2), ([5, 1, 1, 1, 1], 5)],
 )
 def test_the_timeline_opens_on_a_typical_step(seconds, step):
-    """Neither the first, which compiles, nor one with an evaluation."""
+    """A typical step is neither the first, which compiles, nor a step with an evaluation."""
     begins = itertools.accumulate(seconds, initial=0.0)
     spans = [{"step": i + 1, "start": begin, "s": s} for i, (begin, s) in enumerate(zip(begins, seconds, strict=False))]
     assert typical_step(spans) == step
@@ -279,7 +279,7 @@ def test_there_is_no_route_that_writes(ask, method):
 
 
 def test_another_name_of_the_host_is_refused(runs):
-    """A page of another site may lead its own name to this machine."""
+    """Another site could point its own host name at this machine (DNS rebinding)."""
     app = application([RunFiles(str(runs / "one"))], hosts=["127.0.0.1"])
     assert Client(app, "evil.example")("/data/runs")[0] == 400
     assert Client(app, "127.0.0.1:8777")("/data/runs")[0] == 200

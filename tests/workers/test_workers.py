@@ -1,4 +1,4 @@
-"""Pools of processes with functions of users, for callers on an event loop and on threads."""
+"""Pools of processes that run users' functions, for callers on an event loop and on threads."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from podrl.workers import process as workers
 from podrl.workers.process import DiedError, Functions, LateError, Loop, Pool, reap
 from podrl.workers.user_code import Limits
 
-MODULE = "podrl.data.mapper"  # the smallest: records in, records out
+MODULE = "podrl.data.mapper"  # the smallest function: takes records, returns records
 
 CODE = r"""
 import fcntl, os, pathlib, signal, stat, struct, subprocess, time
@@ -141,7 +141,7 @@ def test_a_pool_starts_a_process_where_a_call_would_wait_and_replaces_that_of_a_
             slow = asyncio.create_task(pool.call("slow", specs["slow"], given, 600))
             while not started.exists():
                 await asyncio.sleep(0.01)
-            beside = await pool.call("pid", specs["pid"], b"[{}]", 60)  # one process is busy: there may be two
+            beside = await pool.call("pid", specs["pid"], b"[{}]", 60)  # one process is busy, so a second may start
             slow.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await slow
@@ -161,7 +161,7 @@ def test_a_loop_can_be_ended_from_its_own_thread():
         left.set()
         return []
 
-    loop.soon(loop.end, leave)  # as garbage that is collected there does
+    loop.soon(loop.end, leave)  # as an object does that the garbage collector deletes there
     until(left.is_set)
     until(lambda: not any(thread.name == "a-loop" for thread in threading.enumerate()))
 
@@ -182,7 +182,7 @@ MISBEHAVIOUR = {
 
 
 def test_whatever_a_function_does_its_call_ends_with_an_error_and_the_next_one_is_well(specs, tmp_path):
-    """No process and no open file is left, either."""
+    """It leaves no process and no open file."""
     started, before, pids = tmp_path / "started", 0, []
     with Functions(MODULE, Limits(), specs, size=1, label="") as functions:
         for how, (kind, words) in MISBEHAVIOUR.items():
@@ -194,7 +194,7 @@ def test_whatever_a_function_does_its_call_ends_with_an_error_and_the_next_one_i
             assert open_files() == before, how
     gone = [*pids, *started.read_text().split()]
     assert len(gone) == len(MISBEHAVIOUR) + 20
-    until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in gone))  # init reaps what was detached
+    until(lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in gone))  # init reaps detached processes
     assert len(set(pids)) == len(pids)
 
 
@@ -203,7 +203,7 @@ def test_a_deadline_ends_while_the_request_does_not_fit_into_the_pipe(specs, tmp
         pool, started = Pool(MODULE, Limits()), tmp_path / "started"
         try:
             slow = json.dumps([{"started": str(started)}]).encode()
-            with pytest.raises(LateError):  # the process is busy: it reads nothing of what follows
+            with pytest.raises(LateError):  # the process is busy and does not read the following messages
                 await pool.call("slow", specs["slow"], slow + b" " * (8 << 20), 2)
             return await pool.call("echo", specs["echo"], json.dumps([{"long": "x" * (8 << 20)}]).encode(), 60)
         finally:
@@ -240,7 +240,8 @@ def test_a_request_that_is_too_long_costs_no_process(specs, monkeypatch):
 
 
 def test_a_system_without_more_processes_fails_one_call_and_hangs_none(specs, monkeypatch):
-    """The place of a process that cannot be started again stays: a call that waits for it goes on, and is told."""
+    """A process that cannot be restarted keeps its place in the pool: a call that waits for it goes on and gets the
+    error."""
 
     def none_left(*args, **kwargs):
         raise BlockingIOError("Resource temporarily unavailable")

@@ -42,14 +42,14 @@ class Ask:
       ids: token ids to continue.
       tools: functions that the model may call, in the form that chat templates take; empty offers none.
       samples: number of answers.
-      stop: strings that end an answer, those of the parser of tool calls included.
+      stop: strings that end an answer, including the strings of the parser of tool calls.
       stop_ids: token ids that end an answer.
-      max_new: most sampled tokens of an answer; None is limited by the context alone.
+      max_new: largest number of sampled tokens of an answer; None is limited by the context only.
       seed: random seed; None lets the owner choose.
       temperature, top_p, top_k, min_p: sampling settings, see podrl.engine.config; None is the owner's setting.
       aside: True if the model's name ended in ':aside'.
       pieces: True if the answer needs the text of every token.
-      parts: True if the answer is to be sent in parts while it is sampled.
+      parts: True if the answer must be sent in parts while it is sampled.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -120,7 +120,7 @@ class Part:
       id: name of the answer.
       created: time of the request, seconds since 1970.
       index: number of the choice.
-      choice: text and tokens since the part before.
+      choice: text and tokens since the previous part.
     """
 
     id: str

@@ -270,7 +270,7 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     if not name:
         raise function.wrong("name", name, "must name a function")
     function.end()
-    fields.take("index")  # some clients copy it from a streamed call
+    fields.take("index")  # some clients copy this field from a streamed call
     fields.end()
     return {"id": id_ or "", "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
@@ -302,7 +302,8 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
 
 
 def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """Returns True if arguments fit a strict schema: all required ones are there, no unknown ones, each of its type."""
+    """Returns True if arguments fit a strict schema: all required arguments, no unknown ones, each of the right
+    type."""
     properties = schema.get("properties", {})
     if not set(schema.get("required", ())) <= set(arguments) <= set(properties):
         return False

@@ -1,4 +1,5 @@
-"""Trains a reward model on pairs of answers (Bradley-Terry), and measures how many held-out pairs it ranks right."""
+"""Trains a reward model on pairs of answers (Bradley-Terry), and measures the share of held-out pairs it ranks
+right."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -127,7 +128,7 @@ class PairEvaluator:
     """Measures a reward model on held-out pairs; every process that trains takes part."""
 
     def __init__(self, algorithm: RewardModelling, batches: Sequence[SFTBatch]):
-        """Scores nothing yet."""
+        """Stores the model and the held-out pairs."""
         self._algorithm, self._batches = algorithm, batches
 
     def __call__(self, policy: Policy, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -144,5 +145,5 @@ class PairEvaluator:
 
 
 def _right(margin_P: np.ndarray) -> np.ndarray:
-    """Returns 1 if the chosen answer's score is larger, 1/2 if both scores are equal, else 0."""
+    """Returns, for each pair, 1 if the chosen answer's score is larger, 1/2 if both scores are equal, else 0."""
     return (np.sign(margin_P) + 1.0) / 2.0

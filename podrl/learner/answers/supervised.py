@@ -60,7 +60,7 @@ class AnswerReport:
     """Implements podrl.learner.recorder.Report for batches from data."""
 
     def __init__(self, watched: Sequence[tuple[str, str]]):
-        """Takes the metrics of the progress line, `watched`."""
+        """Stores the metrics of the progress line, `watched`."""
         self._watched = watched
 
     def describe(self, experience: SFTBatch) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Evaluations in a pod: trainers give them to rollout hosts or to evaluation hosts, and join the scores."""
+"""Evaluations in a pod: trainers give shares of them to rollout hosts or to evaluation hosts, and join the scores."""

@@ -28,8 +28,8 @@ _PIECE_LANES = 8  # samples in a piece, per lane of the engine; a host notices a
 class EvaluationShares:
     """Gives the shares of one evaluation at a time to evaluation hosts, on the leader, and takes their scores.
 
-    A host asks for a share, and is answered when there is one. The share of a lost host goes to another host that asks,
-    now or later: trainers hold the weights until the next evaluation begins.
+    A host asks for a share, and gets its answer when there is a share. The share of a lost host goes to another host
+    that asks, now or later: trainers hold the weights until the next evaluation begins.
     """
 
     def __init__(self, pod: Pod, deadline_s: float, ending: Any):
@@ -38,7 +38,8 @@ class EvaluationShares:
         Args:
           pod: the job's processes.
           deadline_s: the longest wait for scores while no evaluation host is in the job, in seconds.
-          ending: function that returns True once the job was asked to stop; hosts then stay until its end.
+          ending: function that returns True once the job was asked to stop; evaluation hosts then stay until the job
+            ends.
         """
         self._pod, self._deadline_s, self._ending = pod, deadline_s, ending
         self._changed = threading.Condition()
@@ -54,7 +55,8 @@ class EvaluationShares:
         pod.channel.serve("share leaves", self._on_leaves)
 
     def open_shares(self, name: str, shares: int, since: int) -> None:
-        """Opens the evaluation of version `since`, in `shares` shares; all shares of the one before have been made."""
+        """Opens the evaluation of version `since`, in `shares` shares; all shares of the evaluation before must be
+        made."""
         del name
         with self._changed:
             self._step, self._scores = since, {}
@@ -106,7 +108,7 @@ class EvaluationShares:
         return [host for host in self._pod.seat.hosts.eval if not self._pod.is_lost(host)]
 
     def _describe_wait(self) -> str:
-        """Names the shares that are waited for, and the hosts that make them; '' if nothing is waited for."""
+        """Names the missing shares, and the hosts that make them; '' if no share is missing."""
         if not self._waited or not (left := len(self._hosts) - len(self._scores)):
             return ""
         if not self._present():
@@ -155,7 +157,7 @@ class EvaluationShares:
         """Allows a host that was asked to stop to leave; the last host stays, and the job stops."""
         host = int(message.value["process"])
         others = [other for other in self._present() if other != host]
-        # A host that was let go may ask again, and other hosts may have been lost since: the answer must stay yes.
+        # A host that may leave can ask again, and other hosts may have been lost since: the answer must stay yes.
         has_left = self._pod.is_lost(host)
         may_leave = has_left or (bool(others) and not self._ending())
         if may_leave and not has_left:
@@ -166,7 +168,7 @@ class EvaluationShares:
         return Message({"goes": may_leave})
 
     def _remove_host(self, host: int) -> None:
-        """Takes back the shares that a lost host has not made."""
+        """Frees the shares that a lost host has not made."""
         with self._changed:
             self._open_requests.pop(host, None)
             free_again = [i for i, own in enumerate(self._hosts) if own == host and i not in self._scores]
@@ -179,10 +181,10 @@ class EvaluationShares:
 
 
 class EvaluationHost:
-    """Runs on an evaluation host: pulls the weights of each evaluation, and scores the shares that it is given."""
+    """Runs on an evaluation host: pulls the weights of each evaluation, and scores the shares that it gets."""
 
     def __init__(self, cluster: RLCluster, evaluator: Evaluator | None, run: Run, pod: Pod, deadline_s: float):
-        """Asks for nothing yet.
+        """Stores the collaborators.
 
         Args:
           cluster: the cluster with this host's copy of the weights, and its decoding engine.
@@ -206,7 +208,7 @@ class EvaluationHost:
             self._run.notify_takeover()
             try:
                 result = self._score_share(int(share["step"]), (int(share["share"]), int(share["shares"])))
-            except VersionGoneError as error:  # the leader took this host for lost, and others have made the share
+            except VersionGoneError as error:  # the leader took this host for lost, and other hosts have made the share
                 _log.warning("Skips the share, because its weights are gone: %s", error)
                 time.sleep(_LOOK_S)
                 continue
@@ -246,7 +248,7 @@ class EvaluationHost:
             self._leave_if_stopping()
 
     def _leave_if_stopping(self) -> None:
-        """Ends this process if it was asked to stop and other evaluation hosts stay; otherwise has the job stop."""
+        """Ends this process if it was asked to stop and other evaluation hosts stay; if none stays, stops the job."""
         if self._refused or not self._run.stopping():
             return
         me = {"process": self._pod.seat.process}

@@ -50,7 +50,7 @@ class RemoteEvaluations:
           shares: table of leases or shares on the leader; None on other trainer hosts.
           deadline_s: the longest wait for the leader, in seconds.
           collect: function (name, longest wait in seconds) -> each share's scores, in the order of the records.
-          done: function called with the step of each evaluation that is complete.
+          done: function called with the step of each complete evaluation.
           wait: function that waits for the collecting future, and raises if waiting is in vain.
         """
         self._pod, self._shares, self._deadline_s = pod, shares, deadline_s
@@ -61,7 +61,7 @@ class RemoteEvaluations:
         self._failed = False
 
     def begin(self, step: int) -> None:
-        """Gives the evaluation after a step to the hosts that are there."""
+        """Gives the evaluation after a step to the hosts in the job."""
         assert self.step_in_flight is None, "one at a time"
         self.step_in_flight = step
         if self._shares is not None:
@@ -71,9 +71,10 @@ class RemoteEvaluations:
             self._work = self._thread.submit(self._collect, name, _LONGEST_S)
 
     def evaluated(self, *, wait: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]] | None:
-        """Returns, on the leader, (step, eval/* metrics, a few samples) of the evaluation under way, once it is made.
+        """Returns, on the leader, (step, eval/* metrics, a few samples) of the evaluation under way when it is
+        complete.
 
-        It returns None before, after, and on other trainer hosts. With `wait` it waits for the scores.
+        It returns None before and after that, and on other trainer hosts. With `wait` it waits for the scores.
 
         Raises:
           BatchError: a reward function failed, or a service that it asks was away; raised on every trainer host, and
@@ -121,7 +122,7 @@ class RemoteEvaluations:
 
 
 def evaluated(step: int) -> str:
-    """Returns the channel's key of the leader's word that it has a whole evaluation, or why it will not have it."""
+    """Returns the channel's key of the leader's message that it has a whole evaluation, or why it will not have it."""
     return f"evaluated/{step}"
 
 

@@ -1,1 +1,1 @@
-"""Batches of a pod: a rollout host makes its share of each, a trainer host gathers the rows that it trains on."""
+"""Batches of a pod: each rollout host makes its share of a batch, each trainer host gathers the rows it trains on."""

@@ -24,7 +24,7 @@ _AGAIN_S = 0.05
 
 @dataclasses.dataclass(eq=False)
 class RemoteGroup(Group):
-    """A group whose samples a rollout host makes, as the leader knows it.
+    """The leader's record of a group whose samples a rollout host makes.
 
     Attributes:
       samples: number of samples; 0 under the token clock, where only the host counts them.
@@ -44,7 +44,7 @@ class RemoteGroup(Group):
 
     @property
     def ended(self) -> bool:
-        """Returns True once all samples have ended; under the token clock, once a host has the group.
+        """Returns True when all samples have ended; under the token clock, when a host has the group.
 
         Under the token clock the trainers wait for the rows that they fetch, so the leader need not know more.
         """
@@ -71,8 +71,8 @@ class _HostQueue:
       address: address of the host's channel endpoint.
       since: step that the host had reached when this account was opened.
       sent: number of orders sent so far.
-      dropped: number of orders that the host has read, and that the channel offers no longer.
-      change: number of the newest change of the leases that the host has heard of.
+      dropped: number of orders that the host has read, so that the channel no longer offers them.
+      change: number of the newest change of the leases that the host knows.
     """
 
     address: str
@@ -111,7 +111,7 @@ class Dispatcher:
         deadline_s: float,
         read: Callable[[], Prompts],
     ):
-        """Begins to listen to the hosts; gives no group yet.
+        """Begins to listen to the hosts.
 
         Args:
           pod: the job's processes.
@@ -130,14 +130,14 @@ class Dispatcher:
         self._open = OpenGroups(clock, size, self._group, self._ends)
         self._decided: dict[int, list[RemoteGroup]] = {}  # by step: groups that hosts still serve to trainers
         self._queues: dict[int, _HostQueue] = {}  # by host
-        self._start = self._at = 0  # the step that this process began at, and the step that it has reached
+        self._start = self._at = 0  # the step at which this process began, and the step it has reached
         self._clock_from = 0  # steps before this one are repeated from the journal
         self._batches = 0  # batches of prompts read since the start of the run
         self._batches_before = 0  # batches of prompts that had been read before the current step
         self._failed: int | None = None  # a host that could not go on
         # The batch whose prompts could not be read, and the error.
         self._read_error: tuple[int, BatchError] | None = None
-        # The newest result of `_collect_states`, behind its step.
+        # The newest step of `_collect_states`, and its result.
         self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})
         self._awaited_step: int | None = None  # the step whose groups this process waits for
         lease_server.regroup = self._regroup
@@ -154,13 +154,14 @@ class Dispatcher:
         """
         self._start = self._at = step
         self._batches = step + sum(len(part.prompts.length_P) for part in pending) // self._size
-        if self._by_tokens:  # complete batches count as read, and no host makes them again
+        if self._by_tokens:  # complete batches count as read; no host makes them again
             self._batches = step + whole + len(pending)
         self._clock_from = self._clock.known(step)
         self._open.resume(step, pending)
 
     def advance(self, step: int, batches: int) -> dict[str, int]:
-        """Goes on to a step: asks prompts again whose groups are too old, and gives out the prompts of new batches.
+        """Advances to a step: asks the prompts of groups that are too old again, and hands out the prompts of new
+        batches.
 
         If the prompts of a batch cannot be read, `decide` raises the error once the batches before it are trained on.
 
@@ -219,7 +220,8 @@ class Dispatcher:
             self._open_batch(step, [group.key for group in chosen], [group.host for group in chosen])
 
     def counts(self, step: int) -> Mapping[str, float]:
-        """Returns, once, the metrics of the queue at the time when the batch of a step was decided."""
+        """Returns the metrics of the queue at the time when the batch of a step was decided; only the first call has
+        them."""
         return self._open.counts(step)
 
     def state(self, step: int, first: int) -> Partial:
@@ -334,7 +336,7 @@ class Dispatcher:
             self._order(host, {"partial": whole.value, "groups": entries}, whole.arrays)
 
     def _how_to_draw(self, group: RemoteGroup, in_batch: bool) -> dict[str, Any]:
-        """Returns the part of an order that says how a group is drawn.
+        """Returns the part of an order that tells a host how to draw a group.
 
         `record`: the journal's entry that the group must become, or None. `since`: the first version of the weights
         that the host plays the group under.

@@ -1,4 +1,4 @@
-"""A rollout host of a pod: makes the groups that the leader gives it, and serves their samples to the trainers."""
+"""A rollout host of a pod: makes the groups that the leader assigns to it, and serves their samples to the trainers."""
 
 import functools
 import logging
@@ -31,9 +31,9 @@ _log = logging.getLogger("podrl.hosting")
 
 
 class HostRollouts:
-    """Runs on a rollout host: receives weights, makes and scores the groups it is ordered to, serves them to trainers.
+    """Runs on a rollout host: receives weights, makes and scores the groups of its orders, serves them to the trainers.
 
-    It also evaluates held-out prompts, by leases. Some leases come late, from a host that was lost.
+    It also evaluates the held-out prompts of its leases. Some leases come late, because their host was lost.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HostRollouts:
         mode: Mode = "whole",
         last: int | None = None,
     ):
-        """Stores the collaborators and begins to answer requests for rows; samples nothing yet.
+        """Stores the collaborators, and begins to answer requests for rows.
 
         Args:
           cluster: the cluster with this host's part of the rollout mesh.
@@ -96,7 +96,7 @@ class HostRollouts:
         """Asks the leader to let this host into the job.
 
         Returns:
-          The leader's answer, with `step`, at which this host begins, and `evaluated`, the steps evaluated so far.
+          The leader's answer: `step` is the step at which this host begins, `evaluated` the steps evaluated so far.
         """
         return self._leases.enter()
 
@@ -281,7 +281,7 @@ class HostRollouts:
         """Answers a request for rows of some samples of a lease; runs on the channel's thread."""
         names, (first, last) = message.value["names"], message.value["part"]
         lease = Lease(message.value["task"], int(first), int(last), self._pod.seat.process)
-        if lease not in self._batches:  # the rows were lost with the process whose number this process took over
+        if lease not in self._batches:  # the rows were lost with the process that had this process's number before
             return Message({"gone": True})
         if not set(names) <= set(codec.ALL_ROWS):
             raise ValueError(f"{names} are not all rows of a batch: {codec.ALL_ROWS} are")

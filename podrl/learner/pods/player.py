@@ -1,4 +1,5 @@
-"""The player, on a rollout host of a pod: it makes the groups that the dispatcher gives it, and serves them."""
+"""The player, on a rollout host of a pod: it makes the groups that the dispatcher assigns to the host, and serves
+them."""
 
 import dataclasses
 import logging
@@ -46,7 +47,7 @@ class Player:
         on_takeover: Callable[[], None],
         deadline_s: float,
     ):
-        """Begins nothing yet.
+        """Stores the collaborators.
 
         Args:
           generator: a podrl.learner.generation.Generator.
@@ -71,10 +72,10 @@ class Player:
             closed=lambda: self._closed,
         )
         self._serving = ThreadPoolExecutor(1, thread_name_prefix="podrl-serving")
-        self._more = threading.Condition()  # guards the next eleven attributes
-        self._orders: list[Message] = []  # orders that are not carried out yet
-        self._unfinished: int | None = None  # version of the newest window, until the window has come to its end
-        self._asides: list[Callable[[], None]] = []  # work for between two dispatches that is not done yet
+        self._more = threading.Condition()  # protects the next eleven attributes
+        self._orders: list[Message] = []  # orders that still have to be carried out
+        self._unfinished: int | None = None  # version of the newest window; None once it has ended
+        self._asides: list[Callable[[], None]] = []  # work that waits for the gap between two dispatches
         self._order_count = 0  # number of orders that have come
         self._at = 0  # the step that this host has reached
         self._window: int | None = None  # version of the window that is open; None between windows
@@ -86,7 +87,7 @@ class Player:
         self._clock_from = 0  # windows of earlier versions are repeated from the journal
         self._policy: Policy | None = None  # policy of the next window
         self._failed: BatchError | None = None
-        self._quiet = True  # the leader was told nothing since the window began
+        self._quiet = True  # no report went to the leader since the window began
         self._window_count = 0  # number of windows that have come to their end
 
     def follow(self) -> None:
@@ -250,11 +251,11 @@ class Player:
             raise
 
     def _must_pause(self, version: int) -> bool:
-        """True if samples must stop: the window was closed, or orders or other work must be done first."""
+        """Returns True if samples must stop: the window was closed, or orders or other work must be done first."""
         return self._has_work(version) or self._window != version
 
     def _has_work(self, version: int) -> bool:
-        """True if orders or other work must be done before samples go on."""
+        """Returns True if orders or other work must be done before samples go on."""
         ordered = any(one.value["window"] <= version for one in list(self._orders))
         return ordered or bool(self._asides) or self._closed
 
@@ -308,7 +309,7 @@ class Player:
             group.since = version
 
     def _save_late(self, groups: Sequence[OwnGroup], version: int) -> None:
-        """Offers the state of groups at the start of a window, if a checkpoint of that window may still be made.
+        """Offers the state of groups at the start of a window, if a checkpoint of that window can still come.
 
         Under the wall clock it does nothing.
         """
@@ -321,7 +322,7 @@ class Player:
             group.since = max(group.since, version + 1)
 
     def _on_ended(self) -> None:
-        """Tells the leader which groups have ended, and serves the parts of batches that have become whole."""
+        """Tells the leader which groups have ended, and serves the parts of batches that are now complete."""
         self._report()
         if self._unserved:
             self._serving.submit(self._serve)
@@ -329,8 +330,8 @@ class Player:
     def _report(self, *, last: bool = False) -> None:
         """Tells the leader which groups have ended and, at the end of a window (`last`), the oldest version of each.
 
-        Under the token clock the leader needs neither. Every few windows it is told how many orders and changes of
-        leases were read, so that it can free them.
+        Under the token clock the leader needs neither. Every few windows it learns how many orders and changes of
+        leases this host has read, so that it can free them.
         """
         if self._mode != "wall":
             self._window_count += last
@@ -397,5 +398,5 @@ class Player:
 
 
 def _moved_groups(order: Message) -> list[Mapping[str, Any]]:
-    """Lists the entries of an order that are about groups which a lost host had."""
+    """Lists the entries of an order whose groups a lost host had."""
     return [entry for entry in order.value.get("groups", ()) if entry["moved"]]

@@ -55,7 +55,7 @@ class RemoteRollouts:
         whole: bool = False,
         group_size: int = 0,
     ):
-        """Stores the collaborators, and makes the dispatcher on the leader; asks for nothing yet.
+        """Stores the collaborators, and makes the dispatcher on the leader.
 
         Args:
           cluster: the cluster with this host's part of the trainer's mesh.
@@ -89,7 +89,7 @@ class RemoteRollouts:
                 clock,
                 size=prompts,
                 group_size=group_size,
-                shares=max(len(pod.seat.hosts.heads), 1) if whole else 0,  # all may come later
+                shares=max(len(pod.seat.hosts.heads), 1) if whole else 0,  # all hosts may come later
                 deadline_s=deadline_s,
                 read=self.next_batch,
             )
@@ -174,7 +174,7 @@ class RemoteRollouts:
         return self._evaluations.evaluated(wait=wait)
 
     def unsaved(self) -> bool:
-        """True if a checkpoint would have to wait for an evaluation that the rollout hosts will not make any more."""
+        """True if a checkpoint would have to wait for an evaluation that the rollout hosts will never make."""
         return self._evaluations.unsaved()
 
     def _scores(self, name: str, deadline_s: float) -> list[Message]:
@@ -228,7 +228,7 @@ class RemoteRollouts:
         return self._pod.leads and traced is not None and traced.wants(step + 1)
 
     def drawn(self, step: int) -> Partial | None:
-        """Collects, on the leader, the unfinished state of a batch at the start of a window.
+        """Collects the unfinished state of a batch at the start of a window; on the leader only.
 
         Returns:
           The state; None if the rollout hosts have the whole batch, or if this host is not the leader.
@@ -261,7 +261,7 @@ class RemoteRollouts:
             value = {"task": lease.task, "part": [lease.first, lease.last], "names": list(names)}
             request, moved = Message(value, {"chosen": mine - starts[lease]}), self._moved(lease)
             found = self._pod.call(lease.host, "rows", request, self._deadline_s, moved=moved)
-            if found.value is not None:  # a new process has taken the host's place, and the rows are lost
+            if found.value is not None:  # a new process has taken the host's place, so the rows are lost
                 raise MovedError(lease.task)
             return mine, found
 
@@ -297,7 +297,7 @@ class RemoteBatch:
     """A batch that the rollout hosts are making."""
 
     def __init__(self, rollouts: RemoteRollouts, step: int, *, whole: bool):
-        """Starts nothing; `whole`: whether this host's copy is the one that goes into checkpoints."""
+        """Names the batch; `whole`: whether this host's copy goes into checkpoints."""
         self._rollouts, self._step, self._whole = rollouts, step, whole
         self._experience: Experience | None = None
         self._complete = False
@@ -312,8 +312,8 @@ class RemoteBatch:
     def complete(self) -> Experience | Partial:
         """Returns the content of a checkpoint: on the leader the batch with all rows and texts.
 
-        An unfinished batch that is made in windows is not waited for; its state is returned as a Partial. Other hosts'
-        copies are not written, so they need no more than `result`.
+        The call does not wait for an unfinished batch that is made in windows; it returns the batch's state as a
+        Partial. Other hosts' copies are not written, so other hosts only call `result`.
         """
         if not self._whole:
             return self.result()

@@ -13,7 +13,7 @@ from podrl.rewards.sandbox import kernel
 from podrl.rewards.sandbox.messages import Bounds
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
-_ITEMS = 1_000_000  # most items that a test may read from an iterator
+_ITEMS = 1_000_000  # largest number of items that a test may read from an iterator
 
 
 def start_programs(control: socket.socket, limits: Bounds) -> None:

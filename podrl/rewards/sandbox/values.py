@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
-_MOST = 1 << 24  # most bytes of a frame
+_MOST = 1 << 24  # largest number of bytes of a frame
 _EXACT = 1 << 53  # integers from here on are sent as hexadecimal text
 
 

@@ -1,10 +1,10 @@
-"""Kills this process with SIGKILL just before its n-th change to the files of a run directory, or that to one of them.
+"""Kills this process with SIGKILL just before its n-th change in a run directory, or before a change to one file.
 
-Python imports this module at start when its folder is on PYTHONPATH. Audit hooks hear of every open, rename, mkdir and
-remove before it is done, so every such change is a moment to be killed at; no product code takes part.
+Python imports this module at start when its folder is on PYTHONPATH. Audit hooks see every open, rename, mkdir and
+remove before it happens, so a process can be killed before each of them. No product code takes part.
 
-Environment: PODRL_KILL_WATCH, the run directory; PODRL_KILL_LOG, a file that gets a line per change; PODRL_KILL_AT, n
-or a part of the file's path.
+Environment: PODRL_KILL_WATCH, the run directory; PODRL_KILL_LOG, a file that gets a line per change; PODRL_KILL_AT, the
+number n or a part of the file's path.
 """
 
 import os

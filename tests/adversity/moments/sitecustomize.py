@@ -1,4 +1,4 @@
-"""Sends this process a signal when it begins to import a module: `SIGTERM@jax` in SIGNAL_AT."""
+"""Sends this process a signal when it begins to import a module: SIGNAL_AT=SIGTERM@jax."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import sys
 
 
 class _AtImport:
-    """An import finder that finds nothing, and watches which module is looked for."""
+    """An import finder that finds nothing; it only sees which module is imported."""
 
     def __init__(self, number: int, module: str):
         self._number, self._module = number, module
