@@ -26,7 +26,7 @@ FAILING = 0.5  # share of a tool's calls
 STARVED = 0.25  # share of a step's time
 UNPAID = 0.95  # share of samples with reward 0
 REPEATED = 8  # consecutive repetitions of a piece of text
-SETTLED = 10  # steps before a constant value is believed
+SETTLED = 10  # number of steps with a constant value before a check reports it
 WAITS = 0.5  # share of a step's time
 LONGEST = 3.0  # times the mean length of a batch
 TAUGHT = 0.01  # least nats per token between policy and teacher
@@ -71,7 +71,7 @@ def check(name: str, *, kind: str = "step", meaning: str, key: str) -> Callable[
     return add
 
 
-# The checks, by subject. First: are samples and weights what their records say?
+# The checks, by subject. First: do samples and weights agree with their records?
 
 
 @check(
@@ -303,7 +303,7 @@ def _trained(now: Record, past: Past) -> str:
     return "no sample has weight in the loss: " + ", ".join(f"{reasons[n]:.0f} {n.rsplit('/')[-1]}" for n in most)
 
 
-# What the samples look like.
+# The content of the samples.
 
 
 @check(
@@ -589,7 +589,7 @@ def _waits(now: Record, past: Past) -> str:
         return ""
     uneven = average(longest) / average(mean) if longest and mean and average(mean) > 0 else 0.0
     if not past.setting("algo.max_staleness", 0) and uneven < LONGEST:
-        return ""  # without staleness the update always waits; only a tail makes it worth overlapping
+        return ""  # without staleness the update always waits; overlapping it pays only if lengths have a tail
     text = f"perf/waits_samples is {average(waits):.2f} over {SETTLED} steps"
     return f"{text}, the longest sample {uneven:.2g} times the mean" if uneven else text
 
@@ -614,7 +614,7 @@ def _bottleneck(now: Record, past: Past) -> str:
 
 
 def _since_first(now: Record, past: Past, name: str, wrong: Callable[[float, float], bool], unit: str = " nats") -> str:
-    """Describes a metric if `wrong` holds of its mean over WINDOW steps and its mean in the first steps; '' if not."""
+    """Describes a metric if `wrong` is True for its mean over WINDOW steps and its mean in the first steps; else ''."""
     values, first = past.recent(now, name), past.at_first(name)
     if not values or first is None or not wrong(average(values), first):
         return ""

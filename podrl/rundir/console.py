@@ -17,8 +17,8 @@ import rich.text
 
 # Wide enough for the tables when the output goes to a file.
 _WIDTH = 124
-_NARROW = 60  # a terminal with fewer columns gets the table of a run without means
-_LAST = 10  # steps that a mean is taken over
+_NARROW = 60  # a terminal with fewer columns gets a run's table without means
+_LAST = 10  # number of steps over which a mean is taken
 
 
 def make_console(
@@ -69,13 +69,13 @@ class Progress:
     def __init__(
         self, console: rich.console.Console, description: str, start: int, total: int, every: int, updates: int = 1
     ):
-        """Shows the bar on a terminal, and nothing elsewhere yet.
+        """Shows the bar if the output is a terminal.
 
         Args:
           console: console to print to.
           description: name of a step, for the bar and the lines.
           start: number of steps done before.
-          total: number of steps in all.
+          total: total number of steps.
           every: number of steps between two lines.
           updates: number of updates in a step; if there are several, a line counts updates too.
         """

@@ -42,7 +42,7 @@ class Examination:
     """Runs all checks over the records of a run, in the order of the records; each check reports at most once."""
 
     def __init__(self, config: Mapping[str, Any]):
-        """Starts before the first record of the run with configuration `config`, as in config.json."""
+        """Begins an examination of a run; `config` is the content of its config.json."""
         self._past = Past(config)
         self._open = list(CHECKS)
 

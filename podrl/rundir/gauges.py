@@ -13,14 +13,14 @@ from podrl.storage.regular import regular
 _STARTS = "starts.jsonl"
 PLAN = "plan.json"  # in a run directory: the plan that log.plan names
 _BEGINNING = ("time/start-up", "time/restoring", "time/opening the run directory")
-# By metric: the kind of time that a run spends on something other than useful steps.
+# The kind of lost time (time outside useful steps) that each metric measures.
 _LOST_TIME = {
     "perf/lost_start": "start",
     "perf/lost_compile": "compile",
     "perf/lost_checkpoint": "checkpoint",
     "perf/lost_evaluation": "evaluation",
 }
-# By metric that compares a measured time with the plan: the plan's key of the planned seconds.
+# The plan's key of the planned seconds, by the metric that compares a measured time with them.
 _PLANNED = {
     "perf/plan_step": "step_s",
     "perf/plan_rollout": "rollout_s",
@@ -54,7 +54,7 @@ class Work:
         trainable parameter. A token of the rollout takes 2 per parameter.
 
         Args:
-          values: metrics of the step, of which tokens/* are read.
+          values: metrics of the step; only tokens/* are read.
         """
         trained = (4 * self.parameters + 2 * self.trainable) * self.passes * values.get("tokens/all", 0.0)
         sampled = values.get("tokens/prompt", 0.0) + values.get("tokens/completion", 0.0)
@@ -147,7 +147,7 @@ def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
     Args:
       workdir: the run directory; None for a run without one, whose first start is this one.
       began: time of this start, in seconds since 1970.
-      step: the step that this start goes on from.
+      step: the step from which this start continues.
     """
     if workdir is None:
         return began

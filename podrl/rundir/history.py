@@ -18,7 +18,7 @@ def kind_of(record: Record) -> str:
     return "evaluation" if "time/step" not in record and any(name.startswith("eval/") for name in record) else "step"
 
 
-WINDOW = 5  # steps that a mean is taken over
+WINDOW = 5  # number of steps over which a mean is taken
 
 
 class Past:
@@ -73,7 +73,7 @@ class Past:
 
     @property
     def on_policy(self) -> bool:
-        """Returns whether every batch is sampled by the very weights that it trains, and makes one update."""
+        """Returns whether every batch is sampled by exactly the weights that it updates, in one update."""
         splits = self.setting("trainer.mini_batch_size", None) is not None
         return not self.setting("algo.max_staleness", 0) and self.setting("algo.num_iterations", 1) == 1 and not splits
 
@@ -85,7 +85,7 @@ class Past:
         return trainer == self.setting("rollout.data_type", trainer) == "float32" and not quantised
 
     def recent(self, now: Record, name: str, count: int = WINDOW) -> list[float]:
-        """Returns the values of a metric in this step and the steps before it, `count` values, this step's last.
+        """Returns the last `count` values of a metric, up to this step's, which comes last.
 
         Returns [] if there are fewer steps, or if the metric is missing or not finite in one of them.
         """

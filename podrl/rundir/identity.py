@@ -12,7 +12,7 @@ from podrl.storage.seal import is_sealed, seal, unseal
 from podrl.storage.storage import Place, complete_steps, first_line, write_whole
 
 NAME = "config.json"
-DEFAULTS = "defaults.json"  # the settings that the same job has by default
+DEFAULTS = "defaults.json"  # defaults of the job's settings
 # Settings that may change, because they do not affect the steps made so far: where and when something is written or
 # measured, and deadlines.
 _FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "reward.workers", "trainer.eval_every_n_steps")
@@ -73,7 +73,7 @@ def write(workdir: pathlib.Path, config: Mapping[str, Any], defaults: Mapping[st
 
 
 def has_steps(workdir: Place, checkpoints: Place) -> bool:
-    """Returns whether the run in a directory has made a step: only then must its settings be kept."""
+    """Returns whether the run in a directory has made a step; its settings must be kept only then."""
     return bool(complete_steps(checkpoints)) or any("time/step" in record for record in read_metrics(workdir))
 
 
@@ -83,7 +83,7 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
     Args:
       theirs: configuration of the run in the directory. A key that it lacks had its default; a section that `mine`
         lacks was for another algorithm and is ignored.
-      mine: configuration to go on with.
+      mine: configuration that would continue the run.
       defaults: defaults of the keys of `mine`, as far as known.
 
     Returns:
@@ -156,7 +156,7 @@ def _in_sequences(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _spanned(values: Mapping[str, Any]) -> str:
-    """Returns the setting through which every step depends on the number of steps, as KEY=VALUE; '' for none."""
+    """Returns the setting that makes every step depend on the total number of steps, as KEY=VALUE; '' for none."""
     trainer = values.get("trainer", {})
     if trainer.get("schedule", "constant") != "constant":
         return f"trainer.schedule={trainer['schedule']!r}"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-Z = 1.959964  # 95 % of a normal distribution lie within so many standard errors of the mean
+Z = 1.959964  # 95 % of a normal distribution lie within this number of standard errors of the mean
 _ROUNDING = 1e-9  # equal values may have a standard error up to this, because a float rounds 2/3
 _SHARES = ("answer", "partial", "format", "pass", "majority", "pair_accuracy")
 
@@ -17,8 +17,8 @@ def share(mean: float, error: float | None, records: float) -> tuple[float, floa
     """Returns Wilson's score interval (1927) of a share, (low, high) within [0, 1].
 
     If records have several samples each, the interval is that of as many independent records as would give the same
-    standard error. If all records have the same value, or there is only one, the error says nothing, and each record
-    counts once.
+    standard error. If all records have the same value, or there is only one record, the error tells nothing, and each
+    record counts once.
 
     Args:
       mean: mean of the records' values, from 0 to 1.

@@ -1,7 +1,7 @@
 """Leases: which rollout host serves which part of a batch or evaluates which records, while hosts come and go.
 
 The leader cuts an evaluation into leases and gives each lease to a host. It gives the leases of a batch to the hosts
-that have made the batch's groups (podrl.learner.pods.dispatch). Every process hears of every change at once. The
+that have made the batch's groups (podrl.learner.pods.dispatch). Every process learns of every change at once. The
 leases of a lost host go to the other hosts, or to the next host that joins.
 """
 
@@ -76,7 +76,7 @@ class Task:
       groups: (data index of the first prompt, step at which that prompt was submitted) of each group of a batch, in the
         order of the places; empty for an evaluation and for a batch that could not be made.
       position: data position to save if no other prompt is in flight; '' while others are.
-      change: number of the table's change that this task was last changed by.
+      change: number of the newest change of the table that changed this task.
     """
 
     leases: tuple[Lease, ...]
@@ -179,7 +179,7 @@ class LeaseClient(Leases):
     """A copy of the leader's table in another process, kept up to date by the leader's messages."""
 
     def __init__(self, pod: Pod, deadline_s: float, *, changed: Callable[[str], None] = lambda task: None):
-        """Sends no request yet; `changed` gets the name of each task whose leases have changed.
+        """Stores the arguments; `changed` gets the name of each task whose leases have changed.
 
         The first calls of `changed` come from `enter`, on the caller's thread; later ones from the thread of `follow`.
         """
@@ -271,7 +271,7 @@ class LeaseServer(Leases):
         *,
         ending: Callable[[], bool] = lambda: False,
     ):
-        """Starts with an empty table and serves no requests yet.
+        """Starts with an empty table; `serve` begins to answer requests.
 
         Args:
           pod: the job's processes.
@@ -413,13 +413,14 @@ class LeaseServer(Leases):
         return Message()
 
     def _on_leaves(self, message: Message) -> Message:
-        """Answers, on the channel's thread, whether a host that was asked to stop may leave.
+        """Answers whether a host that was asked to stop may leave; runs on the channel's thread.
 
-        The last host may not: it stays, and the whole job stops.
+        The last host may not leave: it stays, and the whole job stops.
         """
         host = int(message.value["process"])
         with self._changed:
-            # A host may ask twice. Once it was let go the answer must stay yes, even if the other hosts are lost now.
+            # A host may ask twice. If it was allowed to leave, the answer must stay yes, even if the other hosts are
+            # lost now.
             has_left = host not in self._members
             may_leave = has_left or (not self._ending() and any(other != host for other in self._members))
             if may_leave and not has_left:
@@ -433,7 +434,8 @@ class LeaseServer(Leases):
         return Message({"goes": may_leave})
 
     def _enter(self, message: Message) -> Message:
-        """Answers, on the channel's thread, at which step a process begins; a rollout host gets leases from then on."""
+        """Answers at which step a joining process begins, and gives a rollout host leases from then on; runs on the
+        channel's thread."""
         process = int(message.value["process"])
         with self._changed:
             step = min(self._starts)
@@ -457,7 +459,7 @@ class LeaseServer(Leases):
             self._reassign()
 
     def _reassign(self) -> None:
-        """Gives the leases without a host, or of hosts that are gone, to the hosts in the job."""
+        """Gives leases that have no host, or a lost host, to the hosts in the job."""
         changed = []
         for name, task in self._tasks.items():
             present = {*self._members, *self._pod.seat.hosts.trainer}
@@ -476,7 +478,8 @@ class LeaseServer(Leases):
         self.regroup()
 
     def _moved(self, lease: Lease, others: Sequence[Lease]) -> Lease:
-        """Returns a lost host's lease, given to the host with the fewest places of the task; NOBODY without hosts."""
+        """Gives a lost host's lease to the host with the fewest places of the task (NOBODY if there is no host);
+        returns it."""
         of = dict.fromkeys(sorted(self._members), 0)
         for other in others:
             if other.host in of:

@@ -67,7 +67,7 @@ class MetricsLog:
     """Appends one JSON object per step to metrics.jsonl, and passes it to every tracker.
 
     A resumed run passes `start`: lines of step `start` and of later steps are dropped first, so that each step is
-    written once. A full disk stops nothing: lines wait in memory until there is space.
+    written once. A full disk does not stop the run: lines wait in memory until there is space.
 
     Attributes:
       problems: sentences that name the files in which a resumed run did not find the lines that it had written.
@@ -165,7 +165,7 @@ class Lines:
 
     Attributes:
       path: the file.
-      size: bytes of all lines so far, those that wait included.
+      size: bytes of all lines so far, including waiting lines.
       difference: difference between the lines that were found and the mark, such as 'is gone'; '' if there is none.
     """
 
@@ -189,7 +189,7 @@ class Lines:
         if not content.startswith(lines):
             write_whole(path, lines)
         elif len(content) > len(lines):
-            os.truncate(path, len(lines))  # unlike writing the file anew it needs no space on a full disk
+            os.truncate(path, len(lines))  # unlike a new copy of the file this needs no space on a full disk
         self.size, self._sha256 = len(lines), hashlib.sha256(lines)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
@@ -221,7 +221,7 @@ class Lines:
             self._failing = True
 
     def mark(self) -> dict[str, Any]:
-        """Returns size and checksum of all lines so far, those that wait included."""
+        """Returns size and checksum of all lines so far, including waiting lines."""
         return {"size": self.size, "sha256": self._sha256.hexdigest()}
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Profiler:
     """
 
     def __init__(self, place: str, host: str = "trainer 0", steps: tuple[int, int] | None = None):
-        """Starts no profile yet.
+        """Plans the profile of `steps`.
 
         Args:
           place: the run directory; '' disables profiling.
@@ -51,7 +51,7 @@ class Profiler:
         """
         self._place, self._host, self.planned = place, host.replace(" ", "_"), steps
         self._requested = False
-        self._folder: pathlib.Path | None = None  # where the profile under way is written; None without one
+        self._folder: pathlib.Path | None = None  # directory of the profile under way; None without one
         self._marked = contextlib.ExitStack()  # marks the present step's number in the profile, for times per step
 
     def ask(self) -> None:
@@ -59,7 +59,7 @@ class Profiler:
         self._requested = True
 
     def decide(self, step: int) -> tuple[int, int] | None:
-        """Returns the (first, last) step that all processes shall profile, or None; on the leader.
+        """Returns the (first, last) step that all processes must profile, or None; on the leader only.
 
         Args:
           step: number of steps done; after a request by `ask` the steps that follow it are profiled.

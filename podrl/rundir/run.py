@@ -26,7 +26,7 @@ from podrl.storage.storage import StorageError, check, disk_trouble, is_remote, 
 from podrl.workers.child import refuse_inside
 
 OUTSIDE = "outside"  # folder of the outside answers, which a resumed run reads
-_PATIENCE_S = 120.0  # time for copying the files of a run directory, which are small
+_PATIENCE_S = 120.0  # time limit for copying the files of a run directory, which are small
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
       spans: record of what this process did at what time, its stages included.
       tracing: records spans and samples; None if this process writes no metrics or log.trace is 'off'.
       on_saved: functions that are called after a save with the newest step that has a complete checkpoint.
-      on_takeover: functions that are called before this process takes over samples that another process had begun.
+      on_takeover: functions that are called before this process takes over another process's samples.
     """
 
     def __init__(
@@ -230,7 +230,8 @@ class Run:
 
         Args:
           start: the first step that will be written.
-          marks: result of `marks` in the checkpoint that the run goes on from; if the files differ, the user is told.
+          marks: result of `marks` in the checkpoint from which the run continues; if the files differ, the user is
+            told.
         """
         self.begin()
         if self.workdir is not None and self.leads:

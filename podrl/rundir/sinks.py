@@ -1,6 +1,6 @@
 """Trackers that get a run's metrics and samples besides its files: TensorBoard, W&B and MLflow, by name in `log.to`.
 
-A tracker that fails stops nothing: a warning says so once, and the records that it misses are in metrics.jsonl and
+A failing tracker does not stop the run: it causes one warning, and the records that it misses are in metrics.jsonl and
 samples.jsonl.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger("podrl.metrics")
 SinkName = Literal["tensorboard", "wandb", "mlflow"]
 End = Literal["finished", "stopped", "failed"]
 Sample = Mapping[str, Any]
-_WAITING = 1000  # the most records that wait for a slow tracker
+_WAITING = 1000  # largest number of records that wait for a slow tracker
 _CLOSE_S = 30.0
 _SECRET = re.compile(r"(?i)(^|_)(key|token|secret|password|passwd|credentials?|authorization|headers)$")
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")

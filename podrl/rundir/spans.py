@@ -12,16 +12,17 @@ from typing import Any
 import jax
 
 NAME = "spans.jsonl"
-_MOST_WAITING = 20_000  # the most spans that wait to be taken
+_MOST_WAITING = 20_000  # largest number of spans that wait to be taken
 TOOLS = "tools"  # lane of the calls of tools, which overlap
-CALLS = 200  # calls of tools that are kept between two steps; the longest stay
+CALLS = 200  # number of calls of tools that are kept between two steps: the longest calls
 _EVERY = 5  # steps between messages to the process that writes
-_LATER = re.compile(r" at step \d+$")  # part of a stage's name that is not part of the span's
+_LATER = re.compile(r" at step \d+$")  # part of a stage's name that a span's name leaves out
 _COMPILES = "/jax/core/compile/backend_compile_duration"
 
 
 class Spans:
-    """Collects the spans of a process, from any thread, until they are taken; if none takes them, the newest stay.
+    """Collects the spans of a process, from any thread, until they are taken; spans that are never taken give way to
+    newer ones.
 
     Attributes:
       host: name of the process in its job, such as 'trainer 0'.
@@ -37,7 +38,7 @@ class Spans:
         self._spans: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
         self._calls: list[tuple[float, int, dict[str, Any]]] = []  # a heap of (seconds, number, span), shortest first
         self._call_count = 0
-        self._lock = threading.Lock()  # guards _calls and _call_count
+        self._lock = threading.Lock()  # protects _calls and _call_count
         self._step = 0
         self._unsent: list[dict[str, Any]] = []  # spans to send next
 

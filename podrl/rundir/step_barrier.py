@@ -8,7 +8,7 @@ from podrl.runtime.pod import LEADER, Pod
 
 
 class StepBarrier:
-    """Keeps a pod's processes in step: in every step all continue or stop as the leader decides.
+    """Keeps a pod's processes in step: at every step the leader decides whether all continue or stop.
 
     Attributes:
       needed_step: first step whose batch a trainer host may still need, as far as the leader knows.

@@ -28,7 +28,7 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
 
     Args:
       workdir: the run directory.
-      extra: further entries, facts that only the process knows (seed, devices, commit, paths).
+      extra: further entries: facts that only the process knows, such as seed, devices, commit and paths.
     """
     records = read_metrics(workdir)
     evals = eval_records(records)
@@ -88,7 +88,7 @@ def _paired_intervals(workdir: pathlib.Path, first: int, last: int) -> dict[str,
         return {}
     try:
         was, now = (unseal(dict(json.loads(path.read_text()))) for path in paths)
-    except (ValueError, TypeError):  # a damaged file: the table shows the wider, unpaired interval
+    except (ValueError, TypeError):  # the file is damaged, so the table shows the wider, unpaired interval
         return {}
     intervals_by_name: dict[str, tuple[float, float] | None] = {}
     for name in was:

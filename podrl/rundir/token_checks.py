@@ -9,7 +9,7 @@ from podrl.rundir.checks import check
 from podrl.rundir.history import Past, Record
 from podrl.rundir.trace import TracedStep
 
-# The most nats by which the trainer's and the sampler's log-probability of one token may differ; docs/doctor.md.
+# Largest allowed difference, in nats, of the trainer's and the sampler's log-probability of a token; docs/doctor.md.
 APART, APART_INEXACT = 0.01, 2.0
 
 
@@ -124,7 +124,7 @@ def _place(step: TracedStep) -> np.ndarray:
 
 
 def _token(step: TracedStep, bad_X: np.ndarray, at: int | None = None) -> str:
-    """Describes the place of token `at`; None for the first token that is bad."""
+    """Describes the place of token `at`; `at` None stands for the first bad token."""
     at = int(np.argmax(bad_X)) if at is None else at
     sample = int(np.searchsorted(step.first, at, side="right")) - 1
     group, member = step.samples["group"][sample], member_of(step.samples["group"])[sample]

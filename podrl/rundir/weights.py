@@ -31,7 +31,7 @@ def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> WeightCom
     Args:
       before: the step in the first run.
       now: the same step in the second run.
-      most: the largest number of tokens to list.
+      most: largest number of tokens to list.
 
     Raises:
       ValueError: a step lacks weight and clipping, or the two steps have different samples.

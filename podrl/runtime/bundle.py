@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 
 from podrl.storage.storage import StorageError, check, file_size, first_line, is_remote, locate
 
-# The most that launch/submission.py sends, including the headers of the files in the archive.
+# Largest number of bytes that launch/submission.py sends, including the headers of the files in the archive.
 _MOST_BYTES = 64 << 20
 _NAME = re.compile(r"code-([0-9a-f]{64})\.tar$")
 

@@ -6,9 +6,9 @@ answered, so an endpoint that was unreachable for a while still gets it; any req
 
 Every request names the endpoint that sends it and the endpoint that it is for, by random numbers that endpoints draw
 when they start. So two endpoints cannot disagree about whether they are connected. An endpoint that was given up
-(`give_up`) is served nothing more: the answer to whatever it asks says so. An endpoint that has taken over the address
-of another one (the next run of the same command) refuses requests for its predecessor. Either answer counts as the loss
-of the connection.
+(`give_up`) is served nothing more: the answer to any of its requests tells it so. An endpoint that has taken over the
+address of another one (the next run of the same command) refuses requests for its predecessor. Either answer counts as
+the loss of the connection.
 
 A stranger can do little harm. Until a connection has proved that it holds the job's key, a frame may not be longer than
 PIECE (longer messages are cut into pieces of that length), and the connection ends after HANDSHAKE_S. A connection that
@@ -42,15 +42,15 @@ from podrl.runtime.request import LateError as LateError
 from podrl.runtime.request import Request
 from podrl.runtime.sockets import listen, raise_descriptor_limit
 
-RESEND_S = 60.0  # a precaution: a broken connection is noticed without it, and a call without a handler waits
+RESEND_S = 60.0  # a precaution: broken connections are noticed without it too, and a call without a handler waits
 SILENCE_S = 30.0  # a whole machine must be silent for this long: no compilation delays the threads that send heartbeats
 _HEARTBEATS = 6  # heartbeats within SILENCE_S
 HANDSHAKE_S = 10.0
 _SEALED = 64  # bytes that encryption adds to a frame, rounded up
 _SWEEP_S = 1.0  # time between two checks of silent connections
 _READABLE = int(zmq.POLLIN)
-_TURN = 100  # messages that are read from one socket before the next socket's turn
-_NUMBER = 8  # bytes of the number of a request, and of an endpoint
+_TURN = 100  # number of messages read from one socket before the next socket's turn
+_NUMBER = 8  # length in bytes of the number of a request or an endpoint
 _GONE = b"gone"  # status of an answer to an endpoint that was given up, or to a request for another endpoint
 
 Handler = Callable[[Message], "Message | futures.Future[Message]"]
@@ -106,7 +106,7 @@ class Channel:
             raise ValueError("The processes' channel needs a secret: set PODRL_SECRET to the same text on all hosts.")
         self.name, self.number, self.traffic = name, secrets.token_hex(_NUMBER), Traffic()
         self._endpoints, self._refused = dict[str, bytes](), set[bytes]()  # endpoints by address; endpoints given up
-        self._senders: dict[tuple[bytes, bytes], bytes] = {}  # by request that waits for its answer: its endpoint
+        self._senders: dict[tuple[bytes, bytes], bytes] = {}  # the endpoint of each request that waits for its answer
         self._silence_ms, (self._public, self._private) = int(1000 * silence_s), _keys(secret)
         raise_descriptor_limit()
         self._context = zmq.Context(io_threads=threads)
@@ -361,7 +361,7 @@ class Channel:
 
     def _receive_request(self) -> None:
         received = self._server.recv_multipart(copy=False)
-        # The sender may rely on a `put` or `serve` that this process called earlier: such jobs must come first.
+        # The sender may rely on an earlier `put` or `serve` of this process, so these jobs must come first.
         self._do_jobs()
         self.traffic.count(received)
         if len(received) < 4:
@@ -400,7 +400,8 @@ class Channel:
         return self._peers[place]
 
     def _on_reconnect(self, place: tuple[str, int]) -> None:
-        """Repeats the unanswered requests of a connection that was broken and stands again: some may have been lost."""
+        """Repeats the unanswered requests of a connection that broke and was restored, because some may have been
+        lost."""
         for request in [r for r in self._answers.values() if r.place == place]:
             self._send(request)
 
@@ -453,7 +454,7 @@ class _Link:
         self._was_up = self.refused = False
         self._broken_since: float | None = None
         self._on_lost: Callable[[], None] | None = None
-        self._until = math.inf  # time after which a connection that never stood counts as broken
+        self._until = math.inf  # time after which a connection that was never established counts as broken
         client.connect(f"tcp://{place[0]}")
 
     @property
@@ -471,7 +472,7 @@ class _Link:
     def receive(self) -> None:
         received = self.client.recv_multipart(copy=False)
         self._channel.traffic.count(received)
-        if len(received) >= 3:  # fewer parts are not an answer of this protocol
+        if len(received) >= 3:  # an answer of this protocol has more parts
             numbers, status, *pieces = received
             self._channel._on_answer(self._place[0], numbers.bytes, status.bytes, pieces)
 
@@ -496,7 +497,7 @@ class _Link:
     def close(self) -> None:
         self.client.disable_monitor()
         self.monitor.close(linger=0)
-        self.client.close(linger=1000 if self.is_up else 0)  # messages to a lost endpoint could not leave anyway
+        self.client.close(linger=1000 if self.is_up else 0)  # messages to a lost endpoint could not be sent anyway
 
 
 class _OneKey:

@@ -94,10 +94,10 @@ def enable_compile_cache(env: MutableMapping[str, str], cache: str) -> None:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds machine code: no other user may write
         except OSError:
-            return  # there is no home directory: every start compiles
+            return  # without a home directory every start compiles
         cache = str(directory)
     env["JAX_COMPILATION_CACHE_DIR"] = cache
-    # Compiling the small programs together takes a second; a bucket answers too slowly to be asked for each of them.
+    # Compiling all small programs takes a second; asking a bucket for each of them would take longer.
     env.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1" if "://" in cache else "0")
 
 

@@ -190,9 +190,9 @@ def distributed_arguments(cluster: Cluster, seat: Seat, *, heartbeat_s: float) -
 
 
 def bind_address(coordinator: str) -> str:
-    """Returns the address that jax's coordinator listens at: one interface, where jax would by default take all.
+    """Returns the address at which jax's coordinator listens: one interface only; by default jax would take all.
 
-    The coordinator authenticates nobody, so whoever reaches it can end the job.
+    The coordinator authenticates no one, so anyone who reaches it could end the job.
     """
     if coordinator.startswith(UNIX):
         return coordinator
@@ -201,7 +201,7 @@ def bind_address(coordinator: str) -> str:
 
 
 def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float = HEARTBEAT_S) -> Pod:
-    """Waits for the other processes of the job, and then starts jax's cluster, whose members are then all alive.
+    """Waits for the other processes of the job, so that all are alive, and then starts jax's cluster.
 
     Args:
       cluster: place of this process in its jax cluster.

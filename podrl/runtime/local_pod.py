@@ -53,7 +53,7 @@ class LocalPod:
         environment: Mapping[str, str],
         restarts: int = RESTARTS,
     ):
-        """Stores the command and its processes; starts nothing.
+        """Stores the command and its processes.
 
         Args:
           command: command of every process.
@@ -71,17 +71,17 @@ class LocalPod:
         self._children: dict[int, subprocess.Popen] = {}
         self._threads: list[threading.Thread] = []
         self._restarts = restarts  # restarts that are left
-        self._stopping = 0  # number of the signal that asked for the end; 0 before
+        self._stopping = 0  # number of the signal that asked for the end; 0 if there was none
 
     def run(self) -> int:
         """Starts all processes, waits for them, and returns 0 or the exit code of the first that failed."""
         private = tempfile.TemporaryDirectory(prefix="podrl-", dir=_short_temporary())
         with private as place, self._signals():
-            # jax's coordinator authenticates nobody; only this user can reach a socket in this directory.
+            # jax's coordinator authenticates no one; only this user can reach a socket in this directory.
             self._environment["PODRL_COORDINATOR"] = f"{UNIX}{place}/coordinator"
             try:
                 for process in (*self._hosts.trainer, *self._hosts.rollout, *self._hosts.eval):
-                    if self._stopping:  # the processes started so far are killed: none has anything to save yet
+                    if self._stopping:  # the processes started so far are killed, because none has anything to save yet
                         self._say(f"{signals.sentence(self._stopping)} All processes are ended.")
                         return signals.exit_code(self._stopping)
                     self._start(process)
@@ -96,7 +96,7 @@ class LocalPod:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that a Ctrl-C reaches the child only once, through this process
+            start_new_session=True,  # a Ctrl-C then reaches the child only once, through this process
             preexec_fn=functools.partial(_die_with, os.getpid()),
         )
         self._children[process] = child
@@ -231,7 +231,7 @@ def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
 
 
 def _without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields a process's output lines, without the lines of libraries that do not help the user."""
+    """Yields a process's output lines without those lines of libraries that do not help the user."""
     lines = iter(lines)
     for line in lines:
         if not _CHATTER.match(line):

@@ -36,7 +36,7 @@ _OVER_LATE_S = 5.0  # time for a process that takes part in the job to leave by 
 _LAST_S = 10.0
 _OTHERS_S = 30.0
 _LAST_STEP_S = 0.2  # time that a process needs to end after it has closed its connections
-_LOOK_S = 0.5  # time between two checks of a process's address, and of whether it is still the process to ask
+_LOOK_S = 0.5  # time between two checks of a process's address, and of whether another process must be asked
 
 
 class MovedError(Exception):
@@ -52,12 +52,12 @@ class Pod:
       leads: True on the leader.
       ids: (process id, machine) of each process by its number; complete on the leader once all have joined, elsewhere
         this process alone.
-      last_words: function that returns the text to print before the end of another process ends this one: what is
-        saved, and how to resume.
+      last_words: function that returns the text to print before this process ends because another one has ended: saved
+        step and how to resume.
       on_lost: function that is called on the leader, on the channel's thread, with the number of a rollout process that
         was lost.
       on_evaluator_lost: function that is called in the same way with the number of a lost evaluation process.
-      wait_sources: functions that return what else this process waits for, as text; '' for nothing.
+      wait_sources: functions that describe further waits of this process as text; '' for none.
     """
 
     def __init__(self, seat: Seat, *, host: str):
@@ -72,10 +72,10 @@ class Pod:
         self.channel = Channel(self.name, secret=seat.secret, host=host, port=port)
         self._leader = self.channel.address if self.leads else seat.leader
         self._addresses: dict[int, str] = {LEADER: self._leader}
-        self._changes = 0  # changes of the roster since it was complete
+        self._changes = 0  # number of changes of the roster since it was complete
         self._complete = False  # whether all of the job's first processes have joined
-        self._numbers = itertools.count(seat.hosts.count)  # numbers for processes that come later
-        self._late_numbers: set[int] = set()  # numbers of the processes that came later
+        self._numbers = itertools.count(seat.hosts.count)  # numbers that are free for later processes
+        self._late_numbers: set[int] = set()  # numbers of later processes
         self._number_of_request: dict[str, int] = {}  # numbers by the request for them, which may be served twice
         # By (cluster, index of the replica in it): numbers that wait for the replica's other hosts, by place.
         self._parts: dict[tuple[str, int], dict[int, int]] = {}
@@ -84,7 +84,7 @@ class Pod:
         self._endpoints: dict[int, str] = {}  # numbers of the processes' channels, on the leader
         self._ended = threading.Event()
         self._changed = threading.Condition()
-        self._waits_of_threads: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, and since when
+        self._waits_of_threads: dict[int, tuple[str, float]] = {}  # by thread: description and start of its wait
         self.ids = {seat.process: (os.getpid(), socket.gethostname())}
         self.last_words: Callable[[], str] = lambda: ""
         self.on_lost: Callable[[int], None] = lambda process: None
@@ -327,7 +327,7 @@ class Pod:
     def _differences(self, who: Mapping[str, Any]) -> Message:
         """Describes how one of the job's first processes was started differently from this one.
 
-        The message is empty if it was started for the same job.
+        The text is empty if both were started for the same job.
         """
         process = int(who["process"])
         if process >= self.seat.hosts.count:
@@ -359,9 +359,9 @@ class Pod:
     # Leaving and failing.
 
     def leave(self, code: int = EXIT_DONE) -> None:
-        """Ends this process's part in the job cleanly, once the leader says that the job is over.
+        """Ends this process's part in the job cleanly, when the leader has declared the job over.
 
-        On the leader this call says so, waits for the others, and ends last.
+        On the leader this call declares the job over, waits for the others, and ends last.
         """
         if self._ended.is_set():
             return
@@ -376,7 +376,7 @@ class Pod:
         self.channel.close()
 
     def first_to_fail(self) -> bool:
-        """Returns True in the one process that prints in full why the job fails; the others print one line.
+        """Returns True in the one process that prints the full error of a failing job; the others print one line.
 
         One error often strikes several processes at once, or reaches them from another process. Call it before `fail`.
         """
@@ -419,9 +419,10 @@ class Pod:
             return [address for process, address in self._addresses.items() if process != LEADER]
 
     def await_end(self, deadline_s: float) -> None:
-        """Waits to see whether the job ends for a reason that another process knows; in that case it does not return.
+        """Waits for the job to end for a reason that another process knows; if it ends so, this call does not return.
 
-        Call it in a process whose failure the leader must handle first, or probably follows from another's failure.
+        Call it in a process whose failure the leader must handle first, or whose failure probably follows from
+        another's.
         """
         if self._ended.wait(deadline_s):
             time.sleep(_LAST_S)  # the thread that knows the reason prints it and ends the process
@@ -445,7 +446,7 @@ class Pod:
         process, code = int(message.value["process"]), int(message.value["code"])
         with self._changed:
             same_address = self._addresses.get(process) == message.value["address"]
-            # A process that was let go or lost before: other hosts have its work.
+            # The process left or was lost before, and other hosts have its work.
             if process in self._leavers | self._lost_processes or not same_address:
                 return Message()
             self._leavers.add(process)
@@ -534,11 +535,11 @@ class Pod:
           code: exit code.
           text: reason, printed before the end.
           grace_s: seconds in which a process that fails for the same reason may report and end by itself.
-          farewell: True to tell the leader first, which may wait for that.
+          farewell: True to tell the leader first, because it may wait for this message.
         """
 
         def finish() -> None:
-            time.sleep(grace_s)  # a process that is failing for the same reason reports it better itself
+            time.sleep(grace_s)  # a process that fails for the same reason gives the better report
             if self._ended.is_set():
                 return
             self.fail(code, text) if self.leads else self._ended.set()

@@ -74,7 +74,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         if isinstance(error, urllib.error.HTTPError):
-            return  # the service answered: whatever led to the answer was no failure of the network
+            return  # the service answered, so the network did not fail
         reason: Any = getattr(error, "reason", None)  # urllib's
         wrapped = reason if isinstance(reason, BaseException) else error.__cause__
         if wrapped is None and not error.__suppress_context__:

@@ -96,7 +96,7 @@ def _watch() -> None:
         while numbers := os.read(receiver, 64):
             for number in (n for n in numbers if n in NUMBERS and leaves(n)):
                 time.sleep(_PATIENCE_S if _unwinds else 0.5)
-                if leaves(number):  # else training has begun meanwhile, and its own handler deals with the signal
+                if leaves(number):  # otherwise training has begun meanwhile, and its own handler deals with the signal
                     _leave(number)
 
     _watcher = threading.Thread(target=watch, name="podrl-signals", daemon=True)

@@ -3,8 +3,8 @@
 import resource
 import socket
 
-_SILENT_S = 600  # how long the kernel keeps a connection that has not sent a byte from the process
-_WAITING = 4096  # connections that may wait to be accepted
+_SILENT_S = 600  # how long the kernel withholds a silent connection from the process
+_WAITING = 4096  # number of connections that may wait to be accepted
 _DESCRIPTORS = 1 << 16
 
 

@@ -50,16 +50,17 @@ class Watchdog:
     """Watches the stages of the thread that runs the training loop, one stage at a time.
 
     After `stall_s` seconds in one stage it prints the stage, its age and all stacks to stderr, once per stage. After
-    four times as long it exits the process with code 42 (infrastructure: restart me), because nothing else would.
+    four times as long it ends the process with code 42 (infrastructure: restart me), because nothing else would end it.
     If a stage waits for another process, it says so after a tenth of `stall_s`. The first time that a stage takes more
     than 3 s, it says what the stage does. SIGUSR1 prints the stacks at any time.
 
     Attributes:
-      wait_sources: functions that return what this process waits for, as text, '' for nothing; printed with the stage.
+      wait_sources: functions that describe the waits of this process as text, '' for none; printed with the stage.
       last_words: function that returns the text to print before the process ends: what is saved, and how to resume.
       say: function that prints a line about a stage that takes more than 3 s; None prints nothing.
       expected: seconds that each stage took when it ran last, as far as known; printed in that line.
-      informs: True in the process that informs the user, which alone says after a tenth of `stall_s` what it waits for.
+      informs: True in the process that informs the user; only this process reports its waits after a tenth of
+        `stall_s`.
       on_stage_end: function that is called with every stage that has ended: its name, start and end (`time.monotonic`).
     """
 
