@@ -13,20 +13,22 @@ def closed_answer(completion: str) -> str | None:
 
 
 def last_answer(completion: str) -> str | None:
-    """Returns the text in the last pair of answer tags, else that after the last opening tag; None without a tag."""
+    """Returns the text in the last pair of answer tags, else the text after the last opening tag; None without a
+    tag."""
     closed = closed_answer(completion)
     _, opened, rest = completion.rpartition(_OPENED)
     return closed if closed is not None or not opened else rest
 
 
 def number_of(completion: str) -> numbers.Number | None:
-    """Returns the number that a completion answers with; None without an answer tag or one single number after it."""
+    """Returns the number that a completion answers with; None without an answer tag, or without one single number after
+    it."""
     answer = last_answer(completion)
     return None if answer is None else numbers.read(answer)
 
 
 def is_right(answer: str | None, truth: str) -> bool:
-    """True if an answer gives the number of the reference, or the text of the reference where it is no number."""
+    """Returns True if an answer gives the reference's number, or the reference's text if that is no number."""
     if answer is None:
         return False
     wanted = numbers.of_reference(truth)
@@ -37,7 +39,7 @@ def is_right(answer: str | None, truth: str) -> bool:
 
 
 def vote(answer: str) -> str:
-    """Normalises an answer for a majority vote: '8', '8.0' and '8.' are one vote; so are '12%' and '12'."""
+    """Normalises an answer for a majority vote: '8', '8.0' and '8.' are the same vote; so are '12%' and '12'."""
     number = numbers.read(answer)
     return _words(answer) if number is None else str(number)
 

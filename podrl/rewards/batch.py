@@ -161,8 +161,8 @@ class _Line:
 class OpenBatch:
     """Scores a batch while it is sampled: reward functions are called with the samples that have ended.
 
-    A call takes all samples that wait or, where several calls may run at once, its share of them. So there are few
-    calls where a call is expensive: samples pile up while the calls before are running.
+    A call takes all waiting samples or, if several calls may run at once, its share of them. So an expensive function
+    gets few calls, because samples accumulate while earlier calls run.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class OpenBatch:
         fields: Mapping[str, Sequence[Any]],
         group_B: Int[np.ndarray, " B"],
     ) -> None:
-        """Begins with B samples of which none has ended.
+        """Opens a batch of B samples, none of which has ended.
 
         Args:
           scorers: reward functions, one for each row of the rewards.
@@ -199,7 +199,7 @@ class OpenBatch:
         Args:
           sample: index of the sample in the batch.
           completion: text to be scored.
-          fields: values that are known only now that the sample has ended; every sample has the same names.
+          fields: values that are known only after the sample's end; every sample has the same names.
         """
         self._end(sample, (completion, fields))
 
@@ -233,7 +233,7 @@ class OpenBatch:
         return _whole(reward_FB)
 
     def known(self) -> tuple[Float[np.ndarray, "F B"], Bool[np.ndarray, " B"]]:
-        """Reads the rewards that are known by now, without waiting.
+        """Reads the rewards that are known so far, without waiting.
 
         Returns:
           Rewards as in `result`, NaN in all rows for a sample that lacks some; and whether each sample is complete: all
@@ -302,7 +302,7 @@ class OpenBatch:
 
 
 def _whole(reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, "F B"]:
-    """Makes all rewards of a sample NaN where one of them is NaN."""
+    """Makes all rewards of a sample NaN if one of them is NaN."""
     return np.where(np.isnan(reward_FB).any(axis=0), np.nan, reward_FB)
 
 

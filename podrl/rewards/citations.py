@@ -23,7 +23,7 @@ def citations(
     A statement is supported if every id in its tag is the id of a document that a tool returned in this sample, and if
     these documents have every number of the statement and at least half of its other words. Ids are separated by
     commas. A document that the model wrote itself is not a tool's: its id counts as invented. Text outside the tags is
-    not looked at, so one supported statement scores 1 whatever else the answer says.
+    ignored, so one supported statement scores 1, whatever else the answer says.
 
     Args:
       prompts: prompts, which are not read.

@@ -75,7 +75,7 @@ class CodeConfig:
     packages: tuple[str, ...] = ()
 
     def longest_s(self, samples: int) -> float:
-        """Computes the seconds within which a call for this number of samples ends, whatever the programs do."""
+        """Computes an upper bound of the seconds of a call for this number of samples, whatever the programs do."""
         return -(-samples // self.at_once) * (self.wall_s + _LEAVE_S) + _START_S
 
 
@@ -137,7 +137,7 @@ class CodeTests:
         """Warns, once in a job, that a test failed for a reason that may lie in the test and not in the program.
 
         Such a reason is a test that gives the program a value that is not plain data, such as a function. The test is
-        not refused, because another program may never be given such a value.
+        not refused, because it may never pass such a value to another program.
 
         Args:
           verdict: the sandbox's result for one sample; 'unusable' holds such a reason, '' if there is none.
@@ -156,17 +156,17 @@ class CodeTests:
 
 
 def code_of(completion: str) -> str:
-    """Finds the program in a completion: its last block of Python, blocks between the last answer tags before others.
+    """Finds the program in a completion: its last block of Python; blocks between the last answer tags come first.
 
-    Without a block of Python it is the last block of the highest `_rank`. Where no block looks like code, text between
-    fences on one line counts as a block, too. Without any block it is the text between the answer tags, or the whole
+    Without a block of Python it is the last block of the highest `_rank`. If no block looks like code, text between
+    fences on one line also counts as a block. Without any block it is the text between the answer tags, or the whole
     completion.
     """
     answer = closed_answer(completion)
     if answer is not None and not _blocks(answer) and not _ONE_LINE.search(answer) and _LIKE_CODE.search(answer):
         return answer
     blocks = _blocks(answer or "") or _blocks(completion)
-    if all(_rank(*block) < 2 for block in blocks):  # no block looks like code, but a block on one line may
+    if all(_rank(*block) < 2 for block in blocks):  # no block looks like code, but a block on one line might
         blocks = [_inline(found) for text in (completion, answer or "") for found in _ONE_LINE.finditer(text)] + blocks
     if blocks:
         return blocks[max(range(len(blocks)), key=lambda i: (_rank(*blocks[i]), i))][1]
@@ -174,10 +174,11 @@ def code_of(completion: str) -> str:
 
 
 def _rank(language: str, body: str) -> int:
-    """Orders fenced blocks: the higher, the more likely the block is the program. From 0 to 4.
+    """Ranks a fenced block from 0 to 4: a block with a higher rank is more likely to be the program.
 
-    4: the block says that it is Python. 3: it defines or imports something, and 2: it looks like code otherwise, while
-    its language is not known to be another than Python. 1: it names no language. 0: all other blocks.
+    4: the block names Python as its language. 3: it defines or imports something. 2: it looks like code otherwise.
+    Blocks of ranks 3 and 2 must not name a language known to be another than Python. 1: it names no language. 0: all
+    other blocks.
     """
     if _PYTHON.fullmatch(language):
         return 4
@@ -239,7 +240,7 @@ def _unquoted(line: str, most: int) -> tuple[str, int]:
 
 
 def _opened(line: str, indent: int) -> "_Block | None":
-    """Returns the block that a line opens, or None; code behind the fence or the language is the block's first line."""
+    """Returns the block that a line opens, or None; code after the fence or the language is the block's first line."""
     line = _ONE_LINE.sub("", line.removesuffix("\r"))
     # Only the last backticks of a line can open a block. A search from its start would take time quadratic in length.
     fence = _OPENS.search(line, len(line[: line.rfind("`") + 1].rstrip("`")))
@@ -263,9 +264,10 @@ class _Block:
 
     Attributes:
       fence: backticks or tildes that opened the block.
-      language: first word after the fence; '' where there is none.
+      language: first word after the fence; '' if there is none.
       indent: spaces before the fence.
-      quotes: number of block quotes that the block stands in; so many '>' begin each line, and are no part of it.
+      quotes: number of block quotes around the block; each line begins with this number of '>', which are not part of
+        the line.
       lines: lines of the block, without the fences.
       alone: True if nothing stands before the fence on its line.
       closed: True once a line has closed the block.

@@ -131,14 +131,15 @@ class _Function:
     general: bool = True
 
     def scores(self, names: Sequence[str] | None) -> bool:
-        """True if the function scores a record whose field `reward_fns` holds `names`; None or empty for no such field.
+        """Returns True if the function scores a record whose field `reward_fns` holds `names`; None or empty stands for
+        no such field.
 
-        The record's data set is not looked at.
+        The record's data set does not matter here.
         """
         return self.spec_text in names if names else self.general
 
 
-_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # these tags are escaped in the text of the tool itself
+_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # the text of the tool itself has these tags escaped
 
 
 def without_outputs(completion: str) -> str:
@@ -157,7 +158,7 @@ class _Alone(NamedTuple):
     """The reward of a sample that was scored by itself.
 
     Attributes:
-      reward: the reward; NaN where the worker died on the sample.
+      reward: the reward; NaN if the worker died on the sample.
       trouble: 'late' or 'died' if the function failed on the sample; '' for none.
     """
 
@@ -230,11 +231,11 @@ class Rewards:
         self.close()
 
     def check_answers(self, unanswered: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Refuses records without answers where a function needs them.
+        """Refuses records without answers if a function needs answers.
 
         Args:
-          unanswered: pairs, one for each source with records that lack an answer: where such a record is and which
-            fields it has, as text; and the names of the source's own functions, empty if the source has none.
+          unanswered: a pair for each source with records that lack an answer: (place and fields of such a record, as
+            text; names of the source's own functions, empty if it has none).
 
         Raises:
           ValueError: a function needs a missing answer; the message names the record and the functions.
@@ -256,8 +257,8 @@ class Rewards:
         Args:
           records: place and fields of some records of a source.
           own: names of the source's own functions, empty if the source has none.
-          fields_of_job: names of all fields that any record of the job has; a function gets None where a record lacks
-            one of these fields.
+          fields_of_job: names of all fields that any record of the job has; a function gets None if a record lacks one
+            of these fields.
 
         Raises:
           ValueError: a record lacks a field; the message names the record, the function and the field.
@@ -289,7 +290,7 @@ class Rewards:
           records: place and fields of some records of every source.
           others: place and fields of some records of the evaluation sets, which need no rewards.
           whole: whether these records show every data set of the job. If not, a function for a data set that they do
-            not show is only warned of.
+            not show only causes a warning.
 
         Raises:
           ValueError: nothing scores a record, or a function has no data set; the message names the record or function.
@@ -312,7 +313,8 @@ class Rewards:
     def try_own(self, prompt: str, place: str, fields: Mapping[str, Any]) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
-        A function that is late or whose worker dies is left to the run, which waits longer and says more.
+        A function that is late, or whose worker dies, is not refused here: the run waits longer and gives better
+        messages.
 
         Args:
           prompt: the record's prompt as text.
@@ -463,13 +465,13 @@ class Rewards:
         """Scores samples in one call; if the call is late or its worker dies, in a call for each sample.
 
         A sample that exceeds the deadline alone gets the reward of an empty completion. A sample on which the worker
-        dies twice gets NaN, and leaves the loss.
+        dies twice gets NaN, and is left out of the loss.
         """
         limit, samples = self._config.deadline_s, range(len(part.completions))
         try:
             return self._values(function, part, self._patiently(function, part, limit))
         except LateError as error:
-            if function.here is not None:  # its thread cannot be ended
+            if function.here is not None:  # a thread cannot be ended
                 raise self._late(function, part) from error
         except DiedError as error:
             _log.warning("A worker of reward function %s is replaced: %s", function.name, error)
@@ -479,7 +481,7 @@ class Rewards:
             self._late_samples += sum(one.trouble == "late" for one in alone)
         if self._config.calls == "sample" or (function.spec or {}).get("module", "").startswith("podrl."):
             return [one.reward for one in alone]
-        try:  # a function may compare samples, so it scores all together again, the bad ones with empty completions
+        try:  # a function may compare samples, so it scores all again together, bad samples with empty completions
             quiet = part.without(bad)
             together = self._values(function, quiet, self._patiently(function, quiet, limit * len(samples)))
         except (LateError, DiedError) as error:
@@ -513,7 +515,7 @@ class Rewards:
         return _Alone(reward, trouble)
 
     def _always(self, function: _Function, error: LateError | DiedError, what: str) -> RewardError:
-        """Returns the error for a function that fails whatever it scores, so that no single sample is to blame."""
+        """Returns the error for a function that fails on every sample, so that no single sample is to blame."""
         if "SIGKILL" in str(error):
             return RewardServiceError(
                 f"The workers of reward function {function.name} are killed from outside ({error}), last for {what}. "
@@ -540,7 +542,7 @@ class Rewards:
         return reply["values"]
 
     def _patiently(self, function: _Function, part: Part, deadline_s: float) -> dict[str, Any]:
-        """Calls a function, and calls it again at growing intervals while a service that it asks is away."""
+        """Calls a function; repeats the call at growing intervals while a service that it needs is away."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while "away" in (reply := self._call(function, part, deadline_s)):
             waited = time.monotonic() - started
@@ -556,7 +558,7 @@ class Rewards:
 
     def _call(self, function: _Function, part: Part, deadline_s: float) -> dict[str, Any]:
         if function.here is not None:
-            if isinstance(function.here, _Judge):  # it ends by itself at its deadline, with an error that says more
+            if isinstance(function.here, _Judge):  # it ends by itself at its deadline, with a better error
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
@@ -670,8 +672,8 @@ _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
-# Settings that nothing but built-in functions reads, and the names of these functions. reward.text.extract is not among
-# them, because a majority vote reads it, too.
+# Settings that only built-in functions read, and the names of these functions. reward.text.extract is not among them,
+# because a majority vote reads it, too.
 _COMPARED = ("choice", "exact_match", "token_f1", "rouge_l")
 _READ_BY = {
     "text.answer": _COMPARED,
@@ -685,7 +687,7 @@ _READ_BY = {
 
 
 def _check_read(config: RewardConfig) -> None:
-    """Refuses a setting that only functions missing from the configuration read: it would have no effect.
+    """Refuses a setting that only functions missing from the configuration read, because it would have no effect.
 
     Raises:
       ValueError: there is such a setting; the message names the setting and the functions that read it.

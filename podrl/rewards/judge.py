@@ -142,7 +142,7 @@ def judge_by_rubric(
 
     Returns:
       For each completion the weighted sum of its scores (0 to 1 each) over the sum of the positive weights: at most 1,
-      and below 0 where faults outweigh the rest.
+      and below 0 if faults outweigh the rest.
 
     Raises:
       ValueError: a record has no criterion of positive weight, or a rubric of another form.
@@ -206,7 +206,7 @@ def _score_of(config: JudgeConfig, question: str, end: float) -> float:
             OSError,
             ValueError,
             http.client.HTTPException,
-        ) as error:  # no reply, or not understood
+        ) as error:  # no reply, or one that was not understood
             problem = f"the last one failed: {type(error).__name__}: {error}"
             misunderstood += not is_away(error)
             final = misunderstood > config.retries

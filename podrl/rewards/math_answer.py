@@ -50,7 +50,7 @@ def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Seque
 
 
 def _equal(truth: str, completion: str) -> bool:
-    truth = truth.replace("\\$", "")  # the sign of money
+    truth = truth.replace("\\$", "")  # a dollar sign for money
     gold = _parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$")
     if not gold:
         raise ValueError(f"the reference answer {truth!r} is no mathematics that math-verify can read")
@@ -63,7 +63,7 @@ def _equal(truth: str, completion: str) -> bool:
 def _answers(completion: str, gold: list[Any], truth: str) -> bool:
     inside = closed_answer(completion)
     guess = None if inside is None else inside.strip().strip("$").strip()
-    # A bare '34' or '\frac{1}{2}' is read as mathematics once it stands in dollars.
+    # A bare '34' or '\frac{1}{2}' is read as mathematics only between dollar signs.
     found = _parsed(completion) if guess is None else _parsed(f"${guess}$") or _parsed(guess)
     text = guess if guess is not None else next((one for one in reversed(found) if isinstance(one, str)), "")
     if _NEGATED.match(text) or len({_named(truth), _named(text)} - {""}) > 1:
@@ -110,7 +110,7 @@ def _same(gold: list[Any], found: list[Any]) -> bool:
 
 
 def _apart(gold: list[Any], found: list[Any]) -> bool:
-    """True if both are single finite values that differ by more than rounding."""
+    """Returns True if both are single finite values that differ by more than rounding."""
     import sympy
 
     values = [one[0] for one in (gold, found) if isinstance(one[0], sympy.Expr) and one[0].is_number]

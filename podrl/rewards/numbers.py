@@ -20,7 +20,7 @@ class Number(NamedTuple):
     Attributes:
       top: numerator.
       bottom: denominator, above 0.
-      percent: True where a sign or word for percent follows the number.
+      percent: True if a sign or word for percent follows the number.
     """
 
     top: int
@@ -79,8 +79,8 @@ def read(text: str) -> Number | None:
 def of_reference(text: str) -> Number | None:
     """Reads the number of a reference as `read` does, but takes some texts for mathematics that `read` does not.
 
-    '5!' is a factorial, while a model that ends with '5!' may be glad; and 'x + y = 25' or 'x^2 = 25' says something
-    about unknowns, while a model that ends with it may have derived 25. Neither gives a number here.
+    In a reference '5!' is a factorial, while in a model's answer it may be an exclamation. In a reference 'x + y = 25'
+    or 'x^2 = 25' is about unknowns, while a model that ends with it may have derived 25. Neither gives a number here.
     """
     equation = "=" in text and has_unknowns(text)
     return None if equation or _FACTORIAL.search(_plain(text)) else read(text)
@@ -96,7 +96,7 @@ def with_products(text: str) -> str:
     return _COEFFICIENT.sub(lambda found: "".join(rf"\cdot {letter}" for letter in found[0]), text)
 
 
-# What cannot be part of a plain number: roots, names of constants, inequalities, and LaTeX that was not rewritten.
+# Text that cannot be part of a plain number: roots, names of constants, inequalities, and LaTeX that was not rewritten.
 _UNREADABLE = re.compile(r"[\0\\]|!=|[<>]|\*\*")
 # A point, a set or an interval: brackets around all, and a comma that does not separate thousands.
 _BRACKETED = re.compile(r"[^\w(\[{]{0,9}+[(\[{][^()\[\]{}]*+[)\]}][^\w]{0,9}")
@@ -105,7 +105,7 @@ _FACTORIAL = re.compile(r"[\d)]!")
 _CURRENCY = r"(?:USD|EUR|GBP|CAD|AUD|INR|JPY|CNY|CHF|Rs)"
 _IN_BRACES = r"\{ ?([^{}]{1,200})\}"
 _ARGUMENT = rf"(?:{_IN_BRACES}|([0-9])(?![0-9]))"
-_NO_DIGIT = "(?! ?[0-9]|[.,'_eE][-+0-9])"  # such a digit would become a part of the number before it
+_NO_DIGIT = "(?! ?[0-9]|[.,'_eE][-+0-9])"  # otherwise the digit would become a part of the number before it
 _OTHER_FORMS = str.maketrans(
     dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-")
     | {"\uff0b": "+", "\u2044": "/", "\u2215": "/", "\uff0f": "/", "\u00f7": "/", "\uff0e": ".", "\uff0c": ","}
@@ -201,7 +201,7 @@ _SCALES |= {"mn": 10**6, "bn": 10**9, "lakh": 10**5, "crore": 10**7}
 # Without a currency before them, 'm' and 'b' are metres and bits, and a letter after a space is kelvin and the like.
 _LETTERS = {"k": 10**3, "m": 10**6, "b": 10**9}
 _SCALE = re.compile("|".join(_SCALES))
-# All after the first run is optional and possessive, so that no text is read twice.
+# Everything after the first run is optional and possessive, so that no text is read twice.
 _NUMBER = re.compile(
     rf"""
     (?P<sign>[-+][ ]?)?+ (?:(?P<money>\$)[ ]?(?P<inner_sign>[-+])?+)?+
@@ -235,8 +235,8 @@ _UNKNOWNS = rf"(?:[abcxyz]{{3}}|[a-dw-z]{{4}}|[pqr]{{3}}|(?!{_UNITS_OF_2})[A-Za-
 _WHOLE = r"(?![^\W\d_])"  # no further letter
 _ENDS = r"(?=[ ]?(?:[-+*/^(),;:]|\.(?![A-Za-z])|\Z))"
 _ONES = "one|two|three|four|five|six|seven|eight|nine"
-# What follows a number and makes it a part of a calculation. '2x' and '2ab' have unknowns, but '2m' and '2cm' units;
-# '2 n' and '2 a + b' have unknowns, but '2 a day' words.
+# Text after a number that makes the number a part of a calculation. '2x' and '2ab' have unknowns, but '2m' and '2cm'
+# units; '2 n' and '2 a + b' have unknowns, but '2 a day' words.
 _GOES_ON = re.compile(
     rf"""
     # operators, indices, and brackets
@@ -259,7 +259,7 @@ _GOES_ON = re.compile(
     """,
     re.VERBOSE,
 )
-# What makes a whole side a calculation: functions, absolute values, and brackets that are multiplied or negated.
+# Text that makes a whole side a calculation: functions, absolute values, and brackets that are multiplied or negated.
 _FUNCTION = re.compile(
     rf"""
     (?<![A-Za-z])(?i:{_FUNCTIONS})(?:_?[0-9]+(?=[ ]?\(|[ ][0-9]))?[ ]?[-$]?(?:[(\[{{]|\.?[0-9])
@@ -296,8 +296,8 @@ class _Side:
       numbers: every number that is written in the text, in the order of the text.
       calculates: the text is a calculation and not a plain number: operators join two numbers, or it has an unknown,
         a constant or a function.
-      explains: the text has words for what is counted, as '2 hours' has, so its number may differ from that of the
-        side after it ('2 hours = 120 minutes'). False where 'or', 'and', a comma or a semicolon lists several things.
+      explains: the text names a unit or a thing, as '2 hours' does, so its number may differ from the next side's ('2
+        hours = 120 minutes'). False if 'or', 'and', a comma or a semicolon lists several things.
     """
 
     def __init__(self, text: str) -> None:

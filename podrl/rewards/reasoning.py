@@ -28,7 +28,8 @@ class ReasoningReward:
         self._warned: set[str] = set()  # names of datasets
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
-        """Scores every completion by its dataset, from 0 to 1, with parts for almost right answers in some datasets.
+        """Scores every completion by its dataset's scorer, from 0 to 1; some datasets give partial scores for almost
+        right answers.
 
         A completion without an answer scores 0. So does an answer for which the scorer raises an error, as some scorers
         do for an answer that they cannot read. A warning shows the first such error of each dataset.

@@ -26,8 +26,8 @@ def answer_of(completion: str) -> str | None:
     """Extracts the text between the answer tags of a completion in the exact format; None in any other format.
 
     The format reaches from a line's start to a line's end: reasoning in its tags, then an answer in its tags; there may
-    be text between the two. One search for each tag, behind the tag before, is enough: if the format fits at any later
-    places, it fits at the first ones, too.
+    be text between the two. One search for each tag, after the previous tag, is enough: if the format fits at later
+    places, it also fits at the first ones.
     """
     opened = _OPENS.search(completion)
     reasoned = completion.find("</reasoning>", opened.end() + 1) if opened else -1  # there is a character of reasoning
@@ -52,9 +52,9 @@ def approximate_format(prompts: Sequence[str], completions: Sequence[str], **fie
 def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
     """Scores the answer of a completion in the exact format; of several references, the best counts.
 
-    3 for the reference answer, 1.5 when they are equal without surrounding space, 0.5 when the ratio of their numbers
-    is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for text that is no number, 0 without the
-    format.
+    The score is 3 for the reference answer, 1.5 if both are equal without surrounding space, 0.5 if the ratio of their
+    numbers is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for text that is no number, and 0
+    without the format.
     """
     del prompts, fields
     found = zip(map(answer_of, completions), answer, strict=True)

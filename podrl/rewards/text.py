@@ -25,7 +25,7 @@ _FENCE = re.compile(r"\A\s*```(?:json)?[^\S\n]*+\n(.*?)```\s*\Z", re.DOTALL | re
 @section("reward.text")
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Settings of the rewards that read text: where the answer stands in it, and what the answer is compared with.
+    """Settings of the rewards that read text: the place of the answer in it, and the reference of the comparison.
 
     Attributes:
       extract: regular expression whose last match in the completion is the answer, by its first group if it has one; a

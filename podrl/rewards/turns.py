@@ -1,4 +1,4 @@
-"""Rewards for what happened between a sample's turns, where an environment or its tools ran."""
+"""Rewards for events between a sample's turns, when an environment or its tools ran."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

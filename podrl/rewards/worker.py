@@ -66,7 +66,8 @@ def needs(fn: Callable[..., Any]) -> list[str]:
 
 
 def _apply(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> Any:
-    """Calls by keyword where the function names `completions`, else by position; leaves out fields it does not take."""
+    """Passes arguments by keyword if the function names `completions`, else by position; leaves out fields that it does
+    not take."""
     arguments = {**fields, "prompts": prompts, "completions": completions}
     try:
         parameters = inspect.signature(fn).parameters

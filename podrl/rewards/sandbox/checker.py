@@ -64,7 +64,7 @@ class _Program:
     def end(self, *, kill: bool) -> int:
         """Waits for the end of the process, which is killed first if `kill`; returns its wait status."""
         if kill:
-            with contextlib.suppress(ProcessLookupError):  # the process has ended by itself
+            with contextlib.suppress(ProcessLookupError):  # the process has already ended by itself
                 os.kill(self.pid, signal.SIGKILL)
         self.channel.close()
         os.close(self.output)
@@ -90,7 +90,7 @@ def check(job: socket.socket, limits: Bounds) -> None:
     content = bytearray()
     while part := job.recv(1 << 20):
         content += part
-    # Memory for the request comes on top of the limit, which is there for tests and the program's replies.
+    # Memory for the request is added to the limit, which is meant for tests and the program's replies.
     kernel.limit_memory((limits["memory_mb"] << 20) + _PER_BYTE * len(content))
     request = json.loads(content)
     try:
@@ -206,8 +206,8 @@ class _Remote:
     """Sends requests to a program's process, and makes stand-ins for its objects.
 
     Attributes:
-      malformed: the fault of a message from the program's process; '' while no message had one. A program can write
-        to the channel itself, so a message proves nothing and is read as data.
+      malformed: fault of a message from the program's process; '' if no message had a fault. A program can write to the
+        channel itself, so a message proves nothing and is read as data.
       unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
     """
 
@@ -322,7 +322,7 @@ def _exception(names: Sequence[str], text: str) -> BaseException:
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(text)
-            except TypeError:  # the type needs more arguments, as UnicodeDecodeError does
+            except TypeError:  # the type needs more arguments, such as UnicodeDecodeError
                 continue
     return RuntimeError(f"{names[0]}: {text}")
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from podrl.rewards.sandbox.messages import Bounds, ProgramLimits, Testing, Verdict
 
-_ROOT = str(pathlib.Path(__file__).resolve().parents[3])  # the directory that podrl is imported from
+_ROOT = str(pathlib.Path(__file__).resolve().parents[3])  # the directory from which podrl is imported
 _MODULE = "podrl.rewards.sandbox.server"
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -172,6 +172,6 @@ def _ask(channel: socket.socket, job: Testing, timeout_s: float) -> bytes:
         channel.shutdown(socket.SHUT_WR)
         while part := channel.recv(1 << 16):
             content += part
-    except OSError:  # the sandbox was ended, or is late
+    except OSError:  # the sandbox has ended, or is late
         return bytes(content) if content.endswith(b"}") else b""
     return bytes(content)

@@ -20,7 +20,7 @@ _BIND, _REC, _PRIVATE, _READ_ONLY, _REMOUNT = 0x1000, 0x4000, 1 << 18, 1, 0x20
 _NOSUID, _NODEV, _NOEXEC, _DETACH = 2, 4, 8, 2
 _CLONE, _PIVOT_ROOT, _MOUNT_SETATTR, _CAPSET = 56, 155, 442, 126  # numbers of system calls
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
-_ROOT = "/proc"  # where the new root is put together: it exists everywhere, and what is below it is not used
+_ROOT = "/proc"  # mount point for the new root: it exists everywhere, and its content is not used
 
 # Numbers of the system calls that programs may not make; they fail with EPERM. In this order: processes and programs
 # beside their own; memory that no limit counts; sockets (namespaces do not isolate AF_VSOCK and AF_ALG); access to
@@ -86,7 +86,7 @@ def map_user(pid: int) -> None:
 
 
 def enter_root(paths: Sequence[str], disk_mb: int) -> None:
-    """Replaces the files that this process sees: by `paths`, read-only, and an empty /tmp.
+    """Replaces the files that this process sees by `paths`, read-only, and an empty /tmp.
 
     Args:
       paths: files and directories of the host that stay visible; missing ones are left out.
@@ -152,7 +152,7 @@ def limit(limits: Bounds) -> None:
     for kind, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, size),
-        (resource.RLIMIT_NPROC, limits["threads"] + 2),  # 2 for the starter and the checker, which count as well
+        (resource.RLIMIT_NPROC, limits["threads"] + 2),  # 2 more for the starter and the checker, which also count
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):

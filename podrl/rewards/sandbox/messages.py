@@ -1,4 +1,4 @@
-"""Messages between the job, the checker and a program's process, as they are in JSON."""
+"""Messages between the job, the checker and a program's process, in their JSON form."""
 
 from typing import NotRequired, TypedDict
 
@@ -62,7 +62,7 @@ class Verdict(TypedDict):
     """The outcome of a program's tests.
 
     Attributes:
-      passed: a truth value for every test that ran.
+      passed: True or False for every test that ran.
       said: reason why the first of the failed tests failed; '' if no test failed.
       unusable: complaint about a value that a test gave the program and that is not plain data; '' for none.
       error: reason why no program can pass the tests.

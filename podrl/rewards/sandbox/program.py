@@ -45,8 +45,8 @@ def _run(kind: str, descriptors: list[int], limits: Bounds) -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     descriptors = [
         os.dup2(one, 100 + place) for place, one in enumerate(descriptors)
-    ]  # above the descriptors replaced below
-    # Where functions are called nobody reads what the program prints: it would wait for ever once the pipe is full.
+    ]  # a number above the descriptors that are replaced below
+    # If functions are called, no process reads the program's output, so the program would block when the pipe is full.
     printed = descriptors[1] if kind == "script" else nothing
     for place, source in enumerate((descriptors[0], printed, nothing)):
         os.dup2(source, place)
@@ -115,7 +115,7 @@ def _functions(source: str, channel: socket.socket) -> None:
 
 
 def _apply(operation: str, arguments: list[Any], keywords: dict[str, Any]) -> object:
-    """Carries out on an object of the program (the first argument) what a test does with its stand-in."""
+    """Applies a test's operation on a stand-in to the program's object, which is the first argument."""
     this, *rest = arguments
     if operation == "call":
         return this(*rest, **keywords)
@@ -143,5 +143,5 @@ def _raised(error: BaseException) -> dict[str, object]:
 def _execute(source: str, name: str) -> dict[str, object]:
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(compile(source, "program.py", "exec"), module.__dict__)  # what this process is for
+    exec(compile(source, "program.py", "exec"), module.__dict__)  # the purpose of this process
     return dict(module.__dict__)

@@ -37,7 +37,7 @@ def serve() -> None:
     for name in PRELOADED:
         __import__(name)
     kernel.prepare()
-    gc.disable()  # a collection writes to every object that it visits, so each sandbox would copy their memory
+    gc.disable()  # a collection writes to every object that it visits, so each sandbox would copy the objects' memory
     alive = os.pipe()  # the writing end closes when this process ends
     running: dict[int, tuple[int, float]] = {}  # process id and last moment of each sandbox, by descriptor of process
     with selectors.DefaultSelector() as selector:
