@@ -49,7 +49,7 @@ class GRPO:
         say: Callable[[str], None],
         pieces: bool = False,
     ):
-        """Sets the cluster's loss, and keeps a reference if one is needed; compiles nothing yet.
+        """Sets the cluster's loss, and keeps a reference if the settings need one.
 
         Args:
           cluster: the actor and its reference.
@@ -320,7 +320,8 @@ class GRPO:
         others = (self.cluster.critic, *self.cluster.teachers)
         models = [self.cluster.model, self.cluster.actor.reference_model]
         models += [other.model for other in others if other is not None]
-        # A layer of linear attention keeps one state for segments that go on from an earlier one: that of a prompt.
+        # A layer of linear attention keeps only one state for segments that continue an earlier segment: the prompt's
+        # state.
         return dataclasses.replace(shape, tree=shape.tree and not any(model.recurrent for model in models))
 
     def mini_batches(self, step: int, iteration: int, samples: int) -> list[np.ndarray]:

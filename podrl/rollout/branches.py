@@ -70,7 +70,7 @@ class _Branch:
       request: number of its newest request.
       before: (number of the track's tokens, number of records in `turns`) before its newest request.
       turns: records of its turns.
-      count: number of the track's tokens that stay in the row, for a branch that was cut; None for all tokens.
+      count: number of the track's tokens that stay in the row, if the branch was cut; None for all tokens.
       why: reason why it was opened; '' for the first branch.
       like: earlier branch with which it begins alike longest, and the number of these tokens; None if there is none.
     """

@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn", reason="needs the extra [agents]")
 CHAT, IDS = "/v1/chat/completions", "/inference/v1/generate"
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 BODY = 1 << 16  # bytes; longest body in these tests
-# Retries always come within this grace: PATIENCE_S only ends a test that hangs.
+# This grace is long enough for every retry; PATIENCE_S only ends a test that hangs.
 SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=2 * PATIENCE_S, context_tokens=64, page=True)
 
 

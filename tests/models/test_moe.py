@@ -68,7 +68,7 @@ def random_integers(weight):
 
 
 def random_params(config, seed=0):
-    """Random parameters whose adapters have an effect, and whose projections are integers where they are to be."""
+    """Draws random parameters whose adapters have an effect, and whose projections are integers if configured so."""
     params = parameters.init_params(
         dataclasses.replace(config, lora=dataclasses.replace(config.lora, base_dtype="")), jax.random.key(seed)
     )

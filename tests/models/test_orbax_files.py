@@ -138,7 +138,8 @@ def test_a_truncated_leaf_is_named(big):
 
 @pytest.mark.parametrize(("layout", "devices"), [("data=1", 1), ("fsdp=2,tensor=2", 4), ("data=8", 8)])
 def test_loading_holds_two_leaves_at_most(big, layout, devices):
-    """It holds the leaf as stored and as wanted, beside the devices' arrays (host memory here, in bfloat16)."""
+    """The host holds a leaf in the stored form and in the wanted form, besides the devices' arrays (host memory here,
+    in bfloat16)."""
     total = 4 * sum(
         math.prod(p.shape) for p in jax.tree.leaves(parameters.param_specs(BIG), is_leaf=parameters.is_param)
     )

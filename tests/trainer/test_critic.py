@@ -110,7 +110,7 @@ def test_a_fresh_critic_says_0_and_leaves_the_actor_alone(tiny):
     trainable, frozen = scalar.split_trainable(params, case.config)
     assert set(trainable) == {"layers", scalar.HEAD}
     assert all(parameters.is_adapter(name) for name in trainable["layers"])
-    # Trained leaves are copies, so that donating them does not take the actor's; the base is shared.
+    # Trained leaves are copies, so that donating them does not free the actor's; the base is shared.
     name = next(iter(trainable["layers"]))
     pointer = lambda x: x.addressable_shards[0].data.unsafe_buffer_pointer()  # noqa: E731
     assert pointer(trainable["layers"][name]) != pointer(actor["layers"][name])
