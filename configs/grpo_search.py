@@ -30,7 +30,7 @@ def get_config(variant: str = "small") -> ConfigDict:
     config.algorithm = "grpo"
     config.seed = 0
     config.fake_devices = 1  # one device is the fastest form on a CPU
-    config.compile_cache = "auto"  # compiled programs are kept for the next start; "" keeps none, or a directory
+    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
     config.model = ConfigDict({"path": "tiny_search"})
     config.roles = ConfigDict({"colocated": True})
     config.data = ConfigDict({"path": "facts", "seed": 42})
@@ -39,7 +39,8 @@ def get_config(variant: str = "small") -> ConfigDict:
     config.env.update({"max_tool_calls": 2, "arguments": small if variant == "small" else {}})
     config.grpo = ConfigDict({"num_generations": 8, "loss_agg_mode": "sequence-mean-token-mean", "beta": 0.0})
     config.rollout = ConfigDict({"prompts_per_step": 8, "max_prompt_length": 32})
-    # Most tokens of a response, and most of them that the model samples; the other tokens are the server's.
+    # Largest number of tokens of a response, and of tokens that the model samples; the other tokens come from the
+    # server.
     config.rollout.update({"max_response_tokens": 128, "max_tokens_to_generate": 48, "temperature": 1.0})
     # 1.5 for the right number, up to 0.5 for citations and 0.2 for the format.
     config.reward = ConfigDict({"fns": ("number", "citations", "citation_format"), "weights": (1.0, 0.5, 0.2)})

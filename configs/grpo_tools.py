@@ -26,7 +26,7 @@ def get_config(variant: str = "python") -> ConfigDict:
     config.algorithm = "grpo"
     config.seed = 0
     config.fake_devices = 1  # one device is the fastest form on a CPU
-    config.compile_cache = "auto"  # compiled programs are kept for the next start; "" keeps none, or a directory
+    config.compile_cache = "auto"  # keeps compiled programs for the next start; "" keeps none; a path names the place
     config.model = ConfigDict({"path": "tiny_tools"})
     config.roles = ConfigDict({"colocated": True})
     config.data = ConfigDict({"path": "sums", "seed": 42})
@@ -46,7 +46,8 @@ def get_config(variant: str = "python") -> ConfigDict:
     if variant == "mixture":
         config.grpo.update({"teacher": "initial", "teacher_hint_tokens": 16})
     config.rollout = ConfigDict({"prompts_per_step": 16, "max_prompt_length": 48})
-    # Most tokens of a response, and most of them that the model samples; the other tokens are the calculator's.
+    # Largest number of tokens of a response, and of tokens that the model samples; the other tokens come from the
+    # calculator.
     config.rollout.update({"max_response_tokens": 88, "max_tokens_to_generate": 56, "temperature": 1.0})
     # 1.5 for the right answer; a call that fails costs a tenth of that.
     config.reward = ConfigDict({"fns": ("number", "failed_calls"), "weights": (1.0, 0.15), "workers": 1})

@@ -283,7 +283,8 @@ def _pod(
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
     pod = {
-        # A trainer host that fails takes its peers along, so the whole set restarts; a rollout host restarts alone.
+        # A trainer host that fails ends the other trainers too, so the whole set restarts; a rollout host restarts by
+        # itself.
         "restartPolicy": "Never" if role == "trainer" else "OnFailure",
         "terminationGracePeriodSeconds": args.grace_seconds,
         "nodeSelector": selector,
@@ -372,7 +373,7 @@ def _without_secret(args: argparse.Namespace, keys: Sequence[str]) -> str:
 
 def to_yaml(document: dict[str, Any]) -> str:
     """Writes the manifest as YAML, without anchors, keys in the order written here."""
-    import yaml  # here, so that `--help` works where pyyaml is not installed
+    import yaml  # imported here, so that `--help` works without pyyaml
 
     class Plain(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:

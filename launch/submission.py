@@ -203,7 +203,7 @@ def _rules(file: pathlib.Path, below: str) -> Iterator[_Rule]:
         back, text = text.startswith("!"), text.removeprefix("!")
         directories, text = text.endswith("/"), text.rstrip("/")
         anywhere = "" if "/" in text else "(?:.*/)?"
-        with contextlib.suppress(re.error):  # git matches nothing by such a line, either
+        with contextlib.suppress(re.error):  # git also matches nothing by such a line
             yield _Rule(below, re.compile(anywhere + _expression(text.removeprefix("/"))), directories, back)
 
 
@@ -347,7 +347,7 @@ def _flat(section: Mapping[str, Any], before: str) -> Iterator[tuple[str, str]]:
 
 
 def _devices(mesh: str) -> int:
-    """Multiplies the sizes of a mesh such as 'fsdp=4,tensor=2'; 0 if it leaves a size open."""
+    """Multiplies the sizes of a mesh such as 'fsdp=4,tensor=2'; 0 if a size is missing."""
     sizes = [part.partition("=")[2] for part in mesh.split(",")]
     return math.prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
 

@@ -77,7 +77,7 @@ class Elsewhere:
     """An attribute that another library's class has and podrl's class lacks; reading it raises an AttributeError."""
 
     def __init__(self, way: str):
-        """Keeps the sentence `way`, which says what to use instead, for the error."""
+        """Stores the sentence `way` for the error; it names the replacement."""
         self._way, self._name = way, ""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -279,7 +279,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
     A field whose default is None becomes a placeholder of its type, so that command-line overrides are converted to it.
     """
-    from ml_collections import config_dict  # slow to import, and reward workers have settings too
+    from ml_collections import config_dict  # imported here because it is slow, and reward workers have settings too
 
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -302,7 +302,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def _given(values: Mapping[str, object]) -> dict[str, object]:
-    """Leaves out the values that are None, also in nested groups."""
+    """Removes the values that are None, also in nested groups."""
     given = {key: value for key, value in values.items() if value is not None}
     return {key: _given(value) if isinstance(value, Mapping) else value for key, value in given.items()}
 

@@ -245,7 +245,7 @@ def _scored(
             given.append(f"--system_prompt={SYSTEM_PROMPT}")
         if generate.main([*given, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed; see the error above.")
-        # Bytes, as str.splitlines would also cut at characters such as U+2028 within a text.
+        # Reads bytes, because str.splitlines would also cut at characters such as U+2028 within a text.
         lines = map(json.loads, out.read_bytes().splitlines())
         told = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]
         found[one] = (score(told), [str(record.get(args.by, "")) for record in told])
@@ -357,7 +357,7 @@ class Scoring:
             acted["lost"] = np.array([float(reward is None) for reward in given])
         if self._rewards is not None:
             fields: dict[str, Any] = {"sample_text": texts}
-            if self._acts:  # as in training, where episodes add these fields
+            if self._acts:  # as in training, episodes add these fields
                 fields |= {"turns": [one.get("turns", []) for one in completions], "model_text": own}
             scores = self._rewarded(self._rewards, asked, texts, fields)
             first = next(iter(scores))

@@ -208,7 +208,7 @@ def asked_as(model: str | os.PathLike) -> dict[str, Any]:
 
 
 def _asked(args: argparse.Namespace) -> dict[str, str]:
-    """Decides how questions become prompts: by the arguments, else as in the model's run, else by the chat template."""
+    """Chooses the form of prompts: from the arguments, else as in the model's run, else by the chat template."""
     names = ("system_prompt", "question_field")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"} | asked_as(args.model) | given

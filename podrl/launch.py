@@ -45,7 +45,7 @@ _PEER_LOSS_S = 8.0  # a collective fails at once when a process dies, but the co
 _STATUS = re.compile(
     r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|DATA_LOSS): "
 )
-# Of these errors, those that a healthy process meets when another process or the network between them fails.
+# The errors among them that a healthy process gets when another process, or the network between them, fails.
 _LOST = re.compile(r"^(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED): |[Gg]loo")
 # Flags that are read before absl parses them: type and smallest value of each.
 _NUMBERS = {
@@ -312,7 +312,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     values = ConfigDict(complete(config.to_dict()))
     _check_overrides(argv, values)
     parsed: list[str] = []
-    emptied: dict[str, bool] = {}  # by key: whether its last override is None, which absl cannot read as a number
+    emptied: dict[str, bool] = {}  # for each key, whether its last override is None, which absl cannot read as a number
     for arg in argv:
         key, equals, text = arg.removeprefix("--config.").partition("=")
         override = arg.startswith("--config.") and bool(equals)

@@ -213,7 +213,8 @@ def _sums(workdir: pathlib.Path, step: int) -> dict[str, Any]:
 
 
 def _of_step(workdir: pathlib.Path, step: int) -> dict[str, Any] | None:
-    """Reads the metrics of a step, without those that depend on clocks or the process; None if it is not recorded."""
+    """Reads the metrics of a step, without metrics that depend on clocks or the process; None if the step is not
+    recorded."""
     for record in read_metrics(workdir):
         if record["step"] == step and kind_of(record) == "step":
             return {name: value for name, value in record.items() if not _CLOCKS.match(name)}

@@ -266,7 +266,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _sampling(args: argparse.Namespace) -> Any:
-    """Builds the sampling settings of requests that set none of their own.
+    """Builds the default sampling settings of requests.
 
     Raises:
       ValueError: a setting is out of its range.

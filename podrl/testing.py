@@ -27,11 +27,11 @@ from podrl.groups import complete
 from podrl.learner.settings import GRPOConfig
 from podrl.types import Layout, Ratio
 
-# Four sequences as (prompt tokens, tokens behind the prompt). The second sequence has a tool token, which is masked,
+# Four sequences as (prompt tokens, tokens after the prompt). The second sequence has a tool token, which is masked,
 # among its sampled tokens; the last sequence is a prompt alone.
 SEQUENCES = ((2, 4), (1, 3), (1, 2), (3, 0))
 ROWS, WIDTH = 4, 12
-# Names of the per-token inputs that every policy loss reads beside its mask and lengths: the fields that must be set.
+# Names of the per-token inputs that every policy loss reads besides its mask and lengths: the fields that must be set.
 NAMES = [
     field.name.removesuffix("_BT")
     for field in dataclasses.fields(ReferencedRows)
@@ -147,7 +147,7 @@ def check_direction(loss: PolicyLoss) -> None:
 
 
 def check_extremes(loss: Loss) -> None:
-    """Checks that loss and gradient are finite in float32 where the policies differ by 60 and by 10,000 nats."""
+    """Checks that loss and gradient are finite in float32 if the policies differ by 60 and by 10,000 nats."""
     tokens = sequences()
     layout = padded_layout(tokens["owner"])
     every = np.arange(tokens["mask"].size)

@@ -60,7 +60,7 @@ STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE, STOP_C
 class LeftOut(enum.IntEnum):
     """The reason why a sample has no weight in the policy's loss.
 
-    If several reasons are true of a sample, the code that is tested first counts (podrl/learner/left_out.py). The names
+    If several reasons apply to a sample, the code that is tested first counts (podrl/learner/left_out.py). The names
     are those of the metrics `loss/left_out/REASON`, which docs/metrics.md explains. Checkpoints hold the numbers, so a
     number must not change.
     """
@@ -168,7 +168,8 @@ DRAWN: Mapping[str, Column] = {name: column for name, column in TOKENS.items() i
 
 
 def blank_columns(shape: tuple[int, int], *, pad_id: int, written: Collection[str] | None = None) -> dict[str, Any]:
-    """Makes every per-token column of Rollouts, by field name, filled with its value for tokens that nobody sampled.
+    """Makes every per-token column of Rollouts, by field name, filled with the column's value for tokens that were not
+    sampled.
 
     Every sample has one piece: `piece_BT` is 0. `piece_BT` is always writable, because a message between hosts carries
     pieces in its header and not as a column that `written` could name.
@@ -214,7 +215,7 @@ class Experience:
     lost_B: Int[np.ndarray, " B"]
 
     def rewarded(self) -> Bool[np.ndarray, " B"]:
-        """Marks the samples whose rewards count: those that `lost_B` leaves in the loss, and stale ones."""
+        """Marks the samples whose rewards count: samples that `lost_B` leaves in the loss, and stale samples."""
         return np.isin(self.lost_B, (LeftOut.NOT, LeftOut.STALE))
 
     @property

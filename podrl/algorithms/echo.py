@@ -26,7 +26,7 @@ class ObservedRows(Wrapped):
 def observed(
     mask_BT: Float[np.ndarray, "B T"], length_B: Float[np.ndarray, " B"], piece_BT: Int[np.ndarray, "B T"]
 ) -> Float[np.ndarray, "B T"]:
-    """Marks observed tokens with 1: those the environment appended after the first sampled token of a piece.
+    """Marks observed tokens with 1: tokens that the environment appended after the first sampled token of a piece.
 
     Tokens before a piece's first sampled token are its prompt. They do not count, because they repeat tokens of other
     pieces.

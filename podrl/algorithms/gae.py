@@ -61,7 +61,7 @@ def gae(
 
 
 def discounted_return(reward_BT: Float[Array, "B T"], mask_BT: Mask, *, gamma: float) -> Float[Array, "B T"]:
-    """Sums the rewards of each sampled token and of those after it, discounted by gamma per sampled token.
+    """Sums the rewards of each sampled token and of the later tokens, discounted by gamma per sampled token.
 
     Returns:
       Returns in reward units, 0 where mask is 0.

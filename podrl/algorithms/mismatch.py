@@ -58,7 +58,7 @@ def mismatch_by_age(
     age_BT: Float[Array, "B T"],
     oldest: int,
 ) -> dict[str, Ratio]:
-    """Splits `sampler/abs_diff` by the age of tokens: each entry is what the tokens of one age add to the mean.
+    """Splits `sampler/abs_diff` by the age of tokens: each entry is the part of the mean from tokens of one age.
 
     Args:
       logprob_BT: trainer's log-probabilities, nats.

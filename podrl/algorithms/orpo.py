@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from podrl.algorithms.dpo import Pairs
 
-_SURE = -1e-6  # largest mean log-probability, nats: towards 0 the odds grow beyond what float32 can hold
+_SURE = -1e-6  # largest mean log-probability, nats; closer to 0 the odds exceed the range of float32
 
 
 def orpo(logprob_P2: Float[Array, "P 2"], length_P2: Float[Array, "P 2"], *, coef: float) -> Pairs:

@@ -344,8 +344,8 @@ class PolicyLoss:
     def token_share(self, mask_BT: Float[np.ndarray, "B T"]) -> float:
         """Returns the divisor of one update's loss, divided by its number of loss tokens.
 
-        A sum over tokens times this factor, added to the numerator of the loss, becomes a mean over loss tokens,
-        whatever the loss is divided by.
+        A sum over tokens times this factor, added to the loss's numerator, becomes a mean over loss tokens for every
+        divisor of the loss.
 
         Args:
           mask_BT: 1 on loss tokens of the update's samples, one sample per row.

@@ -1,4 +1,4 @@
-"""Packed rows that the policy loss reads, with reference log-probabilities or ages of tokens where it needs them.
+"""Packed rows that the policy loss reads, with reference log-probabilities or ages of tokens if it needs them.
 
 An update whose loss has further terms wraps these rows (`Wrapped`), once for each further term.
 """

@@ -1,4 +1,4 @@
-"""Aligns two token sequences of one text by the spans between the places where a token ends in both sequences.
+"""Aligns two token sequences of one text by spans; a span ends where a token ends in both sequences.
 
 As in TRL's GOLD (general online logit distillation): by the chain rule, the log-probabilities of a span's tokens add up
 to the log-probability of the span.

@@ -161,7 +161,8 @@ def sapo(
 ) -> Surrogate:
     """Computes -(4 / tau) sigmoid(tau (r - 1)) A, a smooth gate in place of the clip (SAPO, arXiv 2511.20347).
 
-    At r = 1 the gradient is that of -r A. It fades as r moves away from 1, and fades faster for a larger tau.
+    At r = 1 the gradient equals the gradient of -r A. It fades as r moves away from 1, and fades faster for a larger
+    tau.
 
     Args:
       tau_positive: temperature tau of tokens with A > 0, above 0.
@@ -217,7 +218,7 @@ def dppo(
     epsilon_high: float,
     coef: float = 1e-3,
 ) -> Surrogate:
-    """Computes -r A + coef (log r)^2, without -r A where the probability moved too far in the direction A pushes it.
+    """Computes -r A + coef (log r)^2, without -r A if the probability has moved too far in the direction of A.
 
     DPPO's binary total variation (arXiv 2602.04879), with the penalty that prime-rl adds. A clip of the ratio stops
     rare tokens after a small change of probability and frequent tokens almost never; a bound on the change of
@@ -242,7 +243,7 @@ def ipo(
     epsilon_high: float,
     coef: float = 1e-3,
 ) -> Surrogate:
-    """Computes -r A + coef (log r)^2, without -r A where the token's probability moved too far in either direction.
+    """Computes -r A + coef (log r)^2, without -r A if the token's probability has moved too far in either direction.
 
     prime-rl's IPO, its default since August 2026: DPPO's mask, whatever the sign of A. A token that has moved too far
     loses -r A even if A would bring it back; only the penalty draws it back.

@@ -1,4 +1,4 @@
-"""A rollout replica over several hosts: its head tells the other hosts what to run, and they run the same.
+"""A rollout replica over several hosts: its head sends its calls to the other hosts, which make the same calls.
 
 The head schedules, scores and answers the trainers. Before it makes a call that touches the replica's mesh (a move of
 weights, a session, a program of the engine), it tells the call to the other hosts, in order; each of them makes the
@@ -29,10 +29,10 @@ _LEAVE_S = 60.0  # time for the thread that ends this process
 
 
 class Head:
-    """The head's side of a replica. Any thread may tell calls; the other hosts make them in the order of telling."""
+    """The head's side of a replica. Any thread may call `tell`; the other hosts make the calls in the same order."""
 
     def __init__(self, pod: Pod, *, stops: Callable[[], None] = lambda: None):
-        """Watches the other hosts of the replica: if one is lost, this process ends.
+        """Watches the other hosts of the replica; if a host is lost, this process ends.
 
         Args:
           pod: the job's processes.

@@ -196,7 +196,7 @@ class RLCluster:
         return self.critic
 
     def _check_own_mesh(self, role: Role, model: ModelConfig) -> None:
-        """Refuses a mesh of an auxiliary model's own that cuts experts which the model does not have.
+        """Refuses an auxiliary model's own mesh that cuts experts if the model has no experts.
 
         On the actor's or the rollout's mesh, such a model has a copy at each position of the axis expert.
         """

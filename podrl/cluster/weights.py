@@ -40,7 +40,7 @@ class WeightSync:
         generates: bool,
         link: PullLink | None = None,
     ):
-        """Plans the moves; makes none yet.
+        """Plans the moves.
 
         Args:
           actor: the actor whose weights move.

@@ -428,7 +428,7 @@ class SlotEngine:
                 for lane, key in enumerate(wave):
                     _seat(updates, shard * R + lane, token, position, 1, key, sampling)
                     # All lanes compute the same keys and values. Only the first lane writes them to the prompt's page;
-                    # the other lanes write to a page that nobody reads.
+                    # the other lanes write to a page that is never read.
                     own = [last] if lane == 0 else [last, Page(trash, position, 0)]
                     seated[lane] = LaneReads(0, blocks[:-1], own)
                 engine.read_shape.fill(flat_XI[shard], seated, trash)

@@ -29,7 +29,8 @@ from podrl.storage import hub
 from podrl.storage.storage import is_remote, locate
 
 # Settings that may differ between hosts: files and processes of one host, and settings of files that the leader alone
-# writes. No others may: a rollout host needs checkpoint.every to know what a checkpoint asks it for.
+# writes. All other settings must be equal: a rollout host, for example, needs checkpoint.every to know when a
+# checkpoint comes.
 _OWN = ("log.", "checkpoint.keep", "compile_cache", "data.cache", "reward.workers")
 _SHOWN = 3  # largest number of differences that a message names
 _BLOCK, _BLOCKS = 1 << 14, 64  # size in bytes, and number, of the pieces that are read of a file of weights
@@ -110,9 +111,10 @@ class SettingsComparison:
 
 
 def facts(job: Job) -> dict[str, str]:
-    """Describes, by name, what a job's numbers depend on besides its settings: files by size and checksum, versions.
+    """Describes the facts, besides settings, on which a job's numbers depend, by name: versions, and files by size and
+    checksum.
 
-    Data files are read whole, as their readers do. Of files of weights, which may take terabytes, only pieces are read.
+    Data files are read completely, as in training. Only pieces are read of files of weights, which may take terabytes.
     Models in a bucket are the same for all hosts; so are data and models of the hub, whose commits are in the settings.
     """
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
@@ -150,7 +152,8 @@ def _plain(value: Any) -> Any:
 
 
 def _counts(file: pathlib.Path, root: pathlib.Path) -> bool:
-    """True for a file of the source code itself: not a dangling link of an editor, nor a file in a hidden folder."""
+    """Returns True for a file of the source code itself: neither a dangling link of an editor nor a file in a hidden
+    folder."""
     return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
 
 

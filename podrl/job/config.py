@@ -668,8 +668,8 @@ def _check_teachers(job: Job) -> None:
 def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Decides each system_prompt='auto': the reference text if a reward function reads its tags, else no text.
 
-    A record that is scored by the user's functions alone gets no words that the user did not write, and neither do
-    given answers and embedded tasks.
+    A record that only the user's functions score gets only words that the user wrote; the same holds for given answers
+    and embedded tasks.
     """
     if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         return dict(values)

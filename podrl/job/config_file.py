@@ -1,6 +1,6 @@
 """Configuration files: finds the file that a user names, runs it, and chooses its run directory.
 
-Nothing here imports jax, whose environment depends on what the file says.
+Nothing here imports jax, because jax's environment depends on the file.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def find_config(name: str, cwd: pathlib.Path | None = None) -> str:
     path, colon, variant = name.partition(":")
     here = pathlib.Path.cwd() if cwd is None else cwd
     package = pathlib.Path(__file__).resolve().parent.parent
-    installed = package / "configs"  # in a checkout they lie beside the package
+    installed = package / "configs"  # in a checkout these files lie beside the package
     shipped = installed if installed.is_dir() else package.parent / "configs"
     candidates = [here / path, here / "configs" / path, shipped / path]
     for candidate in candidates:

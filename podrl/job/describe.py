@@ -62,7 +62,7 @@ def role_rows(
 
 
 def _processes(role: str, pod: Pod | None, shown: int = 8) -> str:
-    """Lists the processes of a role: '4711', or host numbers with process id (and machine, where not this one)."""
+    """Lists the processes of a role: '4711', or host numbers with process id (and machine, if it is not this one)."""
     if pod is None:
         return f"{os.getpid()}"
     all_hosts = pod.seat.hosts
@@ -131,7 +131,7 @@ def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> A
 
 
 def weight_lines(job: Job, on: Meshes, pod: Pod | None, *, dry: bool) -> list[str]:
-    """Describes the copies of the weights besides those that train; a dry run does not know the topology."""
+    """Describes the copies of the weights besides the trained ones; a dry run does not know the topology."""
     if not job.model.path and not job.model.size:
         return []
     trees, split = copies(job, on.trainer, on.rollout), pod is not None and pod.seat.disposable

@@ -35,7 +35,7 @@ def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
 def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
     """Makes the batches of the evaluation on held-out records: prompts, or pairs if the job trains a reward model.
 
-    Warns if there are none though eval.problems asks for some.
+    Warns if there are no held-out records although eval.problems asks for some.
 
     Raises:
       ValueError: a record cannot be used; a note says that eval.problems asks for it.

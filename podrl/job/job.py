@@ -312,7 +312,7 @@ def _follow(cluster: RLCluster | None, current: Run, pod: Pod) -> int:
 
 
 def _write_sources(current: Run, job: Job, too_long: Mapping[str, int]) -> None:
-    """Writes sources.json: counts of the records of each source of a mixture, by what became of them."""
+    """Writes sources.json: counts of the records of each source of a mixture, by their use."""
     if current.leads and current.workdir is not None and job.data.sources:
         rows = [dict(row) for row in split(job.data, job.kind.form).rows()]
         for row in rows:
@@ -354,7 +354,7 @@ _LOADERS = {TRAINER: ("model.path", "model.reference", "model.teachers", "model.
 
 @contextlib.contextmanager
 def _open_run(job: Job, workdir: str, pod: Pod | None, command: str) -> Iterator[Run]:
-    """Opens the run directory for a `with` block; an error in it gets a note of what is saved and how to resume."""
+    """Opens the run directory for a `with` block; an error in it gets a note about the saved step and how to resume."""
     current = _make_run(job, workdir, pod)
     current.command = command
     if pod is not None:

@@ -177,7 +177,8 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
 
 
 def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
-    """Builds the meshes of one rollout replica (mostly one host) or of an evaluation host, over its devices alone."""
+    """Builds the meshes of one rollout replica (mostly one host) or of an evaluation host, over its own devices
+    only."""
     count, own = max(len(hosts.heads), 1), jax.process_index() // hosts.replica
     devices = [d for d in jax.devices() if d.process_index // hosts.replica == own]
     mine, scores = _cut(devices, roles.reward, "reward", ROLLOUT, hosts=max(len(hosts.rollout), 1))

@@ -108,7 +108,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
 def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
     """Renders the first `most` records of every source as for training, and the held-out records as for evaluation.
 
-    Warns of records that are too long, and if none are held out though eval.problems asks for some.
+    Warns about records that are too long, and if no record is held out although eval.problems asks for some.
 
     Raises:
       ValueError: a record cannot be rendered, for example because the chat template does not write a turn; the message

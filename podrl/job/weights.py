@@ -78,7 +78,7 @@ def model_of(job: Job) -> ModelConfig:
 
 
 def rollout_model(job: Job, model: ModelConfig) -> ModelConfig:
-    """Returns the model that the rollout decodes, without adapters where they are merged."""
+    """Returns the model that the rollout decodes, without adapters if they are merged."""
     return dataclasses.replace(model, lora=LoraConfig()) if job.rollout.merge_adapters else model
 
 

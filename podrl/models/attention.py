@@ -304,7 +304,7 @@ def _flash_fwd(q_BKHGT, k_BKSH, v_BKSH, where: Where, order: Order, sinks: Sinks
         for sink_K1G1 in sinks:  # a key whose weight is 1 and whose value is 0
             carry = (jnp.broadcast_to(sink_K1G1, row.shape), jnp.ones_like(row), carry[2])
         top, total, out = _loop(*_key_blocks(i, where, size), add, carry, single=t == k_BKSH.shape[-2])
-        if len(where) > 2:  # a query block of padding alone has skipped all key blocks, so its total is 0
+        if len(where) > 2:  # a query block that is only padding has skipped all key blocks, so its total is 0
             total = jnp.where(total > 0, total, 1.0)
         return (out / total).astype(q.dtype), top + jnp.log(total)
 

@@ -438,7 +438,7 @@ def replayed(
 
 
 def by_kind(route_LBTk: Array | None, config: ModelConfig) -> list[Array | None]:
-    """Splits the routes of all layers with experts into those of each kind of layer; None for dense layers."""
+    """Splits the routes of all layers with experts by the kind of layer; None for kinds of dense layers."""
     found, first = [], 0
     for alike in config.alike():
         layers = 0 if alike.experts is None else alike.num_layers

@@ -230,7 +230,7 @@ def over_rows(
         out_BNCU = entering(x["reads"]) + _sum("BNCD,BNDU->BNCU", x["scores"], change_BNCU)
 
         def after(place_B: Array, otherwise: Array) -> Array:
-            """Computes the state after the token at index `place_B` of each row; `otherwise` where the index is -1."""
+            """Computes the state after the token at index `place_B` of each row; `otherwise` if the index is -1."""
             at_B = jnp.maximum(place_B, 0)
             take = lambda y, axis: jnp.take_along_axis(  # noqa: E731
                 y, at_B.reshape(-1, *[1] * (y.ndim - 1)), axis=axis
@@ -272,7 +272,7 @@ def _inverse(low_XCC: Float[Array, "*X C C"]) -> Float[Array, "*X C C"]:
 
 
 def previous(segment_BT: Int[Array, "B T"], prefix_BT: Int[Array, "B T"] | None = None) -> Int[Array, "B T"]:
-    """Returns the index in the row of each token's predecessor; -1 where there is none.
+    """Returns the index in the row of each token's predecessor; -1 if it has none.
 
     The predecessor of a segment's first token is the last token of the segment's prefix.
     """

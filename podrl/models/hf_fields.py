@@ -284,7 +284,7 @@ def refuse_unknown(family: str, fields: Mapping[str, object], where: str) -> Non
     """
     for key, value in fields.items():
         if key == "quantization_config" and family == "gpt_oss" and _mxfp4(value):
-            continue  # it says how weights are stored, which the tensors' names say, too
+            continue  # this field tells how weights are stored, which the tensors' names also tell
         if key in _FIXED:
             if value not in (*_FIXED[key], *_FIXED_OF.get(family, {}).get(key, ())):
                 raise ValueError(

@@ -35,7 +35,7 @@ _OTHER_PARTS = re.compile(
 )
 # Prefixes of the text decoder's names in checkpoints with several towers, and the plain prefixes.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
-# A matrix of all experts of a layer in one tensor; those of gate and up are one above the other.
+# One tensor has a matrix of all experts of a layer; the matrices of gate and up are stacked in it.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LISTED = 8
 _log = logging.getLogger("podrl.models")
@@ -192,7 +192,7 @@ def _experts_apart(name: str, tensor: StoredTensor, wanted: Container[str]) -> l
 def _other_part(name: str, config: ModelConfig) -> str:
     """Returns the name of the part that a tensor belongs to if it is not the text decoder, else ''.
 
-    GLM 4.5 predicts several tokens at once with layers behind the last.
+    GLM 4.5 predicts several tokens at once with further layers after the last.
     """
     if match := _OTHER_PARTS.fullmatch(name):
         return match[1]
@@ -254,9 +254,9 @@ class _Staging:
 
 
 def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
-    """Derives the sharding of a stored tensor from that of its leaf, so that devices read their final part only.
+    """Derives the sharding of a stored tensor from its leaf's sharding, so that devices read only their final part.
 
-    Where dimensions of the two do not correspond, every device reads them whole.
+    Every device reads the whole extent of dimensions that do not correspond in the two.
     """
     axes = list(target.spec) + [None] * (len(entry.param.shape) - len(target.spec))
     axes = entry.unstacked(axes)
@@ -271,7 +271,8 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
 
 
 def _merged(axes: Sequence[Any]) -> Any:
-    """Returns the mesh axes of several dimensions flattened into one: those of the first if the others are not cut."""
+    """Returns the mesh axes of several dimensions that are flattened into one: the axes of the first dimension, if the
+    others are not cut."""
     return axes[0] if axes and all(a is None for a in axes[1:]) else None
 
 

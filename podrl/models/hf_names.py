@@ -44,8 +44,8 @@ _LINEAR = {
     "delta_out": ("linear_attn.out_proj.weight", 1),
 }
 
-# Experts of each family: leaf -> tensor names after the layer's prefix; '{}' stands for the expert. If there are two
-# names, they are those of gate and up. gpt-oss has one tensor for all experts of a layer; gate and up alternate in it.
+# Experts of each family: leaf -> tensor names after the layer's prefix; '{}' stands for the expert. Two names are the
+# names of gate and up. gpt-oss has one tensor for all experts of a layer; gate and up alternate in it.
 _QWEN3_MOE = {
     "router": ("mlp.gate.weight",),
     "expert_in": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),

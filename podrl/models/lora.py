@@ -28,7 +28,7 @@ from podrl.types import PyTree
 def with_adapters(
     config: ModelConfig, params: PyTree, lora: LoraConfig, mesh: Mesh, dtype: jax.typing.DTypeLike, *, seed: int = 0
 ) -> tuple[ModelConfig, PyTree]:
-    """Adds fresh adapters beside the weights: A is normal with variance 1 / fan-in, B is zero.
+    """Adds fresh adapters to the weights: A is normal with variance 1 / fan-in, B is zero.
 
     The model's outputs are therefore the same as before.
 

@@ -254,7 +254,7 @@ def feed_forward(
         known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": (), "expert": ()} if inside else {})
         tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
         if tensor and "expert_out_scale" in weights:
-            # A scale is repeated where its group of rows would lie on several devices.
+            # A scale is repeated if its group of rows would lie on several devices.
             group = experts.ffn_dim // weights["expert_out_scale"].shape[-2]
             times = group // math.gcd(group, experts.ffn_dim // mesh.shape["tensor"])
             weights["expert_out_scale"] = jnp.repeat(weights["expert_out_scale"], times, axis=-2)
@@ -275,7 +275,7 @@ def feed_forward(
 
 
 def spread_over(experts: Experts, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Lists the mesh axes that the experts of a layer are cut over; none if their number does not divide."""
+    """Lists the mesh axes over which the experts of a layer are cut; none if the number of experts does not divide."""
     return rules.axes_over("expert", mesh) if experts.count % mesh.shape.get("expert", 1) == 0 else ()
 
 
@@ -494,7 +494,7 @@ def _times(
 def _times_transposed(
     products: _Products, leaves: Mapping[str, Array], name: str, dy: Sequence[Array], scale: float
 ) -> tuple[Array, Array | None]:
-    """Computes the gradients of the rows and of the rows times A from those of the products of `_times`."""
+    """Computes the gradients of the rows, and of the rows times A, from the gradients of the products of `_times`."""
     dot = products.dot
     dx_PX = functools.reduce(jnp.add, [dot(name, d, part, True) for d, part in zip(dy, _PARTS[name], strict=True)])
     if f"{name}_lora_a" not in leaves:
@@ -539,7 +539,7 @@ def _outputs(products: _Products, leaves: Mapping[str, Array], x_PD: Array, form
 def _gradients(
     products: _Products, leaves: Mapping[str, Array], x_PD: Array, dy_PD: Array, weight_P1: Array, form: _Form
 ) -> tuple[Array, Array, list[tuple[str, int | None, Array | None, Array]]]:
-    """Computes the gradients of rows and weights of tokens, and the factors of those of the leaves (`_factors`)."""
+    """Computes the gradients of rows and weights of tokens, and the factors of the leaves' gradients (`_factors`)."""
     scale, out_bias = form.scale, products.bias("expert_out", None)
     h, low_PR = _times(products, leaves, "expert_in", x_PD, scale)
     a_PF, back = jax.vjp(gated(form.activation), *h)
@@ -661,7 +661,8 @@ def _outer(a_MX: Array, b_MY: Array) -> Float[Array, "X Y"]:
 
 
 def _tile(size: int) -> int:
-    """Returns the largest tile size that divides a dimension; if none does, at most 128: the kernel masks the rest."""
+    """Returns the largest tile size that divides a dimension; if none does, at most 128, and the kernel masks the
+    rest."""
     return next((tile for tile in (1024, 768, 512, 384, 256, 128) if size % tile == 0), min(128, size))
 
 
@@ -670,9 +671,9 @@ def _kernels(
 ) -> tuple[_Products, Callable[[Array | None, Array], Array]]:
     """Builds the TPU products: of rows with a leaf's matrices, and outer products of rows summed by expert.
 
-    The kernel takes all matrices of the leaves as groups, and those of other layers have 0 rows, so no matrix is
-    copied; of integer weights, only this layer's become dense, all experts at once. Rows after the last group are not
-    computed. Only `outer` reads them, and it stops at the last group.
+    The kernel takes all matrices of the leaves as groups; matrices of other layers have 0 rows, so no matrix is copied;
+    of integer weights, only this layer's become dense, all experts at once. Rows after the last group are not computed.
+    Only `outer` reads them, and it stops at the last group.
     """
     # This import takes a fifth of a second, so only programs that use the kernel pay for it.
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm

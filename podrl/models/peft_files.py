@@ -174,7 +174,7 @@ def load_adapters(
     mesh: Mesh | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[ModelConfig, PyTree]:
-    """Loads the adapters of a PEFT directory beside base weights.
+    """Loads the adapters of a PEFT directory into a tree with base weights.
 
     Args:
       directory: directory written by PEFT or podrl.export.

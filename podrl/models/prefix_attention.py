@@ -111,7 +111,7 @@ class _Static(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """True if the last block reaches beyond the end of the row, where arrays hold arbitrary values."""
+        """Returns True if the last block extends beyond the end of the row, where arrays hold arbitrary values."""
         return self.T % self.size > 0
 
 
@@ -212,7 +212,7 @@ def _turn(code_ref: Any) -> tuple[Array, Array, Array, Array]:
 
 
 def _seen(query_ref: Any, key_ref: Any, window_ref: Any, i: Array, j: Array, size: int) -> Array:
-    """Computes the mask [s, t]: True where key s of block j is seen by query t of block i."""
+    """Computes the mask [s, t]: True if query t of block i sees key s of block j."""
     query, key = query_ref[0], key_ref[0].T
     row = lambda x: query[x : x + 1]  # noqa: E731
     segment_s1, last_s1, position_s1 = (key[:, x : x + 1] for x in (_SEGMENT, _LAST, _POSITION))
@@ -372,7 +372,7 @@ def _attend_fwd(q_BNHT: Array, k_BKHT: Array, v_BKHT: Array, where: Where, sinks
         results=[(q_BNHT.shape, q_BNHT.dtype, queries), (call.rows, jnp.float32, call.of_queries)],
         scratch=[(static.group, 1), (static.group, 1), (static.group, q_BNHT.shape[2])],
     )
-    for sink_N11 in sinks:  # a key of value 0: it only takes weight from the others
+    for sink_N11 in sinks:  # a key of value 0, which only takes weight from the other keys
         total_BN1T = jnp.logaddexp(lse_BN1T, sink_N11)
         out_BNHT = (out_BNHT * jnp.exp(lse_BN1T - total_BN1T)[..., : static.T]).astype(out_BNHT.dtype)
         lse_BN1T = total_BN1T

@@ -122,12 +122,13 @@ def from_pretrained(
 
 
 def on_this_host(model: Any) -> Any:
-    """Returns the local directory of a model named as in the hub, after a download if needed; else `model` itself."""
+    """Returns the local directory of a model that is named as in the hub, and downloads it if needed; else `model`
+    itself."""
     return hub.local(model) if isinstance(model, str) else model
 
 
 def directories_of(**models: Any) -> dict[str, str]:
-    """Returns each model's directory by name: the model itself if it is a path, or that of a Decoder; else ''."""
+    """Returns each model's directory by name: a path itself, or the directory of a Decoder; '' for any other model."""
     named = {name: isinstance(model, str | os.PathLike) for name, model in models.items()}
     return {n: os.fspath(model) if named[n] else getattr(model, "directory", "") for n, model in models.items()}
 

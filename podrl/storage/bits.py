@@ -104,7 +104,8 @@ def _compiled(place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np
 def _gathered(place: Place, count: int) -> Callable[[Sequence[Array]], Array]:
     """Compiles a program that adds up the shards' sums of `count` leaves; the array of totals is whole on every device.
 
-    Only in this program do devices wait for each other: many such programs in flight would block a pod of CPU devices.
+    Devices wait for each other only in this program, because many such programs in flight would block a pod of CPU
+    devices.
     """
     if not isinstance(place, Mesh):
         abstract = [jax.ShapeDtypeStruct((1,), jnp.uint32, sharding=place)] * count
@@ -127,7 +128,7 @@ def _block(names: tuple[str, ...], mesh: Mesh) -> ArrayLike:
     return block
 
 
-@jax.jit  # traced once for all equal kinds of leaves, in whatever program they are
+@jax.jit  # traced once for all equal kinds of leaves, in all programs
 def shard_sum(shard: Array, starts: Sequence[ArrayLike]) -> UInt32[Array, ""]:
     """Computes the sum of a shard whose first element is at position `starts` of the whole array.
 

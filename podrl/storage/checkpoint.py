@@ -302,7 +302,7 @@ class Checkpoints:
         if problem or record is None or found is None:
             return None, problem
         try:
-            record.check_state(found.state)  # a collective: all processes must reach it, or none
+            record.check_state(found.state)  # a collective: either all processes must reach it, or none
         except ValueError as error:
             return None, str(error)
         if record.state is None:
@@ -400,7 +400,7 @@ def _describe(error: Exception) -> str:
 
 
 def read_state(directory: str | os.PathLike, step: int | None = None) -> tuple[int, PyTree]:
-    """Reads a checkpoint's state as host arrays, on any machine, whatever mesh it was saved from.
+    """Reads a checkpoint's state as host arrays, on any machine and from any mesh.
 
     Args:
       directory: directory of the checkpoints.

@@ -13,7 +13,7 @@ from etils import epath
 Place = pathlib.Path | epath.Path
 
 _ROLES = "roles/storage.objectUser and roles/storage.legacyBucketReader"
-# Orbax writes this file last where a directory cannot be renamed atomically, as in a bucket.
+# Orbax writes this file last if a directory cannot be renamed atomically, as in a bucket.
 _COMMITTED = "commit_success.txt"
 # Deadline for a bucket's answer: the libraries themselves try for minutes to find credentials and to connect.
 ANSWER_S = 10.0
@@ -84,7 +84,7 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
     url = os.fspath(locate(path))
     import google.cloud.storage  # noqa: F401 - imported here, so that the slow import does not count as waiting
 
-    # After a timeout the thread is left behind, still waiting.
+    # After a timeout the thread remains, still waiting.
     answer: concurrent.futures.Future[None] = concurrent.futures.Future()
     threading.Thread(target=_answer, args=(answer, url, key, writes), name="podrl-bucket", daemon=True).start()
     try:

@@ -379,7 +379,7 @@ def is_wait(span: Mapping[str, Any]) -> bool:
 
 
 def critical_path(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the spans of a step's critical path, oldest first: the work that all other work waited for.
+    """Returns the spans of a step's critical path, oldest first: the work for which all other work waited.
 
     The path is followed backwards from the end of the step. Each part has a name, host, lane, start and length s in
     seconds. Calls of tools are not part of it, because other samples go on beside them.
@@ -514,7 +514,7 @@ def _stop(traced: trace.TracedStep, b: int) -> str:
 
 
 def _mismatch(traced: trace.TracedStep, b: int) -> float | None:
-    """Returns the mean distance of the trainer's from the sampler's log-probabilities of a sample, in nats.
+    """Returns the mean distance between the trainer's and the sampler's log-probabilities of a sample, in nats.
 
     Returns None if the trainer's are not known.
     """

@@ -104,8 +104,8 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(nothing)
     os.dup2(2, 1)
     life = int(os.environ.pop(LIFE))
-    # The parent holds the other end and never writes. When it is gone the kernel sends SIGIO, which ends this process
-    # whatever it is doing: a hung function may hold the interpreter, so no thread of ours could.
+    # The parent holds the other end and never writes. When the parent is gone the kernel sends SIGIO, which ends this
+    # process at any point of its work. A thread of ours could not, because a hung function may hold the interpreter.
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)

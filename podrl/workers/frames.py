@@ -25,7 +25,8 @@ def pack(header: Mapping[str, Any], body: bytes = b"") -> bytes:
 
 
 def take(data: bytearray) -> dict[str, Any] | None:
-    """Removes the first frame from `data` and returns its header; None, and no change, while the frame is incomplete.
+    """Removes the first frame from `data` and returns its header; changes nothing and returns None while the frame is
+    incomplete.
 
     Raises:
       FrameError: `data` does not begin with a frame.

@@ -158,7 +158,7 @@ class Process:
             self._loop.add_writer(self._write_fd, self._write)
             return
         except BrokenPipeError:
-            self._waiting.clear()  # the process has ended, which the other pipe will show
+            self._waiting.clear()  # the process has ended, as the other pipe will show
         self._loop.remove_writer(self._write_fd)
 
     def _readable(self) -> None:
@@ -266,7 +266,7 @@ class Loop:
 
 
 def reap(processes: Iterable[Process]) -> None:
-    """Waits for processes that were asked to leave, at most 1 s for all together, and kills those that are left."""
+    """Waits at most 1 s for processes that were asked to leave, and kills the remaining ones."""
     end = time.monotonic() + _LEAVE_S
     for process in processes:
         process.close(max(0.0, end - time.monotonic()))
@@ -430,7 +430,7 @@ class _Holder:
         except TimeoutError:
             raise LateError("it did not answer in time.") from None
         finally:
-            if self._reply.cancelled():  # the answer may still come, and must not be taken for that of a later request
+            if self._reply.cancelled():  # the answer may still come, and must not be taken for a later request's answer
                 self._fail(DiedError("its last request was given up."))
 
     def leave(self) -> Process:
