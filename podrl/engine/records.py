@@ -62,6 +62,7 @@ class Sample:
       position: position of the token that the sample feeds next.
       store: cache of the sample's own tokens.
       urgent: whether the sample gets a lane before samples that are not urgent.
+      joins: whether the sample prefers a shard with its prompt's pages to the shard with the most free lanes.
       shard: number of the sample's shard; -1 as long as it has none.
       lane: number of the sample's lane on the shard; -1 while it has none.
       status: state of the sample.
@@ -82,6 +83,7 @@ class Sample:
     position: int
     store: Store
     urgent: bool = False
+    joins: bool = False
     shard: int = -1
     lane: int = -1
     status: Status = Status.WAITING

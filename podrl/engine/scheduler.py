@@ -89,18 +89,22 @@ class Scheduler:
         pieces: int = 1,
         *,
         urgent: bool = False,
+        joins: bool = False,
     ) -> None:
         """Queues the samples of one prompt.
 
         Args:
-          prompt: handle of the prompt, not used before.
+          prompt: handle of the prompt. Samples that are added later may have the same prompt. They read the pages that
+            it then has; a prompt without unfinished samples has none, and is prefilled again.
           length: number of tokens of the prompt.
           samples: (handle, largest number of new tokens, expected number of new tokens or None) of each sample.
           pieces: number of groups to cut the samples into; groups may run on different shards.
           urgent: whether these samples get lanes before samples that are not urgent.
+          joins: whether these samples prefer a shard with the prompt's pages to the shard with the most free lanes.
         """
+        how = (urgent, joins)
         made = [
-            Sample(handle, prompt, length, max_new, expected, max_new, length - 1, Store(("sample", handle, 0)), urgent)
+            Sample(handle, prompt, length, max_new, expected, max_new, length - 1, Store(("sample", handle, 0)), *how)
             for handle, max_new, expected in samples
         ]
         self.samples.update((s.id, s) for s in made)
@@ -374,7 +378,8 @@ class Scheduler:
 
     def _admit_one(self, plan: Plan) -> bool:
         """Puts one waiting sample into a lane of the shard that has the most free lanes and enough pages."""
-        for shard in sorted(self._shards, key=lambda s: (-len(s.free_lanes), s.index)):
+        joined = self._pieces[-1][0].prompt if self._pieces and self._pieces[-1][0].joins else None
+        for shard in sorted(self._shards, key=lambda s: (joined not in s.prompts, -len(s.free_lanes), s.index)):
             if not shard.free_lanes:
                 continue
             if self._pieces and self._goes_before(shard) and self._make_room(shard, self._pieces[-1][0], plan):

@@ -1,6 +1,7 @@
 """Runs samples to their end: carries out the scheduler's plans on the device and records the sampled tokens."""
 
 import dataclasses
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -177,6 +178,7 @@ class Session:
         self._routes = RouteReader(device) if engine.routes else None
         self._tracks: dict[int, Track] = {}
         self._prompts: dict[int, np.ndarray] = {}
+        self._shared: dict[bytes, int] = {}  # handles of the prompts that further samples may share, by their digests
         self._flights: list[_Flight] = []
         self._count = 0
         self._idle_since = time.perf_counter()
@@ -231,13 +233,15 @@ class Session:
             self._open(track, opening)
         return track
 
-    def seat(self, tracks: Sequence[Track], *, pieces: int = 1, urgent: bool = False) -> None:
+    def seat(self, tracks: Sequence[Track], *, pieces: int = 1, urgent: bool = False, shared: bool = False) -> None:
         """Submits samples of one prompt: new samples, or samples that have left another session.
 
         Args:
           tracks: records of the samples.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
           urgent: whether these samples get lanes before samples that are not urgent.
+          shared: whether these samples read the pages of equal prompts that were submitted as `shared` before and are
+            still there; else their prompt is prefilled for them.
         """
         for track in tracks:
             track.handle, track.held = self._count, False
@@ -247,9 +251,11 @@ class Session:
                 track.breaks.append(track.sampled)
         self._tracks.update((t.handle, t) for t in tracks)
         handle, prompt = tracks[0].handle, tracks[0].prompt
+        if shared:
+            handle = self._shared.setdefault(hashlib.blake2b(prompt.tobytes(), digest_size=16).digest(), handle)
         self._prompts[handle] = prompt
         rows = [(t.handle, t.until - t.sampled, t.expected) for t in tracks]
-        self._scheduler.add(handle, len(prompt), rows, pieces, urgent=urgent)
+        self._scheduler.add(handle, len(prompt), rows, pieces, urgent=urgent, joins=shared)
         for track in tracks:
             self._scheduler.give(track.handle, len(track.tokens))
 

@@ -189,7 +189,7 @@ class Branches:
             track = session.track(head, key_2, self._sampling, opening, recording=recording)
             if not track.limit:
                 return None
-            session.seat([track], urgent=urgent)
+            session.seat([track], urgent=urgent, shared=True)
             branch = _Branch(track, self._requests)
             if request.aside:
                 self._asides.append(track)

@@ -146,6 +146,34 @@ def test_pauses_extends_and_spills_together(tiny, tight, policy):
         assert sampled.sum() == track.sampled <= 36
 
 
+def test_samples_that_come_one_by_one_share_the_pages_of_their_prompt(tight, policy):
+    """They draw what they draw when they come together; after the last of them the prompt is prefilled again."""
+    rng = np.random.default_rng(8)
+    prompt, keys_52, sampling = rng.integers(6, 300, 20).astype(np.int32), keys(rng, 5), Sampling(max_new=9)
+    session = tight.session(policy)
+    together = session.add(prompt, keys_52, sampling, openings=[Opening()] * 5)
+    drain(session)
+    assert session.stats.prefill_tokens == 19
+    tight.close(session)
+    session = tight.session(policy)
+    tracks = [session.track(prompt.copy(), key, sampling, Opening()) for key in keys_52]
+    for track in tracks[:4]:
+        session.seat([track], shared=True)
+        session.step()
+    drain(session)
+    assert session.engine.shards == 2 and session.stats.prefill_tokens == 19
+    for track in tracks[:4]:
+        session.end(track)
+    session.seat(tracks[4:], shared=True)
+    drain(session)
+    assert session.stats.prefill_tokens == 2 * 19
+    for one, other in zip(together, tracks, strict=True):
+        assert (one.tokens, one.drawn) == (other.tokens, other.drawn)
+    session.end(tracks[4])
+    assert session._scheduler.free_counts() == (8, 24)
+    tight.close(session)
+
+
 @pytest.mark.nightly("podrl/engine", "podrl/rollout", "podrl/models")
 @pytest.mark.slow
 def test_a_thousand_samples_that_wait_at_once_come_back_as_they_were(tiny, tight, policy):
