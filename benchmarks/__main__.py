@@ -9,6 +9,7 @@ from podrl.config import nearest
 
 BENCHES = (
     *(
+        "agents",
         "agree",
         "compiles",
         "decode",

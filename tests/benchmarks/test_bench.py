@@ -63,6 +63,17 @@ def test_slow_calls_are_hidden_by_an_update_that_is_longer_than_any_window(capsy
     assert 0 < figures["lane_utilisation"] <= 1 and 0 < figures["lane_utilisation_whole"] <= 1
 
 
+@pytest.mark.nightly("benchmarks", "podrl/environments", "podrl/rollout")
+@pytest.mark.slow
+def test_agents(capsys):
+    pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+    small = "--open=2 --requests=4 --prompts=1 --group=2 --episodes=2 --slow_s=0 --max_new=4"
+    assert bench.main(["benchmarks", "agents", *small.split(), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["prefilled_say"] == figures["prompt_tokens"] - 1 <= figures["prefilled_chat"]
+    assert figures["episodes"] == 2 and figures["answers"] == 6 and figures["server_cpu_ms"] >= 0
+
+
 def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):
     small = "--trainers=4 --rollouts=8 --steps=2 --processes=2 --tokens=8 --generate_s=0 --update_s=0"
     assert bench.main(["benchmarks", "pod", *small.split(), "--json"]) == 0

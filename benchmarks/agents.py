@@ -1,0 +1,252 @@
+"""Measures the endpoint of agent programs, and episodes that ask by conversations: `python -m benchmarks agents`."""
+
+import argparse
+import asyncio
+import collections
+import http.client
+import json
+import os
+import pathlib
+import resource
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+import podrl.agent
+from benchmarks.model import fake_devices
+
+_TURNS = 3  # requests of a slow episode
+_CONTEXT = 512  # tokens of a prompt and its answer
+_QUESTION = "How many of the letters of this sentence, counted one after the other without the spaces, are vowels? "
+
+
+class Says:
+    """An environment whose only turn answers the data's prompt."""
+
+    async def run(self, task: Any, model: Any) -> None:
+        await model.say(max_new=task.fields["most"])
+
+
+class Asks:
+    """An environment whose only request is the data's prompt, as a conversation."""
+
+    async def run(self, task: Any, model: Any) -> None:
+        await model.chat([_user(task.fields["question"])], max_tokens=task.fields["most"])
+
+
+class Slow:
+    """An environment that waits for `slow_s` seconds after each of its requests; its last request opens a branch."""
+
+    async def run(self, task: Any, model: Any) -> None:
+        messages = [_user(task.fields["question"])]
+        for _ in range(_TURNS - 1):
+            answer = await model.chat(messages, max_tokens=task.fields["most"])
+            await asyncio.sleep(task.fields["slow_s"])
+            messages += [answer, _user("Sure?")]
+        await model.chat([_user("Anything else?")], max_tokens=task.fields["most"])
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _solve(task: dict[str, Any]) -> None:
+    """Asks the question of a task over HTTP."""
+    fields = task["fields"]
+    body = {"model": "policy", "messages": [_user(fields["question"])], "max_tokens": fields["most"]}
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    address = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), headers)) as response:
+        response.read()
+
+
+def run(argv: Sequence[str]) -> dict[str, Any]:
+    """Measures the front's processor time, the prefill of equal first requests, and many open episodes.
+
+    Returns:
+      server_cpu_ms (processor time of the front's process per request, with --open requests open), prompt_tokens (of
+      a prompt of the second part), prefilled_say, prefilled_chat and prefilled_program (tokens that prefill computed
+      for --prompts groups of --group samples whose first turn is `model.say()`, the same request by `model.chat`, and
+      the same by HTTP), chat_of_say, program_of_say (quotients), episodes, episodes_seconds, answers (of the slow
+      episodes), spills (stores of the slow episodes moved to the host), memory_mb and memory_mb_before (peak of this
+      process, with the slow episodes and before).
+    """
+    parser = argparse.ArgumentParser(prog="benchmarks agents", description=__doc__)
+    parser.add_argument("--open", type=int, default=128, help="requests that are open at once")
+    parser.add_argument("--requests", type=int, default=4000, help="requests in all")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--max_new", type=int, default=8, help="most tokens of an answer")
+    parser.add_argument("--episodes", type=int, default=1000, help="slow episodes, all open at once")
+    parser.add_argument("--slow_s", type=float, default=2.0, help="wait of a slow episode after a request, seconds")
+    parser.add_argument("--pool_tokens", type=int, default=None, help="rollout.pool_tokens")
+    parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    fake_devices(args.devices)
+    figures: dict[str, Any] = {"server_cpu_ms": _server_cpu_ms(args.open, args.requests)}
+    bench = _Bench(args)
+    environments = {
+        "say": {"environment": f"{__name__}:Says"},
+        "chat": {"environment": f"{__name__}:Asks"},
+        "program": {
+            "environment": "program",
+            "program": f"python -m {__name__}",
+            "processes": args.prompts * args.group,
+        },
+    }
+    counts = {}
+    for name, environment in environments.items():
+        bench.play(args.prompts, args.group, environment)
+        counts[name] = bench.play(args.prompts, args.group, environment)[0].prefill_tokens
+    figures["prompt_tokens"] = bench.prompt_tokens
+    figures |= {f"prefilled_{name}": count for name, count in counts.items()}
+    figures |= {f"{name}_of_say": counts[name] / counts["say"] for name in ("chat", "program")}
+    before, started = _peak_mb(), time.perf_counter()
+    stats, rollouts = bench.play(-(-args.episodes // args.group), args.group, {"environment": f"{__name__}:Slow"})
+    answers = [turn for episode in rollouts.episodes for turn in episode["turns"] if turn["by"] == "model"]
+    return {
+        **figures,
+        "episodes": len(rollouts.episodes),
+        "episodes_seconds": time.perf_counter() - started,
+        "answers": len(answers),
+        "spills": stats.spills,
+        "memory_mb_before": before,
+        "memory_mb": _peak_mb(),
+    }
+
+
+def _server_cpu_ms(most: int, requests: int) -> float:
+    """Returns the processor time of the front's process per request, in milliseconds.
+
+    Clients with a connection of their own ask again as soon as they have an answer. A request is answered once `most`
+    requests are open, the oldest first. The requests of the first clients, which open the connections, do not count.
+    """
+    from podrl.environments.front import FrontSettings
+    from podrl.environments.wire.asks import Answer, Choice
+    from podrl.serve import Desk
+    from podrl.workers.user_code import Limits
+
+    answer = Answer("id", 0, list(range(200)), [Choice("It is five. " * 8, list(range(32)), [-0.5] * 32, (), "eos")])
+    with Desk(FrontSettings(max_requests=2 * most), Limits()) as desk:
+        address = urllib.parse.urlsplit(desk.address)
+        body = json.dumps({"model": "policy", "messages": [_user(_QUESTION * 8)], "max_tokens": 64}).encode()
+        headers = {"Authorization": f"Bearer {desk.key}", "Content-Type": "application/json"}
+
+        def ask() -> None:
+            client = http.client.HTTPConnection(str(address.hostname), address.port or 0)
+            for _ in range(1 + requests // most):
+                client.request("POST", f"{address.path}/chat/completions", body, headers)
+                client.getresponse().read()
+            client.close()
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(most)]
+        for thread in threads:
+            thread.start()
+        open_: collections.deque[int] = collections.deque()
+        left, process, begun = most * (1 + requests // most), _children()[-1], 0.0
+        while left:
+            open_ += [number for number, wanted in desk.poll(1.0) if wanted is not None]
+            while left and len(open_) >= min(most, left):
+                if left == most * (requests // most):
+                    begun = _cpu_s(process)
+                desk.tell(open_.popleft(), answer)
+                left -= 1
+        for thread in threads:
+            thread.join()
+        return 1e3 * (_cpu_s(process) - begun) / (most * (requests // most))
+
+
+def _children() -> list[int]:
+    """Lists the processes that this process started, the newest last."""
+    children = pathlib.Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return sorted(int(pid) for file in children for pid in file.read_text().split())
+
+
+def _cpu_s(process: int) -> float:
+    """Returns the processor time that a process has used, in seconds."""
+    fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class _Bench:
+    """The embedded tool model, which plays episodes.
+
+    Attributes:
+      prompt_tokens: number of tokens of the longest prompt that was played last.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Compiles the engine; the environment must be ready (`fake_devices`)."""
+        import jax
+
+        from podrl.data.dialogue import Dialogue
+        from podrl.data.tokenizer import Tokenizer
+        from podrl.engine.config import RolloutConfig
+        from podrl.job.config import EMBEDDED
+        from podrl.mesh.build import make_decoding_mesh
+        from podrl.models import hf_load
+        from podrl.rollout.histories import Histories
+        from podrl.rollout.worker import RolloutWorker
+        from podrl.types import Policy
+
+        self._args, directory = args, EMBEDDED["tiny_tools"]
+        mesh = make_decoding_mesh("data=1", jax.local_devices()[:1], key="--mesh")
+        model, params = hf_load.load(directory, mesh, jax.numpy.dtype("float32"))
+        tokenizer = Tokenizer.load(directory)
+        config = RolloutConfig(
+            max_prompt_length=_CONTEXT // 4,
+            max_tokens_to_generate=_TURNS * args.max_new,
+            max_response_tokens=3 * _CONTEXT // 4,
+            kv_cache_size=_CONTEXT,
+            lanes=32,
+            pool_tokens=args.pool_tokens,
+        )
+        given = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
+        self._worker, self._policy = RolloutWorker(model, mesh, config, seed=0, **given), Policy(params, 0)
+        self._worker.warm_up(params, lambda line: print(line, file=sys.stderr))
+        self._dialogue, self._histories = Dialogue(tokenizer), Histories(tokenizer, "call_tool")
+        self.prompt_tokens = 0
+
+    def play(self, prompts: int, group: int, environment: dict[str, Any]) -> tuple[Any, Any]:
+        """Plays an episode for each sample; returns (counts of the engine, samples)."""
+        import numpy as np
+
+        from podrl.engine.config import Sampling
+        from podrl.environments.config import EnvironmentConfig
+        from podrl.environments.workers import Episodes
+        from podrl.rollout.episodes import Partner
+        from podrl.types import Prompts
+        from podrl.workers.user_code import Limits
+
+        texts = [f"{_QUESTION}{p}" for p in range(prompts)]
+        ids = [self._histories.encode([_user(text)], []) for text in texts]
+        length_P = np.asarray([len(one) for one in ids])
+        tokens_PT = np.zeros((prompts, length_P.max()), np.int32)
+        for p, one in enumerate(ids):
+            tokens_PT[p, : len(one)] = one
+        fields = {"question": texts, "most": [self._args.max_new] * prompts, "slow_s": [self._args.slow_s] * prompts}
+        batch = Prompts(tokens_PT, length_P, np.arange(prompts), texts, fields, b"")
+        self.prompt_tokens = int(length_P.max())
+        with Episodes(EnvironmentConfig(**environment), Limits(), journal=None) as host:
+            self._worker.partner = Partner(host, self._dialogue)
+            try:
+                sampling = Sampling(max_new=_TURNS * self._args.max_new)
+                player = self._worker.player(batch, group_size=group, step=1, sampling=sampling)
+                for _ in self._worker.advance(self._policy, [(player, None)]):
+                    pass
+                return self._worker.stats, self._worker.rows(player, 0.0)
+            finally:
+                self._worker.partner = None
+
+
+if __name__ == "__main__":  # as a program of env.program
+    podrl.agent.serve(_solve)
