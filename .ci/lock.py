@@ -21,8 +21,9 @@ LOCKS = {
     "requirements-tpu.lock": ("gcs", "hub", "tools", "tpu"),
     "requirements-pathways.lock": ("gcs", "hub", "tools", "pathways"),
 }
-# Each has a file of what it adds to the base, to be installed beside one of those; other extras add nothing to it.
-BESIDE = ("math", "wandb", "mlflow")
+# Each has a file of what it adds to the base, to be installed beside one of those. Other extras of a pod add nothing to
+# the base, or need a package that has no wheel (tfds: promise; reasoning: cellpylib).
+BESIDE = ("math", "wandb", "mlflow", "openenv")
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:

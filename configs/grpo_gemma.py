@@ -74,8 +74,8 @@ def _tiny() -> ConfigDict:
 def _gemma2_2b(config: Any) -> None:
     """Sets the numbers of Tunix's GSM8K recipe for Gemma 2 2B, on 16 chips: two v5e 2x4 slices.
 
-    The recipe trains for one epoch, two prompts a step. docs/from-tunix.md has the numbers of other publications of the
-    recipe, and the words of its prompt.
+    The recipe trains for one epoch, two prompts a step. The prompt asks for the same tags in podrl's own words;
+    docs/from-tunix.md says how to set the words of the recipe, and has the numbers of its other publications.
     """
     config.model.path = ""
     config.model.size = "gemma2-2b"  # for podrl.plan, which needs no weights

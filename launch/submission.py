@@ -34,7 +34,7 @@ _FILE = re.compile(
     r"(?<![\w./:~-])(?:\.{1,2}/)*\w[\w./-]*"
     r"\.(?:py|jsonl?|csv|tsv|parquet|arrow|array_record|jinja2?|txt|md|ya?ml|toml|sh)(?:\.(?:gz|bz2|xz|zst))?\b"
 )
-_MODELS = ("model.path", "model.reference", "model.critic", "reward.model")
+_MODELS = ("model.path", "model.reference", "model.critic", "reward.model", "tokenizer")
 _DATA = ("data.path", "data.eval_path", "env.system_prompt_file")
 # Models and tasks that are in podrl.
 _SHIPPED = ("tiny", "tiny_tools", "tiny_search", "scratch", "problems", "sums", "facts")
@@ -291,11 +291,12 @@ def _places(key: str, value: str, code: Code | None) -> list[str]:
     if key in _MODELS or key in _DATA:
         return [value] if _is_place(value, model=key in _MODELS, code=code) else []
     named = []
-    if key.endswith((".sources", ".sets")):
+    if key.endswith((".sources", ".sets", ".teachers")):
         with contextlib.suppress(ValueError, SyntaxError, TypeError):
             named = [str(one["path"]) for one in ast.literal_eval(value) if "path" in one]
+    model = key.endswith(".teachers")
     return list(
-        dict.fromkeys([*(path for path in named if _is_place(path, model=False, code=code)), *_FILE.findall(value)])
+        dict.fromkeys([*(path for path in named if _is_place(path, model=model, code=code)), *_FILE.findall(value)])
     )
 
 

@@ -96,9 +96,7 @@ def _say(line: str) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from podrl.job.config import EMBEDDED
-
-    args.model = EMBEDDED.get(args.model) or pathlib.Path(hub.local(args.model))
+    args.model = pathlib.Path(hub.local(args.model))
     _check(args)
     records = read_prompts(args.prompts, _asked(args)["question_field"])
     import jax

@@ -334,7 +334,6 @@ def _model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
     import jax
 
     from podrl.export import load_run
-    from podrl.job.config import EMBEDDED
     from podrl.models import hf_load, lora, parameters
 
     if (pathlib.Path(name) / "checkpoints").is_dir():
@@ -347,11 +346,11 @@ def _model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
         shapes = parameters.abstract_params(config, mesh, dtype)
         placed = jax.tree.map(lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding), params, shapes)
         return config, placed, run.tokenizer
-    directory = EMBEDDED.get(name) or locate(hub.local(name))
+    directory = locate(hub.local(name))
     if not directory.is_dir():
         raise ValueError(
             f"--model={name} is no directory: give a Hugging Face directory, ORG/NAME of the hub, the directory of a "
-            f"run, or {' or '.join(EMBEDDED)}."
+            f"run, or {' or '.join(hub.EMBEDDED)}."
         )
     config, params = hf_load.load(directory, mesh, dtype)
     return config, params, directory

@@ -20,7 +20,6 @@ from podrl.data import sources
 from podrl.data.cache import Cache
 from podrl.data.mixture import WORTH
 from podrl.data.tokenizer import FILES
-from podrl.job.config import EMBEDDED as MODELS
 from podrl.job.config import SCRATCH, Job
 from podrl.rundir import identity
 from podrl.runtime.message import Message
@@ -193,7 +192,7 @@ def _models(job: Job) -> Iterator[tuple[str, str]]:
     for key, path in [*named.items(), *teachers]:
         path = "tiny" if path == SCRATCH else path  # the scratch model has the tokenizer of 'tiny'
         if path and not is_remote(path) and not hub.parse_name(path):
-            yield key, str(MODELS.get(path) or path)
+            yield key, hub.local(path)
 
 
 def _of_model(directory: str) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@ registry says how to read that section; all other sections are the same for all 
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,10 +50,7 @@ from podrl.trainer import custom
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import PackShape, pack_shape
 
-_ASSETS = pathlib.Path(__file__).resolve().parent.parent / "assets"
-# The checkpoints that come with podrl, by the names that model.path and tokenizer have for them.
-EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_tools", "tiny_search")}
-TINY = EMBEDDED["tiny"]
+TINY = hub.EMBEDDED["tiny"]
 SCRATCH = "scratch"
 
 
@@ -84,7 +80,7 @@ class ModelSource:
         'tiny_search' are the checkpoints shipped with podrl, 'scratch' is a small model with random weights (the
         section `scratch`).
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
-      reference: directory of the reference policy; '' for the starting weights.
+      reference: directory of the reference policy, or a name as for `path`; '' for the starting weights.
       teachers: teachers of distillation, instead of `reference`; `grpo.teacher_coef` is its weight.
       critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
       lora: adapters; rank 0 trains all parameters.
@@ -104,7 +100,7 @@ class ModelSource:
         Raises:
           ValueError: `path` is no directory.
         """
-        path = EMBEDDED.get(self.path) or locate(hub.local(self.path))
+        path = locate(hub.local(self.path))
         if not path.is_dir():
             raise ValueError(
                 f"model.path={self.path!r} is not a directory: give a Hugging Face directory (config.json, "
@@ -116,7 +112,7 @@ class ModelSource:
     def tokenizer(self, directory: str) -> Place:
         """Returns the tokenizer's directory: `directory` (the key tokenizer), or the model's own if that is ''."""
         if directory:
-            return EMBEDDED.get(directory) or locate(hub.local(directory))
+            return locate(hub.local(directory))
         return TINY if self.path == SCRATCH else self.directory
 
 

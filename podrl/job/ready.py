@@ -12,7 +12,7 @@ from podrl.data.mixture import Part, split
 from podrl.data.pipeline import PartRenderer
 from podrl.data.tokenizer import Tokenizer
 from podrl.environments.workers import Episodes
-from podrl.job.config import EMBEDDED, SCRATCH, Job
+from podrl.job.config import SCRATCH, Job
 from podrl.job.evaluation import held_out
 from podrl.job.weights import model_of
 from podrl.learner.playing import environment_config
@@ -52,7 +52,7 @@ def check_models(job: Job, keys: Collection[str]) -> None:
     own = {"model.critic": ("critic", roles.critic), "reward.model": ("reward", roles.reward)}
     own |= {"model.teachers": ("teacher", roles.teacher)}
     for key, path in [*named.items(), *teachers]:
-        if key not in keys or not path or path == SCRATCH or (key == "model.path" and path in EMBEDDED):
+        if key not in keys or not path or path == SCRATCH:
             continue
         directory = storage.locate(hub.local(path))
         if not directory.is_dir():

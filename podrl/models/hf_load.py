@@ -72,7 +72,9 @@ def load(
     """
     directory = locate(directory)
     if not directory.is_dir():
-        raise ValueError(f"model.path={str(directory)!r} is not a directory: give a Hugging Face model directory.")
+        raise ValueError(
+            f"{str(directory)!r} is not a directory: give a Hugging Face directory, or ORG/NAME of the hub."
+        )
     config = read_config(directory)
     mesh = single_device_mesh() if mesh is None else mesh
     adapted = dataclasses.replace(config, lora=lora_config or LoraConfig())

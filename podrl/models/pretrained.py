@@ -95,10 +95,11 @@ def from_pretrained(
     adapters: str | pathlib.Path | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """Loads a model from a Hugging Face directory or from the hub.
+    """Loads a model from a Hugging Face directory, from the hub, or of those that come with podrl.
 
     Args:
-      directory: directory with config.json and safetensors weights, or a model's name ORG/NAME in the hub.
+      directory: directory with config.json and safetensors weights, a model's name ORG/NAME in the hub, or 'tiny',
+        'tiny_tools' or 'tiny_search' for a model that comes with podrl.
       mesh: devices that hold the parameters, with the axes ("data", "fsdp", "tensor"); None for the first device.
       dtype: storage type of the parameters.
       lora: settings of fresh adapters to add; None for no fresh adapters.
@@ -122,8 +123,7 @@ def from_pretrained(
 
 
 def on_this_host(model: Any) -> Any:
-    """Returns the local directory of a model that is named as in the hub, and downloads it if needed; else `model`
-    itself."""
+    """Returns the local directory of a model that a text names (`podrl.storage.hub.local`); else `model` itself."""
     return hub.local(model) if isinstance(model, str) else model
 
 

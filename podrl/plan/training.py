@@ -7,7 +7,6 @@ update.
 
 import dataclasses
 import functools
-import pathlib
 from typing import Any, cast
 
 import jax
@@ -29,6 +28,8 @@ from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.plan.hlo import Trips
 from podrl.plan.programs import TRAINER, Program, Setting
+from podrl.storage import hub
+from podrl.storage.storage import locate
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step, make_value_fn
 from podrl.trainer.distill import Taught, taught
@@ -182,7 +183,7 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
     training, algo = job.trainer, cast(PPOConfig, job.algo)
     model = setting.model
     if job.model.critic:
-        model = dataclasses.replace(read_config(pathlib.Path(job.model.critic)), lora=job.model.lora)
+        model = dataclasses.replace(read_config(locate(hub.local(job.model.critic))), lora=job.model.lora)
     optimizer = training.critic()
     params = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
     trainable, frozen = scalar.split_trainable(params, model)

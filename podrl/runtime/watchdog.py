@@ -14,6 +14,8 @@ _SILENCE_S = 3.0  # a stage that takes longer than this is explained to the user
 _DOES = {
     "start-up": "loading the models and compiling the rollout's programs",
     "restoring": "reading the newest checkpoint",
+    "data": "drawing the next prompts",
+    "metrics": "waiting for the numbers of the step",
     "evaluation": "sampling answers to the held-out records and scoring them; the first time compiles",
     "rollout": "sampling the batch and scoring it; the first time compiles",
     "update": "updating the weights; the first time compiles",

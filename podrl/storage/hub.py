@@ -1,8 +1,8 @@
-"""Models and data sets of the Hugging Face hub: their names, pinned revisions, and copies on this host.
+"""Names of models and data sets of the Hugging Face hub: pins them, and copies the files to this host.
 
 The name of a model is 'ORG/NAME' or 'ORG/NAME@REVISION', that of a data set 'hf:ORG/NAME[@REVISION][:CONFIG]:SPLIT'.
 Files are downloaded to the hub's own cache (HF_HOME), once for all processes of a host; cached files are used when the
-hub cannot be reached.
+hub cannot be reached. `local` also knows the names of the models that come with podrl.
 """
 
 import functools
@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 from podrl.storage.storage import StorageError, first_line
 
+_ASSETS = pathlib.Path(__file__).resolve().parent.parent / "assets"
+# The models that come with podrl, by their names. A directory of such a name is meant only as ./NAME.
+EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_tools", "tiny_search")}
 DATA = "hf:"
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[\w.-]+))?")
@@ -62,13 +65,15 @@ def parse_name(path: str) -> Name | None:
 
 
 def local(path: str) -> str:
-    """Returns the local directory of a model, after a download if `path` names a model of the hub; else `path`.
+    """Returns the directory of a model of podrl's own or of the hub, after a download if needed; else `path`.
 
     Raises:
       ValueError: the hub has no such model, or this account may not read it.
       StorageError: the hub cannot be reached and the cache lacks the model; the same command continues the download.
       ImportError: huggingface_hub is not installed.
     """
+    if path in EMBEDDED:
+        return str(EMBEDDED[path])
     name = parse_name(path)
     return path if name is None else _snapshot(name, tuple(_MODEL_FILES))
 

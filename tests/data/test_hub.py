@@ -160,8 +160,9 @@ def test_what_cannot_be_had_is_said_in_a_sentence(server, monkeypatch):
 def test_paths_of_this_machine_are_no_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    for path in ("tiny", "runs/mine", "./a/b", "/a/b", "gs://a/b", "a/b/c", "~/a"):
+    for path in ("little", "runs/mine", "./a/b", "/a/b", "gs://a/b", "a/b/c", "~/a"):
         assert hub.parse_name(path) is None and hub.local(path) == path
+    assert hub.parse_name("tiny") is None and hub.local("tiny") == str(hub.EMBEDDED["tiny"])
     assert hub.parse_name("acme/tiny@v1") == hub.Name("acme/tiny", "v1", "model")
 
 

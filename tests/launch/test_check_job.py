@@ -17,6 +17,8 @@ GEMMA, PLACES = (
         (GEMMA, PLACES[:1], r"data\.path=train\.jsonl is a path on this machine"),
         ("grpo_gemma.py", ["--config.data.path=mine.jsonl"], r"data\.path=mine\.jsonl is a path on this machine"),
         ("grpo_gemma.py", ["--config.model.path=./model"], r"model\.path=\./model is a path"),
+        ("grpo_gemma.py", ["--config.tokenizer=./words"], r"tokenizer=\./words is a path"),
+        ("grpo_gemma.py", ["--config.model.teachers=({'path': './old'},)"], r"names \./old, which"),
         ("grpo_gemma.py", ["--config.data.path=mine/part.jsonl"], r"data\.path=mine/part\.jsonl is a path"),
         (
             "grpo_gemma.py",
@@ -57,6 +59,7 @@ def test_jobs_that_can_run_are_taken():
     [
         "model.path=Qwen/Qwen3-8B",
         "model.path=Qwen/Qwen3-0.6B@main",
+        "model.teachers=({'path': 'Qwen/Qwen3-8B'},)",
         "data.path=hf:openai/gsm8k:main:train",
         "data.path=tfds:gsm8k/train",
         "reward.fns=/code/my_rewards.py:short",

@@ -84,7 +84,7 @@ def test_an_image_has_the_extras_that_its_build_names(extras, wanted, tmp_path):
     assert set(wanted) <= set(LOCKS) and arguments()["EXTRAS"] == '""'
 
 
-@pytest.mark.parametrize("extra", ["math", "wandb", "mlflow"])
+@pytest.mark.parametrize("extra", ["math", "wandb", "mlflow", "openenv"])
 def test_the_lock_file_of_an_extra_adds_to_the_base_what_the_extra_asks_for(extra):
     from packaging.requirements import Requirement
 

@@ -15,10 +15,10 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.tools import ToolEnvironment
 from podrl.environments.workers import Episodes
-from podrl.job.config import EMBEDDED
 from podrl.learner.generation import of_the_others
 from podrl.learner.playing import check, environment_config, offered
 from podrl.learner.report import episode_metrics
+from podrl.storage.hub import EMBEDDED
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV
 from podrl.workers.user_code import Limits
 
@@ -115,7 +115,7 @@ def test_the_room_of_an_environment_is_to_be_set(tmp_path):
     )
     rollout = podrl.RolloutConfig(max_tokens_to_generate=24)
     settings = podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout)
-    cluster = podrl.RLCluster(actor=str(podrl.TINY), cluster_config=settings)
+    cluster = podrl.RLCluster(actor="tiny", cluster_config=settings)
     with pytest.raises(ValueError, match=r"rollout\.max_response_tokens is not set.*max_tokens_to_generate=24"):
         podrl.GRPOLearner(cluster, podrl.GRPOConfig(), environment="a.py:B")
     podrl.GRPOLearner(cluster, podrl.GRPOConfig(), "answer")

@@ -46,7 +46,7 @@ def model(tmp_path):
 def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
     (tmp_path / "mine.py").write_text(MINE)
     data, fns = records(tmp_path), (f"{tmp_path}/mine.py:scored", "number")
-    made = values(data=data, reward={"fns": fns}, model={"path": str(model), "reference": str(model)})
+    made = values(data=data, reward={"fns": fns}, model={"path": str(model), "reference": "tiny"})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
 
 

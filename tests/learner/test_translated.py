@@ -13,8 +13,9 @@ from podrl.algorithms.distill import Distillation
 from podrl.algorithms.spans import common_spans, over_spans
 from podrl.data import problems
 from podrl.data.tokenizer import Tokenizer
-from podrl.job.config import EMBEDDED, TINY
+from podrl.job.config import TINY
 from podrl.learner.translated import aligned
+from podrl.storage.hub import EMBEDDED
 
 TEXTS = st.one_of(
     st.text(max_size=40),

@@ -227,7 +227,7 @@ def test_missing_files_are_named(tmp_path):
     gone.unlink()
     with pytest.raises(ValueError, match=r"lacks 1 of 6 weight files: model-00002-of-00006\.safetensors"):
         load(tmp_path / "out")
-    with pytest.raises(ValueError, match=r"model\.path='.*nowhere' is not a directory"):
+    with pytest.raises(ValueError, match=r"^'.*nowhere' is not a directory"):
         load(tmp_path / "nowhere")
     shutil.copy(FIXTURES / "llama" / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").touch()

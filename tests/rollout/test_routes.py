@@ -17,12 +17,12 @@ from podrl.engine import engine as engine_module
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.workers import Episodes
-from podrl.job.config import EMBEDDED
 from podrl.mesh.build import parse_mesh
 from podrl.models import decoder, moe
 from podrl.models.config import LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.rollout.episodes import Partner
+from podrl.storage.hub import EMBEDDED
 from podrl.trainer.objective import Forward
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.packing import place_samples
