@@ -10,7 +10,7 @@ right number, citations that their documents support, and the format. docs/from-
 Variants:
     grpo_search.py:prompted     for a model of your own, with podrl's search and citation prompt before each question:
                                 add --config.model.path=DIR --config.data.path=FILE, your server in --config.env.mcp,
-                                and for a judge --config.reward.fns="('rubric','citations','citation_format')"
+                                and for a judge --config.reward.fns=rubric,citations,citation_format
 """
 
 import pathlib

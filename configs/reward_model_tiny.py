@@ -5,7 +5,7 @@ a base model might write of it, on a CPU machine: held-out pairs ranked right 50
 
     python -m podrl.launch --config=reward_model_tiny.py
     python -m podrl.export --workdir=runs/reward_model_tiny --out=scores
-    python -m podrl.launch --config=grpo_gemma.py --config.reward.model=scores --config.reward.fns="('answer',)"
+    python -m podrl.launch --config=grpo_gemma.py --config.reward.model=scores --config.reward.fns=answer
     python -m podrl.launch --config=reward_model_tiny.py --config.model.path=DIR --config.data.path=FILE
 
 A line of FILE, a .jsonl: {"prompt": "...", "chosen": "...", "rejected": "..."}; data.eval_path holds held-out pairs.

@@ -359,6 +359,14 @@ def check_text(text: str, hint: object, key: str) -> bool:
     raise ValueError(f"{key}={text} must be {_names(options)}.")
 
 
+def takes_texts(hint: object) -> bool:
+    """True if a field of type `hint` holds a list whose items may be texts."""
+    items = typing.get_args(hint)[:1] if typing.get_origin(hint) is tuple else ()
+    return any(
+        option is str or typing.get_origin(option) is typing.Literal for item in items for option in _options(item)
+    )
+
+
 def _try(value: Any, option: Any, key: str) -> tuple[bool, Any]:
     """Checks a value against one type of a union: (whether the value fits, the converted value)."""
     kind, limits = typing.get_origin(option) or option, _range_of(option)

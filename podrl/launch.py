@@ -56,7 +56,6 @@ _NUMBERS = {
     "heartbeat_s": (float, 1.0),
 }
 _KEY = re.compile(r"-{0,2}(?!config\.)[a-z]\w*(\.[a-z]\w*)+=")  # a key of the configuration without --config.
-_NAMES = re.compile(r"[\w./@:~-]+(,[\w./@:~-]+)*")  # reward functions without quotes
 _SWITCHES = ("dry_run", "shared_workdir", "debug", "help", "helpfull", "h")
 _COMMAND = "PODRL_COMMAND"  # environment variable that passes the user's command to the processes of a local pod
 
@@ -282,13 +281,6 @@ def _command_line(argv: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "podrl.launch", *argv[1:]])
 
 
-def _quoted(key: str, text: str) -> str:
-    """Writes an override as a flag; names of reward functions, separated by commas, need no quotes and brackets."""
-    if key.rpartition(".")[2] == "fns" and _NAMES.fullmatch(text):
-        text = repr(tuple(text.split(",")))
-    return f"--config.{key}={text}"
-
-
 def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Parses absl's flags: (the whole configuration with defaults and overrides, arguments that are no flags).
 
@@ -301,7 +293,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     Raises:
       ValueError: a key or flag is unknown, or a value does not fit its key.
     """
-    from podrl.job.config import check_text, complete, section_of
+    from podrl.job.config import check_text, complete, quoted, section_of
     from podrl.trainer.custom import ARGUMENTS
 
     config.algorithm = _early(argv, "algorithm", config.get("algorithm", "grpo"))
@@ -318,7 +310,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
         override = arg.startswith("--config.") and bool(equals)
         if override:
             emptied[key] = check_text(key, text, config.algorithm)
-            arg = _quoted(key, text)
+            arg = f"--config.{key}={quoted(key, text, config.algorithm)}"
         if not (override and emptied[key]):
             parsed.append(arg)
     holder = config_flags.DEFINE_config_dict("config", values, sys_argv=parsed)

@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 
 from podrl.data.config import SourceConfig
 from podrl.data.template import SYSTEM_PROMPT
-from podrl.job.config import complete, with_prompt_length
-from podrl.launch import _quoted, find_config, take_config
+from podrl.job.config import complete, quoted, with_prompt_length
+from podrl.launch import find_config, take_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _ENV = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
@@ -50,12 +50,26 @@ def test_keys_without_config_are_understood():
     ]
 
 
-def test_reward_functions_need_no_quotes():
-    for text in ("a.py:f", "a.py:f,number", "pkg.mod:f@d", "dir/b-c.py:f"):
-        given = _quoted("reward.fns", text).partition("=")[2]
-        assert ast.literal_eval(given) == tuple(text.split(","))
-    assert _quoted("reward.fns", "('a.py:f',)") == "--config.reward.fns=('a.py:f',)"
-    assert _quoted("data.path", "a.jsonl") == "--config.data.path=a.jsonl"
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *(("reward.fns", text) for text in ("a.py:f", "a.py:f,number", "pkg.mod:f@d", "dir/b-c.py:f")),
+        *(("env.tools", "my_tools.py:calculator"), ("env.mcp", "http://127.0.0.1:8000/mcp"), ("log.to", "wandb")),
+    ],
+)
+def test_items_of_lists_need_no_quotes(key, text):
+    assert ast.literal_eval(quoted(key, text, "grpo")) == tuple(text.split(","))
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *(("reward.fns", "('a.py:f',)"), ("env.mcp", "('python server.py',)"), ("env.tools", "()")),
+        *(("data.path", "a.jsonl"), ("reward.weights", "1.0,0.5"), ("no.such.key", "a"), ("log.to", "None")),
+    ],
+)
+def test_other_texts_stay_as_they_are(key, text):
+    assert quoted(key, text, "grpo") == text
 
 
 def test_no_default_puts_words_before_a_question(tmp_path):

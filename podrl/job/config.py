@@ -5,6 +5,7 @@ registry says how to read that section; all other sections are the same for all 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -452,10 +453,24 @@ def check_text(key: str, text: str, algorithm: str) -> bool:
     Raises:
       ValueError: the key cannot hold the text; the message names the key, the text and the allowed values.
     """
+    hint = _hint(key, algorithm)
+    return hint is not None and config.check_text(text, hint, key)
+
+
+_ITEMS = re.compile(r"[\w./@:~-]+(,[\w./@:~-]+)*")  # names and paths, which need neither quotes nor brackets
+
+
+def quoted(key: str, text: str, algorithm: str) -> str:
+    """Returns the text of a command-line override, as a tuple if the key holds a list of texts: 'a,b' is ('a', 'b')."""
+    listed = config.takes_texts(_hint(key, algorithm)) and text != "None" and _ITEMS.fullmatch(text)
+    return repr(tuple(text.split(","))) if listed else text
+
+
+def _hint(key: str, algorithm: str) -> object:
+    """Returns the type of a key of the configuration; None for a key that does not exist."""
     path, section = key.split("."), section_of(algorithm)
     root, below = (KINDS[section].settings, path[1:]) if path[0] == section else (Job, path)
-    hint = hint_at(root, below) if below else None
-    return hint is not None and config.check_text(text, hint, key)
+    return hint_at(root, below) if below else None
 
 
 def parse(values: Mapping[str, Any]) -> Job:
