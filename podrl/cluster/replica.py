@@ -77,21 +77,21 @@ class Head:
 
 
 def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
-    """Makes the calls that the head of this process's replica tells, until the head ends.
+    """Makes the calls that the head of this process's replica sends, until the head ends.
 
     Args:
       cluster: this host's part of the models; None if no call touches models.
       pod: the job's processes.
-      run: the run, entered, for its watchdog, profiles and stop signals. The head is told of a stop signal (or the
-        leader, if trainers and rollouts share a cluster).
-      deadline_s: the longest wait for the answer to that, in seconds.
+      run: the run, entered, for its watchdog, profiles and stop signals. This process reports a stop signal to the head
+        (or to the leader, if trainers and rollouts share a cluster).
+      deadline_s: the longest wait for the answer to such a report, in seconds.
 
     Returns:
       The step that the head had reached.
 
     Raises:
       ChannelError: the head or the leader did not answer in time.
-      ValueError: this process cannot make a call, because its state is not that of the head.
+      ValueError: this process cannot make a call, because its state differs from the head's.
     """
     head = pod.seat.hosts.replica_of(pod.seat.process)[0]
     name, address = pod.seat.hosts.name(head), pod.address(head)

@@ -1,10 +1,10 @@
 """Renders a conversation by its chat template, and finds the parts of the text that a model is to learn.
 
-The text is the template's rendering of the whole conversation. If the template marks the model's words by {% generation
-%}, these marks decide which parts are learned. Otherwise the parts are found by comparing renderings: a turn of the
-assistant begins where the prompt for that turn ends, and ends with the end mark that the template writes after the
-turn. A template may write a turn differently once other turns follow; for example, some templates drop the thoughts of
-earlier turns. The model then learns the turn as the rendering of the whole conversation shows it.
+The text is the template's rendering of the whole conversation. If the template marks the model's words by
+{% generation %}, these marks decide which parts are learned. Otherwise the parts are found by comparing renderings: a
+turn of the assistant begins where the prompt for that turn ends, and ends with the end mark that the template writes
+after the turn. A template may write a turn differently once other turns follow; for example, some templates drop the
+thoughts of earlier turns. The model then learns the turn as the rendering of the whole conversation shows it.
 """
 
 import functools

@@ -165,8 +165,8 @@ _TYPES = {"ids": np.int64, "rate": np.float32, "solved": np.int32, "failed": np.
 class Curriculum:
     """The pass rates by which a run's prompts are chosen: a function of the steps done.
 
-    The batch of step b is chosen by the results of the steps before b - `lag`, which are known wherever the batch may
-    be begun. A batch may be begun again, after a kill or on a host that joins later, and must then have the same
+    The batch of step b is chosen by the results of the steps before b - `lag`, which every process that may begin the
+    batch knows. A batch may be begun again, after a kill or on a host that joins later, and must then have the same
     prompts. So the results of the newest steps are kept one by one, and the table can be taken back to an older step.
 
     Attributes:

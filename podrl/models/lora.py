@@ -115,7 +115,7 @@ def _merged_stack(given: Mapping[str, Array], params: PyTree, config: ModelConfi
 
 
 def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], PyTree]:
-    """Builds one compiled program of `merge`: (adapters, base parameters) -> parameters of the dense model.
+    """Compiles `merge` as one program: (adapters, base parameters) -> parameters of the dense model.
 
     Args:
       config: the model with adapters.

@@ -28,7 +28,8 @@ _OF_ROLLOUTS: Mapping[str, Any] = {
     "mask": np.uint8,
     "turn_reward": np.float32,
 }
-# Columns that the trainer computes for the trace: log-probability of each token, entropy of its distribution, in nats.
+# Columns that the trainer computes for the trace: each token's log-probability and the entropy of its distribution, in
+# nats.
 SCORES = ("trainer_logprob", "entropy")
 # Columns of `TraceExtras` with log.trace='updates': weight of each token in the step's updates, and 1 if it is clipped.
 WEIGHTS = ("weight", "clipped")

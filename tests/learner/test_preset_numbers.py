@@ -58,7 +58,7 @@ NUMBERS = {
     "tinker_ppo": (CLIP, "token-sum-scale", NO_KL, PLAIN, None, {}),
     "tunix_grpo": (CLIP, SEQUENCES, K1, GRPO, None, {}),
 }
-# Settings of all other presets: no correction of fresh samples, and a ratio from the cheapest old policy.
+# Settings of all other presets: no correction of fresh samples, and the old log-probabilities that cost least.
 CORRECTED = {
     "trl_grpo": ("sequence_mask", (0.0, 3.0)),
     "open_instruct_grpo": ("tis", (0.0, 2.0)),
