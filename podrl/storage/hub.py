@@ -9,7 +9,7 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from podrl.storage.storage import StorageError, first_line
@@ -23,8 +23,9 @@ _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[\w.-]+))?")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIXES = (".parquet", ".jsonl", ".csv")
-# The keys of a configuration that may name repositories; the paths of data.sources may, too.
+# The keys of a configuration that may name repositories, and the lists whose items have a path that may.
 _KEYS = ("model.path", "model.reference", "model.critic", "reward.model", "tokenizer", "data.path", "data.eval_path")
+_LISTS = ("data.sources", "eval.sets", "model.teachers")
 
 
 class Name(NamedTuple):
@@ -104,7 +105,7 @@ def data_files(path: str) -> list[str]:
 
 def names(values: Mapping[str, Any]) -> dict[str, str]:
     """Returns the values of a configuration that name repositories of the hub, by dotted key."""
-    keys = [*_KEYS, *(f"data.sources.{k}" for k in range(len(values.get("data", {}).get("sources") or ())))]
+    keys = [*_KEYS, *(f"{key}.{k}" for key in _LISTS for k in range(len(_items(values, key))))]
     found = {key: _at(values, key) for key in keys}
     return {key: text for key, text in found.items() if text and parse_name(text) is not None}
 
@@ -125,12 +126,13 @@ def pinned(values: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, 
 def renamed(values: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
     """Returns a copy of a configuration with other texts at dotted keys; `texts` has the texts by key."""
     copy: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-    sources: list[Any] = list(copy.get("data", {}).get("sources") or ())
     for key, text in texts.items():
         group, _, name = key.rpartition(".")
-        if group == "data.sources":
-            sources[int(name)] = {**sources[int(name)], "path": text}
-            copy["data"]["sources"] = tuple(sources)
+        if group in _LISTS:
+            items = list(_items(copy, group))
+            items[int(name)] = {**items[int(name)], "path": text}
+            section, _, field = group.partition(".")
+            copy[section][field] = tuple(items)
         else:
             (copy[group] if group else copy)[name] = text
     return copy
@@ -139,12 +141,20 @@ def renamed(values: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, An
 def _at(values: Mapping[str, Any], key: str) -> str:
     """Returns the text at a dotted key of a configuration; '' if there is no text."""
     group, _, name = key.rpartition(".")
-    if group == "data.sources":
-        sources = values.get("data", {}).get("sources") or ()
-        found = sources[int(name)].get("path", "") if int(name) < len(sources) else ""
+    if group in _LISTS:
+        items = _items(values, group)
+        item = items[int(name)] if int(name) < len(items) else {}
+        found = item.get("path", "") if isinstance(item, Mapping) else ""
     else:
         found = (values.get(group, {}) if group else values).get(name, "")
     return found if isinstance(found, str) else ""
+
+
+def _items(values: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """Returns the items of one of `_LISTS`; () if the configuration has none, or another value there."""
+    section, _, field = key.partition(".")
+    found = values.get(section, {}).get(field)
+    return found if isinstance(found, list | tuple) else ()
 
 
 def push(folder: str | os.PathLike, repo: str) -> str:
@@ -177,6 +187,8 @@ def _pin(path: str, before: str) -> str:
         return path
     start = (DATA if name.kind == "dataset" else "") + name.repo
     end = path.removeprefix(start).removeprefix(f"@{name.revision}")
+    if path == before:  # a run of an earlier podrl, which did not pin this key
+        return path
     if "@" not in path and before.startswith(f"{start}@") and before.endswith(end):
         return before
     return f"{start}@{_commit(name)}{end}"

@@ -100,6 +100,18 @@ def test_a_run_keeps_its_commit_when_the_branch_moves(server):
     assert hub.pinned(other, first)["data"]["sources"][0]["path"].endswith(":main:test")
 
 
+def test_teachers_and_evaluation_sets_are_pinned_too(server):
+    asked = {"model": {"teachers": ({"path": "acme/tiny"}, {"path": "./old"})}}
+    asked |= {"eval": {"sets": ({"name": "own", "path": "hf:acme/sums:main:test"},)}}
+    first = hub.pinned(asked, {})
+    assert first["model"]["teachers"] == ({"path": f"acme/tiny@{server.commit('models/acme/tiny')}"}, {"path": "./old"})
+    commit = server.commit("datasets/acme/sums")
+    assert first["eval"]["sets"] == ({"name": "own", "path": f"hf:acme/sums@{commit}:main:test"},)
+    assert asked["model"]["teachers"][0]["path"] == "acme/tiny", "the configuration given stays as it is"
+    assert hub.pinned(asked, first) == first
+    assert hub.pinned(asked, asked) == asked, "a run that began without pins goes on without them"
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [
