@@ -101,13 +101,15 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     }
     counts = {}
     for name, environment in environments.items():
-        bench.play(args.prompts, args.group, environment)
-        counts[name] = bench.play(args.prompts, args.group, environment)[0].prefill_tokens
+        with _episodes(environment) as host:
+            bench.play(host, args.prompts, args.group)  # starts the processes
+            counts[name] = bench.play(host, args.prompts, args.group)[0].prefill_tokens
     figures["prompt_tokens"] = bench.prompt_tokens
     figures |= {f"prefilled_{name}": count for name, count in counts.items()}
     figures |= {f"{name}_of_say": counts[name] / counts["say"] for name in ("chat", "program")}
     before, started = _peak_mb(), time.perf_counter()
-    stats, rollouts = bench.play(-(-args.episodes // args.group), args.group, {"environment": f"{__name__}:Slow"})
+    with _episodes({"environment": f"{__name__}:Slow"}) as host:
+        stats, rollouts = bench.play(host, -(-args.episodes // args.group), args.group)
     answers = [turn for episode in rollouts.episodes for turn in episode["turns"] if turn["by"] == "model"]
     return {
         **figures,
@@ -159,6 +161,15 @@ def _server_cpu_ms(most: int, requests: int) -> float:
         for thread in threads:
             thread.join()
         return 1e3 * (_cpu_s(process) - begun) / (most * (requests // most))
+
+
+def _episodes(environment: dict[str, Any]) -> Any:
+    """Starts the processes in which episodes run, until the end of the context."""
+    from podrl.environments.config import EnvironmentConfig
+    from podrl.environments.workers import Episodes
+    from podrl.workers.user_code import Limits
+
+    return Episodes(EnvironmentConfig(**environment), Limits(), journal=None)
 
 
 def _children() -> list[int]:
@@ -214,18 +225,15 @@ class _Bench:
         self._worker, self._policy = RolloutWorker(model, mesh, config, seed=0, **given), Policy(params, 0)
         self._worker.warm_up(params, lambda line: print(line, file=sys.stderr))
         self._dialogue, self._histories = Dialogue(tokenizer), Histories(tokenizer, "call_tool")
-        self.prompt_tokens = 0
+        self.prompt_tokens = self._started = 0
 
-    def play(self, prompts: int, group: int, environment: dict[str, Any]) -> tuple[Any, Any]:
+    def play(self, host: Any, prompts: int, group: int) -> tuple[Any, Any]:
         """Plays an episode for each sample; returns (counts of the engine, samples)."""
         import numpy as np
 
         from podrl.engine.config import Sampling
-        from podrl.environments.config import EnvironmentConfig
-        from podrl.environments.workers import Episodes
         from podrl.rollout.episodes import Partner
         from podrl.types import Prompts
-        from podrl.workers.user_code import Limits
 
         texts = [f"{_QUESTION}{p}" for p in range(prompts)]
         ids = [self._histories.encode([_user(text)], []) for text in texts]
@@ -236,16 +244,16 @@ class _Bench:
         fields = {"question": texts, "most": [self._args.max_new] * prompts, "slow_s": [self._args.slow_s] * prompts}
         batch = Prompts(tokens_PT, length_P, np.arange(prompts), texts, fields, b"")
         self.prompt_tokens = int(length_P.max())
-        with Episodes(EnvironmentConfig(**environment), Limits(), journal=None) as host:
-            self._worker.partner = Partner(host, self._dialogue)
-            try:
-                sampling = Sampling(max_new=_TURNS * self._args.max_new)
-                player = self._worker.player(batch, group_size=group, step=1, sampling=sampling)
-                for _ in self._worker.advance(self._policy, [(player, None)]):
-                    pass
-                return self._worker.stats, self._worker.rows(player, 0.0)
-            finally:
-                self._worker.partner = None
+        self._worker.partner = Partner(host, self._dialogue, started=self._started)
+        self._started += prompts * group
+        try:
+            sampling = Sampling(max_new=_TURNS * self._args.max_new)
+            player = self._worker.player(batch, group_size=group, step=1, sampling=sampling)
+            for _ in self._worker.advance(self._policy, [(player, None)]):
+                pass
+            return self._worker.stats, self._worker.rows(player, 0.0)
+        finally:
+            self._worker.partner = None
 
 
 if __name__ == "__main__":  # as a program of env.program

@@ -108,11 +108,11 @@ class Front:
 
     def part(self, number: int, part: Part) -> None:
         """Sends the client the newest part of an answer; only for a request with `Ask.parts`."""
-        self._send({"part": number, "said": dataclasses.asdict(part)})
+        self._send({"part": number, "said": {**vars(part), "choice": vars(part.choice)}})
 
     def answer(self, number: int, answer: Answer) -> None:
         """Sends the client its whole answer, which ends the request."""
-        self._send({"answer": number, "said": dataclasses.asdict(answer)})
+        self._send({"answer": number, "said": {**vars(answer), "choices": [vars(choice) for choice in answer.choices]}})
 
     def refuse(self, number: int, refused: Refused) -> None:
         """Sends the client a refusal, which ends the request."""

@@ -199,12 +199,11 @@ class Fields:
 
     def end(self) -> None:
         """Refuses the first field that was not read, unless it is a label or has a neutral value."""
-        for name in LABELS:
-            self.take(name)
-        for name, values in NEUTRAL.items():
-            self.neutral(name, *values)
-        for name, value in self._left.items():
-            raise self.wrong(name, value, "is not a field of this endpoint: leave it out")
+        for name, value in [*self._left.items()]:
+            if name in NEUTRAL:
+                self.neutral(name, *NEUTRAL[name])
+            elif name not in LABELS:
+                raise self.wrong(name, value, "is not a field of this endpoint: leave it out")
 
     def wrong(self, name: str, value: Any, why: str) -> Refused:
         """Makes the refusal of a field's value; `why` follows 'name=value ' in the message."""
