@@ -210,8 +210,8 @@ class ModelConfig:
         `podrl.models.moe.gated`.
       norm_eps: number added to the mean square in every RMS norm.
       norm_plus_one: whether norms scale by 1 + w (Gemma) instead of w.
-      post_norms: whether the outputs of attention and MLP are normalised, too (Gemma 2 to 4).
-      qk_norm: whether queries and keys are normalised per head (Gemma 3 and 4, Qwen 3).
+      post_norms: whether the outputs of attention and MLP are normalised (Gemma 2 to 4, OLMo 3).
+      qk_norm: whether queries and keys are normalised (Gemma 3 and 4, Qwen 3, OLMo 3).
       qkv_bias: whether the q, k and v projections have biases (Qwen 2).
       o_bias: whether the o projection has a bias (gpt-oss).
       sinks: whether every head has a sink: a key of value 0 and a learned score that every token sees (gpt-oss).
@@ -226,6 +226,9 @@ class ModelConfig:
       lora: adapters beside the projections.
       experts: experts of every layer, in place of the feed-forward of `ffn_dim`; None for a model without experts. If
         layers are of several kinds, kinds with `dense` have none.
+      pre_norms: whether the inputs of attention and MLP are normalised (all families except OLMo 3).
+      joint_qk_norm: whether a norm of queries or keys runs over all heads of a token together (OLMo 3), and not over
+        each head alone.
       v_norm: whether values are normalised per head, without a weight (Gemma 4).
       layer_scalar: whether the output of every layer is multiplied by a number that does not train (Gemma 4).
       rotary_dim: number of leading dimensions of a head that rotary positions turn; 0 for all.
@@ -266,6 +269,8 @@ class ModelConfig:
     experts: Experts | None = None
     o_bias: bool = False
     sinks: bool = False
+    pre_norms: bool = True
+    joint_qk_norm: bool = False
     v_norm: bool = False
     layer_scalar: bool = False
     rotary_dim: int = 0

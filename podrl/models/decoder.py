@@ -58,15 +58,16 @@ def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
 
 
 def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
-    """Computes x / rms(x) over the last axis times the norm's scale, in float32; returns x's dtype.
+    """Computes x / rms(x) times the norm's scale, in float32; returns x's dtype.
 
     Args:
-      x: values to normalise over their last axis.
-      weight: weight w of the norm, whose scale is w, or 1 + w with `norm_plus_one`; None for no scale.
+      x: values to normalise over their last axes, as many as `weight` has.
+      weight: weight w of the norm, whose scale is w, or 1 + w with `norm_plus_one`; None for one axis and no scale.
       config: the model.
     """
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    axes = tuple(range(-(1 if weight is None else weight.ndim), 0))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + config.norm_eps)
     if weight is None:
         return wide.astype(x.dtype)
     scale = weight.astype(jnp.float32) + (1.0 if config.norm_plus_one else 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from podrl.models.config import GLOBAL_WINDOW, Delta, Experts, Kind, ModelConfig, RopeScaling
-from podrl.models.hf_fields import COMPUTED, PARTIAL_ROPE, QWEN3_5, reads, refuse_unknown, refuse_unread
+from podrl.models.hf_fields import COMPUTED, KINDS_OF_ROPE, PARTIAL_ROPE, QWEN3_5, reads, refuse_unknown, refuse_unread
 from podrl.models.tensor_files import has_own_head
 from podrl.storage.regular import load_object
 from podrl.storage.storage import locate
@@ -135,6 +135,13 @@ _GPT_OSS = _LLAMA | {
         "truncate": False,
     },
 }
+_OLMO3 = _LLAMA | {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "rope_theta": 500_000.0,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "gemma": Family("gemma", "GemmaForCausalLM", True, False, False, False, _GEMMA),
@@ -148,6 +155,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", False, False, False, False, _LLAMA),
     "mistral": Family("mistral", "MistralForCausalLM", False, False, False, False, _LLAMA | {"sliding_window": 4096}),
     "mixtral": Family("mixtral", "MixtralForCausalLM", False, False, False, False, _MIXTRAL, ("num_local_experts", 8)),
+    "olmo3": Family("olmo3", "Olmo3ForCausalLM", False, True, True, False, _OLMO3),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", False, False, False, True, _QWEN),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", False, False, True, False, _QWEN | {"head_dim": 128}),
     "qwen3_5": Family("qwen3_5_text", "Qwen3_5ForCausalLM", False, False, True, False, _QWEN3_5),
@@ -250,6 +258,8 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         qkv_bias=bool(known["attention_bias"]) if name in ("glm4_moe", "gpt_oss") else family.qkv_bias,
         o_bias=name == "gpt_oss" and known["attention_bias"],
         sinks=name == "gpt_oss",
+        pre_norms=name != "olmo3",
+        joint_qk_norm=name == "olmo3",
         embed_scale=model_dim**0.5 if family.gemma else 1.0,
         tie_embeddings=need("tie_word_embeddings"),
         query_scale=query_scale,
@@ -455,7 +465,7 @@ def _sliding_layers(
                 f"{layers} layers."
             )
         sliding = tuple(k == "sliding_attention" for k in kinds)
-    elif name in ("gemma2", "gemma3", "gpt_oss"):
+    elif name in ("gemma2", "gemma3", "gpt_oss", "olmo3"):
         sliding = tuple(bool((i + 1) % known["sliding_window_pattern"]) for i in range(layers))
     elif name == "gemma4":
         sliding = tuple(bool((i + 1) % 6) and i + 1 < layers for i in range(layers))
@@ -482,13 +492,16 @@ def _rope(
     local = known.get("rope_local_base_freq")
     full = {"rope_theta": theta, **_given(known.get("rope_scaling"))}
     near = {"rope_theta": float(local)} if local is not None else full
+    if name == "olmo3":  # rope_scaling is that of the layers without a window
+        near = {"rope_theta": theta}
     old = {True: near, False: full}
     kinds = {"full_attention", "sliding_attention"}
-    if kinds & set(shared):
-        if name not in ("gemma3", "gemma4") or not set(shared) <= kinds:
+    if kinds & set(shared) or (shared and name == "olmo3"):
+        if name not in KINDS_OF_ROPE or not set(shared) <= kinds:
             raise ValueError(
-                f"{where} has rope_parameters={shared!r}: only a gemma3 or gemma4 model has other positions in layers "
-                "with a window, and then it must hold nothing but full_attention and sliding_attention."
+                f"{where} has rope_parameters={shared!r}: only a gemma3, gemma4 or olmo3 model has other positions in "
+                "layers with a window. Then, and always in an olmo3 model, it must hold nothing but full_attention and "
+                "sliding_attention."
             )
         full = {"rope_theta": full["rope_theta"], **_given(shared.get("full_attention", full))}
         near = {"rope_theta": near["rope_theta"], **_given(shared.get("sliding_attention", near))}
@@ -610,7 +623,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": 0.0,
-        "hidden_activation" if config.post_norms else "hidden_act": activation,
+        "hidden_activation" if reads(config.family, "hidden_activation") else "hidden_act": activation,
     }
     if config.family in ("gemma2", "gemma3"):
         raw["query_pre_attn_scalar"] = _whole(config.query_scale**-2)
@@ -709,11 +722,11 @@ def _rope_fields(config: ModelConfig) -> dict[str, Any]:
         return {"rope_parameters": {"rope_theta": theta, "rope_type": "default", **old, "partial_rotary_factor": share}}
     if config.family == "gpt_oss":  # without it, transformers takes the published scaling
         fields["rope_parameters"] = {"rope_theta": theta, **(old or {"rope_type": "default"})}
-    if config.family in ("gemma3", "gemma4"):
+    if config.family in KINDS_OF_ROPE:
         local_theta, local_scaling = scaling_of.get(True, (10_000.0, RopeScaling()))
         if config.family == "gemma3":
             fields["rope_local_base_freq"] = local_theta
-        else:
+        elif config.family == "gemma4":
             fields = {}
         fields["rope_parameters"] = {
             "full_attention": {"rope_theta": theta, **(old or {"rope_type": "default"})},

@@ -148,6 +148,7 @@ _FIXED_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 _GEMMA23 = ("gemma2", "gemma3")
 _GEMMA234 = (*_GEMMA23, "gemma4")
 _QWEN = ("qwen2", "qwen3")
+KINDS_OF_ROPE = ("gemma3", "gemma4", "olmo3")  # layers with and without a window have positions of their own
 # Families whose model in transformers reads a field; fields that are not listed are read by all families.
 _READERS: Mapping[str, tuple[str, ...]] = {
     "attn_logit_softcapping": ("gemma2",),  # Gemma 3 stores the field but does not use it
@@ -155,10 +156,10 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "query_pre_attn_scalar": _GEMMA23,
     "rope_local_base_freq": ("gemma3",),
     "hidden_activation": _GEMMA234,
-    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "qwen3_moe", *PARTIAL_ROPE, *_QWEN),
-    "layer_types": (*_GEMMA234, *_QWEN, *QWEN3_5, "gpt_oss"),
+    "hidden_act": ("gemma", "llama", "mistral", "mixtral", "olmo3", "qwen3_moe", *PARTIAL_ROPE, *_QWEN),
+    "layer_types": (*_GEMMA234, *_QWEN, *QWEN3_5, "gpt_oss", "olmo3"),
     "partial_rotary_factor": PARTIAL_ROPE,
-    "sliding_window": (*_GEMMA234, *_QWEN, "gpt_oss", "mistral", "mixtral", "qwen3_moe"),
+    "sliding_window": (*_GEMMA234, *_QWEN, "gpt_oss", "mistral", "mixtral", "olmo3", "qwen3_moe"),
     "sliding_window_pattern": ("gemma3",),
     "_sliding_window_pattern": (),
     "use_sliding_window": (*_QWEN, "qwen3_moe"),

@@ -148,7 +148,7 @@ class Entry:
             experts, _, *middle, last = self.shape
             return experts, *middle, 2 * last
         if not self.inputs:
-            flat = self.leaf[-1].endswith("_bias") and not self.leaf[-1].startswith("expert")
+            flat = self.leaf[-1].endswith(("_bias", "q_norm", "k_norm")) and not self.leaf[-1].startswith("expert")
             return (math.prod(self.shape),) if flat else self.shape
         shape = [self.shape[dim] for dim in self.order]
         return math.prod(shape[: -self.inputs]), math.prod(shape[-self.inputs :])

@@ -132,12 +132,15 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
         layer("o_bias", (config.model_dim,), ("norm",), 0.0)
     if config.sinks:
         layer("sinks", (config.num_heads,), ("heads",), 0.0)
-    norms = ["pre_attn_norm", "pre_mlp_norm"] + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else [])
-    for name in norms:
+    norms = ["pre_attn_norm", "pre_mlp_norm"] if config.pre_norms else []
+    for name in norms + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else []):
         layer(name, (config.model_dim,), ("norm",), unit)
     if config.qk_norm and config.delta is None:
-        layer("q_norm", (config.head_dim,), ("norm",), unit)
-        layer("k_norm", (config.head_dim,), ("norm",), unit)
+        for name, heads in (("q", "N"), ("k", "K")):
+            if config.joint_qk_norm:
+                layer(f"{name}_norm", (size[heads], config.head_dim), EINSUMS[name][2][1:], unit)
+            else:
+                layer(f"{name}_norm", (config.head_dim,), ("norm",), unit)
     if config.layer_scalar:
         layer("layer_scalar", (1,), ("norm",), -1.0)
     return layers

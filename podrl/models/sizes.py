@@ -119,6 +119,21 @@ def _qwen35_moe(dim: int, expert: int, layers: int, heads: int, kv_heads: int) -
     }
 
 
+def _olmo3(dim: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "olmo3",
+        "vocab_size": 100_278,
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 65_536,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    }
+
+
 def _gpt_oss(experts: int, layers: int) -> dict[str, Any]:
     return {
         "model_type": "gpt_oss",
@@ -201,6 +216,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "llama3-8b": _llama31(4096, 14_336, 32, 32),
     "llama3-70b": _llama31(8192, 28_672, 80, 64),
     "llama3-405b": _llama31(16_384, 53_248, 126, 128),
+    "olmo3-7b": _olmo3(4096, 11_008, 32, 32, 32),
+    "olmo3-32b": _olmo3(5120, 27_648, 64, 40, 8),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),

@@ -77,6 +77,7 @@ def test_there_is_a_fixture_of_every_family():
         "llama",
         "mistral",
         "mixtral",
+        "olmo3",
         "qwen2",
         "qwen3",
         "qwen3_5",

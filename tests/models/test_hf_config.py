@@ -277,6 +277,61 @@ GPT_OSS_20B = {
 }
 
 
+# The published config.json of Olmo-3-7B.
+OLMO3_7B = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0",
+    "use_cache": False,
+    "vocab_size": 100278,
+}
+
+
+def test_the_published_fields_of_olmo3_are_read():
+    config = config_from_hf(OLMO3_7B)
+    assert config == config_of("olmo3-7b")
+    yarn = RopeScaling("yarn", 8.0, original_length=8192, attention_factor=1.2079441541679836)
+    assert config.window_L == (4096, 4096, 4096, GLOBAL_WINDOW) * 8 and set(config.rope_theta_L) == {5e5}
+    assert config.rope_scaling_L == (RopeScaling(), RopeScaling(), RopeScaling(), yarn) * 8
+    assert config.post_norms and not config.pre_norms and config.joint_qk_norm and config.max_length == 65_536
+    assert config_from_hf({k: v for k, v in OLMO3_7B.items() if k != "layer_types"}) == config
+    written = config_to_hf(config)
+    assert config_from_hf(written) == config
+    # Releases of transformers read one of the two spellings.
+    spelled = {"rope_parameters": written["rope_parameters"]}
+    plain = {k: v for k, v in OLMO3_7B.items() if not k.startswith("rope_")}
+    assert config_from_hf(plain | spelled) == config and config_from_hf(OLMO3_7B | spelled) == config
+    with pytest.raises(ValueError, match=r"rope_parameters=.*always in an olmo3 model"):
+        config_from_hf(plain | {"rope_parameters": OLMO3_7B["rope_scaling"]})
+    assert changed_without_effect(OLMO3_7B) == {"use_sliding_window"}  # which says what layer_types says
+
+
 def test_the_published_fields_of_gpt_oss_are_read():
     config = config_from_hf(GPT_OSS_20B)
     assert config == config_of("gpt-oss-20b")
@@ -306,6 +361,20 @@ def test_the_published_fields_of_models_with_experts_are_read():
 )
 def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
     """Every field that may change the logits changes the configuration, or is refused by its name."""
+    same = changed_without_effect(raw)
+    # Fields that have no effect without a window, or that layer_types overrides.
+    assert same <= {"max_window_layers", "sliding_window", "use_sliding_window", "full_attention_interval"}, same
+    if raw["model_type"] == "qwen3_moe":
+        windowed = config_from_hf(raw | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None})
+        assert set(windowed.window_L) == {64}
+    with pytest.raises(ValueError, match=r"num_experts_per_tok=500 and (num|num_local|n_routed)_experts="):
+        config_from_hf(raw | {"num_experts_per_tok": 500, "experts_per_token": None})
+    with pytest.raises(ValueError, match="num_experts=128 and num_local_experts=4: they must be the same"):
+        config_from_hf(QWEN3_30B | {"num_local_experts": 4})
+
+
+def changed_without_effect(raw):
+    """Changes each field that may change the logits; returns those that neither do so nor are refused by name."""
     changes = {
         **{key: 3 for key in ("decoder_sparse_step", "max_window_layers")},
         **{key: 1 for key in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")},
@@ -357,15 +426,7 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
                 same.add(key)
         except ValueError as error:
             assert key in str(error), (key, error)
-    # Fields that have no effect without a window, or that layer_types overrides.
-    assert same <= {"max_window_layers", "sliding_window", "use_sliding_window", "full_attention_interval"}, same
-    if raw["model_type"] == "qwen3_moe":
-        windowed = config_from_hf(raw | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None})
-        assert set(windowed.window_L) == {64}
-    with pytest.raises(ValueError, match=r"num_experts_per_tok=500 and (num|num_local|n_routed)_experts="):
-        config_from_hf(raw | {"num_experts_per_tok": 500, "experts_per_token": None})
-    with pytest.raises(ValueError, match="num_experts=128 and num_local_experts=4: they must be the same"):
-        config_from_hf(QWEN3_30B | {"num_local_experts": 4})
+    return same
 
 
 @pytest.mark.parametrize("directory", FIXTURES, ids=lambda d: d.name)
@@ -388,6 +449,8 @@ def test_published_sizes_survive_a_round_trip(name):
         ("llama3-1b", 1_235_814_400),
         ("llama3-3b", 3_212_749_824),
         ("llama3-8b", 8_030_261_248),
+        ("olmo3-7b", 7_298_011_136),
+        ("olmo3-32b", 32_233_522_176),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-1.7b", 1_720_574_976),
         ("qwen3-4b", 4_022_468_096),
@@ -520,7 +583,7 @@ def test_the_published_fields_of_qwen25_are_read():
     [
         (
             {"model_type": "mamba"},
-            "model_type 'mamba'.*gemma2, gemma3_text, gemma4_text, glm4_moe, gpt_oss, llama, mistral",
+            "model_type 'mamba'.*gemma2, gemma3_text, gemma4_text, glm4_moe, gpt_oss, llama, mistral, mixtral, olmo3",
         ),
         ({"model_type": None}, "model_type None"),
         ({"residual_multiplier": 0.2}, "field residual_multiplier=0.2, which podrl does not know"),
@@ -580,7 +643,7 @@ def test_the_published_fields_of_qwen25_are_read():
         ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "low_freq_factor=1, which must be below"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
-            "only a gemma3 or gemma4 model has other positions",
+            "only a gemma3, gemma4 or olmo3 model has other positions",
         ),
     ],
 )

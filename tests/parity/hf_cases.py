@@ -38,6 +38,15 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
 }
 ALTERNATING = ["sliding_attention", "sliding_attention", "full_attention"]
+# YaRN in the layers without a window alone.
+OLMO3 = {
+    "sliding_window": 5,
+    "layer_types": ALTERNATING,
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}
 
 # Heads have two sizes; the runs of equal layers are 0 1 | 2 | 3 4 | 5.
 GEMMA4 = {
@@ -149,6 +158,7 @@ CASES = [
     ("qwen2_mha", "Qwen2Config", {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 1_000_000.0}}),
     ("qwen2_yarn", "Qwen2Config", {"rope_parameters": YARN, "head_dim": 16}),
     ("qwen3_yarn", "Qwen3Config", {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.5}}),
+    ("olmo3_yarn", "Olmo3Config", OLMO3),
     ("qwen3_untied", "Qwen3Config", {"head_dim": 16, "num_key_value_heads": 1}),
     ("qwen3_tied", "Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1_000_000.0}}),
     ("mistral_window", "MistralConfig", {"sliding_window": 5}),
@@ -200,6 +210,7 @@ FIXTURE_CASES = [
     ("gpt_oss", "GptOssConfig", GPT_OSS | {"num_key_value_heads": 1, "num_hidden_layers": 2, "num_local_experts": 4}),
     ("llama", "LlamaConfig", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),
     ("qwen2", "Qwen2Config", {"num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True}),
+    ("olmo3", "Olmo3Config", OLMO3 | {"num_key_value_heads": 1}),
     ("qwen3", "Qwen3Config", {"num_key_value_heads": 1}),
     ("mistral", "MistralConfig", {"num_key_value_heads": 1, "sliding_window": 5}),
     (
