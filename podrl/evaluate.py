@@ -312,7 +312,7 @@ class Scoring:
         Raises:
           ValueError: a record cannot be scored; the message names its file and line.
         """
-        source = generate.read_prompts(path)
+        source = generate.read_prompts(path, remedy="rename that field")
         records = [source[i] for i in range(len(source))]
         # Fields that functions may take although records lack them.
         given = {"sample_text": ""} | ({"turns": "", "model_text": ""} if self._acts else {})

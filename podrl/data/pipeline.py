@@ -428,7 +428,7 @@ def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
         raise ValueError(f"Prompt {index} is {item!r}: it must be a text, or a record with 'prompt' or 'question'.")
     record = shape.normal(raw)
-    shape.check(record, f"Prompt {index}")
+    shape.check(record, f"Prompt {index}", remedy="rename that field")
     return record
 
 

@@ -70,8 +70,16 @@ def asked(record: Record, question_field: str = QUESTION) -> str:
     return next((name for name in named if record[name] is not None), next(iter(named), ""))
 
 
-def check(record: Record, place: str, question_field: str = QUESTION) -> None:
+def check(
+    record: Record, place: str, question_field: str = QUESTION, *, remedy: str = "set data.question_field"
+) -> None:
     """Refuses a record that asks nothing.
+
+    Args:
+      record: the record.
+      place: file and line of the record, for the message.
+      question_field: name of the field that holds a question.
+      remedy: the caller's way to name another field of questions, for the message.
 
     Raises:
       ValueError: no field asks, or the field that asks holds no text and no turns; names the place, the field and its
@@ -81,7 +89,7 @@ def check(record: Record, place: str, question_field: str = QUESTION) -> None:
     if not name:
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: it must hold {question_field!r}, 'prompt' or 'messages'. "
-            "If the question is in another field, set data.question_field."
+            f"If the question is in another field, {remedy}."
         )
     value = record[name]
     if name == "messages" or (name == "prompt" and isinstance(value, list)):

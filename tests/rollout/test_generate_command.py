@@ -26,7 +26,7 @@ def test_prompts_are_read_with_their_fields(tmp_path):
     ("text", "message"),
     [
         (b'{"prompt": "a"}\n{"prompt": \n', "p.jsonl line 2 is not JSON"),
-        (b'{"text": "a"}\n', "line 1 has text: it must hold 'question', 'prompt' or 'messages'"),
+        (b'{"text": "a"}\n', "line 1 has text: it must hold 'question', 'prompt' or 'messages'.*by --question_field"),
         (b'{"prompt": 3}\n', "line 1: 'prompt' is 3 but must be text"),
         (b'{"messages": [{"role": "user"}]}\n', "line 1: 'messages' must be a list of objects with the texts"),
         (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "line 2 is not UTF-8"),
