@@ -79,7 +79,8 @@ class Bucket:
     refusals = 0
 
     def __init__(self):
-        from gcp_storage_emulator.server import create_server  # takes note of the handlers, so not before they are ours
+        # The server reads its handlers here, so ours must be set before.
+        from gcp_storage_emulator.server import create_server
 
         (port,) = free_ports(1)
         self._url = f"http://127.0.0.1:{port}"

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 # XLA's emitters of fused loops run many passes over each loop: half of the time if other optimisations are off.
 NO_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
-QUICK_RUNS = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # jax's variable, in this process set while processes compile quickly
+# Jax's variable; this process sets it while the processes that it starts compile quickly.
+QUICK_RUNS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 
 
 def process_environment(inherited: Mapping[str, str], **more: str) -> dict[str, str]:

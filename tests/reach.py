@@ -14,7 +14,8 @@ _APART = re.compile(r"docs/|benchmarks/|[\w/-]+\.md$|\.ci/(nightly-passed|run)$"
 _BEYOND = re.compile(
     r"subprocess|Popen|sys\.executable|multiprocessing|inspect|glob\(|benchmarks|docs|\.md\b|ROOT|parents\[(?!1\])"
 )
-_MODULE = re.compile(r"(podrl(?:\.\w+)+)(?::\w+)?")  # strings: modules imported late, or started as processes
+# In strings: names of modules that are imported late or started as processes.
+_MODULE = re.compile(r"(podrl(?:\.\w+)+)(?::\w+)?")
 
 
 class Reach:

@@ -19,7 +19,8 @@ from podrl.workers.user_code import Limits
 
 _log = logging.getLogger(__name__)
 PREFIX = "reasoning_gym:"
-_DEADLINE_S = 120.0  # seconds for some records; a few datasets write all their problems before the first one
+# Seconds for a request; a few datasets generate all their problems before they return the first one.
+_DEADLINE_S = 120.0
 _AT_ONCE = 64  # largest number of records that one request asks for
 _LOOKED_AT = 20  # number of problems tried for each question of an evaluation before a dataset counts as too small
 

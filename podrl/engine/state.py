@@ -14,7 +14,7 @@ from podrl.engine import attention
 from podrl.engine.reads import ReadShape
 from podrl.engine.sampling import LaneSampling
 
-STOP_IDS = 8  # most ids that may end a sample, or a turn of a sample; the tokenizer's end tokens are among them
+STOP_IDS = 8  # largest number of ids that may end a sample or a turn of a sample, including the tokenizer's end tokens
 KEEP, SEAT, FREE = 0, 1, 2  # what `bulk_insert` does with a lane
 
 

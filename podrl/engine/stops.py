@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 
 _PARTIAL = "\ufffd"  # the character that decoders write for bytes that are not (yet) a character
-_EDGE = 8  # characters at the ends of the tail that may differ in the whole text: cut-off characters, a stripped space
+# Number of characters at the tail's ends that may differ in the whole text, because of cut characters or a stripped
+# space.
+_EDGE = 8
 
 
 class StopFinder:

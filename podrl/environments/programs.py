@@ -27,7 +27,8 @@ _LINE_BYTES = 64 << 20  # longest line that a program may write
 _TAIL = 20  # last lines of standard error that a failure shows
 _FILE_BYTES = 64 << 20  # largest number of bytes of standard error that are kept in the run directory, for each worker
 _GRACE_S = 5.0  # see FrontSettings.grace_s
-_RESENT = ("temperature", "top_p", "top_k", "min_p", "seed")  # settings that the job sets, so a request's are ignored
+# Settings that the job decides; their values in requests are ignored.
+_RESENT = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of this program

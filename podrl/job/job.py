@@ -202,7 +202,8 @@ def run(
     """
     steps = parse_steps(profile)
     check_storage(workdir, values)
-    if pod is not None:  # first, because hosts with other settings may not send what is waited for below
+    # First, because hosts with other settings may never send the messages for which the code below waits.
+    if pod is not None:
         alike.check_settings(values, pod, 4 * build(LogConfig, values["log"], "config.log").stall_s)
     values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)

@@ -83,7 +83,8 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     Raises:
       ValueError: a record cannot be used; the message names the record, and the function or the template.
     """
-    episode_fields = {"turns": "", "model_text": "", "sample_text": ""} if job.env.used else {}  # episodes give these
+    # Episodes add these fields.
+    episode_fields = {"turns": "", "model_text": "", "sample_text": ""} if job.env.used else {}
     opened = split(job.data)
     rewards.check_answers(opened.unanswered)
     shown = [(part, [(at, episode_fields | fields) for at, fields in _shown(part, tokenizer)]) for part in opened.parts]

@@ -176,7 +176,8 @@ class Generator:
             group.scored_count += 1
             if group.scored_count == player.request.samples:
                 self._score_by_model(group)
-            if group.scored_count == len(player.done):  # else more samples have ended at the same time, and come next
+            # Further samples may have ended at the same time; they come next.
+            if group.scored_count == len(player.done):
                 on_ended()
         for group, _ in in_flight:
             group.seconds, group.worked = time.monotonic() - started, self._cluster.rollout.stats.metrics()

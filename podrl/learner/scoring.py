@@ -96,7 +96,8 @@ def policy_scores(
 
         if old == "trainer":
             old_BT[chosen] = read(cluster.actor.logprobs(batch))
-        elif cluster.actor_mesh.is_multi_process:  # a process has its own rows' values only; advantages need all
+        # A process has only the values of its own rows, and advantages need all values.
+        elif cluster.actor_mesh.is_multi_process:
             own = placement.batch(placement.scatter(old_BT[chosen]))
             old_BT[chosen] = read(cluster.actor.put(own).rows)
         ref_BT[chosen] = reference(chosen) if reference else read(cluster.actor.reference_logprobs(batch))

@@ -214,7 +214,8 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
         state, read = map(math.prod, delta.memory_shapes(m))
         states, inputs = states + m.num_layers * state, inputs + m.num_layers * read
     linear = 7 * states * lanes  # two sums over the state, its decay, and its change
-    moved = 2 * lanes * (4 * states + item * inputs)  # 2: states and inputs are read and written; states are float32
+    # The factor 2 is for reading and writing states and inputs; states are float32.
+    moved = 2 * lanes * (4 * states + item * inputs)
     return Work(steps * (2 * active * lanes + attention + linear), steps * (touched * item + seen * token + moved))
 
 

@@ -284,7 +284,8 @@ def window_work(
       waits: mean share of running samples that end in a dispatch, above which the engine reads each dispatch before it
         launches another, so that lanes are filled at once (podrl.rollout.players.Pace).
     """
-    steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0  # late: lanes whose samples' end is not read yet
+    # `late` counts lanes of samples whose end is not read yet.
+    steps, free, late = load.rollout.steps_per_dispatch, load.lanes, 0
     queue = collections.deque((b, i) for b, drawn in parts.items() for i, part in enumerate(drawn) if part)
     # By dispatch: the number of samples that end in it, and the steps until the last of them ends.
     ends, longest = collections.Counter[int](), collections.Counter[int]()

@@ -562,7 +562,8 @@ class Rewards:
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
-        if function.spec is not None and function.spec["name"] == CodeTests.__name__:  # it ends late programs itself
+        # The function 'code' ends late programs itself.
+        if function.spec is not None and function.spec["name"] == CodeTests.__name__:
             deadline_s += self._config.code.longest_s(len(part.completions))
         return self._pool.call(function.name, part.body, deadline_s)
 

@@ -30,7 +30,8 @@ def answer_of(completion: str) -> str | None:
     places, it also fits at the first ones.
     """
     opened = _OPENS.search(completion)
-    reasoned = completion.find("</reasoning>", opened.end() + 1) if opened else -1  # there is a character of reasoning
+    # The reasoning has at least one character.
+    reasoned = completion.find("</reasoning>", opened.end() + 1) if opened else -1
     answered = completion.find("<answer>", reasoned + len("</reasoning>")) if reasoned >= 0 else -1
     begin = answered + len("<answer>")
     ended = _ENDS.search(completion, begin + 1) if answered >= 0 else None

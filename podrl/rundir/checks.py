@@ -144,7 +144,8 @@ def _reproduced(now: Record, past: Past) -> str:
 )
 def _ratio(now: Record, past: Past) -> str:
     value, bound = number(now, "actor/ratio"), 0.01 if past.exact else 0.05
-    if not value or not past.on_policy or abs(value - 1) <= bound:  # 0: no token of the step counts in the loss
+    # 0 means that no token of the step counts in the loss.
+    if not value or not past.on_policy or abs(value - 1) <= bound:
         return ""
     return f"actor/ratio is {value:.4g}, more than {bound:g} away from 1 in a run of one on-policy update a step"
 

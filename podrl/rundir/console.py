@@ -35,7 +35,8 @@ def make_console(
     terminal = (file or (sys.stderr if stderr else sys.stdout)).isatty()
     return rich.console.Console(
         file=file,
-        force_terminal=terminal,  # else FORCE_COLOR and TTY_COMPATIBLE, which CI systems set, would colour files too
+        # Otherwise FORCE_COLOR and TTY_COMPATIBLE, which CI systems set, would colour files too.
+        force_terminal=terminal,
         width=None if terminal else width,
         stderr=stderr,
         quiet=quiet,

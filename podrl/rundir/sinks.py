@@ -197,7 +197,8 @@ class WandB:
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         columns, rows = table(samples)
-        name = "samples/eval" if "evaluation" in columns else "samples/train"  # two names: both may have one step
+        # Two names, because both may have the same step.
+        name = "samples/eval" if "evaluation" in columns else "samples/train"
         self._step = max(self._step, step)
         self._run.log({name: self._wandb.Table(columns=columns, data=rows)}, step=self._step)
 

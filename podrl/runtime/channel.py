@@ -306,7 +306,8 @@ class Channel:
             self._jobs.get()()
 
     def _kick(self) -> None:
-        with contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway; it is closed: the thread ended
+        # A full pipe wakes the thread anyway; a closed pipe means that the thread has ended.
+        with contextlib.suppress(OSError):
             self._wake_out.send(b"x")
 
     def _drain(self) -> None:

@@ -41,7 +41,8 @@ Topology = Literal["single", "shared", "split", "pathways"]
 COORDINATOR_PORT = 8482
 UNIX = "unix:"
 ROLES = ("trainer", "rollout")
-CLUSTER_FLAGS = ("coordinator", "process_id", "num_processes")  # they describe the cluster: all or none must be set
+# These flags describe the cluster: either all or none must be set.
+CLUSTER_FLAGS = ("coordinator", "process_id", "num_processes")
 MEGASCALE = (
     "MEGASCALE_COORDINATOR_ADDRESS",
     "MEGASCALE_NUM_SLICES",

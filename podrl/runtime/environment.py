@@ -92,7 +92,8 @@ def enable_compile_cache(env: MutableMapping[str, str], cache: str) -> None:
         base = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         directory = pathlib.Path(base, "podrl", f"compiled-{_processor()}")
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds machine code: no other user may write
+            # The cache holds machine code, so no other user may write to it.
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             return  # without a home directory every start compiles
         cache = str(directory)

@@ -244,7 +244,8 @@ def join(cluster: Cluster, seat: Seat, *, deadline_s: float, heartbeat_s: float 
             )
         cache_own_programs()
         meet_before_first_runs()
-    for name in ("PODRL_SECRET", "PODRL_SECRET_FILE"):  # reward functions and other child processes must not see them
+    # Reward functions and other child processes must not see these variables.
+    for name in ("PODRL_SECRET", "PODRL_SECRET_FILE"):
         forget(os.environ, name)
     return pod
 

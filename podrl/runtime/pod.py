@@ -76,7 +76,8 @@ class Pod:
         self._complete = False  # whether all of the job's first processes have joined
         self._numbers = itertools.count(seat.hosts.count)  # numbers that are free for later processes
         self._late_numbers: set[int] = set()  # numbers of later processes
-        self._number_of_request: dict[str, int] = {}  # numbers by the request for them, which may be served twice
+        # Numbers by the requests for them, because a request may be served twice.
+        self._number_of_request: dict[str, int] = {}
         # By (cluster, index of the replica in it): numbers that wait for the replica's other hosts, by place.
         self._parts: dict[tuple[str, int], dict[int, int]] = {}
         self._leavers: set[int] = set()
@@ -452,7 +453,8 @@ class Pod:
             self._leavers.add(process)
             self._changed.notify_all()
         late = process >= self.seat.hosts.count  # the job goes on after any exit code of a host that joined late
-        spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)  # a missed evaluation is made later
+        # The next start makes a missed evaluation.
+        spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)
         stopped = code == EXIT_PREEMPTED and message.value["text"] and spared
         lost = code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE)
         replaced = self._is_replaceable(process) and lost

@@ -41,4 +41,5 @@ def test_extremes_are_finite_in_float32():
     logprob_P2 = jnp.array([[0.0, -1e4], [-1e4, 0.0], [0.0, 0.0], [-1e-9, -2e4]], jnp.float32)
     found = orpo(logprob_P2, jnp.full((4, 2), 3.0, jnp.float32), coef=0.1)
     assert all(bool(jnp.isfinite(x).all()) for x in found)
-    np.testing.assert_allclose(found.weight_P2[0], [1 / 3, 0.0], atol=1e-6)  # nothing is left to prefer
+    # The chosen answer has probability 1, so nothing is left to learn.
+    np.testing.assert_allclose(found.weight_P2[0], [1 / 3, 0.0], atol=1e-6)

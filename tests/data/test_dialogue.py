@@ -74,7 +74,8 @@ def test_a_turn_is_what_the_template_writes_behind_the_models_words(tiny):
     dialogue = Dialogue(tiny)
     assert dialogue.encode("higher", "user", last=7) == tiny.encode("<end_of_turn>" + opening)
     assert dialogue.encode("higher", "user", last=tiny.turn_end_id) == tiny.encode(opening)
-    assert dialogue.encode("higher", "tool", last=7) == dialogue.encode("higher", "user", last=7)  # knows no tools
+    # A template without tools.
+    assert dialogue.encode("higher", "tool", last=7) == dialogue.encode("higher", "user", last=7)
 
 
 def test_a_tools_role_is_used_where_the_template_has_it(tmp_path):

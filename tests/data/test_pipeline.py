@@ -148,7 +148,8 @@ def test_records_keep_their_other_fields_and_gsm8k_its_solution(tokenizer, file)
     batch = next(PromptStream.from_config(config, tokenizer, prompts_per_step=2, max_prompt_length=120))
     assert batch.fields["id"] == [0, 1]
     assert batch.fields["answer"] == ["0", "1"] and batch.fields["solution"] == ["#### 0", "#### 1"]
-    assert "<reasoning>" not in batch.text[0] and "system_prompt" not in batch.fields  # no words that nobody wrote
+    # Only words of the template and of the record.
+    assert "<reasoning>" not in batch.text[0] and "system_prompt" not in batch.fields
 
 
 def test_renamed_fields_keep_their_names_too(tokenizer, tmp_path):
@@ -234,5 +235,6 @@ def test_the_longest_prompt_is_looked_for_again_only_where_it_may_have_changed(t
     assert pipeline.longest_prompt(config, Tokenizer(other)) > found and len(looked) == 4
     assert pipeline.longest_prompt(config, tokenizer, look=1) == found and len(looked) == 5
     for _ in range(2):
-        pipeline.longest_prompt(dataclasses.replace(config, cache=""), tokenizer)  # ends with the process
+        # This directory ends with the process.
+        pipeline.longest_prompt(dataclasses.replace(config, cache=""), tokenizer)
     assert len(looked) == 6

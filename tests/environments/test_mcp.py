@@ -240,7 +240,8 @@ def test_a_command_sees_the_secrets_that_are_named_and_nobody_else_does(tmp_path
     (tmp_path / "python").chmod(0o755)
     made = config(MCPServer(f"python {PLAIN} 3", environment=("PLAIN_API_KEY",)), arguments={"tool2": {"n": 5}})
     with Episodes(made, Limits(), journal=None, said=tmp_path / "said") as episodes:
-        assert [tool["function"]["name"] for tool in episodes.tools] == ["tool0", "tool1", "tool2"]  # of three pages
+        # The server lists its tools on three pages.
+        assert [tool["function"]["name"] for tool in episodes.tools] == ["tool0", "tool1", "tool2"]
         assert [tool["function"]["parameters"]["required"] for tool in episodes.tools][1:] == [
             ["query", "n"],
             ["query"],

@@ -77,7 +77,8 @@ def test_the_same_content_is_the_same_archive_whoever_makes_it_and_when(project,
 def test_histories_caches_and_runs_stay_here(project):
     before = names(submission.read_code(project))
     here = (".git/config", "mine/.git", "mine/__pycache__/a.pyc", ".venv/bin/x.py", "runs/a/notes.txt", "b.pyc", ".env")
-    write(project, dict.fromkeys((*here, "out/metrics.jsonl", "out/checkpoints/1/x.txt"), "x"))  # a run of any name
+    # A run directory of any name.
+    write(project, dict.fromkeys((*here, "out/metrics.jsonl", "out/checkpoints/1/x.txt"), "x"))
     assert names(submission.read_code(project)) == before
     write(project, {"mine/runs/__init__.py": ""})  # but a package of that name is code
     assert names(submission.read_code(project)) == {*before, "mine/runs/__init__.py"}

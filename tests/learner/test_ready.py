@@ -150,7 +150,8 @@ def test_functions_for_data_sets_that_there_are_not(tmp_path, capsys, caplog):
         refused(values(data=mixed, reward={"fns": fns}, eval={"problems": 0}), message, capsys)
     made = values(data=mixed, reward={"fns": (f"{own}@d", "number@e")}, eval={"problems": 0})
     assert job.dry_run(made, "runs/x") == EXIT_DONE
-    sets = {"problems": 0, "sets": ({"name": "s", "path": str(tmp_path / "e.jsonl"), "problems": 1},)}  # has accuracies
+    # This algorithm has accuracies.
+    sets = {"problems": 0, "sets": ({"name": "s", "path": str(tmp_path / "e.jsonl"), "problems": 1},)}
     assert job.dry_run(merge(made, {"eval": sets}), "runs/x") == EXIT_DONE
     rows = [RECORD | {"dataset": "x"}] * (ready._LOOK + 1)
     made = values(data=records(tmp_path, *rows), reward={"fns": ("number", "number@y")}, eval={"problems": 0})

@@ -75,7 +75,8 @@ def test_blockwise_equals_dense(block, softcap):
 
 # For each segment of a row: its number of tokens, the segment it continues (0 for none), and after how many tokens.
 TREES = (
-    [(9, 0, 0), (6, 1, 9), (4, 1, 9), (8, 1, 9), (10, 0, 0)],  # one beginning of three segments, and one alone
+    # Three segments that continue one segment, and a segment alone.
+    [(9, 0, 0), (6, 1, 9), (4, 1, 9), (8, 1, 9), (10, 0, 0)],
     [(20, 0, 0), (7, 1, 20), (3, 2, 27), (5, 2, 23), (6, 1, 4)],  # a tree of two levels, then padding
 )
 
@@ -135,7 +136,8 @@ def test_a_shared_beginning_is_seen_as_if_each_had_its_own(form):
 
     found = _values_and_grads(run, inputs, WINDOWS)
     _compare(found, _one_by_one(WINDOWS), inputs, atol=5e-6)
-    assert all(jnp.isfinite(out_BTNH).all() for _, out_BTNH in found)  # on padding too, blocks of nothing else included
+    # Also on padding, and in blocks that hold only padding.
+    assert all(jnp.isfinite(out_BTNH).all() for _, out_BTNH in found)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def test_window_bounds_what_a_one_layer_model_sees():
     changed_BT[0, 2] = 30
     before, after = (run(params, t, segment_BT, position_BT, config) for t in (tokens_BT, changed_BT))
     moved_T = (before != after).any(-1)[0]
-    assert moved_T.tolist() == [False, False, True, True, True, False, False, False]  # window 3: itself and two behind
+    # Window 3: the token itself and the two before it.
+    assert moved_T.tolist() == [False, False, True, True, True, False, False, False]
 
 
 @pytest.mark.parametrize("remat", ["dots", "full", "offload"])

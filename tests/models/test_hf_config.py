@@ -566,7 +566,8 @@ def test_qwen_windows_begin_at_max_window_layers():
     qwen = LLAMA | {"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 1}
     assert config_from_hf(qwen).window_L == (GLOBAL_WINDOW,) * 3
     assert config_from_hf(qwen | {"use_sliding_window": True}).window_L == (GLOBAL_WINDOW, 7, 7)
-    none = {"use_sliding_window": True, "sliding_window": None}  # as transformers: no window, whatever the switch says
+    # As in transformers: no window, whatever use_sliding_window is.
+    none = {"use_sliding_window": True, "sliding_window": None}
     assert config_from_hf(qwen | none).window_L == (GLOBAL_WINDOW,) * 3
 
 

@@ -43,7 +43,8 @@ class Sandboxes:
         Raises:
           RefusedError: the host cannot isolate a program.
         """
-        own = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # the Python below a virtual environment
+        # The Python installation that a virtual environment uses.
+        own = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
         standard = [sysconfig.get_path(name, vars=own) for name in ("stdlib", "platstdlib")]
         imports = list(dict.fromkeys([*standard, f"{standard[1]}/lib-dynload", *packages]))
         paths = [path for path in dict.fromkeys((*_SYSTEM, *imports, *_DEVICES)) if os.path.exists(path)]
