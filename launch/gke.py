@@ -120,7 +120,7 @@ def manifest(args: argparse.Namespace, extra: Sequence[str], code: submission.Co
 
     Args:
       args: our flags.
-      extra: podrl's flags, from behind `--`.
+      extra: podrl's flags, the arguments after `--`.
       code: the user's code that goes along; None for none.
 
     Raises:

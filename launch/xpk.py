@@ -80,7 +80,7 @@ def xpk_command(args: argparse.Namespace, extra: Sequence[str], code: submission
 
     Args:
       args: our flags.
-      extra: podrl's flags, from behind `--`.
+      extra: podrl's flags, the arguments after `--`.
       code: the user's code that goes along; None for none.
 
     Raises:

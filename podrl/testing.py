@@ -110,7 +110,7 @@ def check_packing(loss: Loss) -> None:
 
 
 def check_micro_batches(loss: Loss) -> None:
-    """Checks that loss, metrics and gradient of the parts of a batch add up to those of the whole, for any split."""
+    """Checks that loss, metrics and gradient of a batch's parts add up to the whole batch's, for any split."""
     tokens = sequences(constant_advantage=False)
     arguments = lay_out(tokens, padded_layout(tokens["owner"]))
     *policy, rows = arguments

@@ -70,7 +70,7 @@ class LeftOut(enum.IntEnum):
     NO_REWARD = 2  # its reward is NaN, or the reward of its prompt's greedy completion is NaN
     GROUP = 3  # another sample of its group failed or has no reward
     OUT_OF_TIME = 4  # its environment ran into its deadline, or the environment's program failed
-    NO_TOKENS = 5  # it ended before the policy said anything
+    NO_TOKENS = 5  # it ended before the policy had a turn
     OVERLONG = 6  # the length limit cut it off, and the setting overlong_filter leaves cut samples out
     STALE = 7  # all of its tokens were sampled by versions older than the setting stale_bound allows
     CRITIC_WARMUP = 8  # only the critic learns in this step
@@ -233,7 +233,7 @@ class Layout:
       segment_BT: segment id of each token: 1, 2, ... within a row; 0 is padding.
       position_BT: position of the token inside its own sequence, from 0.
       last_BT: last segment that sees each token; 0 on padding. A token s is seen by the later tokens t of the row with
-        segment[s] <= segment[t] <= last[s]: the tokens of its own segment, and those of other segments whose sequences
+        segment[s] <= segment[t] <= last[s]: the tokens of its own segment, and tokens of other segments whose sequences
         begin with s. None if segments share no tokens: a token is then seen by its own segment alone.
       sample_BT: number of each token's sample within the row, from 1; 0 on padding. None unless samples of several
         segments lie in one row each, so that loss terms over whole samples can be computed.

@@ -133,7 +133,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(workdir: pathlib.Path, *args: str, **kwargs) -> Iterator[Job]:
-    """Starts a Job that is ended when the block is left, whatever happened inside."""
+    """Starts a Job, which always ends with the block, even after an error."""
     started = Job(workdir, *args, **kwargs)
     try:
         yield started
@@ -143,7 +143,7 @@ def job(workdir: pathlib.Path, *args: str, **kwargs) -> Iterator[Job]:
 
 
 def run(workdir: pathlib.Path, *args: str, code: int = 0, **kwargs) -> Job:
-    """Runs a Job from start to end; what it wrote into metrics.jsonl must be in docs/metrics.md."""
+    """Runs a Job from start to end; every metric in its metrics.jsonl must be in docs/metrics.md."""
     with job(workdir, *args, **kwargs) as started:
         done = started.finish(code)
     if pathlib.Path(workdir, "metrics.jsonl").exists():  # not where it is in a bucket

@@ -97,7 +97,7 @@ def aggregate(
     `Ratio.mean` then divides by 1.
 
     Args:
-      value_BT: per-token values; masked tokens are ignored whatever they hold.
+      value_BT: per-token values; masked tokens are ignored, even if they hold NaN.
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       mode: name of the mode, in any spelling that `canonical_mode` knows.

@@ -105,7 +105,7 @@ def masked_whiten(
     count + eps: the arithmetic of TRL and verl. Equal values become exactly 0 (before a mean is added back).
 
     Args:
-      x_BT: values; masked tokens are ignored whatever they hold.
+      x_BT: values; masked tokens are ignored, even if they hold NaN.
       mask_BT: 1 on tokens that count.
       shift_mean: whether the result has mean 0; False adds the mean of x back after the division.
       eps: number added to the variance and to the count.

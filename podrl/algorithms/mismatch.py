@@ -96,7 +96,7 @@ def ratios_by_age(
       oldest: largest age.
 
     Returns:
-      `rollout/share_stale_AGE`, and what the tokens of the age add to the means `actor/ratio_stale_AGE` and
+      `rollout/share_stale_AGE`, and the parts of the tokens of this age in the means `actor/ratio_stale_AGE` and
       `actor/pg_clipfrac_stale_AGE`: `divided` has yet to divide these two by the share.
     """
     found: dict[str, Ratio] = {}

@@ -14,9 +14,8 @@ from podrl.types import Mask
 def masked(x_BT: Float[Array, "B T"], mask_BT: Mask) -> Float[Array, "B T"]:
     """Keeps values where the mask is set; 0 elsewhere.
 
-    A masked token loses its value and its gradient whatever it held, NaN and infinity included. This holds only if the
-    mask is applied before the arithmetic: a NaN that has entered the arithmetic comes back through the chain rule as
-    0 * NaN.
+    A masked token loses its value and its gradient, even if it held NaN or infinity. This holds only if the mask is
+    applied before the arithmetic: a NaN that has entered the arithmetic comes back through the chain rule as 0 * NaN.
 
     Args:
       x_BT: values.
@@ -54,7 +53,7 @@ def sequence_mean(
     """Averages over the loss tokens of each token's own sequence, and writes the mean to every token of the sequence.
 
     Args:
-      x_BT: values; masked tokens are ignored whatever they hold.
+      x_BT: values; masked tokens are ignored, even if they hold NaN.
       mask_BT: 1 on loss tokens.
       length_BT: number of loss tokens in this token's sequence, 1 on padding.
       segment_BT: number of each token's sequence within its row, 0 on padding.

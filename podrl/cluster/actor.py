@@ -70,7 +70,7 @@ class Actor:
           mesh: mesh that the model goes to.
           training: optimizer and dtypes.
           loaded: whether this process has devices of the mesh.
-          temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+          temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
           lora: adapters to add if `source` is a directory.
           seed: seed of fresh adapters and of dropout.
         """

@@ -65,7 +65,7 @@ class Teacher:
           training: training settings, whose dtypes the model uses.
           policy: tokenizer of the policy.
           sources: labels of the sources whose samples it scores; () for all sources that no other teacher scores.
-          temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+          temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
           longest: tokens of the longest sequence of the policy.
 
         Raises:

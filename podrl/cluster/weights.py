@@ -112,7 +112,7 @@ class WeightSync:
             self.publisher.await_version(version)
 
     def hold(self, version: int) -> None:
-        """Makes this trainer process keep a version until `hold` gets another one; only with topology split."""
+        """Makes this trainer process keep a version until `hold` gets another version; only with topology split."""
         self.publisher.hold(version)
 
     def blank(self) -> Policy:

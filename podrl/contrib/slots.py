@@ -190,7 +190,7 @@ class SlotEngine:
             and the number of the request.
           request_id: ignored.
           num_samples: number of samples.
-          sampling: sampling settings; None takes those of the configuration.
+          sampling: sampling settings; None takes the configuration's settings.
 
         Returns:
           (the prefix, first tokens in one row per sample).

@@ -11,8 +11,8 @@ import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
-# The limit of several quantities: characters that a template writes beyond those of the messages, turns of its loops
-# over ranges, and the size of a number or a text that it computes.
+# The limit of several quantities: characters that a template adds to the messages, turns of its loops over ranges, and
+# the size of a number or a text that it computes.
 MOST = 1 << 20
 # Names of the template variables that hold the marks around a text inside {% generation %}.
 _MARKS = ("generation_opens_", "generation_closes_")

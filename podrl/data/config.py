@@ -31,7 +31,7 @@ def is_generated(path: str) -> bool:
 @section("data.sources")
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """Settings of one source of a mixture; settings that a source lacks are those of the section `data`.
+    """Settings of one source of a mixture; for settings that a source lacks, the section `data` counts.
 
     Attributes:
       path: an embedded task, a dataset of reasoning-gym or a file of records, as data.path takes it.
@@ -140,8 +140,8 @@ class DataConfig:
       long_prompts: treatment of a prompt longer than rollout.max_prompt_length: 'skip' leaves it out and counts it,
         'error' ends the run with an error.
       size: number of generated problems in an epoch.
-      arguments: settings of a dataset of reasoning-gym by name, such as {'max_terms': 3}; its seed and size are those
-        of this section.
+      arguments: settings of a dataset of reasoning-gym by name, such as {'max_terms': 3}; its seed and size come from
+        this section.
       cache: directory, local or gs://, that keeps transformed records and the results of reading large files. 'auto'
         is a directory under ~/.cache; '' keeps nothing after the run.
       curriculum: choice of prompts by how often their samples pass.

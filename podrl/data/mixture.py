@@ -69,7 +69,7 @@ class Opened:
     unanswered: Sequence[tuple[str, Sequence[str]]]
 
     def asked_by(self, other: "Opened") -> int:
-        """Counts the records to train on whose question `other` trains on, too; embedded tasks do not count."""
+        """Counts the records to train on whose question `other` also trains on; embedded tasks do not count."""
         theirs = np.concatenate([part.hashes for part in other.parts])
         return sum(int(np.isin(part.hashes, theirs).sum()) for part in self.parts)
 
@@ -83,7 +83,7 @@ class Opened:
 
     @property
     def held_out(self) -> int:
-        """Number of held-out records: those of data.eval_path, or those that the sources hold out."""
+        """Number of held-out records: the records of data.eval_path, or the records that the sources hold out."""
         return sum(len(part.held_out) for part in self.parts) if self.evaluation is None else len(self.evaluation)
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -199,7 +199,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
 def _part(
     config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray, form: Form | None
 ) -> Part:
-    """Chooses a source's records to train on: none of them asks what a held-out record of any source asks."""
+    """Chooses a source's records to train on: none has the same question as a held-out record of any source."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
         train, held_out = _generated(config)
@@ -279,8 +279,8 @@ def _read(
       notes: object that takes the notes of the file's records.
       cache: cache of the records and notes of large files.
       form: function that refuses records of another form; None if records must ask.
-      with_question: whether a record that asks is allowed whatever its form, as in an evaluation file, whose records
-        may be prompts or answers.
+      with_question: whether a record that asks a question is allowed in any form, as in an evaluation file, whose
+        records may be prompts or answers.
     """
 
     def check(record: Record, place: str) -> None:

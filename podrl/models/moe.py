@@ -384,7 +384,7 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, parti
       count: number of experts, E.
       block: number of rows of a block; 1 leaves no padding between experts.
       rows: number of rows to sort into, P.
-      partial: whether numbers outside [0, E) are those of experts of other devices, which get no row.
+      partial: whether numbers outside [0, E) belong to experts of other devices, which get no row.
     """
     flat_Z = expert_Xk.reshape(-1)
     if partial:
@@ -412,8 +412,8 @@ class _Form(NamedTuple):
 
     Attributes:
       experts: number of a layer's experts on this device, E.
-      parts: number of devices that a layer's experts are cut over. If it is larger than 1, numbers outside [0, E) are
-        those of experts of other devices, which add nothing to the sum.
+      parts: number of devices that a layer's experts are cut over. If it is larger than 1, numbers outside [0, E)
+        belong to experts of other devices, which add nothing to the sum.
       activation: gate non-linearity, see `gated`.
       scale: factor of the adapters' products.
       tpu: whether the TPU kernel computes the products.

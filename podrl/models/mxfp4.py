@@ -16,7 +16,7 @@ _BIAS = 127  # a scale s means 2 ** (s - 127)
 
 @dataclasses.dataclass(frozen=True)
 class PackedTensor(StoredTensor):
-    """A tensor (E, inputs, outputs) whose values are computed, as it is read, from 4-bit codes and their scales.
+    """A tensor (E, inputs, outputs) whose values are computed from 4-bit codes and their scales when they are read.
 
     Attributes:
       blocks: codes (E, outputs, inputs / 32, 16), two in a byte, the earlier one in the low bits.

@@ -1,4 +1,4 @@
-"""A Pallas TPU kernel of attention in which a token sees its own segment and the tokens of others that it goes on from.
+"""A Pallas TPU kernel of attention in which a token sees its own segment and the earlier segments that it continues.
 
 Every array has time last, [B, heads, H, T], and scores have keys first, [s, t]. With this layout a head dimension of 64
 needs no padding, statistics of queries are rows, and only the keys (in the backward pass also the values) of a block

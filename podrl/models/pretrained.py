@@ -95,7 +95,7 @@ def from_pretrained(
     adapters: str | pathlib.Path | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """Loads a model from a Hugging Face directory, from the hub, or of those that come with podrl.
+    """Loads a model from a Hugging Face directory or from the hub, or a model that comes with podrl.
 
     Args:
       directory: directory with config.json and safetensors weights, a model's name ORG/NAME in the hub, or 'tiny',

@@ -117,7 +117,8 @@ def prepare(env: MutableMapping[str, str], purpose: str = "", *, gpus: int = 0) 
 
     Args:
       env: environment to change, usually os.environ.
-      purpose: sentence of the message if the TPU compiler is not installed: what the command would compile.
+      purpose: sentence of the message if the TPU compiler is not installed; it names the programs that the command
+        would compile.
       gpus: number of GPUs of the larger machine if the plan is for GPUs; 0 for TPUs.
 
     Raises:

@@ -101,7 +101,7 @@ class Part:
 
 
 class CallsInFlight:
-    """Records which calls of reward functions are under way, for messages about what a job waits for."""
+    """Records which calls of reward functions are under way, for messages about a job's waits."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[float, str]] = {}  # start and description of the call, by thread id

@@ -1,4 +1,5 @@
-"""Rewards for answers that cite what a search returned, as DR-Tulu's are: `<cite id="5f1c09ab-0">statement</cite>`."""
+"""Rewards for answers that cite the results of a search, in DR-Tulu's form: `<cite
+id="5f1c09ab-0">statement</cite>`."""
 
 import re
 from collections.abc import Mapping, Sequence

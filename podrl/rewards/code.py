@@ -47,8 +47,8 @@ class CodeConfig:
     Attributes:
       tests: the record's field with its tests: Python statements that fail by raising, such as MBPP's assertions (its
         field 'test_list'), or pairs {"input": ..., "output": ...} of the text that a script reads and the text that it
-        must print. The field holds a list or the JSON of a list; {"inputs": [...], "outputs": [...]}, the form of
-        APPS, will do, too.
+        must print. The field holds a list or the JSON of a list; {"inputs": [...], "outputs": [...]}, the form of APPS,
+        also works.
       setup: the record's field with Python to run before its tests, such as imports; records may lack the field.
       score: 1 if 'all' tests pass, else 0; or the 'share' of tests that pass.
       memory_mb: address space of a program, in MiB. A program can start no other process.

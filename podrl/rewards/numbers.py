@@ -57,7 +57,7 @@ def read(text: str) -> Number | None:
     """Reads the one number that a text gives; None if the text gives no number, or several that differ.
 
     Of an equation, the last side with a number counts. The other sides must equal it, unless they are calculations or
-    say in words what is counted. docs/rewards.md lists the forms. Takes time linear in the length of the text.
+    name a unit in words. docs/rewards.md lists the forms. Takes time linear in the length of the text.
     """
     plain = _plain(text)
     if _UNREADABLE.search(plain) or (_BRACKETED.fullmatch(plain) and _LISTS.search(plain)):

@@ -502,7 +502,7 @@ class Pump:
         self._join(episode)
         lost = done.reason in ("deadline", "failed")
         if lost:
-            episode.rewards = []  # what an episode had earned before it was lost would look like its whole reward
+            episode.rewards = []  # rewards that an episode got before it was lost would look like its whole reward
         self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
         if done.reward is not None or episode.rewards:
             episode.reward = sum((reward for _, reward in episode.rewards), 0.0)

@@ -136,7 +136,7 @@ class Serving:
         request = self._requests.pop(number, None)
         for track in request.tracks if request is not None else ():
             if track.stop is None and self._session is not None:
-                self._session.end(track, STOP_LENGTH)  # nobody reads the reason
+                self._session.end(track, STOP_LENGTH)  # the reason is never read
 
     def step(self) -> list[tuple[int, Part | Answer | Refused]]:
         """Runs one step of the engine.

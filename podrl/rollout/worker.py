@@ -273,7 +273,8 @@ class RolloutWorker:
           players: players in the order in which their samples get lanes, each with the tokens that its samples may
             draw: a number, None for all, or points. The caller may append further players to the list between samples.
           calls: turns that a sample may end in this call, if its player has a quantum; None for any number.
-          halt: function that is called between dispatches; True ends the call, with all samples as they are then.
+          halt: function that is called between dispatches; True ends the call and leaves all samples in their present
+            state.
 
         Yields:
           (player, sample) of every sample when it ends.
@@ -304,7 +305,7 @@ class RolloutWorker:
         """Opens a session for callers that submit, pause and extend samples themselves; call `close` when done.
 
         Raises:
-          ValueError: the worker is generating already, or nobody sends its calls to the mesh's other processes.
+          ValueError: the worker is generating already, or its calls are not sent to the mesh's other processes.
         """
         if self._session is not None:
             raise ValueError("This worker is generating already: finish that call, or close its session, first.")

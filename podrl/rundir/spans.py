@@ -93,7 +93,7 @@ class Spans:
             self.add(name, started, time.monotonic(), lane=lane, step=step)
 
     def take(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Returns the spans since the last call, and gives those without a step the step `step`.
+        """Returns the spans since the last call; spans without a step get the step `step`.
 
         None for `step` repeats the last one: the spans were made after that step.
         """

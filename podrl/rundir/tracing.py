@@ -21,7 +21,8 @@ SPAN_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class TraceSteps:
-    """Decides which steps' samples are recorded and what is computed for them, equally on all hosts that train."""
+    """Decides which steps' samples are recorded, and which numbers are computed for them; all hosts that train decide
+    alike."""
 
     config: LogConfig
 

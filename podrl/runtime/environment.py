@@ -103,7 +103,7 @@ def enable_compile_cache(env: MutableMapping[str, str], cache: str) -> None:
 
 
 def cache_own_programs() -> None:
-    """Makes jax cache every process's own compiled programs; by itself it caches those of process 0 alone.
+    """Makes jax cache every process's own compiled programs; by itself it caches only the programs of process 0.
 
     Without this change the rollout hosts of a shared pod compile decoding again at every start. A program over the
     devices of several processes still has one cache entry, which process 0 writes, because all processes may share one

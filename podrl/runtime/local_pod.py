@@ -231,7 +231,7 @@ def _copy(pipe: IO[bytes], out: TextIO, name: str) -> None:
 
 
 def _without_chatter(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields a process's output lines without those lines of libraries that do not help the user."""
+    """Yields a process's output lines, except lines of libraries that do not help the user."""
     lines = iter(lines)
     for line in lines:
         if not _CHATTER.match(line):

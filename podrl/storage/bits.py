@@ -91,7 +91,7 @@ def _compiled(place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np
         axes = [_axes(spec[d]) if d < len(spec) else () for d in range(shard.ndim)]
         starts = [_block(names, mesh) * size for names, size in zip(axes, shard.shape, strict=True)]
         used = {name for names in axes for name in names}
-        first = jnp.bool_(True)  # True on one of several replicas: the one that a checkpoint is written from
+        first = jnp.bool_(True)  # True on one of several replicas: the copy from which a checkpoint is written
         for name in mesh.axis_names:
             first = first if name in used else first & (jax.lax.axis_index(name) == 0)
         return jnp.where(first, shard_sum(shard, starts), jnp.uint32(0))[None]

@@ -41,7 +41,7 @@ class CheckpointConfig:
       every: number of steps between checkpoints; the last step is always saved. 0 saves only the last step and on
         preemption.
       keep: number of newest checkpoints to keep.
-      keep_every: checkpoints of steps that are multiples of this number are kept, too; 0 for none.
+      keep_every: checkpoints of steps that are multiples of this number are also kept; 0 for none.
       keep_hours: least time in hours between further checkpoints that are kept, beginning with the oldest; 0 for none.
     """
 
@@ -247,8 +247,8 @@ class Checkpoints:
 
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct with shardings, with the structure of the saved state.
-          decode: function (host, arrays) -> what the caller needs of them (`Restored.content`); if it raises, the
-            checkpoint counts as damaged.
+          decode: function (host, arrays) -> the caller's own content (`Restored.content`); if it raises, the checkpoint
+            counts as damaged.
 
         Returns:
           The checkpoint; None if there is none.

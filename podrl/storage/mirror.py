@@ -33,7 +33,7 @@ class Mirror:
 
         Args:
           remote: the directory in the bucket.
-          folders: names of folders in `remote` whose files are fetched, too.
+          folders: names of folders in `remote` whose files are also fetched.
 
         Raises:
           StorageError: the files cannot be read.

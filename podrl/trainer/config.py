@@ -37,7 +37,7 @@ from podrl.trainer.optimizer import AdamSettings, BelowOne, Optimizer, Rate, mak
 class RLTrainingConfig(AdamSettings):
     """Settings of the trainer: steps, batch splits and optimizer. The first group has Tunix's names and defaults.
 
-    The optimizer's other settings are those of AdamSettings.
+    AdamSettings has the optimizer's other settings.
 
     Attributes:
       eval_every_n_steps: updates between evaluations. A step trains on one batch of prompts and may make several

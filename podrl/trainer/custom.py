@@ -84,9 +84,10 @@ def completed(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def bound(value: Any, arguments: Mapping[str, Any], key: str, given: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns the function that a setting names, with its own numbers bound to those of the configuration.
+    """Returns the function that a setting names, with its own numbers bound to the configuration's numbers.
 
-    The returned function takes every array of `given` by keyword, and passes on those that the user's function takes.
+    The returned function takes every array of `given` by keyword, and passes on the arrays that the user's function
+    takes.
 
     Args:
       value: the function itself, or 'file.py:function'.

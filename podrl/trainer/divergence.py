@@ -163,7 +163,7 @@ def _on_mesh(run, head: Head, in_specs, out_specs):
 
 
 def _logits(hidden_XD: Array, chunk: Chunk, head: Head) -> tuple[Array, Array]:
-    """Computes a chunk's logits, and a copy with -inf for ids that the previous chunk had, too."""
+    """Computes a chunk's logits, and a copy with -inf for ids that were also in the previous chunk."""
     logits_XC = cap(einsum_f32("XD,CD->XC", hidden_XD, chunk.weight_CD), head)
     return logits_XC, jnp.where(chunk.new_C, logits_XC, -jnp.inf)
 

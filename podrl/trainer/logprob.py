@@ -205,7 +205,7 @@ class Chunk(NamedTuple):
     Attributes:
       weight_CD: rows of the matrix, over the whole model dimension.
       start: index of the first row in this device's part of the matrix.
-      new_C: False on rows that the previous chunk had, too. The last chunk is moved back so that it ends with the
+      new_C: False on rows that were also in the previous chunk. The last chunk is moved back so that it ends with the
         vocabulary, because all chunks must have C rows.
       first: token id of the first row.
       number: index of the chunk on this device, from 0.

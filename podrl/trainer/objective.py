@@ -19,8 +19,8 @@ from podrl.types import Layout, PyTree, Ratio
 class TokenLoss(Protocol):
     """A loss on token log-probabilities: loss and metrics as numerators and denominators.
 
-    `rows` is a dataclass, declared beside the loss, with its other per-token inputs: `layout` and whatever else the
-    loss reads.
+    `rows` is a dataclass, declared beside the loss, with its other per-token inputs: `layout` and everything else that
+    the loss reads.
     """
 
     def __call__(
@@ -82,7 +82,7 @@ class Forward(Trunk):
     """Runs the actor's forward pass.
 
     Attributes:
-      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+      temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
     """
 
     temperature: float = 1.0

@@ -91,8 +91,8 @@ class Placement:
 
     Sequences that begin with the same tokens form a tree: a sequence shares its first tokens with its parent, a
     sequence of the same row, and goes on with tokens of its own. Every token lies in the row once, as a token of one
-    sequence, and has a loss only there. The sequences of a row are numbered along their trees, parents first and, of
-    the children of one parent, those first that share more tokens. So the sequences that begin with a given token
+    sequence, and has a loss only there. The sequences of a row are numbered along their trees, parents first; among the
+    children of one parent, a child that shares more tokens comes first. So the sequences that begin with a given token
     have consecutive numbers.
 
     Methods take and return per-token values in the sample layout: one right-padded row per sample, in which the
@@ -226,7 +226,7 @@ class Placement:
     def replayed(self, rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"]) -> Layout:
         """Packs the samples at `chosen_n` as `layout` does, with the routes that the sampler recorded.
 
-        A token that sequences share has the routes of the sequence to which it belongs; a prompt has those of one
+        A token that sequences share has the routes of the sequence to which it belongs; a prompt has the routes of one
         sample.
         """
         layout = self.layout(rollouts.tokens_BT[chosen_n])
@@ -409,7 +409,7 @@ class _Forest:
     """The sequences to place, and the tokens with which they begin alike.
 
     Attributes:
-      pieces: the sequences to place, and behind them one sequence for each prompt that samples share.
+      pieces: the sequences to place, followed by one sequence for each prompt that samples share.
       families: numbers of the sequences that may share tokens, in the order in which rows take them. A family is a list
         of units, whose sequences lie in one row.
       like_B: for each sequence, the earlier sequence of its family with which it begins alike longest; -1 for none.
@@ -618,7 +618,8 @@ class _Rows:
         return Placement(shape, pieces, micro_batches, sum(self.load), apart, *place)
 
     def _put(self, tree: _Tree, row: int) -> None:
-        """Puts a tree behind the other tokens of a row: parents first, and of siblings those first that share more."""
+        """Appends a tree to the tokens of a row: parents first; among siblings, a sequence that shares more tokens
+        comes first."""
         children = _listed([parent for _, parent, _ in tree], range(len(tree)))
         left, place = [*reversed(children[-1])], {-1: -1}
         while left:

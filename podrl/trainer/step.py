@@ -45,7 +45,7 @@ def make_train_step(
       loss: loss on log-probabilities, e.g. a PolicyLoss of podrl.algorithms, or CrossEntropy.
       optimizer: optimizer of the trainable parameters.
       mesh: devices that hold the state and the batch.
-      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+      temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
       dtype: compute dtype.
       param_dtype: type of the stored parameters.
       remat: values that the backward pass recomputes: 'none' keeps everything, see `podrl.models.decoder.hidden`.
@@ -76,7 +76,7 @@ def make_update(
     an argument of the compiled program, so it may vary without a new compilation.
 
     An update whose gradient or loss is not finite is skipped: parameters and optimizer state keep their values, and
-    `{prefix}/nonfinite` is 1. The step counter rises all the same.
+    `{prefix}/nonfinite` is 1. The step counter still rises.
 
     The random numbers of a forward pass depend only on (seed, step, micro-batch), so a resumed run draws the numbers
     that it would have drawn without the interruption.
@@ -138,7 +138,7 @@ def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0
     Args:
       config: the model.
       mesh: devices that it runs on.
-      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+      temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
       dtype: compute dtype.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
@@ -173,7 +173,7 @@ def make_token_score_fn(
     Args:
       config: the model.
       mesh: devices that it runs on.
-      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+      temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
       dtype: compute dtype.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)
@@ -198,7 +198,7 @@ def make_token_weight_fn(
       config: the model.
       weigh: function (logprob_BT, rows) -> two numbers per token, e.g. `PolicyLoss.token_weights`.
       mesh: devices that it runs on.
-      temperature: sampling temperature; log-probabilities are those of the distribution at this temperature.
+      temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
       dtype: compute dtype.
     """
     forward = Forward(config=config, mesh=mesh, temperature=temperature, dtype=dtype)

@@ -5,7 +5,7 @@ disjoint meshes.
 
 For each bucket, one program on the source mesh packs the boxes that each device sends into messages, one message for
 each different set of links; one collective-permute moves each message; one program on the target mesh joins the boxes
-into shards. A collective costs about a millisecond over TCP whatever its size, so leaves with equal links share one.
+into shards. A collective of any size costs about a millisecond over TCP, so leaves with equal links share one.
 """
 
 from collections.abc import Sequence
@@ -224,7 +224,7 @@ class ReceiptChannel:
           version: version of the weights; ignored on a process outside the source mesh.
 
         Returns:
-          The received checksums and version; on a process that only sends, those it sent.
+          The received checksums and version; on a process that only sends, the sent ones.
         """
         sent = None
         if sums_Wl is not None:

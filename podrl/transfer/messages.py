@@ -286,7 +286,7 @@ def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, 
 
     Args:
       leaves: the bucket's leaves.
-      union: mesh of all devices in one row, those of the source mesh first.
+      union: mesh of all devices in one row, the source mesh's devices first.
       in_parts: True if the bucket is one leaf that crosses part by part.
       flat_bytes: boxes of one shape that together have fewer bytes than this on one device share a message with boxes
         of other shapes.

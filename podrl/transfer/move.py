@@ -1,7 +1,7 @@
 """Carries out a transfer plan over any transport: bucket by bucket, with a few buckets in flight.
 
-A transport cuts the leaves of a bucket, sends the boxes, and joins them at the target. Comparing the arrived leaves
-with those sent is the task of `Publisher` and `PullReceiver`.
+A transport cuts the leaves of a bucket, sends the boxes, and joins them at the target. `Publisher` and `PullReceiver`
+compare the arrived leaves with the sent ones.
 """
 
 import dataclasses

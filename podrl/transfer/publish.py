@@ -150,8 +150,8 @@ class Publisher:
             trainer mesh.
           version: number of the weights, usually the updates made so far; the same on every process.
           donate: True to give the parameters up; each leaf is deleted as soon as it has been read.
-          replacing: weights of an earlier policy that nobody uses any more, not even if this call fails: the new
-            weights take their memory, leaf by leaf. None leaves all earlier policies as they are.
+          replacing: weights of an earlier policy that are no longer used, even if this call fails: the new
+            weights take their memory, leaf by leaf. None leaves all earlier policies unchanged.
 
         Returns:
           The policy; on a process outside the rollout mesh a policy without weights (an empty tree).

@@ -129,7 +129,7 @@ class Process:
         self._stop()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._wait_unreaped(wait_s)
-        # The process is not reaped yet, so its number still names its group: this kills its children, too.
+        # The process is not reaped yet, so its number still names its group: this also kills its children.
         os.killpg(self._process.pid, signal.SIGKILL)
         leftovers.end_marked(self._mark)  # kills children that have left the group
         self._process.wait()

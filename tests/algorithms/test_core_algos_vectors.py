@@ -22,7 +22,7 @@ from podrl.testing import policy_rows
 
 VECTORS = json.loads((pathlib.Path(__file__).parent / "core_algos.json").read_text())
 VERL_EPS = 1e-8
-# preset: its vector, and what the vector's settings change of it.
+# For each preset: the vector's name, and the settings in which the vector differs from it.
 PRESET_ADVANTAGES = {
     **{name: ("grpo", {}) for name in ("grpo", "dapo", "verl_grpo", "tunix_grpo")},
     **{name: ("dr_grpo", {}) for name in ("dr_grpo", "reinforce")},
@@ -280,7 +280,7 @@ def test_gmpo_and_gradient(corrected, dtype):
 
 
 ASYMMETRIC = {"epsilon_low": 0.2, "epsilon_high": 0.28}
-# preset: its vector, and what the vector's settings change of it.
+# For each preset: the vector's name, and the settings in which the vector differs from it.
 PRESET_LOSSES = {
     "verl_grpo": ("vanilla", {"epsilon_high": 0.28, "beta": 0.0}),
     "dapo": ("vanilla", {"epsilon_c": 3.0}),

@@ -108,7 +108,7 @@ class _Marks(jinja2.ext.Extension):
 
 
 def independent(family: Family, messages, tools=None) -> tuple[str, str]:
-    """Renders a conversation by jinja alone: (text, the text with marks around what is learned)."""
+    """Renders a conversation by jinja alone: (text, the text with marks around its learned parts)."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Marks]
     )

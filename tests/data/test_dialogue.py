@@ -99,7 +99,7 @@ def test_special_tokens_among_stop_strings(tiny):
 @settings(max_examples=60)
 @given(parts=INJECTED, role=st.sampled_from(["raw", "user", "tool"]))
 def test_special_tokens_in_an_observation_stay_text(dialogue, parts, role):
-    """A tool cannot end the model's turn, nor open another: only what the template writes has special tokens."""
+    """A tool cannot end the model's turn, nor open another: only the template's own text has special tokens."""
     tokenizer, text = dialogue.tokenizer, "".join(parts)
     special = {tokenizer.token_id(mark) for mark in MARKS} - {None, tokenizer.token_id("<unk>")}
     own = [] if role == "raw" else [i for i in dialogue.encode("x", role) if i in special]

@@ -116,7 +116,7 @@ def test_every_assistant_turn_of_a_chat_is_learned(tokenizer, tmp_path):
     data = DataConfig(path=write(tmp_path, chat))
     batch = next(SFTStream(data, SFTConfig(batch_size=1, max_length=64), tokenizer))
     assert learned(tokenizer, batch, 0) == "4<end_of_turn>9<end_of_turn>"
-    # The tokens are those of the whole chat.
+    # The tokens equal the tokens of the whole chat.
     whole = tokenizer.encode(tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=False))
     assert batch.tokens_BT[0, : batch.length_B[0]].tolist() == whole
 

@@ -52,7 +52,7 @@ def test_quick_answers_are_waited_for_from_the_second_dispatch_on():
 def test_lanes_that_others_wait_for_are_given_again_before_the_next_dispatch():
     world = World(0.0)
     world.pace.read(8, 0, 2)
-    assert not world.pace.refills()  # nobody waits for a lane
+    assert not world.pace.refills()  # no sample waits for a lane
     world.crowded = True
     assert world.pace.refills()
     world.pace.read(8, 0, 0)

@@ -15,7 +15,8 @@ from podrl.types import BatchError, Policy
 
 
 def test_metrics_of_updates_stay_on_the_device_until_they_are_fetched():
-    """Averaging metrics on the device queued one program per metric behind a running update, which hung pods on CPU."""
+    """Averaging metrics on the device once queued one program per metric after a running update, which hung pods on
+    CPU."""
     collected = [{"loss": jnp.float32(n), "lr": jnp.float32(1e-3)} for n in range(3)]
     together = gathered(collected)
     assert all(value is metrics["loss"] for value, metrics in zip(together["loss"], collected, strict=True))

@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md run as they are printed."""
+"""The examples of docs/rewards.md run exactly as printed."""
 
 import pathlib
 import re

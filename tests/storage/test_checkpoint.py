@@ -241,7 +241,7 @@ def _flip(file, bit):
 
 
 def test_one_flipped_bit_of_a_leaf_is_named_and_the_checkpoint_before_is_used(tmp_path, caplog):
-    """Tensorstore returns whatever it finds: without checksums the changed value would go unnoticed."""
+    """Tensorstore does not check values: without checksums the changed value would go unnoticed."""
     _saved(tmp_path / "c", [1, 2]).close()
     files = [p for p in (tmp_path / "c" / "2" / "state").rglob("*") if p.is_file()]
     largest = max(files, key=lambda p: p.stat().st_size)

@@ -2,7 +2,7 @@
 
 A test of functions is Python that runs here, in a namespace with a stand-in for everything that the program defines:
 calls go to the program's process as plain values and come back as plain values, so that no object of the program can
-make itself equal to what a test expects.
+make itself equal to a test's expected value.
 """
 
 import builtins

@@ -73,8 +73,8 @@ class PullReceiver:
         Args:
           version: version to pull; the call waits until the trainer offers it. None for the newest version, only on a
             rollout of one process.
-          replacing: weights of an earlier policy that nobody uses any more, not even if this call fails: the new
-            weights take their memory, leaf by leaf. None leaves all earlier policies as they are.
+          replacing: weights of an earlier policy that are no longer used, even if this call fails: the new
+            weights take their memory, leaf by leaf. None leaves all earlier policies unchanged.
 
         Raises:
           VersionGoneError: the trainer no longer holds the version.
@@ -181,7 +181,7 @@ class _PendingRequest:
         """
         name, request = self._request["tree"], self._request
         what = f"trainer process {self.process}: {request['op']} of {name!r}"
-        versions: Sequence[int] | None = None  # those that the trainer had at its last reply; None before a reply
+        versions: Sequence[int] | None = None  # versions that the trainer had at its last reply; None before a reply
         while True:
             left = self._deadline - time.monotonic()
             try:
