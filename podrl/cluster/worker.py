@@ -16,7 +16,7 @@ from podrl.rollout.interface import RolloutEngine
 def rollout_worker(
     cluster: ClusterConfig, model: ModelConfig, mesh: Mesh, local_mesh: Mesh, tokenizer: Tokenizer, *, seed: int
 ) -> RolloutEngine:
-    """Returns a worker on this process's part of the rollout mesh, which has allocated nothing yet.
+    """Returns a worker on this process's part of the rollout mesh; the worker has no memory on the devices yet.
 
     Args:
       cluster: configuration of the cluster.

@@ -175,7 +175,7 @@ class Curriculum:
     """
 
     def __init__(self, config: CurriculumConfig, records: int) -> None:
-        """Stores the settings; there are no results yet."""
+        """Stores the settings, with an empty table of results."""
         self.config, self.records = config, records
         self._lag, self._row = 0, -1
         self._lock = threading.Lock()

@@ -528,7 +528,7 @@ class Engine:
         return state, out
 
     def _any(self, live_R: Array) -> Array:
-        """Returns True while any shard whose loop must take as many steps as this shard's still continues."""
+        """Returns True while a shard still samples, among the shards whose loops must all take equally many steps."""
         alive = jnp.any(live_R)
         # A collective deadlocks unless all its shards run it equally often. Shards gather weights over fsdp and
         # exchange tokens over expert; with tensor > 1 XLA places collectives, so all shards take the same number of

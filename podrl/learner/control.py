@@ -102,7 +102,7 @@ class MismatchGate:
     """Stops a run whose sampler and trainer disagree by more than a bound in several steps in a row."""
 
     def __init__(self, bound: float, patience: int, *, section: str, stale: bool):
-        """Stores the bound; no step has been above it yet.
+        """Stores the settings of the gate.
 
         Args:
           bound: mean |trainer's log-probability - sampler's| per token, nats.

@@ -236,7 +236,7 @@ _WHOLE = r"(?![^\W\d_])"  # no further letter
 _ENDS = r"(?=[ ]?(?:[-+*/^(),;:]|\.(?![A-Za-z])|\Z))"
 _ONES = "one|two|three|four|five|six|seven|eight|nine"
 # Text after a number that makes the number a part of a calculation. '2x' and '2ab' have unknowns, but '2m' and '2cm'
-# units; '2 n' and '2 a + b' have unknowns, but '2 a day' words.
+# have units; '2 n' and '2 a + b' have unknowns, but '2 a day' has words.
 _GOES_ON = re.compile(
     rf"""
     # operators, indices, and brackets

@@ -79,7 +79,7 @@ class Unanswered:
     """Plays samples that have no environment; makes no samples if `max_new` is 0. Implements Player."""
 
     def __init__(self, request: Request, partial: Partial | None = None):
-        """Starts no sample yet.
+        """Stores the request; `enter` starts its samples.
 
         Args:
           request: the request.

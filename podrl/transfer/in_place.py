@@ -53,8 +53,8 @@ class InPlaceTransport:
         sent.clear()  # no alias may outlive the move: jit would copy a donated array that still has an alias
 
     def aliases(self, i: int, leaf: Array) -> list[Array]:
-        """Returns an array for every slot of a target shard: on each target device, the source shard that the slot
-        reads."""
+        """Returns one array per slot of a target shard: each target device's part of it is the source shard that the
+        slot reads."""
         shards = {s.device.id: np.asarray(s.data).view(self._words[i])[None] for s in leaf.addressable_shards}
         views = [shards[device] for device in self.plan.leaves[i].source.device_ids]
         shape = (self._mesh.size, *views[0].shape[1:])

@@ -18,7 +18,7 @@ class Lines:
     """
 
     def __init__(self, path: Place, take: Callable[[Mapping[str, Any]], None], forget: Callable[[], None]):
-        """Reads nothing yet.
+        """Stores the arguments.
 
         Args:
           path: the file.

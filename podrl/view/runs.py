@@ -46,7 +46,7 @@ class RunFiles:
     """
 
     def __init__(self, place: str, name: str = ""):
-        """Reads nothing yet; `name` is the run's name on the page, by default the last part of the path.
+        """Stores the place; `name` is the run's name on the page, by default the last part of the path.
 
         Raises:
           ValueError: `place` is not a run directory.

@@ -283,7 +283,7 @@ class Pool:
     """
 
     def __init__(self, module: str, limits: Limits, most: int = 1) -> None:
-        """Starts no process yet.
+        """Stores the arguments; calls start the processes.
 
         Args:
           module: name of the module that each process runs.

@@ -41,7 +41,7 @@ class PullReceiver:
     """
 
     def __init__(self, name: str, target: PyTree, ask: Ask, *, timeout: float = 300.0):
-        """Describes the target tree; sends no request yet.
+        """Describes the target tree; `receive` sends the requests.
 
         Args:
           name: name under which the trainer serves the tree.

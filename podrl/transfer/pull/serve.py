@@ -35,7 +35,7 @@ class PullServer:
     """
 
     def __init__(self, *, lease_s: float = 120.0):
-        """Serves no tree yet.
+        """Stores the lease; `serve` adds the trees.
 
         Args:
           lease_s: seconds for which a version is kept after a receiver's last request for it, unless the receiver says
@@ -116,7 +116,7 @@ class ServedTree:
         bucket_bytes: int | None = None,
         lease_s: float = 120.0,
     ):
-        """Describes the source tree; offers no version yet.
+        """Describes the source tree; `offer` makes the versions that receivers pull.
 
         Args:
           source: tree of the parameters, or of ShapeDtypeStructs with their shardings; all on one mesh.
