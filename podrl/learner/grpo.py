@@ -334,10 +334,8 @@ class GRPO:
     def needed(self, step: int, experience: Experience) -> np.ndarray:
         """Lists the samples whose packed rows lie on this process's devices, in any pass of the step.
 
-        If samples have pieces, it lists all samples, because their tokens decide which pieces lie in one row.
+        If samples have pieces, the batch must have the tokens of all samples, which decide which pieces lie in one row.
         """
-        if self.shape.tree and experience.rollouts.piece_BT.any():
-            return np.arange(len(experience.rollouts.length_B))
         passes, samples = range(self._config.num_iterations), len(experience.rollouts.length_B)
         updates = [chosen for i in passes for chosen in self.mini_batches(step, i, samples)]
         rows = [self.rows_of_update(experience, chosen, *layout) for layout in self.layouts for chosen in updates]

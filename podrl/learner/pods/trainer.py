@@ -217,9 +217,14 @@ class RemoteRollouts:
         names = codec.ALL_ROWS if everything else self._rows
         experience = codec.assemble(headers, self._cluster.tokenizer.pad_id, names)
         counts = [len(message.arrays["length_B"]) for message in headers]
-        wanted = np.arange(sum(counts)) if everything else self._needed(step, experience)
+        every = np.arange(sum(counts))
+        pieces = not everything and bool(experience.rollouts.piece_BT.any())
+        if pieces:  # the tokens of all pieces decide which of them lie in one row
+            self._fetch_rows(experience, parts, counts, every, ["tokens_BT"])
+            names = [name for name in names if name != "tokens_BT"]
+        wanted = every if everything else self._needed(step, experience)
         self._fetch_rows(experience, parts, counts, wanted, names)
-        codec.fill_prompts(experience, wanted)
+        codec.fill_prompts(experience, every if pieces else wanted)
         return codec.with_texts(experience, headers) if texts else experience
 
     def traces(self, step: int) -> bool:
