@@ -20,6 +20,8 @@ from podrl.runtime.watchdog import EXIT_DONE
 from podrl.storage.checkpoint import read_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+# Each run compiles for half a minute; one of supervised training remains with every change.
+FAMILIES = pytest.mark.nightly("podrl/models", "podrl/engine", "podrl/trainer", "podrl/cluster", "podrl/export.py")
 
 RAW = {
     "model_type": "qwen3_moe",
@@ -79,6 +81,7 @@ ADAPTERS = {"rank": 2, "alpha": 4.0}
 INTEGERS = {"base_dtype": "int8", "pattern": "v|expert_in|expert_out"}
 
 
+@FAMILIES
 @pytest.mark.parametrize("lora", [{}, ADAPTERS, ADAPTERS | INTEGERS], ids=["full", "lora", "experts"])
 def test_grpo_learns_on_the_probabilities_of_the_sampler(lora, directory, tmp_path, capfd):
     rewards = tmp_path / "mine.py"
@@ -109,6 +112,7 @@ def test_grpo_learns_on_the_probabilities_of_the_sampler(lora, directory, tmp_pa
     assert "Warning: the model has experts" not in " ".join(capfd.readouterr().out.split())
 
 
+@FAMILIES
 @pytest.mark.slow
 def test_experts_on_several_devices_train_and_resume(directory, tmp_path):
     """Trainer and rollout cut the experts differently; a run that stops after a step goes on with the same bits."""
@@ -141,6 +145,7 @@ def test_meshes_that_do_not_fit_the_experts_are_refused_by_name(directory, tmp_p
         run("tiny", tmp_path, "grpo_gemma.py", **of("expert=4"))
 
 
+@FAMILIES
 def test_weights_that_are_behind_route_otherwise_and_a_reference_by_itself(directory, tmp_path, capfd):
     """Samples are one step older than the weights that train on them; checkpoints keep their routes."""
     rewards = tmp_path / "mine.py"
@@ -172,6 +177,7 @@ def test_a_dry_run_states_what_recorded_routes_take(directory):
     assert any(line.startswith("Router replay (rollout.router_replay): 4 bytes a token") for line in said)
 
 
+@FAMILIES
 def test_a_model_with_experts_is_made_exported_and_trained_on(tmp_path):
     values = load_config(f"{find_config('sft_tiny.py')}:moe").to_dict()
     assert values["scratch"] == {"experts": 8, "chosen": 2, "ffn_dim": 48}

@@ -39,6 +39,8 @@ from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+# Each run compiles for half a minute; methods, the loop and the data are tested on cheaper models with every change.
+FAMILIES = pytest.mark.nightly("podrl/models", "podrl/engine", "podrl/trainer", "podrl/cluster", "podrl/export.py")
 
 PAIRS, LENGTH = 3, 112
 GEMMA4 = {
@@ -126,6 +128,7 @@ def labelled(cluster, shape):
     )
 
 
+@FAMILIES
 @pytest.mark.parametrize(
     "name, made, mesh, raw",
     [
@@ -147,6 +150,7 @@ def test_a_method_goes_down_its_loss(tmp_path, name, made, mesh, raw):
     assert all(leaf != (key == "layer_scalar") for kind in moved["layers"].values() for key, leaf in kind.items())
 
 
+@FAMILIES
 def test_preferences_train_against_the_model_as_it_was_and_its_checkpoint_is_exported(tmp_path):
     mesh = make_mesh("fsdp=2,tensor=2", jax.devices()[:4])
     config, params = saved(tmp_path, mesh)
@@ -176,6 +180,7 @@ def test_preferences_train_against_the_model_as_it_was_and_its_checkpoint_is_exp
     assert exported.params["layers"]["full"]["layer_scalar"].dtype == jnp.float32
 
 
+@FAMILIES
 @pytest.mark.parametrize(
     ("lora", "raw"),
     [({}, GEMMA4), ({"rank": 2, "alpha": 4.0}, GEMMA4), ({}, QWEN3_5 | {"rms_norm_eps": 1e-2})],

@@ -30,6 +30,8 @@ from podrl.types import Policy, Prompts
 from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+# Models and meshes whose programs take long to compile; one model on two devices remains with every change.
+FORMS = pytest.mark.nightly("podrl/engine", "podrl/models", "podrl/rollout")
 
 RAW = {
     "model_type": "qwen3_moe",
@@ -89,13 +91,13 @@ def known(rollouts):
     ("spec", "unrolled"),
     [
         ("data=2", 12),
-        ("data=2", 0),
-        ("fsdp=2", 0),
-        ("data=1,fsdp=2,tensor=2", 12),
-        ("expert=2", 12),
-        ("expert=2", 0),
-        ("expert=2,fsdp=2", 0),
-        ("expert=3,tensor=2", 0),
+        pytest.param("data=2", 0, marks=FORMS),
+        pytest.param("fsdp=2", 0, marks=FORMS),
+        pytest.param("data=1,fsdp=2,tensor=2", 12, marks=FORMS),
+        pytest.param("expert=2", 12, marks=FORMS),
+        pytest.param("expert=2", 0, marks=FORMS),
+        pytest.param("expert=2,fsdp=2", 0, marks=FORMS),
+        pytest.param("expert=3,tensor=2", 0, marks=FORMS),
     ],
 )
 def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
@@ -124,6 +126,7 @@ def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
     assert len(np.unique(route_BTX[known_BT], axis=0)) > 20  # the routes are not all equal
 
 
+@FORMS
 def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, worker, tiny_on, tight_config, prompts_of):
     """This also holds with fewer samples than shards of lanes: a shard without live lanes still computes its
     experts."""
@@ -202,6 +205,7 @@ def test_evaluations_and_workers_without_replay_record_none(routed, worker, tigh
     np.testing.assert_array_equal(rollouts.tokens_BT, worker.generate(policy, prompts_of([5]), **asked).tokens_BT)
 
 
+@FORMS
 def test_routes_beyond_255_experts_take_two_bytes(tiny_on, tight_config, prompts_of):
     wide = tiny_on("data=1", 1, model(count=300, ffn_dim=4))
     rollouts = wide.worker(tight_config, warm=False).generate(
@@ -254,6 +258,7 @@ GLM4 = {
 }
 
 
+@FORMS
 @pytest.mark.parametrize(("raw", "unrolled"), [(QWEN3_5, 12), (QWEN3_5, 0), (GLM4, 0)], ids=["kinds", "scan", "dense"])
 def test_layers_of_several_kinds_record_their_experts(
     tiny_on, tight_config, prompts_of, check, monkeypatch, raw, unrolled
@@ -271,6 +276,7 @@ def test_layers_of_several_kinds_record_their_experts(
     assert len({tuple(layer) for layer in routes_L}) == layers
 
 
+@FORMS
 @pytest.mark.parametrize("asked", [ASKED, "Else"])
 def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, tight_config, tmp_path, asked):
     tokenizer = Tokenizer(EMBEDDED["tiny_tools"])
