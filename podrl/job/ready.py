@@ -11,6 +11,7 @@ from podrl.data.config import is_generated
 from podrl.data.mixture import Part, split
 from podrl.data.pipeline import PartRenderer
 from podrl.data.tokenizer import Tokenizer
+from podrl.environments import dr_tulu
 from podrl.environments.workers import Episodes
 from podrl.job.config import SCRATCH, Job
 from podrl.job.evaluation import held_out
@@ -127,10 +128,11 @@ def check_all(job: Job) -> None:
     for one in job.eval.sets:
         split(one.data(job.data))
     env = environment_config(job.env)
-    if env.tools or env.program or any(":" in name for name in env.choices):
-        named = {"environment": env.environment if env.tools or env.program else _own(env.choices)}
-        # Names of tools that servers offer are not known without them.
-        local = dataclasses.replace(env, mcp=(), max_calls_per_tool={}, arguments={}, **named)
+    # Names of tools that servers offer are not known without them.
+    tools = tuple(tool for tool in env.tools if not (env.mcp and tool in dr_tulu.TOOLS))
+    if tools or env.program or any(":" in name for name in env.choices):
+        named = {"environment": env.environment if tools or env.program else _own(env.choices)}
+        local = dataclasses.replace(env, tools=tools, mcp=(), max_calls_per_tool={}, arguments={}, **named)
         # Servers may be elsewhere when a dry run is made: they are asked when the run starts.
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
             pass
