@@ -64,7 +64,7 @@ class Reach:
         return frozenset(found)
 
     def _files(self, names: Sequence[str], importer: str) -> set[str]:
-        """Finds the file of the innermost module of a dotted name; all files of a package that is named alone."""
+        """Finds the file of the innermost module of a dotted name; if the name is a package, all its files."""
         folders = ["", f"{importer.rpartition('/')[0]}/", "tests/"] if importer.startswith("tests/") else [""]
         for end in range(len(names), 0, -1):
             for folder in folders:

@@ -46,7 +46,7 @@ class PolicyRows:
 
     @property
     def alone(self) -> "PolicyRows":
-        """The rows of the policy loss: this object, which nothing wraps."""
+        """The rows of the policy loss without any object around them, which is this object itself."""
         return self
 
     def around(self, rows: "PolicyRows") -> Any:

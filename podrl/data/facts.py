@@ -124,7 +124,8 @@ class Fact:
         return [*self._search(key), self._answered(f"{key}-0")]
 
     def half_known(self, draw: Draw) -> list[Part]:
-        """Writes a poor answer: mostly a guess, else a search and an answer that cites nothing, or no document."""
+        """Writes a poor answer: usually a guess; otherwise a search, and an answer that cites no document or an unknown
+        one."""
         kind = draw.between(0, 9)
         if kind < 7:
             first, *rest = self.answer

@@ -32,7 +32,7 @@ _OTHER_LANGUAGE = re.compile(
 _DEFINITION = r"(?:@\w|(?:async )?def \w+\(|class \w+[:(]|import \w|from [\w.]+ import )"
 _DEFINES = re.compile(rf"(?m)^[ \t]*+{_DEFINITION}")
 _LIKE_CODE = re.compile(rf"(?m)^[ \t]*+(?:{_DEFINITION}|print\(|\w+ ?=(?!=))")
-# Code on the line of the fence that opens its block, while 'title=a.py' is a setting of the block.
+# Matches code that stands on the line of the fence that opens its block. There 'title=a.py' is a setting, not code.
 _FIRST_LINE = re.compile(rf"{_DEFINITION}|print\(|\w+ = \S")
 _log = logging.getLogger(__name__)
 _LEAVE_S = 5.0  # seconds that a sandbox may take beyond its programs' wall_s

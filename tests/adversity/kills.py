@@ -115,7 +115,8 @@ class Whole:
 
 
 class Life:
-    """One start of a run; `at` kills the process that makes the at-th change to the run directory, or one to a path."""
+    """One start of a run, whose process is killed at a change of the run directory: at the `at`-th, or at one of path
+    `at`."""
 
     def __init__(self, variant: str, workdir: pathlib.Path, *, at: int | str = 0):
         workdir.parent.mkdir(parents=True, exist_ok=True)

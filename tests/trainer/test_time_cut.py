@@ -8,7 +8,8 @@ from updates import assert_same, update
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
 from podrl.trainer.objective import CrossEntropy, SupervisedRows
 
-# 4 query heads, 2 key heads: exchanged, repeated, both with cut heads; the last two gather keys.
+# The model has 4 query heads and 2 key heads. The first mesh exchanges heads, the second repeats key heads, and the
+# third does both with heads that are cut; the last two gather keys.
 MESHES = ["seq=2", "fsdp=2,seq=4", "data=2,seq=2,tensor=2", "seq=8", "seq=4,tensor=2"]
 
 
