@@ -35,7 +35,7 @@ def refused(bad: Bad, done: Done) -> None:
     Warnings may precede the sentence, and on a busy machine so may a line about a stage that took over three seconds.
     """
     *before, said = done.stderr.strip().split("\n")
-    assert all(line.startswith("WARNING") or " at work (" in line for line in before), done.stderr
+    assert all(line.startswith("WARNING") or " s so far" in line for line in before), done.stderr
     assert done.code == 1, f"exit code {done.code}:\n{done.stdout[-1000:]}\n{said}"
     assert "Traceback" not in said, said
     assert said.startswith("podrl: error: " if bad.command == "launch" else f"podrl.{bad.command}: "), said
