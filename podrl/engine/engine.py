@@ -458,9 +458,13 @@ class Engine:
             scanned.append(({name: x for name, x in stack.items() if name not in whole}, infos[kind]))
         return decoder.over_layers(steps, (x, carry), scanned, self.model)[0]
 
-    def _routed(self, h_BTD: Array, layer: PyTree, info: decoder.LayerInfo) -> tuple[Array, Array]:
-        mesh = jax.sharding.get_abstract_mesh()
-        return moe.feed_forward(h_BTD, layer, info.index, self.model, mesh=mesh, inside=True, tpu=on_tpu(self.mesh))
+    def _routed(
+        self, h_BTD: Array, layer: PyTree, info: decoder.LayerInfo, router_BTD: Array | None
+    ) -> tuple[Array, Array]:
+        mesh, tpu = jax.sharding.get_abstract_mesh(), on_tpu(self.mesh)
+        return moe.feed_forward(
+            h_BTD, layer, info.index, self.model, mesh=mesh, inside=True, tpu=tpu, router_BTD=router_BTD
+        )
 
     def _ends(self, params: PyTree) -> PyTree:
         """Gathers embedding, final norm and output matrix along fsdp."""

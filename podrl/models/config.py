@@ -126,6 +126,10 @@ class Experts:
       shared_dim: inner dimension of a shared expert, which computes every token; 0 for no shared expert.
       shared_gate: whether the shared expert's output is multiplied by a sigmoid of a projection of the token.
       bias: whether the router and the projections of the experts have biases.
+      beside_dense: whether the layer also has the dense feed-forward of `ffn_dim`, whose output is added to that of the
+        experts. Both outputs, and the input of the experts, have norms of their own. The router reads the residual
+        stream through another norm, its logits are multiplied by D**-0.5, and the weights by a learned number per
+        expert (Gemma 4).
     """
 
     count: int
@@ -138,6 +142,7 @@ class Experts:
     shared_dim: int = 0
     shared_gate: bool = False
     bias: bool = False
+    beside_dense: bool = False
 
     def __post_init__(self):
         if not 1 <= self.chosen <= self.count:
@@ -224,8 +229,8 @@ class ModelConfig:
       rope_scaling_L: scaling of the rotary frequencies of each layer.
       max_length: length of the longest sequence that the checkpoint was made for, tokens.
       lora: adapters beside the projections.
-      experts: experts of every layer, in place of the feed-forward of `ffn_dim`; None for a model without experts. If
-        layers are of several kinds, kinds with `dense` have none.
+      experts: experts of every layer, in place of the feed-forward of `ffn_dim` or beside it; None for a model without
+        experts. If layers are of several kinds, kinds with `dense` have none.
       pre_norms: whether the inputs of attention and MLP are normalised (all families except OLMo 3).
       joint_qk_norm: whether a norm of queries or keys runs over all heads of a token together (OLMo 3), and not over
         each head alone.
@@ -282,7 +287,7 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.experts is not None:
-            self._check_adapters()
+            self._check_adapters(self.experts)
         if self.kinds:
             self._check_kinds()
         for name in ("window_L", "rope_theta_L", "rope_scaling_L"):
@@ -298,8 +303,8 @@ class ModelConfig:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Names of the dense projections in a layer: with experts, only those of attention."""
-        names = ATTENTION_PROJECTIONS if self.experts is not None else PROJECTIONS
+        """Names of the dense projections in a layer: with experts in place of a dense MLP, only those of attention."""
+        names = ATTENTION_PROJECTIONS if self.experts is not None and not self.experts.beside_dense else PROJECTIONS
         if self.delta is not None:
             return tuple(name for name in names if name not in ATTENTION_PROJECTIONS)
         return tuple(name for name in names if name != "v" or not self.key_is_value)
@@ -323,7 +328,7 @@ class ModelConfig:
             key_is_value=kind.key_is_value,
             delta=kind.delta,
             experts=None if kind.dense else self.experts,
-            lora=self.lora if self.experts is None else self._attention_adapters(),
+            lora=self.lora if self.experts is None or self.experts.beside_dense else self._attention_adapters(),
             window_L=tuple(self.window_L[i] for i in layers),
             rope_theta_L=tuple(self.rope_theta_L[i] for i in layers),
             rope_scaling_L=tuple(self.rope_scaling_L[i] for i in layers),
@@ -356,11 +361,10 @@ class ModelConfig:
     @property
     def active_ffn_dim(self) -> int:
         """Sum of the inner dimensions of all feed-forwards that compute one token in a layer."""
-        return (
-            self.ffn_dim
-            if self.experts is None
-            else self.experts.chosen * self.experts.ffn_dim + self.experts.shared_dim
-        )
+        experts = self.experts
+        if experts is None:
+            return self.ffn_dim
+        return experts.chosen * experts.ffn_dim + experts.shared_dim + (self.ffn_dim if experts.beside_dense else 0)
 
     @property
     def routed_layers(self) -> int:
@@ -395,15 +399,16 @@ class ModelConfig:
             )
         self.alike()  # checks each kind
 
-    def _check_adapters(self) -> None:
+    def _check_adapters(self, experts: Experts) -> None:
         """Refuses a pattern that names a dense feed-forward but not the experts, and dropout of their adapters.
 
-        The default pattern means attention only.
+        The default pattern means attention only. With a dense feed-forward beside the experts, patterns mean what they
+        say.
         """
         lora, family = self.lora, self.family
         dense = [name for name in ("gate", "up") if lora.covers(name) and not lora.covers("expert_in")]
         dense += ["down"] if lora.covers("down") and not lora.covers("expert_out") else []
-        if dense and lora.pattern != LoraConfig.pattern:
+        if dense and lora.pattern != LoraConfig.pattern and not experts.beside_dense:
             raise ValueError(
                 f"lora.pattern={lora.pattern!r} matches {', '.join(dense)} but not the experts, which are a {family} "
                 "model's feed-forwards: make model.lora.pattern match "

@@ -40,8 +40,9 @@ class LayerInfo:
 # that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
 # In layers of linear attention: attend(h_BTD, layer) -> (out_BTD, state), with the normalised residual stream h.
 Attend = Callable[..., tuple[Array, Any]]
-# routed(h_BTD, layer, info) -> (out_BTD, route_BTk): the feed-forward of a model with experts, and the chosen experts.
-Routed = Callable[[Array, PyTree, LayerInfo], tuple[Array, Array]]
+# routed(h_BTD, layer, info, router_BTD) -> (out_BTD, route_BTk): the experts' output, and the chosen experts. The
+# router reads router_BTD, or h_BTD if it is None.
+Routed = Callable[[Array, PyTree, LayerInfo, Array | None], tuple[Array, Array]]
 
 
 def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
@@ -222,15 +223,23 @@ def block(
     out_BTD = keep(out_BTD, "batch", "time", "act")
     x_BTD = x_BTD + norm("post_attn_norm", out_BTD)
 
-    h_BTD = norm("pre_mlp_norm", x_BTD)
-    route_BTk = None
-    if config.experts is not None:
-        assert routed is not None
-        out_BTD, route_BTk = routed(h_BTD, layer, info)
-    else:
+    def dense(h_BTD: Array) -> Array:
         gate_BTF = moe.ACTIVATIONS[config.activation](proj("gate", h_BTD))
         h_BTF = keep(gate_BTF * proj("up", h_BTD), "batch", "time", "mlp")
-        out_BTD = proj("down", h_BTF)
+        return proj("down", h_BTF)
+
+    h_BTD = norm("pre_mlp_norm", x_BTD)
+    route_BTk = None
+    if config.experts is None:
+        out_BTD = dense(h_BTD)
+    else:
+        assert routed is not None
+        if config.experts.beside_dense:
+            experts_BTD, router_BTD = norm("pre_experts_norm", x_BTD), norm("router_norm", x_BTD)
+            out_BTD, route_BTk = routed(experts_BTD, layer, info, router_BTD)
+            out_BTD = norm("post_dense_norm", dense(h_BTD)) + norm("post_experts_norm", out_BTD)
+        else:
+            out_BTD, route_BTk = routed(h_BTD, layer, info, None)
     x_BTD = x_BTD + norm("post_mlp_norm", keep(out_BTD, "batch", "time", "act"))
     if config.layer_scalar:
         x_BTD = x_BTD * jax.lax.stop_gradient(layer["layer_scalar"]).astype(x_BTD.dtype)
@@ -410,9 +419,16 @@ def replayed(
             if dropping and dropout_key is not None:
                 drop = adapter_dropout(config, dropout_key, info.index)
 
-            def routed(h_BTD: Array, layer: PyTree, info: LayerInfo) -> tuple[Array, Array]:
+            def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
                 return moe.feed_forward(
-                    h_BTD, layer, info.index, config, mesh=mesh, tpu=on_tpu(mesh), route_BTk=given_BTk
+                    h_BTD,
+                    layer,
+                    info.index,
+                    config,
+                    mesh=mesh,
+                    tpu=on_tpu(mesh),
+                    route_BTk=given_BTk,
+                    router_BTD=router_BTD,
                 )
 
             x_BTD, _, own_BTk = block(

@@ -147,7 +147,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family("gemma", "GemmaForCausalLM", True, False, False, False, _GEMMA),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", True, True, False, False, _GEMMA2),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", True, True, True, False, _GEMMA3),
-    "gemma4": Family("gemma4_text", "Gemma4ForCausalLM", True, True, True, False, _GEMMA4),
+    "gemma4": Family("gemma4_text", "Gemma4ForCausalLM", True, True, True, False, _GEMMA4, ("num_experts", 128)),
     "glm4_moe": Family(
         "glm4_moe", "Glm4MoeForCausalLM", False, False, False, False, _GLM4_MOE, ("n_routed_experts", 128)
     ),
@@ -236,6 +236,9 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         original=scaling_L[0].original_length,
         where=where,
     )
+    if known.get("enable_moe_block"):  # a Gemma 4 with experts
+        for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            need(key)
     experts = _experts(name, known, where)
     narrow = name == "qwen3_5_moe" and "intermediate_size" not in known  # no layer has a dense feed-forward
     query_scale = 1.0 if name == "gemma4" else head_dim**-0.5
@@ -377,19 +380,19 @@ def _dense_first(
 
 
 def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
-    """Reads the experts of a model; None for a family without experts."""
+    """Reads the experts of a model; None for a model without experts."""
     family = FAMILIES[name]
-    if family.experts is None:
+    if family.experts is None or (name == "gemma4" and not known.get("enable_moe_block")):
         return None
     counts = {key: known[key] for key in ("num_experts", "n_routed_experts", "num_local_experts") if key in known}
     if len(set(counts.values())) > 1:
         raise ValueError(f"{where} has {' and '.join(f'{k}={v}' for k, v in counts.items())}: they must be the same.")
     key, count = next(iter(counts.items()), family.experts)
-    chosen = known["num_experts_per_tok"]
+    chosen_key = "top_k_experts" if name == "gemma4" else "num_experts_per_tok"
+    chosen = known[chosen_key]
     if chosen > count:
         raise ValueError(
-            f"{where} has num_experts_per_tok={chosen} and {key}={count}: a token "
-            "cannot have more experts than there are."
+            f"{where} has {chosen_key}={chosen} and {key}={count}: a token cannot have more experts than there are."
         )
     if name == "gpt_oss":
         return Experts(count, chosen, known["intermediate_size"], score="chosen", normalize=False, bias=True)
@@ -404,6 +407,7 @@ def _experts(name: str, known: Mapping[str, Any], where: str) -> Experts | None:
         selection_bias=name == "glm4_moe",
         scale=float(known.get("routed_scaling_factor", 1.0)),
         shared_gate=name in QWEN3_5,
+        beside_dense=name == "gemma4",
     )
 
 
@@ -654,6 +658,7 @@ def _gemma4_fields(config: ModelConfig) -> dict[str, Any]:
         "attention_k_eq_v": full.key_is_value,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
+        **({"enable_moe_block": True} if config.experts is not None else {}),
     }
 
 
@@ -676,6 +681,7 @@ def _expert_fields(config: ModelConfig) -> dict[str, Any]:
     values = {
         counted[0]: experts.count,
         "num_experts_per_tok": experts.chosen,
+        "top_k_experts": experts.chosen,
         "moe_intermediate_size": experts.ffn_dim,
         "norm_topk_prob": experts.normalize,
         "shared_expert_intermediate_size": experts.shared_dim,

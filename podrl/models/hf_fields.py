@@ -7,11 +7,12 @@ from podrl.config import nearest
 
 # Fields of models with experts, each with the families whose models read the field.
 EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "num_experts": ("qwen3_moe", "qwen3_5_moe"),
+    "num_experts": ("gemma4", "qwen3_moe", "qwen3_5_moe"),
     "n_routed_experts": ("glm4_moe",),
     "num_local_experts": ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe"),
     "num_experts_per_tok": ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_5_moe", "glm4_moe"),
-    "moe_intermediate_size": ("qwen3_moe", "qwen3_5_moe", "glm4_moe"),
+    "top_k_experts": ("gemma4",),
+    "moe_intermediate_size": ("gemma4", "qwen3_moe", "qwen3_5_moe", "glm4_moe"),
     "norm_topk_prob": ("qwen3_moe", "glm4_moe"),
     "n_shared_experts": ("glm4_moe",),
     "routed_scaling_factor": ("glm4_moe",),
@@ -106,7 +107,6 @@ _IGNORABLE = frozenset(
         "output_router_logits",
         "vocab_size_per_layer_input",  # has no effect while hidden_size_per_layer_input is 0
         "use_double_wide_mlp",  # has no effect while num_kv_shared_layers is 0
-        "top_k_experts",  # has no effect while enable_moe_block is false
         "mamba_ssm_dtype",  # type of the states, which are float32 in podrl
         "num_nextn_predict_layers",  # podrl leaves these layers' tensors out
         "num_mtp_layers",
@@ -141,7 +141,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 # Further values that podrl computes for one family.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     # Gemma 4 is bidirectional on the tokens of images only, so text is computed as without; Gemma 3 is on all tokens.
-    "gemma4": {"use_bidirectional_attention": ("vision",)},
+    "gemma4": {"use_bidirectional_attention": ("vision",), "enable_moe_block": (True,)},
     "gpt_oss": {"attention_bias": (True,)},
     "glm4_moe": {"attention_bias": (True,)},
 }
@@ -245,7 +245,7 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
             *("global_head_dim", "num_global_key_value_heads"),
             *_LINEAR,
             *_TWICE,
-            *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            *("num_experts", "num_local_experts", "num_experts_per_tok", "top_k_experts", "moe_intermediate_size"),
             *("shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts"),
         ),
         _count,

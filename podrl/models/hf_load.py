@@ -266,7 +266,8 @@ def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
         axes = [axes[0], *axes[2:]]
     elif entry.inputs:
         axes = [axes[dim] for dim in entry.order]
-        axes = [_merged(axes[: -entry.inputs]), _merged(axes[-entry.inputs :])]
+        cuts = (1, -1) if entry.whole else (-entry.inputs,)
+        axes = [_merged(axes[a:b]) for a, b in zip((None, *cuts), (*cuts, None), strict=True)]
     elif len(entry.stored_shape) < len(axes):
         axes = [_merged(axes)]
     return NamedSharding(target.mesh, Spec(*axes))

@@ -31,6 +31,14 @@ _POST_NORM_FAMILY = _NORMS | {
     "post_mlp_norm": "post_feedforward_layernorm",
 }
 
+# Norms of the two feed-forwards of a layer with experts beside a dense one.
+_BESIDE_DENSE = {
+    "router_norm": "router.scale",
+    "pre_experts_norm": "pre_feedforward_layernorm_2.weight",
+    "post_experts_norm": "post_feedforward_layernorm_2.weight",
+    "post_dense_norm": "post_feedforward_layernorm_1.weight",
+}
+
 # Linear attention: leaf -> (tensor name after the layer's prefix, number of leading input dimensions).
 _LINEAR = {
     "delta_in": ("linear_attn.in_proj_qkv.weight", 1),
@@ -45,7 +53,8 @@ _LINEAR = {
 }
 
 # Experts of each family: leaf -> tensor names after the layer's prefix; '{}' stands for the expert. Two names are the
-# names of gate and up. gpt-oss has one tensor for all experts of a layer; gate and up alternate in it.
+# names of gate and up. gpt-oss and Gemma 4 have one tensor for all experts of a layer; gate and up alternate in the
+# tensor of gpt-oss, and lie one above the other in the tensor of Gemma 4.
 _QWEN3_MOE = {
     "router": ("mlp.gate.weight",),
     "expert_in": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
@@ -58,6 +67,12 @@ _EXPERTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "shared_in": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
         "shared_out": ("mlp.shared_expert.down_proj.weight",),
         "shared_gate": ("mlp.shared_expert_gate.weight",),
+    },
+    "gemma4": {
+        "router": ("router.proj.weight",),
+        "router_gain": ("router.per_expert_scale",),
+        "expert_in": ("experts.gate_up_proj",),
+        "expert_out": ("experts.down_proj",),
     },
     "gpt_oss": {
         "router": ("mlp.router.weight",),
@@ -113,6 +128,7 @@ class Entry:
         tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
       permuted: dimensions, without the stacked ones, in the order in which a matrix is stored; () for outputs before
         inputs.
+      whole: whether a tensor has three dimensions: the first and last of `order`, and between them all others as one.
     """
 
     leaf: tuple[str, ...]
@@ -124,6 +140,7 @@ class Entry:
     layers: tuple[int, ...] = ()
     alternating: bool = False
     permuted: tuple[int, ...] = ()
+    whole: bool = False
 
     def unstacked(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Selects, from one value per dimension of the leaf, the values of the dimensions that are not stacked."""
@@ -151,6 +168,8 @@ class Entry:
             flat = self.leaf[-1].endswith(("_bias", "q_norm", "k_norm")) and not self.leaf[-1].startswith("expert")
             return (math.prod(self.shape),) if flat else self.shape
         shape = [self.shape[dim] for dim in self.order]
+        if self.whole:
+            return shape[0], math.prod(shape[1:-1]), shape[-1]
         return math.prod(shape[: -self.inputs]), math.prod(shape[-self.inputs :])
 
     def places(self) -> dict[str, tuple[int, ...]]:
@@ -198,6 +217,11 @@ def module_of(projection: str) -> str:
     return _PROJECTION_MODULES[projection]
 
 
+def expert_module(config: ModelConfig) -> str:
+    """Returns the name of the module of all experts inside a layer, in models whose `transformers` class has one."""
+    return "experts" if config.family == "gemma4" else "mlp.experts"
+
+
 def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
     """Lists every leaf of the base model in the order of the forward pass, or every adapter leaf with PEFT's names."""
     specs = param_specs(config)
@@ -225,7 +249,7 @@ def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
     if adapter and name in EXPERT_PROJECTIONS:
         # PEFT wraps the module of all experts once for each parameter. The first parameter's wrapper is the inner one.
         both = all(map(config.lora.covers, EXPERT_PROJECTIONS))
-        module = "mlp.experts.base_layer" if both and name == "expert_in" else "mlp.experts"
+        module = expert_module(config) + (".base_layer" if both and name == "expert_in" else "")
         inputs, permuted = _EXPERT_ADAPTERS[key]
         if key == "expert_in_lora_b" and config.family == "gpt_oss":
             permuted = (3, 1, 2, 0)  # gate and up alternate
@@ -239,7 +263,11 @@ def _expert_entry(key: str, param: Param, config: ModelConfig) -> Entry | None:
         return Entry(
             ("layers", key), f"model.layers.{{}}.{names[0]}", (0,), param, int(key == "router"), alternating=alternating
         )
-    inputs = 0 if key == "selection_bias" else 1
+    if config.family == "gemma4" and key in EXPERT_PROJECTIONS:
+        order = (0, 1, 3, 2) if key == "expert_in" else (0, 2, 1)
+        name = f"model.layers.{{}}.{names[0]}"
+        return Entry(("layers", key), name, (0,), param, 1, permuted=order, whole=True)
+    inputs = 0 if key in ("selection_bias", "router_gain") else 1
     first, *second = (f"model.layers.{{}}.{name}" for name in names)
     return Entry(("layers", key), first, _EXPERT_STACKS.get(key, (0,)), param, inputs, second[0] if second else "")
 
@@ -255,6 +283,8 @@ def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:
     norms = _POST_NORM_FAMILY if config.post_norms else _NORMS
     if key in norms:
         return f"{prefix}{norms[key]}.weight", 0
+    if key in _BESIDE_DENSE:
+        return f"{prefix}{_BESIDE_DENSE[key]}", 0
     if key in _LINEAR:
         name, inputs = _LINEAR[key]
         return f"{prefix}{name}", inputs

@@ -38,6 +38,7 @@ _WEIGHTS = {
     "expert_out": ("EFD", ("expert", "mlp", "embed")),
     "selection_bias": ("E", ("norm",)),
     "router_bias": ("E", ("norm",)),
+    "router_gain": ("E", ("norm",)),
     "expert_in_bias": ("E2F", ("expert", "norm", "mlp")),
     "expert_out_bias": ("ED", ("expert", "norm")),
     "shared_in": ("2DS", ("norm", "embed", "mlp")),
@@ -65,11 +66,12 @@ def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tup
     size = {"D": config.model_dim, "E": experts.count, "F": experts.ffn_dim, "S": experts.shared_dim, "2": 2}
     size |= {"R": config.lora.rank, "d": quant_groups(config.model_dim), "f": quant_groups(experts.ffn_dim)}
     std = dict.fromkeys(_WEIGHTS, config.model_dim**-0.5)
-    std |= {"expert_out": experts.ffn_dim**-0.5, "selection_bias": 0.0}
+    std |= {"expert_out": experts.ffn_dim**-0.5, "selection_bias": 0.0, "router_gain": -1.0}
     std |= dict.fromkeys(("router_bias", *_BIASES), 0.0)
     used = ["router", "expert_in", "expert_out"]
     used += ["router_bias", *_BIASES] if experts.bias else []
     used += ["selection_bias"] if experts.selection_bias else []
+    used += ["router_gain"] if experts.beside_dense else []
     used += ["shared_in", "shared_out"] if experts.shared_dim else []
     used += ["shared_gate"] if experts.shared_gate else []
     if experts.shared_dim:
@@ -148,7 +150,7 @@ def route(
     places.
 
     Args:
-      x_XD: normalised residual stream.
+      x_XD: normalised residual stream that the router reads.
       layer: leaves of the layer, with the router.
       experts: rule of the choice.
       route_Xk: routes recorded by the sampler, as expert numbers plus 1; tokens whose route is `UNKNOWN` choose for
@@ -160,6 +162,8 @@ def route(
       highest scores. The first and the last are the same for tokens without a recorded route.
     """
     logit_XE = jnp.dot(x_XD.astype(jnp.float32), layer["router"].astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    if experts.beside_dense:
+        logit_XE = logit_XE * x_XD.shape[-1] ** -0.5
     if experts.bias:
         logit_XE = logit_XE + layer["router_bias"].astype(jnp.float32)
     score_XE = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "chosen": lambda x: x}[experts.score](logit_XE)
@@ -177,6 +181,8 @@ def route(
     if experts.normalize:
         # The small number avoids 0 / 0 if the sigmoids of all chosen experts are 0.
         weight_Xk = weight_Xk / (jnp.sum(weight_Xk, axis=-1, keepdims=True) + 1e-20)
+    if experts.beside_dense:
+        weight_Xk = weight_Xk * layer["router_gain"].astype(jnp.float32)[expert_Xk]
     return expert_Xk, weight_Xk * experts.scale, own_Xk
 
 
@@ -190,11 +196,12 @@ def feed_forward(
     inside: bool = False,
     tpu: bool = False,
     route_BTk: Int[Array, "B T k"] | None = None,
+    router_BTD: Float[Array, "B T D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
     """Applies the routed feed-forward of one layer.
 
     Args:
-      x_BTD: normalised residual stream.
+      x_BTD: normalised residual stream that the experts read.
       layer: leaves of the layer. Those of experts may be of all layers, (L, E, ...), so that no copy of one layer's
         weights is made.
       index: number of the layer; read only if leaves are those of all layers.
@@ -206,6 +213,7 @@ def feed_forward(
         already gathered over fsdp.
       tpu: whether the TPU kernel computes the products.
       route_BTk: recorded routes, see `route`; None lets all tokens choose.
+      router_BTD: normalised residual stream that the router reads; None for `x_BTD`.
 
     Returns:
       The output in x's dtype, and the routes that the router chooses, as expert numbers plus 1. Tokens without a
@@ -213,23 +221,30 @@ def feed_forward(
     """
     experts = config.experts
     assert experts is not None
-    routing = ("router", "router_bias", "selection_bias")
+    routing = ("router", "router_bias", "router_gain", "selection_bias")
     weights = {name: w for name, w in layer.items() if name in routing or name.startswith("expert_")}
     floats = [n for n in weights if n not in routing and f"{n}_scale" not in weights]
-    given = [] if route_BTk is None else [route_BTk]
+    given = {name: a for name, a in (("route", route_BTk), ("router", router_BTD)) if a is not None}
     spread = spread_over(experts, mesh) if mesh is not None else ()
     parts = math.prod(mesh.shape[axis] for axis in spread) if mesh is not None else 1
 
     def local(
-        x_BTD: Array, weights: PyTree, index: Any, *given: Array, cuts: Mapping[str, Spec], tensor: tuple[str, ...] = ()
+        x_BTD: Array,
+        weights: PyTree,
+        index: Any,
+        given: Mapping[str, Array],
+        *,
+        cuts: Mapping[str, Spec],
+        tensor: tuple[str, ...] = (),
     ):
         if spread:  # in the products' type, which takes half of the bytes if that is bfloat16
             weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
         # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
         whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
         x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        given_Xk = given[0].reshape(len(x_XD), -1) if given else None
-        expert_Xk, weight_Xk, own_Xk = route(x_XD, whole, experts, given_Xk)
+        given_Xk = given["route"].reshape(len(x_XD), -1) if "route" in given else None
+        router_XD = given["router"].reshape(x_XD.shape) if "router" in given else x_XD
+        expert_Xk, weight_Xk, own_Xk = route(router_XD, whole, experts, given_Xk)
         own_Xk = expert_Xk if given_Xk is None else own_Xk
         leaves = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in whole.items() if n not in routing}
         first, count = 0, leaves["expert_in"].shape[-4]
@@ -249,7 +264,7 @@ def feed_forward(
         return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), own_Xk.reshape(*x_BTD.shape[:2], -1)
 
     if mesh is None or mesh.size == 1 or (inside and mesh.shape["tensor"] == 1):
-        out_BTD, own_BTk = local(x_BTD, weights, index, *given, cuts={})
+        out_BTD, own_BTk = local(x_BTD, weights, index, given, cuts={})
     else:
         known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": (), "expert": ()} if inside else {})
         tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
@@ -264,11 +279,11 @@ def feed_forward(
         out_BTD, own_BTk = jax.shard_map(
             functools.partial(local, cuts=cuts, tensor=tensor),
             mesh=mesh,
-            in_specs=(rows, cuts, Spec(), *[rows] * len(given)),
+            in_specs=(rows, cuts, Spec(), dict.fromkeys(given, rows)),
             out_specs=(rows, rows),
             axis_names={"tensor"} if inside else set(mesh.axis_names),
             check_vma=False,
-        )(x_BTD, weights, jnp.asarray(index, jnp.int32), *given)
+        )(x_BTD, weights, jnp.asarray(index, jnp.int32), given)
     if "shared_in" in layer:
         out_BTD = out_BTD + _shared(x_BTD, layer, config)
     return out_BTD, own_BTk + 1

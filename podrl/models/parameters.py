@@ -133,7 +133,10 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
     if config.sinks:
         layer("sinks", (config.num_heads,), ("heads",), 0.0)
     norms = ["pre_attn_norm", "pre_mlp_norm"] if config.pre_norms else []
-    for name in norms + (["post_attn_norm", "post_mlp_norm"] if config.post_norms else []):
+    norms += ["post_attn_norm", "post_mlp_norm"] if config.post_norms else []
+    if config.experts is not None and config.experts.beside_dense:
+        norms += ["router_norm", "pre_experts_norm", "post_experts_norm", "post_dense_norm"]
+    for name in norms:
         layer(name, (config.model_dim,), ("norm",), unit)
     if config.qk_norm and config.delta is None:
         for name, heads in (("q", "N"), ("k", "K")):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from podrl.models.config import ATTENTION_PROJECTIONS, EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.hf_load import load_entries, single_device_mesh
-from podrl.models.hf_names import entries, module_of
+from podrl.models.hf_names import entries, expert_module, module_of
 from podrl.models.hf_save import finished_directory, is_writer, write_entries
 from podrl.models.lora import matches_nothing
 from podrl.models.parameters import as_layers, is_adapter, stacks_of
@@ -49,7 +49,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
 }
 
-# PEFT's names of the parameters of all experts in `transformers`.
+# PEFT's names of the parameters of all experts in `transformers`; a shorter name, as Gemma 4's, is a part of its own.
 _PARAMETERS = {name: f"mlp.experts.{parameter}" for name, parameter in EXPERT_PROJECTIONS.items()}
 
 
@@ -93,8 +93,8 @@ def save_adapters(
         "use_dora": False,
         "use_rslora": False,
     }
-    if parameters := [_PARAMETERS[name] for name in EXPERT_PROJECTIONS if config.lora.covers(name) and config.experts]:
-        raw["target_parameters"] = parameters
+    if parameters := [p for n, p in EXPERT_PROJECTIONS.items() if config.lora.covers(n) and config.experts]:
+        raw["target_parameters"] = [f"{expert_module(config)}.{parameter}" for parameter in parameters]
     with finished_directory(directory, writes=is_writer(params)) as partial:
         write_entries(partial, wanted, params, np.dtype(dtype), single_name=WEIGHTS_NAME)
         if partial is not None:
@@ -110,7 +110,7 @@ def _modules(config: ModelConfig) -> list[str]:
     """
     covered = [n for n in PROJECTIONS if any(n in a.projections and a.lora.covers(n) for a in config.alike())]
     dense = [name for name in covered if name not in ATTENTION_PROJECTIONS]
-    if config.experts is not None and dense:
+    if config.experts is not None and not config.experts.beside_dense and dense:
         raise ValueError(
             f"lora.pattern={config.lora.pattern!r} puts adapters on {', '.join(dense)} in the dense layers of a "
             f"{config.family} model, which PEFT cannot load beside experts: export the merged model instead, or train "

@@ -67,6 +67,28 @@ def _gemma3(
     }
 
 
+def _gemma4(
+    dim: int, ffn: int, layers: int, heads: int, kv_heads: int, full_kv_heads: int, **experts: Any
+) -> dict[str, Any]:
+    """Fields of a Gemma 4's text decoder; `full_kv_heads` counts the key heads of layers without a window."""
+    return {
+        "model_type": "gemma4_text",
+        "vocab_size": 262_144,
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_global_key_value_heads": full_kv_heads,
+        "attention_k_eq_v": True,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+        "final_logit_softcapping": 30.0,
+        "hidden_size_per_layer_input": 0,
+        **experts,
+    }
+
+
 def _qwen3(dim: int, ffn: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
     return {
         "model_type": "qwen3",
@@ -210,6 +232,14 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "gemma3-4b": _gemma3(2560, 10_240, 34, 8, 4),
     "gemma3-12b": _gemma3(3840, 15_360, 48, 16, 8),
     "gemma3-27b": _gemma3(5376, 21_504, 62, 32, 16, head_dim=128, scalar=168),
+    "gemma4-31b": _gemma4(5376, 21_504, 60, 32, 16, 4),
+    "gemma4-26b-a4b": _gemma4(
+        *(2816, 2112, 30, 16, 8, 2),
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
     "glm-4.5-air": _glm45_air(),
     "llama3-1b": _llama32(2048, 16, 32, 64),
     "llama3-3b": _llama32(3072, 28, 24, 128),

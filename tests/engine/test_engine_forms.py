@@ -175,21 +175,22 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "sliding_window": 6,
 }
+BESIDE_DENSE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "layers"),
+    ("mesh", "layers", "experts"),
     [
-        ("fsdp=2", 15),
-        ("data=1", 3),
-        pytest.param("tensor=2", 3, marks=[FORMS, pytest.mark.slow]),
-        pytest.param("data=2,fsdp=2,tensor=2", 15, marks=[FORMS, pytest.mark.slow]),
+        ("fsdp=2", 15, {}),
+        ("data=1", 3, BESIDE_DENSE),
+        pytest.param("tensor=2", 3, {}, marks=[FORMS, pytest.mark.slow]),
+        pytest.param("data=2,fsdp=2,tensor=2", 15, BESIDE_DENSE, marks=[FORMS, pytest.mark.slow]),
     ],
 )
-def test_layers_of_two_kinds(tiny_on, check, prompts_of, mesh, layers):
+def test_layers_of_two_kinds(tiny_on, check, prompts_of, mesh, layers, experts):
     """Each kind has pools of its own; the pool is so small that pages of both are spilled and restored."""
     types = ["sliding_attention", "sliding_attention", "full_attention"]
-    model = config_from_hf({**GEMMA4, "num_hidden_layers": layers, "layer_types": types * (layers // 3)})
+    model = config_from_hf({**GEMMA4, **experts, "num_hidden_layers": layers, "layer_types": types * (layers // 3)})
     model = dataclasses.replace(model, lora=LoraConfig(rank=2, alpha=4.0, pattern="q|v|down"))
     devices = int(np.prod([int(part.split("=")[1]) for part in mesh.split(",")]))
     tiny = tiny_on(mesh, devices, model)

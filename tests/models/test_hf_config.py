@@ -162,6 +162,48 @@ QWEN35_35B = {
     "use_cache": True,
     "vocab_size": 248320,
 }
+# The text part of the published config.json of Gemma 4 26B-A4B.
+GEMMA4_26B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": True,
+    "bos_token_id": 2,
+    "dtype": "bfloat16",
+    "enable_moe_block": True,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.02,
+    "intermediate_size": 2112,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "top_k_experts": 8,
+    "use_bidirectional_attention": "vision",
+    "use_cache": True,
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
 # The published config.json of GLM-4.5-Air.
 GLM45_AIR = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -213,6 +255,16 @@ def test_the_published_fields_of_glm_are_read():
     with pytest.raises(ValueError, match="first_k_dense_replace=46 for 46 layers"):
         config_from_hf(GLM45_AIR | {"first_k_dense_replace": 46})
     assert not config_from_hf(GLM45_AIR | {"first_k_dense_replace": 0}).kinds
+
+
+def test_the_published_fields_of_gemma4_with_experts_are_read():
+    images = {"model_type": "gemma4", "image_token_id": 258880, "vision_config": {"num_hidden_layers": 27}}
+    config = config_from_hf(images | {"text_config": GEMMA4_26B, "tie_word_embeddings": True})
+    assert config == config_of("gemma4-26b-a4b") == config_from_hf(config_to_hf(config))
+    assert config.experts == Experts(128, 8, 704, beside_dense=True) and config.active_ffn_dim == 2112 + 8 * 704
+    assert config.runs() == (((0, 5), (1, 1)), 5) and moe.route_bytes(config) == 30 * 8
+    with pytest.raises(ValueError, match="top_k_experts=500 and num_experts=128"):
+        config_from_hf(GEMMA4_26B | {"top_k_experts": 500})
 
 
 def test_the_published_fields_of_qwen35_with_experts_are_read():
@@ -357,7 +409,7 @@ def test_the_published_fields_of_models_with_experts_are_read():
 
 
 @pytest.mark.parametrize(
-    "raw", [QWEN3_30B, MIXTRAL_8X7B, QWEN35_35B, GPT_OSS_20B, GLM45_AIR], ids=lambda raw: raw["model_type"]
+    "raw", [QWEN3_30B, MIXTRAL_8X7B, QWEN35_35B, GPT_OSS_20B, GLM45_AIR, GEMMA4_26B], ids=lambda raw: raw["model_type"]
 )
 def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
     """Every field that may change the logits changes the configuration, or is refused by its name."""
@@ -367,6 +419,8 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
     if raw["model_type"] == "qwen3_moe":
         windowed = config_from_hf(raw | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": None})
         assert set(windowed.window_L) == {64}
+    if raw["model_type"] == "gemma4_text":
+        return
     with pytest.raises(ValueError, match=r"num_experts_per_tok=500 and (num|num_local|n_routed)_experts="):
         config_from_hf(raw | {"num_experts_per_tok": 500, "experts_per_token": None})
     with pytest.raises(ValueError, match="num_experts=128 and num_local_experts=4: they must be the same"):
@@ -375,15 +429,18 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
 
 def changed_without_effect(raw):
     """Changes each field that may change the logits; returns those that neither do so nor are refused by name."""
+    gemma = raw["model_type"] == "gemma4_text"
     changes = {
         **{key: 3 for key in ("decoder_sparse_step", "max_window_layers")},
+        "top_k_experts": 1,
+        "enable_moe_block": not gemma,
         **{key: 1 for key in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")},
         "norm_topk_prob": False,
         "mlp_only_layers": [0],
         "router_jitter_noise": 0.1,
         "use_sliding_window": True,
         "sliding_window": 64,
-        "hidden_act": "gelu",
+        "hidden_act": "silu" if gemma else "gelu",
         "attention_bias": not raw.get("attention_bias"),
         "n_routed_experts": 64,
         "n_shared_experts": 2,
@@ -398,7 +455,7 @@ def changed_without_effect(raw):
         "attn_logit_softcapping": 3.0,
         "num_key_value_heads": 1,
         "head_dim": 32,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": not raw.get("tie_word_embeddings"),
         "max_position_embeddings": 1 << 19,
         "shared_expert_intermediate_size": 8,
         "partial_rotary_factor": 0.25 if raw["model_type"] == "glm4_moe" else 0.5,
@@ -462,6 +519,8 @@ def test_published_sizes_survive_a_round_trip(name):
         ("qwen3.5-35b-a3b", 34_660_610_688),
         ("gpt-oss-20b", 20_914_757_184),
         ("glm-4.5-air", 106_852_251_264),
+        ("gemma4-26b-a4b", 25_233_141_790),
+        ("gemma4-31b", 30_697_345_340),
     ],
 )
 def test_published_sizes_have_the_published_number_of_parameters(name, count):

@@ -14,6 +14,7 @@ from podrl.models import LoraConfig, decoder, from_pretrained, parameters, peft_
 from podrl.models.hf_config import config_from_hf, config_to_hf
 
 GEMMA4 = pathlib.Path(__file__).parent / "fixtures" / "gemma4"
+EXPERTS = GEMMA4.with_name("gemma4_experts")
 RAW = json.loads((GEMMA4 / "config.json").read_text())
 
 
@@ -116,18 +117,22 @@ def test_adapters_of_every_kind_merge_and_go_through_peft_files(model, tmp_path)
     np.testing.assert_array_equal(hidden(again, config, tokens_BT), want_BTD)
 
 
-def test_projections_of_every_kind_are_stored_as_integers():
-    rounded = from_pretrained(GEMMA4, lora=LoraConfig(rank=2, base_dtype="int8"))
+@pytest.mark.parametrize("directory", [GEMMA4, EXPERTS], ids=lambda d: d.name)
+def test_projections_of_every_kind_are_stored_as_integers(directory):
+    rounded = from_pretrained(directory, lora=LoraConfig(rank=2, base_dtype="int8"))
     for stack in rounded.params["layers"].values():
         assert stack["q"].dtype == jnp.int8 and stack["q_scale"].dtype == jnp.float32
+        assert "down_lora_a" in stack  # also beside experts
     specs = parameters.param_specs(rounded.config)
     shapes = jax.tree.map(lambda p: p.shape, specs, is_leaf=parameters.is_param)
     assert shapes == jax.tree.map(lambda a: a.shape, rounded.params)
 
 
-def test_a_saved_model_is_read_as_the_same(model, tmp_path):
+@pytest.mark.parametrize("directory", [GEMMA4, EXPERTS], ids=lambda d: d.name)
+def test_a_saved_model_is_read_as_the_same_on_other_devices(directory, tmp_path):
+    model = from_pretrained(directory)
     model.save(tmp_path / "out")
-    again = from_pretrained(tmp_path / "out")
+    again = from_pretrained(tmp_path / "out", build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices()))
     assert again.config == model.config
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
@@ -146,7 +151,7 @@ def test_both_spellings_of_the_full_layers_are_read():
     [
         ({"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input=16"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2"),
-        ({"enable_moe_block": True}, "enable_moe_block=True"),
+        ({"enable_moe_block": True}, "lacks num_experts, which a gemma4 model needs"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
         ({"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config"),
         ({"per_layer_config": {"2": {"head_dim": 16, "hidden_size": 4}, "5": {}}}, "per_layer_config"),

@@ -57,6 +57,14 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
 }
 
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+    "attention_k_eq_v": True,
+}
+
 # Heads of size 16, 4 of which rotate; 2 key heads for 4 value heads; the runs of equal layers are 0 1 2 | 3 | 4.
 QWEN3_5 = {
     "head_dim": 16,
@@ -133,6 +141,7 @@ CASES = [
         GEMMA4 | {"num_hidden_layers": 6, "attention_k_eq_v": True, "final_logit_softcapping": 3.0},
     ),
     ("gemma4_own_values", "Gemma4TextConfig", GEMMA4 | {"layer_types": ALTERNATING}),
+    ("gemma4_experts", "Gemma4TextConfig", GEMMA4 | GEMMA4_EXPERTS | {"num_hidden_layers": 6}),
     # A small epsilon lets the gated norms magnify rounding: transformers itself then differs by 2e-4 from float64.
     ("qwen3_5_shared_heads", "Qwen3_5TextConfig", QWEN3_5 | {"num_hidden_layers": 5, "rms_norm_eps": 1e-2}),
     (
@@ -206,6 +215,11 @@ FIXTURE_CASES = [
     ("gemma2", "Gemma2Config", dict(BY_NAME["gemma2_caps"], num_key_value_heads=1)),
     ("gemma3", "Gemma3TextConfig", dict(BY_NAME["gemma3_windows"], num_key_value_heads=1)),
     ("gemma4", "Gemma4TextConfig", dict(BY_NAME["gemma4_shared_keys"], num_key_value_heads=2)),
+    (
+        "gemma4_experts",
+        "Gemma4TextConfig",
+        GEMMA4 | GEMMA4_EXPERTS | {"layer_types": ALTERNATING[1:] * 2, "num_hidden_layers": 4, "num_experts": 4},
+    ),
     ("glm4_moe", "Glm4MoeConfig", GLM4 | {"num_key_value_heads": 1, "use_qk_norm": True}),
     ("gpt_oss", "GptOssConfig", GPT_OSS | {"num_key_value_heads": 1, "num_hidden_layers": 2, "num_local_experts": 4}),
     ("llama", "LlamaConfig", {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE}),

@@ -66,7 +66,7 @@ def test_podrl_loads_what_peft_writes(tmp_path, targets):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe_weighted", "mixtral_one", "gpt_oss", "glm4_moe_dense_first", "qwen3_5_moe"]
+    "name", ["qwen3_moe_weighted", "mixtral_one", "gpt_oss", "glm4_moe_dense_first", "qwen3_5_moe", "gemma4_experts"]
 )
 @pytest.mark.parametrize("pattern", ["q|v|expert_in|expert_out", "gate_up_proj", "expert_out"])
 def test_peft_loads_adapters_of_experts_that_podrl_writes(tmp_path, name, pattern):
