@@ -202,14 +202,14 @@ class _Bench:
         from podrl.data.dialogue import Dialogue
         from podrl.data.tokenizer import Tokenizer
         from podrl.engine.config import RolloutConfig
-        from podrl.job.config import EMBEDDED
         from podrl.mesh.build import make_decoding_mesh
         from podrl.models import hf_load
         from podrl.rollout.histories import Histories
         from podrl.rollout.worker import RolloutWorker
+        from podrl.storage import hub
         from podrl.types import Policy
 
-        self._args, directory = args, EMBEDDED["tiny_tools"]
+        self._args, directory = args, hub.EMBEDDED["tiny_tools"]
         mesh = make_decoding_mesh("data=1", jax.local_devices()[:1], key="--mesh")
         model, params = hf_load.load(directory, mesh, jax.numpy.dtype("float32"))
         tokenizer = Tokenizer.load(directory)
