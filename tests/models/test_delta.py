@@ -21,6 +21,8 @@ RAW = json.loads((QWEN3_5 / "config.json").read_text())
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 N, H, U = 2, 6, 5
+step = jax.jit(delta.step)
+over_rows = jax.jit(delta.over_rows)  # operation by operation each shape would be compiled: a minute for this file
 # (tokens, number of the segment it continues or 0): prompts with samples, sequences alone, padding after them.
 ROWS = (
     ((7, 0), (9, 1), (2, 1), (1, 1), (5, 0), (3, 0), (6, 6)),
@@ -50,14 +52,14 @@ def one_by_one(arrays, segment_T, prefix_T):
     """Computes outputs and the last state of one row by `step`; a segment starts from the last state of the one
     before."""
     T = len(segment_T)
-    out, ends, state = [], {0: jnp.zeros((1, N, H, U))}, None
+    out, ends, state = [], {0: np.zeros((1, N, H, U), np.float32)}, None
     for t in range(T):
         if segment_T[t] == 0:
-            out.append(jnp.zeros((N, U)))
+            out.append(np.zeros((N, U), np.float32))
             continue
         if t == 0 or segment_T[t] != segment_T[t - 1]:
             state = ends[int(prefix_T[t])]
-        y, state = delta.step(state, *(x[t][None] for x in arrays))
+        y, state = step(state, *(x[t][None] for x in arrays))
         ends[int(segment_T[t])] = state
         out.append(y[0])
     return jnp.stack(out), state[0]
@@ -66,9 +68,9 @@ def one_by_one(arrays, segment_T, prefix_T):
 @pytest.mark.parametrize("chunk", [1, 4, 8, 64])
 def test_chunks_of_packed_rows_equal_tokens_one_by_one(chunk):
     segment_BT, prefix_BT = layout()
-    arrays = inputs(*segment_BT.shape)
+    arrays = [np.asarray(x) for x in inputs(*segment_BT.shape)]
     chunks = delta.cut(jnp.asarray(segment_BT), jnp.asarray(prefix_BT), chunk=chunk)
-    out_BTNU, state_BNHU = jax.jit(delta.over_rows)(*arrays, chunks)
+    out_BTNU, state_BNHU = over_rows(*arrays, chunks)
     for b in range(len(ROWS)):
         want_TNU, want_NHU = one_by_one([x[b] for x in arrays], segment_BT[b], prefix_BT[b])
         np.testing.assert_allclose(out_BTNU[b], want_TNU, atol=2e-5)
@@ -76,14 +78,14 @@ def test_chunks_of_packed_rows_equal_tokens_one_by_one(chunk):
 
 
 def test_a_row_goes_on_from_the_state_of_the_one_before():
-    arrays = inputs(2, 21)
-    segment_BT = jnp.ones((2, 21), jnp.int32)
-    want_BTNU, want_BNHU = delta.over_rows(*arrays, delta.cut(segment_BT, chunk=8))
-    first, state = delta.over_rows(*(x[:, :10] for x in arrays), delta.cut(segment_BT[:, :10], chunk=8))
-    padded_BT = jnp.pad(segment_BT[:, 10:], ((0, 0), (0, 9)))  # a whole chunk of padding changes no state
-    rest = [jnp.pad(x[:, 10:], ((0, 0), (0, 9)) + ((0, 0),) * (x.ndim - 2), constant_values=3.0) for x in arrays]
-    chunks = delta.cut(padded_BT, before_B=jnp.ones(2, jnp.int32), chunk=8)
-    second, state = delta.over_rows(*rest, chunks, state)
+    arrays = [np.asarray(x) for x in inputs(2, 21)]
+    segment_BT = np.ones((2, 21), np.int32)
+    want_BTNU, want_BNHU = over_rows(*arrays, delta.cut(jnp.asarray(segment_BT), chunk=8))
+    first, state = over_rows(*(x[:, :10] for x in arrays), delta.cut(jnp.asarray(segment_BT[:, :10]), chunk=8))
+    padded_BT = np.pad(segment_BT[:, 10:], ((0, 0), (0, 9)))  # a whole chunk of padding changes no state
+    rest = [np.pad(x[:, 10:], ((0, 0), (0, 9)) + ((0, 0),) * (x.ndim - 2), constant_values=3.0) for x in arrays]
+    chunks = delta.cut(jnp.asarray(padded_BT), before_B=jnp.ones(2, jnp.int32), chunk=8)
+    second, state = over_rows(*rest, chunks, state)
     np.testing.assert_allclose(jnp.concatenate([first, second[:, :11]], axis=1), want_BTNU, atol=2e-5)
     np.testing.assert_allclose(state, want_BNHU, atol=2e-5)
 
@@ -93,10 +95,12 @@ def test_gradients_are_those_of_tokens_one_by_one():
     arrays = [x * 1.0 for x in inputs(*segment_BT.shape)]
     weight_TNU = jax.random.normal(jax.random.key(5), (segment_BT.shape[1], N, U))
     chunks = delta.cut(jnp.asarray(segment_BT), jnp.asarray(prefix_BT), chunk=8)
-    got = jax.grad(lambda xs: jnp.sum(delta.over_rows(*xs, chunks)[0][0] * weight_TNU))(arrays)
-    want = jax.grad(lambda xs: jnp.sum(one_by_one([x[0] for x in xs], segment_BT[0], prefix_BT[0])[0] * weight_TNU))(
-        arrays
-    )
+
+    def gradients(output):
+        return jax.jit(jax.grad(lambda xs: jnp.sum(output(xs) * weight_TNU)))(arrays)
+
+    got = gradients(lambda xs: delta.over_rows(*xs, chunks)[0][0])
+    want = gradients(lambda xs: one_by_one([x[0] for x in xs], segment_BT[0], prefix_BT[0])[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
 
 
@@ -104,7 +108,7 @@ def test_the_convolution_reads_through_shared_beginnings():
     segment_BT, prefix_BT = layout()
     x_BTI, weight_WI = jax.random.normal(jax.random.key(0), (3, 40, 4)), jax.random.normal(jax.random.key(1), (4, 4))
     previous_BT = delta.previous(jnp.asarray(segment_BT), jnp.asarray(prefix_BT))
-    out_BTI = delta.convolve(x_BTI, weight_WI, previous_BT)
+    out_BTI = np.asarray(jax.jit(delta.convolve)(x_BTI, weight_WI, previous_BT))
     for b, parts in enumerate(ROWS):
         at = {n: np.flatnonzero(segment_BT[b] == n) for n in range(1, len(parts) + 1)}
         for number, (size, prefix) in enumerate(parts, 1):
@@ -134,12 +138,13 @@ def test_packed_samples_of_a_prompt_are_computed_as_if_alone(model):
     for b, n in np.argwhere(segment_BT > 0):
         last_BT[b, n] = max(segment_BT[b, (prefix_BT[b] == segment_BT[b, n]) | (np.arange(40) == n)])
     np.testing.assert_array_equal(delta.prefixes(jnp.asarray(segment_BT), jnp.asarray(last_BT)), prefix_BT)
-    got_BTD = decoder.hidden(model.params, tokens_BT, segment_BT, position_BT, model.config, last_BT=last_BT)
+    hidden = jax.jit(lambda *row, **shared: decoder.hidden(model.params, *row, model.config, **shared))
+    got_BTD = np.asarray(hidden(tokens_BT, segment_BT, position_BT, last_BT=last_BT))
     rows = np.zeros((3, len(alone), 40), np.int32)  # tokens, segment, position
     for row, (b, _, where) in enumerate(alone):
         n = len(where)
         rows[0, row, :n], rows[1, row, :n], rows[2, row, :n] = tokens_BT[b, where], 1, np.arange(n)
-    want_BTD = decoder.hidden(model.params, *rows, model.config)
+    want_BTD = np.asarray(hidden(*rows))
     for row, (b, own, where) in enumerate(alone):
         np.testing.assert_allclose(got_BTD[b, own], want_BTD[row, len(where) - len(own) : len(where)], atol=2e-4)
 
