@@ -1,6 +1,7 @@
 """Models with layers of several kinds: order of the layers, adapters, integers, checkpoints, refusals."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -24,8 +25,10 @@ def model():
 
 
 def hidden(params, config, tokens_BT, **how):
-    position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    return decoder.hidden(params, tokens_BT, jnp.ones_like(tokens_BT), position_BT, config, **how)
+    """Computes the hidden states of rows of one segment; compiled whole, which takes less than each operation alone."""
+    position_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    forward = jax.jit(lambda params, *row: decoder.hidden(params, *row, config, **how))
+    return forward(params, tokens_BT, np.ones_like(position_BT), position_BT)
 
 
 def pattern(model, kind_L):
@@ -59,10 +62,14 @@ def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
     def attend(q, k, v, info, sinks):
         return decoder.attention(q, k, v, jnp.ones_like(tokens_BT), window=info.window, softcap=0.0), None
 
+    @functools.partial(jax.jit, static_argnums=3)
+    def after(x_BTD, layer, info, kind):
+        return decoder.block(x_BTD, layer, info, position_BT, config.alike()[kind], attend)[0]
+
     for i, kind in enumerate(kind_L):
-        layer, info = jax.tree.map(lambda a: a[taken[kind]], (stacks[kind], infos[kind]))  # noqa: B023
+        layer, info = jax.tree.map(lambda a: np.asarray(a)[taken[kind]], (stacks[kind], infos[kind]))  # noqa: B023
         assert int(info.index) == i
-        x_BTD, _, _ = decoder.block(x_BTD, layer, info, position_BT, config.alike()[kind], attend)
+        x_BTD = after(x_BTD, layer, info, kind)
         taken[kind] += 1
     want_BTD = decoder.rms_norm(x_BTD, params["final_norm"], config)
     for remat in ("none", "full"):
