@@ -196,6 +196,14 @@ def comparable(workdir: pathlib.Path) -> list[dict]:
     return [{k: v for k, v in r.items() if not _CLOCKS.match(k)} for r in read_metrics(workdir)]
 
 
+def on_any_mesh(workdir: pathlib.Path) -> list[dict]:
+    """Reads the records of metrics.jsonl without measured times, and without how rows were filled.
+
+    The number and the length of packed rows follow from the mesh.
+    """
+    return [{k: v for k, v in record.items() if not k.startswith("packing/")} for record in comparable(workdir)]
+
+
 def samples(workdir: pathlib.Path) -> list[dict]:
     """Reads samples.jsonl without the durations of tools, and without the marks of recorded answers."""
     found = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]

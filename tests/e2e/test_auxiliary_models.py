@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from processes import CURRICULUM, SMALL, TWO_DEVICES, chose, comparable, job, run, same_end, wall_clock_kept
+from processes import CURRICULUM, SMALL, TWO_DEVICES, chose, job, on_any_mesh, run, same_end, wall_clock_kept
 from safetensors.numpy import load_file, save_file
 
 from podrl.job.config import TINY
@@ -98,8 +98,8 @@ def test_a_pod_trains_them_as_one_process_does(topology, alone, scorer, tmp_path
     """Each of two trainer hosts has one device for the actor and one for the critic; each of two rollout hosts has one
     for decoding and one for scoring."""
     pod = ("--local_processes=4", f"--topology={topology}")
-    found = comparable(run(tmp_path / "run", *auxiliary(scorer), *APART, *CURRICULUM, *pod, base=PPO).workdir)
-    expected = comparable(alone.workdir)
+    found = on_any_mesh(run(tmp_path / "run", *auxiliary(scorer), *APART, *CURRICULUM, *pod, base=PPO).workdir)
+    expected = on_any_mesh(alone.workdir)
     assert chose(expected), "a curriculum chooses the prompts, too"
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):

@@ -24,6 +24,7 @@ from processes import (
     comparable,
     environment,
     job,
+    on_any_mesh,
     run,
     same_end,
     same_weights,
@@ -95,7 +96,7 @@ def process(parent: int, index: int) -> int:
 
 def alone_and_killed(folder: pathlib.Path, args: tuple[str, ...]) -> tuple[list[dict], Job]:
     """Runs a job in one process, and in a split pod that is killed after step 3 and resumed: (records, pod)."""
-    lone = comparable(run(folder / "alone" / "run", *args).workdir)
+    lone = on_any_mesh(run(folder / "alone" / "run", *args).workdir)
     with job(folder / "pod" / "run", *SPLIT, *args) as running:
         running.wait_for_step(3)
         os.kill(process(running.process.pid, 1), signal.SIGKILL)
@@ -116,7 +117,7 @@ def same_trace(run_a: pathlib.Path, run_b: pathlib.Path, step: int) -> None:
 )
 def test_a_pod_trains_like_one_process(tmp_path, alone, undisturbed, pod):
     finished = undisturbed if PODS[pod] == SPLIT else run(tmp_path / "run", *PODS[pod], "--profile=2:2")
-    ours, theirs = comparable(finished.workdir), comparable(alone)
+    ours, theirs = on_any_mesh(finished.workdir), on_any_mesh(alone)
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
@@ -159,7 +160,7 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
     stale += ("--config.algorithm=opd", f"--config.model.reference={TINY}", "--config.grpo.reward_coef=1.0")
     lone, again = alone_and_killed(tmp_path, stale)
     assert "Resumed after step" in again.stdout and trained_steps(again.workdir) == [1, 2, 3, 4, 5]
-    for mine, other in zip(comparable(again.workdir), lone, strict=True):
+    for mine, other in zip(on_any_mesh(again.workdir), lone, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
     shares = [name for record in lone for name in record if name.startswith("rollout/share_stale_")]
     assert {"rollout/share_stale_0", "rollout/share_stale_1", "rollout/share_stale_2"} <= set(shares)
@@ -182,12 +183,12 @@ def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp
     args += ("--config.algorithm=opd", f"--config.model.reference={tmp_path / 'teacher'}")
     args += ("--config.grpo.teacher_kl=top_k", "--config.grpo.teacher_top_k=8", "--config.grpo.reward_coef=1.0")
     args += ("--config.grpo.loss_agg_mode=sequence-mean-token-mean",)
-    lone = comparable(run(tmp_path / "alone" / "run", *args).workdir)
+    lone = on_any_mesh(run(tmp_path / "alone" / "run", *args).workdir)
     assert len(lone) == 3 and all(record["opd/reverse_kl"] > 1 for record in lone), lone
     for topology in ("shared", "split"):
         pod = ("--local_processes=2", f"--topology={topology}", *args)
         whole = run(tmp_path / topology / "run", *pod)
-        for mine, other in zip(comparable(whole.workdir), lone, strict=True):
+        for mine, other in zip(on_any_mesh(whole.workdir), lone, strict=True):
             assert mine == pytest.approx(other, rel=1e-5, abs=1e-5), (topology, mine["step"])
     with job(tmp_path / "killed" / "run", *pod) as running:
         running.wait_for("a checkpoint", (running.workdir / "checkpoints" / "1").exists, every_s=0.0)
@@ -237,7 +238,7 @@ def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_the_evaluations_of_a_pod_are_those_of_one_process(stopping, evaluated, topology):
     """This also holds after a kill, and for eval.sets of different sizes."""
-    ours, theirs = comparable(stopping(topology)), comparable(evaluated)
+    ours, theirs = on_any_mesh(stopping(topology)), on_any_mesh(evaluated)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
     assert [r["step"] for r in theirs if "eval/few/records" in r] == [0, 4, 6]
@@ -273,7 +274,7 @@ def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     steered += (*CURRICULUM, "--config.model.lora.rank=4", "--config.grpo.max_staleness=1")
     steered += ("--config.trainer.mini_batch_size=2", "--config.grpo.num_iterations=2", "--config.log.trace=updates")
     lone, again = alone_and_killed(tmp_path, steered)
-    ours = comparable(again.workdir)
+    ours = on_any_mesh(again.workdir)
     assert chose(lone)
     for mine, other in zip(ours, lone, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
@@ -294,8 +295,8 @@ def test_a_replica_of_two_hosts_ends_and_another_joins(tmp_path, alone, monkeypa
     Two hosts pull all weights, and each decodes with half of every matrix.
     """
     whole = run(tmp_path / "whole" / "run", *REPLICA)
-    other = {record["step"]: record for record in comparable(alone)}
-    for mine in comparable(whole.workdir):
+    other = {record["step"]: record for record in on_any_mesh(alone)}
+    for mine in on_any_mesh(whole.workdir):
         assert mine == pytest.approx({name: other[mine["step"]][name] for name in mine}, rel=1e-3, abs=1e-5)
     leader, coordinator = (f"127.0.0.1:{port}" for port in free_ports(2))
     monkeypatch.setenv("PODRL_SECRET", "of this test")
