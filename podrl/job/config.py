@@ -389,22 +389,17 @@ class Job:
 
     def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:
         """Computes the shape of one update's packed batch on a mesh; `more` tokens are added to every sequence."""
+        samples = not self.kind.offline
         return pack_shape(
             self.trainer,
             mesh,
             sequences=self.mini_batch_size,
             max_length=self.longest + more,
             group_size=self.group_size,
-            **self._of_samples(more),
+            max_prompt_length=self.rollout.max_prompt_length + more if samples else 0,
+            pieces=samples and self.env.branches,
+            by_sample=samples and self.algo.policy_loss(self.rollout.max_tokens_to_generate).by_sample,
         )
-
-    def _of_samples(self, more: int) -> dict[str, Any]:
-        """Returns the arguments of `pack_shape` that only jobs with samples have."""
-        if self.kind.offline:
-            return {}
-        loss = self.algo.policy_loss(self.rollout.max_tokens_to_generate)
-        limit = self.rollout.max_prompt_length + more
-        return {"max_prompt_length": limit, "pieces": self.env.branches, "by_sample": loss.by_sample}
 
     def as_mapping(self) -> dict[str, Any]:
         """Returns the full configuration as nested mappings."""

@@ -29,15 +29,26 @@ from podrl.trainer.state import fetch
 from podrl.types import SOURCE, Batch, Experience, Layout, Rollouts, unrouted
 
 
-def make_grpo(cluster: RLCluster, config: GRPOConfig, **more: Any) -> GRPO:
+def make_grpo(
+    cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None], pieces: bool = False
+) -> GRPO:
     """Makes the algorithm of a configuration: Distilled if a teacher has a weight, else GRPO; arguments as in GRPO."""
-    return (GRPO if config.distillation is None else Distilled)(cluster, config, **more)
+    made = GRPO if config.distillation is None else Distilled
+    return made(cluster, config, samples=samples, say=say, pieces=pieces)
 
 
 class Distilled(GRPO):
     """Implements podrl.learner.loop.Algorithm for a policy that also learns from a teacher."""
 
-    def __init__(self, cluster: RLCluster, config: GRPOConfig, **more: Any):
+    def __init__(
+        self,
+        cluster: RLCluster,
+        config: GRPOConfig,
+        *,
+        samples: int,
+        say: Callable[[str], None],
+        pieces: bool = False,
+    ):
         """Prepares the teacher; arguments as in GRPO.
 
         Raises:
@@ -59,7 +70,7 @@ class Distilled(GRPO):
         self._rate, self._hint_tokens = config.teacher_rate, config.teacher_hint_tokens
         if self._teacher.teacher == "ema":
             cluster.actor.keep_average()
-        super().__init__(cluster, config, **more)
+        super().__init__(cluster, config, samples=samples, say=say, pieces=pieces)
         if self._teacher.teacher != "reference":
             self._shape_on(cluster.actor_mesh)  # contradicting settings fail here, not in the first step
 

@@ -391,8 +391,13 @@ class SampleLearner:
     def _trained(self, stream: PromptStream, reward_names: Sequence[str], run: Run) -> Trained:
         """Builds the algorithm and its report, on a cluster that trains."""
         samples = stream.prompts_per_step // self.config.prompt_batches * self.config.num_generations
-        given: dict[str, Any] = {"samples": samples, "say": run.console.print, "pieces": self._environment.branches}
-        algorithm = self._algorithm(self.cluster, self.config, **given)
+        algorithm = self._algorithm(
+            self.cluster,
+            self.config,
+            samples=samples,
+            say=run.console.print,
+            pieces=self._environment.branches,
+        )
         report = SampleReport(
             self.config,
             reward_names=reward_names,

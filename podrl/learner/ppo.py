@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -38,10 +38,18 @@ class PPOBatches:
 class PPO:
     """Implements podrl.learner.loop.Algorithm: GRPO's updates of the policy, on the advantages of a critic."""
 
-    def __init__(self, cluster: RLCluster, config: PPOConfig, **more: Any):
+    def __init__(
+        self,
+        cluster: RLCluster,
+        config: PPOConfig,
+        *,
+        samples: int,
+        say: Callable[[str], None],
+        pieces: bool = False,
+    ):
         """Makes the critic if the cluster has none; arguments as in GRPO."""
         self._cluster, self._config = cluster, config
-        self.policy = GRPO(cluster, config, **more)
+        self.policy = GRPO(cluster, config, samples=samples, say=say, pieces=pieces)
         critic = cluster.make_critic()
         assert critic is not None, "a trainer's process has devices of the critic's mesh"
         self._critic = critic
