@@ -10,6 +10,7 @@ from endpoints import joined
 from waits import PATIENCE_S, until
 
 from podrl import launch
+from podrl.runtime import channel
 from podrl.runtime.channel import Channel, ChannelError, LateError
 from podrl.runtime.local_pod import free_ports
 from podrl.runtime.message import Message
@@ -41,13 +42,19 @@ def test_a_leader_that_goes_while_others_join_is_noticed_long_before_the_deadlin
         pod.channel.close()
 
 
-def test_a_leader_that_is_not_there_yet_is_waited_for():
+def test_a_leader_that_is_not_there_yet_is_waited_for(monkeypatch):
+    """Also longer than a connection may be broken, which is looked at several times here."""
+    looks, check = [], channel._Link.check
     (port,) = free_ports(1)
     hosts = Hosts((0,), (1,))
     member = Pod(Seat(1, hosts, f"127.0.0.1:{port}", "s"), host="127.0.0.1")
     joining = threading.Thread(target=member.join, args=(PATIENCE_S, lambda reached, waited_s: ""))
-    joining.start()
-    time.sleep(4.0)  # longer than the allowed time for a broken connection
+    with monkeypatch.context() as patch:
+        patch.setattr(channel._Link, "_PATIENCE_S", 0.01)
+        patch.setattr(channel._Link, "check", lambda link: (looks.append(link), check(link)))
+        joining.start()
+        until(lambda: len(looks) > 3, "four looks at the connection")
+    assert joining.is_alive()
     leader = Pod(Seat(0, hosts, f"127.0.0.1:{port}", "s"), host="127.0.0.1")
     leader.join(PATIENCE_S, lambda reached, waited_s: "too few")
     joining.join(PATIENCE_S)
