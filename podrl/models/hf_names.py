@@ -128,7 +128,8 @@ class Entry:
         tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
       permuted: dimensions, without the stacked ones, in the order in which a matrix is stored; () for outputs before
         inputs.
-      whole: whether a tensor has three dimensions: the first and last of `order`, and between them all others as one.
+      whole: whether the file has all experts of a layer in one tensor of three dimensions: the first of `order`, all
+        between the first and the last as one, and the last.
     """
 
     leaf: tuple[str, ...]

@@ -72,7 +72,7 @@ class _Branch:
       turns: records of its turns.
       count: number of the track's tokens that stay in the row, if the branch was cut; None for all tokens.
       why: reason why it was opened; '' for the first branch.
-      like: earlier branch with which it begins alike longest, and the number of these tokens; None if there is none.
+      like: earlier branch that shares the most first tokens with it, and their number; None if no branch shares any.
     """
 
     track: Track
@@ -255,8 +255,8 @@ class Branches:
           (record of the sample, number of each token's piece, records of the turns in the order of the row). Piece 0
           is the first branch if that branch began with the data's prompt, else the prompt alone. The record is None if
           no branch is trained. If there are several branches, the first turn of each has the field `branch`: the
-          number of its piece, the reason why it was opened (`Fork`), the piece of the earlier branch with which it
-          begins alike longest (None for none), and the number of these tokens.
+          number of its piece, the reason why it was opened (`Fork`), the piece of the earlier branch that shares the
+          most first tokens with it (None for none), and their number.
         """
         for track in (*self._asides, *(branch.track for branch in self._branches)):
             if track.stop is None:
@@ -340,7 +340,7 @@ class Branches:
         return "concurrent" if concurrent else "history"
 
     def _like(self, tokens: Sequence[int]) -> tuple[_Branch, int] | None:
-        """Returns the branch with which tokens begin alike longest, and the number of these tokens; None for none."""
+        """Finds the branch that shares the most first tokens with these: (branch, their number); None if none does."""
         most, like = 0, None
         for branch in self._branches:
             size = min(len(known := branch.tokens()), len(tokens))

@@ -458,8 +458,8 @@ def _rows(traced: trace.TracedStep) -> list[dict[str, Any]]:
 def branches(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the branches of a sample's turns as trees; no branches if the sample has one context.
 
-    Each branch has the fields of podrl.rollout.branches.Branches.joined, its `turns`, and the `branches` that begin
-    like it longest.
+    Each branch has the fields of podrl.rollout.branches.Branches.joined, its `turns`, and the `branches` that
+    share the most first tokens with it.
     """
     trees: list[dict[str, Any]] = []
     known: dict[Any, dict[str, Any]] = {}
