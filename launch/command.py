@@ -1,11 +1,13 @@
 """The podrl command line, exit codes and environment that every launcher submits."""
 
 import itertools
+import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .submission import Code
 
@@ -40,6 +42,41 @@ def podrl_command(config: str, workdir: str, extra: Sequence[str], code: Code | 
             raise ValueError(f"{flag} stands after --: give {flag.split('=')[0]} before it, once.")
     sent = [f"--code={code.url(workdir)}"] if code else []
     return ["python", "-m", "podrl.launch", f"--config={config}", f"--workdir={workdir}", *sent, *extra]
+
+
+def preempted_pod_rules(container: str) -> list[dict[str, Any]]:
+    """Builds the rules of a Job's podFailurePolicy that match a preempted pod.
+
+    Args:
+      container: name of the container that runs podrl.
+    """
+    saved = {"containerName": container, "operator": "In", "values": [PREEMPTED_CODE]}
+    return [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        # The empty list is for JobSets whose schema wants it: github.com/kubernetes-sigs/jobset/issues/377.
+        {"action": "FailJob", "onExitCodes": saved, "onPodConditions": []},
+    ]
+
+
+def preempted_rule(job: str) -> dict[str, Any]:
+    """Builds the rule of a JobSet's failurePolicy by which restarts after a preemption are not counted.
+
+    JobSet 0.10 recognises `preempted_pod_rules` by the message of Kubernetes about the rule that a pod matched. This
+    rule must stand before others that match the reason PodFailurePolicy.
+
+    Args:
+      job: name of the replicated job whose Jobs have these rules.
+    """
+    return {
+        "name": f"{job.replace('-', '_')}Preempted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [
+            "has condition DisruptionTarget matching",
+            f"failed with exit code {PREEMPTED_CODE} matching",
+        ],
+        "targetReplicatedJobs": [job],
+    }
 
 
 def job_name(name: str, limit: int, flag: str = "--name") -> str:
@@ -112,17 +149,25 @@ def split_extra(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return argv[:at], argv[at + 1 :]
 
 
-def run(command: Sequence[str], *, stdin: str | bytes | None = None, missing: Mapping[str, str]) -> int:
+def run(
+    command: Sequence[str],
+    *,
+    stdin: str | bytes | None = None,
+    path: str = "",
+    missing: Mapping[str, str],
+) -> int:
     """Runs a client program and returns its exit code; 1 if the program is not installed.
 
     Args:
       command: program and arguments.
       stdin: standard input of the program; None leaves it that of this process.
+      path: folder in which the program looks first for programs that it starts; '' for none.
       missing: sentence that says how to install a program, by name of the program.
     """
+    environment = os.environ | ({"PATH": f"{path}{os.pathsep}{os.environ['PATH']}"} if path else {})
     try:
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        return subprocess.run(command, input=content, check=False).returncode
+        return subprocess.run(command, input=content, env=environment, check=False).returncode
     except FileNotFoundError:
         sys.stderr.write(f"{command[0]} is not on PATH: {missing[command[0]]}\n")
         return 1

@@ -42,18 +42,14 @@ PORTS = {
     "coordinator": COORDINATOR_PORT,
     "channel": CHANNEL_PORT,
 }
-# Messages of Kubernetes about a Job whose pod matched a rule of its podFailurePolicy; JobSet 0.10 recognises the rule
-# by its message.
-_PREEMPTED = ["has condition DisruptionTarget matching", f"failed with exit code {command.PREEMPTED_CODE} matching"]
-_OF_TRAINER = {"onJobFailureReasons": ["PodFailurePolicy"], "targetReplicatedJobs": ["trainer"]}
 _SET_RULES = [
+    command.preempted_rule("trainer"),
     {
-        "name": "trainerPreempted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureMessagePatterns": _PREEMPTED,
-        **_OF_TRAINER,
+        "name": "trainerUserError",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "targetReplicatedJobs": ["trainer"],
     },
-    {"name": "trainerUserError", "action": "FailJobSet", **_OF_TRAINER},
 ]
 _JOBSET_LABELS = {
     "PODRL_JOBSET": "jobset.sigs.k8s.io/jobset-name",
@@ -230,14 +226,9 @@ def _replicated_job(
     }
     if role == "trainer":
         codes = sorted((*command.RESTART_CODES, *command.SIGNAL_CODES))
-        # The empty lists are for JobSets whose schema wants them: github.com/kubernetes-sigs/jobset/issues/377.
-        ended = [
-            {"containerName": "podrl", "operator": operator, "values": values}
-            for operator, values in (("In", [command.PREEMPTED_CODE]), ("NotIn", codes))
-        ]
-        disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-        rules = [{"action": "FailJob", "onExitCodes": one, "onPodConditions": []} for one in ended]
-        job["podFailurePolicy"] = {"rules": [disrupted, *rules]}
+        others = {"containerName": "podrl", "operator": "NotIn", "values": codes}
+        user_error = {"action": "FailJob", "onExitCodes": others, "onPodConditions": []}
+        job["podFailurePolicy"] = {"rules": [*command.preempted_pod_rules("podrl"), user_error]}
     job["template"] = {
         "metadata": {"labels": {**_labels(args), "app.kubernetes.io/component": role}},
         "spec": _pod(role, slices, args, podrl, trainer, rollout),

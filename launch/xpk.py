@@ -12,7 +12,11 @@ of further workloads, one slice each, that generate for it (--join=NAME). These 
   python -m launch.xpk --join=podrl --env=PODRL_SECRET_FILE=gs://bucket/run.secret-... --name=podrl-rollout-0 [as above]
 
 What xpk adds, and what it lacks:
-  McJAX     one pod per host, all restarted together on exit codes 42, 75 and 127-255, at most --max_restarts times.
+  McJAX     one pod per host, all restarted together on exit codes 42 and 127-255, at most --max_restarts times. xpk has
+            no flag for restarts that are not counted. So while xpk runs, a program named kubectl stands before the real
+            one on PATH and adds rules to the JobSet that xpk applies: after a preemption, which is exit 75 or a pod
+            that the cluster disrupts, the pods are recreated any number of times. A JobSet's rules cannot be changed
+            once it exists. This needs pyyaml here, and in the cluster JobSet 0.10, which xpk 1.16 installs.
   Pathways  (`create-pathways`) takes no restart codes and its manifest has no restart limit; the grace period reaches
             the workers only. The user container gets JAX_PLATFORMS=proxy and JAX_BACKEND_TARGET from xpk.
 
@@ -21,9 +25,14 @@ file beside the run, gs://BUCKET/RUN.secret-..., which everyone who may read the
 """
 
 import argparse
+import importlib.util
+import pathlib
 import secrets
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from . import command, machines, submission
@@ -31,6 +40,7 @@ from . import command, machines, submission
 MISSING = {
     "xpk": "pip install xpk==1.16.0 (podrl's extra [launch]).",
     "gcloud": "https://cloud.google.com/sdk/docs/install.",
+    "kubectl": "https://cloud.google.com/kubernetes-engine/docs/how-to/cluster-access-for-kubectl.",
 }
 # Names of this length leave room for '-slice-job-99-99-abcde', which xpk appends, in the 63 characters of a pod name.
 # Pathways has Google's limit,
@@ -64,11 +74,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--headless", action="store_true", help="with --pathways: start the proxy only, run podrl elsewhere"
     )
     parser.add_argument("--scratch", help="with --pathways: gs:// directory for Pathways' compilation artifacts")
-    parser.add_argument("--max_restarts", type=int, default=50, help="restarts before the job counts as failed")
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=50,
+        help="restarts before the job counts as failed; see above for preemptions",
+    )
     parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--priority", default="medium", help="xpk's --priority")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the container; may be repeated")
-    parser.add_argument("--manifest", help="also write the manifest to this file (xpk's --output-manifest-file)")
+    parser.add_argument("--manifest", help="also write the submitted manifest to this file")
     parser.add_argument("--dry_run", action="store_true", help="print the command and run nothing")
     args = parser.parse_args(own)
     args.secret_file = f"{(args.workdir or '').rstrip('/')}.secret-{secrets.token_hex(4)}"  # new for every submission
@@ -154,6 +169,62 @@ def _check(args: argparse.Namespace, slices: machines.Slices) -> None:
             raise ValueError(f"--{flag} is given, but --headless starts no program to use it: leave it out.")
 
 
+def with_rules(manifest: str) -> str:
+    """Returns xpk's manifest with the rules by which restarts after a preemption are not counted.
+
+    Args:
+      manifest: YAML that xpk applies; returned as it is unless it is a JobSet with xpk's rules for exit codes.
+    """
+    import yaml
+
+    document = yaml.safe_load(manifest)
+    if not isinstance(document, dict) or document.get("kind") != "JobSet":
+        return manifest
+    for replicated in document["spec"]["replicatedJobs"]:
+        for_pods = replicated["template"]["spec"].get("podFailurePolicy")
+        if for_pods is None:  # xpk's Pathways jobs, whose restarts are not limited
+            return manifest
+        container = for_pods["rules"][0]["onExitCodes"]["containerName"]
+        for_pods["rules"] = [*command.preempted_pod_rules(container), *for_pods["rules"]]
+        for_set = document["spec"]["failurePolicy"]
+        for_set["rules"] = [command.preempted_rule(replicated["name"]), *for_set["rules"]]
+    return yaml.safe_dump(document, sort_keys=False)
+
+
+def kubectl(argv: Sequence[str]) -> int:
+    """Runs `kubectl apply` as xpk does, with our rules in the manifest of `-f FILE`; returns the exit code.
+
+    Args:
+      argv: path of the real kubectl, and xpk's arguments for it.
+    """
+    words, content = list(argv), None
+    if "-f" in words and pathlib.Path(words[at := words.index("-f") + 1]).is_file():
+        content, words[at] = with_rules(pathlib.Path(words[at]).read_text()), "-"
+    return subprocess.run(words, input=content, text=True, check=False).returncode
+
+
+def run_xpk(words: Sequence[str], kubectl: str) -> int:
+    """Runs xpk with a kubectl of ours before the real one on PATH; returns the exit code.
+
+    Args:
+      words: command line of xpk.
+      kubectl: path of the real kubectl.
+    """
+    root = str(pathlib.Path(__file__).resolve().parents[(__package__ or "").count(".") + 1])
+    program = (
+        f"import sys; sys.path.insert(0, {root!r}); from {__package__} import xpk; sys.exit(xpk.kubectl(sys.argv[1:]))"
+    )
+    ours = shlex.join([sys.executable, "-c", program])
+    with tempfile.TemporaryDirectory() as folder:
+        script = pathlib.Path(folder, "kubectl")
+        script.write_text(
+            f'#!/bin/sh\n[ "$1" = apply ] && exec {ours} {shlex.quote(kubectl)} "$@"\n'
+            f'exec {shlex.quote(kubectl)} "$@"\n'
+        )
+        script.chmod(0o755)
+        return command.run(words, path=folder, missing=MISSING)
+
+
 def main(argv: Sequence[str]) -> int:
     """Prints the command, and runs it unless --dry_run; returns the exit code."""
     args, extra = parse(argv)
@@ -168,6 +239,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"openssl rand -hex 16 | {command.show(write)}", flush=True)
     if code:
         print(code.described(args.workdir), flush=True)
+    if not args.pathways:
+        print("# launch.xpk also adds rules to the JobSet, by which restarts after a preemption are not counted.")
     print(command.show(words), flush=True)
     if "--topology=split" in extra and not args.join:
         own = next((pair for pair in args.env if pair.startswith("PODRL_SECRET_FILE=")), "")
@@ -175,6 +248,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"# Rollout hosts: this launch.xpk with --join={args.name} --env={secret} and another --name, --machine")
     if args.dry_run:
         return 0
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        sys.stderr.write(f"launch.xpk: kubectl is not on PATH: {MISSING['kubectl']}\n")
+        return 1
+    if not args.pathways and not importlib.util.find_spec("yaml"):
+        sys.stderr.write("launch.xpk: pyyaml is not installed: pip install pyyaml\n")
+        return 1
     if needs_secret(args) and (failed := command.run(write, stdin=secrets.token_hex(16), missing=MISSING)):
         sys.stderr.write(
             f"launch.xpk: {args.secret_file} cannot be written (gcloud's exit code {failed}); see above.\n"
@@ -183,7 +263,11 @@ def main(argv: Sequence[str]) -> int:
     if code and command.run(code.upload(args.workdir), stdin=code.archive, missing=MISSING):
         sys.stderr.write(f"launch.xpk: {code.url(args.workdir)} cannot be written; see above.\n")
         return 1
-    return command.run(words, missing=MISSING)
+    exit_code = run_xpk(words, kubectl)
+    if args.manifest and exit_code == 0:
+        path = pathlib.Path(args.manifest)
+        path.write_text(with_rules(path.read_text()))
+    return exit_code
 
 
 if __name__ == "__main__":

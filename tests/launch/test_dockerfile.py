@@ -77,9 +77,17 @@ def test_packages_come_from_the_lock_file_alone():
 def test_an_image_has_the_extras_that_its_build_names(extras, wanted, tmp_path):
     (install,) = [line for line in instructions("RUN") if "install" in line]
     (loop,) = [part for part in install.split(" && ") if part.startswith("for ")]
-    environment = {"LOCK": arguments()["LOCK"], "EXTRAS": extras}
     loop = loop.replace("/locks/", f"{tmp_path}/")
-    subprocess.run(["sh", "-euc", loop], env=environment, check=True)  # the shell that RUN uses
+    for name in LOCKS:
+        shutil.copy(ROOT / name, tmp_path)
+
+    def build(extras: str) -> subprocess.CompletedProcess[str]:
+        environment = {"LOCK": arguments()["LOCK"], "EXTRAS": extras}
+        return subprocess.run(["sh", "-c", loop], env=environment, capture_output=True, text=True, check=False)
+
+    refused = build(f"{extras} tfds")  # by the shell that RUN uses
+    assert refused.returncode == 1 and "There is no requirements-tfds.lock, only" in refused.stderr
+    assert build(extras).returncode == 0
     assert (tmp_path / "all.txt").read_text().splitlines() == [f"-r {name}" for name in wanted]
     assert set(wanted) <= set(LOCKS) and arguments()["EXTRAS"] == '""'
 

@@ -1,12 +1,14 @@
 """The JobSet of launch.gke: published schemas, documented policies, and the ranks that its pods find."""
 
 import copy
+import functools
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 
+import jobset_failures
 import pytest
 import yaml
 from kubelet import pods
@@ -81,40 +83,16 @@ def test_failures_are_sorted_by_whose_they_are():
     assert document["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["trainer"]}
 
 
-def action(document: dict, code: int, disrupted: bool = False) -> str:
-    """Follows a failed trainer pod through the rules of the Job and of the JobSet, as Kubernetes and JobSet do.
-
-    The messages are those of kubernetes 1.34, pkg/controller/job/pod_failure_policy.go; a Job whose pod matches no rule
-    exceeds its backoffLimit of 0.
-    """
-    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
-    for index, rule in enumerate(job(document, "trainer")["template"]["spec"]["podFailurePolicy"]["rules"]):
-        codes, end = rule.get("onExitCodes"), f"matching {rule['action']} rule at index {index}"
-        if codes and (code in codes["values"]) == (codes["operator"] == "In"):
-            reason, message = (
-                "PodFailurePolicy",
-                f"Container podrl for pod default/p failed with exit code {code} {end}",
-            )
-            break
-        if disrupted and any(condition["type"] == "DisruptionTarget" for condition in rule["onPodConditions"]):
-            reason, message = "PodFailurePolicy", f"Pod default/p has condition DisruptionTarget {end}"
-            break
-    for rule in document["spec"]["failurePolicy"]["rules"]:
-        patterns = rule.get("onJobFailureMessagePatterns", [""])
-        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
-            return rule["action"]
-    return "RestartJobSet"
-
-
 def test_restarts_after_a_preemption_do_not_use_up_max_restarts():
     document = jobset()
     check_admission(document)
     check_schema(document)
     uncounted = "RestartJobSetAndIgnoreMaxRestarts"
-    assert action(document, 75) == action(document, 75, disrupted=True) == uncounted
-    assert {action(document, code, disrupted=True) for code in (1, 42, 137, 143)} == {uncounted}
-    assert {action(document, code) for code in (42, 134, 137, 139, 143)} == {"RestartJobSet"}
-    assert {action(document, code) for code in (1, 2, 130)} == {"FailJobSet"}
+    action = functools.partial(jobset_failures.action, document, "trainer")
+    assert action(75) == action(75, disrupted=True) == uncounted
+    assert {action(code, disrupted=True) for code in (1, 42, 137, 143)} == {uncounted}
+    assert {action(code) for code in (42, 134, 137, 139, 143)} == {"RestartJobSet"}
+    assert {action(code) for code in (1, 2, 130)} == {"FailJobSet"}
 
 
 def test_pods_reach_their_machines_and_each_other():

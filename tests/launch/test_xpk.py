@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 
+import jobset_failures
 import pytest
 import real_xpk
+import yaml
 from waits import PATIENCE_S, until
 
 from launch import xpk
@@ -123,7 +125,7 @@ def test_refuses_by_name(flags, message, capsys):
 
 
 def test_dry_run_prints_what_would_run_and_runs_nothing(tmp_path, monkeypatch, capfd):
-    for name, code in (("xpk", 5), ("gcloud", 0)):
+    for name, code in (("xpk", 5), ("gcloud", 0), ("kubectl", 0)):
         program = tmp_path / name
         program.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" >{tmp_path}/{name}.arguments\n')
         if name == "gcloud":
@@ -162,6 +164,62 @@ def test_dry_run_prints_what_would_run_and_runs_nothing(tmp_path, monkeypatch, c
     assert not (tmp_path / "xpk.arguments").exists()
 
 
+XPKS_JOBSET = """apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+spec:
+  failurePolicy:
+    rules:
+      - action: FailJobSet
+        onJobFailureReasons:
+        - PodFailurePolicy
+    maxRestarts: 50
+  replicatedJobs:
+    - name: slice-job
+      template:
+        spec:
+          podFailurePolicy:
+            rules:
+
+            - action: FailJob
+              onPodConditions: []
+              onExitCodes:
+                containerName: jax-tpu
+                operator: NotIn
+                values: [42, 75, 134, 137, 139, 143]
+"""
+
+
+def check_restarts(document: dict) -> None:
+    """Checks which ends of a pod restart the set, and which restarts count."""
+    uncounted = "RestartJobSetAndIgnoreMaxRestarts"
+    actions = {code: jobset_failures.action(document, "slice-job", code) for code in (1, 2, 42, 75, 134, 137, 139, 143)}
+    assert {code for code in actions if actions[code] == uncounted} == {75}
+    assert {code for code in actions if actions[code] == "FailJobSet"} == {1, 2}
+    assert {jobset_failures.action(document, "slice-job", code, disrupted=True) for code in (1, 42, 75, 143)} == {
+        uncounted
+    }
+
+
+def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_counted(tmp_path, monkeypatch, capfd):
+    """xpk starts kubectl through a shell; it finds ours, which hands the JobSet with the rules to the real one."""
+    source, manifest, applied = (tmp_path / name for name in ("source.yaml", "written.yaml", "applied.yaml"))
+    source.write_text(XPKS_JOBSET)
+    for name, text in (
+        ("xpk", f"cp {source} {manifest}\nkubectl get nodes && kubectl apply -f {source} -n default || exit 9"),
+        ("kubectl", f'echo "$*" >>{tmp_path}/calls\n[ "$1" != apply ] || cat >{applied}'),
+        ("gcloud", "cat >/dev/null"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert xpk.main([*FLAGS, *IMAGE, f"--manifest={manifest}"]) == 0, capfd.readouterr()
+    assert (tmp_path / "calls").read_text().splitlines() == ["get nodes", "apply -f - -n default"]
+    document = yaml.safe_load(applied.read_text())
+    assert document == yaml.safe_load(manifest.read_text())
+    check_restarts(document)
+    assert document["spec"]["failurePolicy"]["maxRestarts"] == 50
+
+
 def real_manifest(tmp_path: pathlib.Path, *flags: str) -> dict:
     return real_xpk.manifest(build(*flags), tmp_path)
 
@@ -174,6 +232,7 @@ def test_real_xpk_runs_our_command_with_our_codes(tmp_path):
     job = replicated["template"]["spec"]
     assert (replicated["replicas"], job["completions"], job["parallelism"]) == (2, 4, 4)
     assert document["spec"]["failurePolicy"]["maxRestarts"] == 9
+    check_restarts(yaml.safe_load(xpk.with_rules(yaml.safe_dump(document))))
     (rule,) = job["podFailurePolicy"]["rules"]
     assert {42, 75, 134, 137, 143} <= set(rule["onExitCodes"]["values"]) and 1 not in rule["onExitCodes"]["values"]
     pod = job["template"]["spec"]
@@ -227,6 +286,7 @@ def test_real_xpk_accepts_pathways(tmp_path):
     document = real_manifest(tmp_path, *IMAGE, *PATHWAYS)
     head, worker = document["spec"]["replicatedJobs"]
     (user,) = head["template"]["spec"]["template"]["spec"]["containers"]
+    assert yaml.safe_load(xpk.with_rules(text := yaml.safe_dump(document))) == yaml.safe_load(text)
     environment = {v["name"]: v.get("value") for v in user["env"]}
     assert environment["JAX_PLATFORMS"] == "proxy" and environment["PYTHONUNBUFFERED"] == "1"
     assert environment["JAX_BACKEND_TARGET"] == "grpc://$(PATHWAYS_HEAD):29000"
