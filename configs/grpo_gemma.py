@@ -74,8 +74,9 @@ def _tiny() -> ConfigDict:
 def _gemma2_2b(config: Any) -> None:
     """Sets the numbers of Tunix's GSM8K recipe for Gemma 2 2B, on 16 chips: two v5e 2x4 slices.
 
-    The recipe trains for one epoch, two prompts a step. The prompt asks for the same tags in podrl's own words;
-    docs/from-tunix.md says how to set the words of the recipe, and has the numbers of its other publications.
+    The recipe trains for one epoch, two prompts a step. The prompt asks for the same tags in podrl's own words. For the
+    recipe's words, set data.system_prompt to SYSTEM_PROMPT of tunix/examples/data/math_dataset.py; docs/from-tunix.md
+    has the command, and the numbers of Tunix's other publications.
     """
     config.model.path = ""
     config.model.size = "gemma2-2b"  # for podrl.plan, which needs no weights

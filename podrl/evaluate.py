@@ -57,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--by", default="dataset", help="field of the records; the table has a row for each of its values"
     )
+    parser.add_argument(
+        "--question_field", default="", help="field of the records that asks; default: that of the model's run"
+    )
+    parser.add_argument(
+        "--answer_field", default="", help="field of the records with the answer; default: that of the model's run"
+    )
     parser.add_argument("--n", type=int, default=1, help="completions per record")
     parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
     return parser
@@ -75,7 +81,9 @@ def main(argv: Sequence[str]) -> int:
         # Functions that cannot be loaded, and programs that cannot be isolated, are refused before anything is sampled.
         with Rewards(config) if config.fns else contextlib.nullcontext() as rewards:
             acts = bool({arg.partition("=")[0] for arg in rest} & {"--program", "--env"})
-            score = Scoring(rewards, config, args.right, args.n, acts=acts)
+            asks = {name: getattr(args, name) or value for name, value in fields_of_run(args.model).items()}
+            rest = [*rest, f"--question_field={asks['question_field']}"]
+            score = Scoring(rewards, config, args.right, args.n, acts=acts, **asks)
             records = {name: score.read(path) for name, path in sets.items()}
             if not any(arg.partition("=")[0] == "--stop" for arg in rest):
                 rest += [f"--stop={text}" for text in stop_strings(models.values())]
@@ -259,6 +267,22 @@ def stop_strings(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(text for one in settings for text in one.get("stop_strings") or ()))
 
 
+def fields_of_run(path: str) -> dict[str, str]:
+    """Finds the fields in which the records of a model's run ask and answer.
+
+    Args:
+      path: directory of a run or of a model; models that podrl exported know their run's question.
+
+    Returns:
+      'question_field' and 'answer_field', as in `DataConfig`.
+    """
+    own: Mapping[str, Any] = generate.asked_as(path)
+    if (pathlib.Path(path) / "checkpoints").is_dir():
+        own = json.loads((pathlib.Path(path) / "config.json").read_text()).get("data") or {}
+    defaults = {"question_field": shape.QUESTION, "answer_field": shape.ANSWER}
+    return {name: own.get(name) or default for name, default in defaults.items()}
+
+
 def model_directory(name: str, path: str, out: pathlib.Path) -> str:
     """Finds the model's directory in Hugging Face's layout; exports a run's newest checkpoint to a directory in `out`.
 
@@ -282,7 +306,15 @@ class Scoring:
     """Scores completions with reward functions, with their program's rewards, or with the accuracies of answers."""
 
     def __init__(
-        self, rewards: Rewards | None, config: RewardConfig, right: float, n: int, *, acts: bool = False
+        self,
+        rewards: Rewards | None,
+        config: RewardConfig,
+        right: float,
+        n: int,
+        *,
+        acts: bool = False,
+        question_field: str = shape.QUESTION,
+        answer_field: str = shape.ANSWER,
     ) -> None:
         """Stores the arguments.
 
@@ -292,6 +324,8 @@ class Scoring:
           right: smallest reward of the first function, or of the program, at which a sample counts as right.
           n: number of completions per record.
           acts: whether a program or an environment completes the records; it may give rewards.
+          question_field, answer_field: names of the fields with the question and the answer in the records; a record
+            without the first may have 'question', 'prompt' or 'messages'.
 
         Raises:
           ValueError: a reward function has the name of a score of the program.
@@ -302,6 +336,11 @@ class Scoring:
                 "the function."
             )
         self._rewards, self._config, self._right, self._n, self._acts = rewards, config, right, n, acts
+        self._question, self._answer = question_field, answer_field
+
+    def _fields(self, record: shape.Record) -> dict[str, Any]:
+        asks = self._question if self._question in record else shape.QUESTION
+        return shape.fields(record, asks, self._answer)
 
     def read(self, path: str) -> Sequence[shape.Record]:
         """Reads the records of a set.
@@ -312,14 +351,14 @@ class Scoring:
         Raises:
           ValueError: a record cannot be scored; the message names its file and line.
         """
-        source = generate.read_prompts(path, remedy="rename that field")
+        source = generate.read_prompts(path, self._question)
         records = [source[i] for i in range(len(source))]
         # Fields that functions may take although records lack them.
         given = {"sample_text": ""} | ({"turns": "", "model_text": ""} if self._acts else {})
-        fields_of = sources.make_all(source, lambda record: given | shape.fields(record))
+        fields_of = sources.make_all(source, lambda record: given | self._fields(record))
         asked = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
         lacks = [
-            f"{place} lacks 'answer' (it has {', '.join(record)})"
+            f"{place} lacks {self._answer!r} (it has {', '.join(record)})"
             for (place, fields), record in zip(asked, records, strict=True)
             if "answer" not in fields
         ]
@@ -327,7 +366,7 @@ class Scoring:
             self._rewards.check_answers([(lacks[0], ())] if lacks else [])
             self._rewards.check_fields(asked, (), set[str]().union(*(fields for _, fields in asked)))
         elif lacks and not self._acts:
-            raise ValueError(f"{lacks[0]}: give it, or --fns=FUNCTION.")
+            raise ValueError(f"{lacks[0]}: give it, name it by --answer_field, or --fns=FUNCTION.")
         return records
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> Scores:
@@ -346,7 +385,7 @@ class Scoring:
         completions = [one for record in records for one in record["completions"]]
         texts = [one["text"] for one in completions]
         own = [without_outputs(text) for text in texts]
-        asked = [shape.fields({k: v for k, v in record.items() if k != "completions"}) for record in records]
+        asked = [self._fields({k: v for k, v in record.items() if k != "completions"}) for record in records]
         size = (len(records), self._n)
         given = [one.get("reward") for one in completions]
         acted: dict[str, Any] = {}

@@ -215,15 +215,12 @@ def _asked(args: argparse.Namespace) -> dict[str, str]:
     return {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"} | asked_as(args.model) | given
 
 
-def read_prompts(
-    path: str | os.PathLike, question_field: str = shape.QUESTION, *, remedy: str = "name it by --question_field"
-) -> sources.Records:
+def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) -> sources.Records:
     """Reads the records of a file of prompts.
 
     Args:
       path: file of prompts, local or remote.
       question_field: name of the field that holds a question.
-      remedy: the command's way to name another field of questions, for the message.
 
     Raises:
       ValueError: the file has no records, or a record has no prompt; the message names file, line and field.
@@ -235,12 +232,13 @@ def read_prompts(
     if named and not os.path.isfile(path):
         raise FileNotFoundError(f"--prompts={path} {'is no file' if os.path.exists(path) else 'does not exist'}.")
     # As in training, a record without the field may have 'question', 'prompt' or 'messages' instead.
-    return sources.read(path, check=functools.partial(_check_record, question_field=question_field, remedy=remedy))
+    return sources.read(path, check=functools.partial(_check_record, question_field=question_field))
 
 
-def _check_record(record: shape.Record, place: str, question_field: str, remedy: str) -> None:
+def _check_record(record: shape.Record, place: str, question_field: str) -> None:
     """Refuses a record without a prompt, or with a field that the output cannot hold."""
-    shape.check(record, place, question_field if question_field in record else shape.QUESTION, remedy=remedy)
+    asks = question_field if question_field in record else shape.QUESTION
+    shape.check(record, place, asks, remedy="name it by --question_field")
     if "completions" in record:
         raise ValueError(f"{place} has a field 'completions', which the output's own would replace: rename it.")
     sources.check_json(record, place)

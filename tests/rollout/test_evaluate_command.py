@@ -123,7 +123,7 @@ def test_records_that_cannot_be_scored_are_named_before_anything_is_sampled(tmp_
     sets.write_text('{"question": "q", "answer": "5"}\n{"question": "q", "answer": ""}\n')
     arguments = [f"--model={tmp_path}", f"--sets=one={sets}", f"--out={tmp_path / 'out'}"]
     for more, said in (
-        ([], r"set\.jsonl line 2 lacks 'answer' \(it has question, answer\): give it, or --fns=FUNCTION"),
+        ([], r"set\.jsonl line 2 lacks 'answer' \(it has question, answer\): give it, name it by --answer_field"),
         (["--fns=number"], r"set\.jsonl line 2 lacks 'answer' .*, which number of reward\.fns needs"),
         (["--fns=regex"], r"set\.jsonl line 1 has no field 'pattern'"),
     ):
@@ -293,10 +293,39 @@ def test_functions_see_all_fields_of_a_record_and_its_question(tmp_path):
         assert evaluate.Scoring(rewards, config, 1.0, 1)([asked])["f"].tolist() == [[8.0]]
 
 
-def test_a_run_is_scored_with_its_stop_strings(tmp_path):
+def test_a_run_is_scored_with_its_stop_strings_and_its_fields(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.json").write_text(json.dumps({"rollout": {"stop_strings": ["</answer>", "END"]}}))
+    rollout, data = {"stop_strings": ["</answer>", "END"]}, {"question_field": "ask", "answer_field": "gold"}
+    (tmp_path / "config.json").write_text(json.dumps({"rollout": rollout, "data": data}))
     assert evaluate.stop_strings([str(tmp_path), "elsewhere"]) == ["</answer>", "END"]
+    assert evaluate.fields_of_run(str(tmp_path)) == data
+    assert evaluate.fields_of_run("elsewhere") == {"question_field": "question", "answer_field": "answer"}
+
+
+def test_records_may_ask_and_answer_in_fields_of_other_names(tmp_path, monkeypatch, capsys):
+    """podrl.generate gets the names, and reward functions get question and answer by both names."""
+    (tmp_path / "f.py").write_text(
+        "def f(prompts, completions, answer, ask, gold, **fields):\n"
+        "    return [(prompts[0], answer[0], ask[0], gold[0]) == ('How many?', '5', 'How many?', 5)]\n"
+    )
+    (tmp_path / "set.jsonl").write_text('{"ask": "How many?", "gold": 5}\n')
+    given = []
+
+    def complete(argv):
+        given.extend(argv)
+        out = next(arg for arg in argv if arg.startswith("--out=")).removeprefix("--out=")
+        one = {"ask": "How many?", "gold": 5, "completions": [{"text": "x"}]}
+        pathlib.Path(out).write_text(json.dumps(one) + "\n")
+        return 0
+
+    monkeypatch.setattr(evaluate.generate, "main", complete)
+    arguments = [f"--model={tmp_path}", f"--sets=one={tmp_path}/set.jsonl", f"--out={tmp_path}/out"]
+    arguments += [f"--fns={tmp_path}/f.py:f"]
+    assert evaluate.main([*arguments, "--question_field=ask", "--answer_field=gold"]) == 0, capsys.readouterr().err
+    assert "--question_field=ask" in given
+    (found,) = json.loads((tmp_path / "out" / "result.json").read_text())["model"]["one"].values()
+    assert found["f"]["mean"] == found["right"]["mean"] == 1.0
+    assert evaluate.main(arguments) == 1 and "name it by --question_field" in capsys.readouterr().err
 
 
 @isolates

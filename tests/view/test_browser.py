@@ -317,6 +317,18 @@ def test_an_hour_of_the_timeline_is_a_button(address, page):
     page.until("document.querySelector('.bar').innerText.includes('steps 1 to 12 of 12')")
 
 
+def test_the_whole_of_a_long_completion_is_shown_on_request(tmp_path, page):
+    text = "A completion that starts here. " * 60 + "It ends there."
+    made(tmp_path / "long", steps=0, trace="off")
+    (tmp_path / "long" / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": "p", "completion": text}) + "\n")
+    with served(tmp_path / "long") as address:
+        page.open(f"{address}/samples?run=0")
+        cell = "document.querySelector('.found td:last-child')"
+        assert page.ask(f"{cell}.innerText").endswith(f"… show all {len(text)} characters")
+        page.ask(f"{cell}.querySelector('button').click()")
+        assert page.ask(f"{cell}.textContent") == text
+
+
 def test_markup_in_samples_and_tools_is_text(address, page):
     page.open(f"{address}/samples?run=0")
     assert "&lt;/script&gt;&lt;script&gt;document.title" in page.ask("document.documentElement.outerHTML")

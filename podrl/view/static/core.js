@@ -20,6 +20,12 @@ const podrl = (() => {
     return made;
   }
 
+  // A text of which only the first `limit` characters show until its button is pressed.
+  function long(text, limit) {
+    if (text.length <= limit) return [text];
+    return [text.slice(0, limit), el("button", { type: "button", className: "more", onclick: (event) => event.target.replaceWith(text.slice(limit)) }, `… show all ${text.length} characters`)];
+  }
+
   function fill(node, ...children) {
     node.replaceChildren(...children.flat(2).filter((child) => child !== null && child !== undefined));
   }
@@ -238,5 +244,5 @@ const podrl = (() => {
     return pick("run", runs.map((_, i) => i), params.get("run") || 0, (run) => go(view, { run }), runs.map((r) => r.name));
   }
 
-  return { el, fill, get, go, link, here, number, interval, isShare, time, color, save, views, watch, pick, runPick, begin, address, get runs() { return runs; }, offline: !!given };
+  return { el, long, fill, get, go, link, here, number, interval, isShare, time, color, save, views, watch, pick, runPick, begin, address, get runs() { return runs; }, offline: !!given };
 })();

@@ -1,6 +1,6 @@
 "use strict";
 podrl.views.groups = async (main, params, current) => {
-  const { el, fill, get, go, link, number, pick, runPick, runs } = podrl;
+  const { el, fill, get, go, link, long, number, pick, runPick, runs } = podrl;
   const run = Number(params.get("run") || 0), traced = (runs[run] || { traced: [] }).traced;
   if (!traced.length) {
     fill(main, el("div", { className: "bar" }, runPick("groups", params)), el("p", { className: "quiet" }, "This run has no trace of samples: log.trace='off', a run on given answers, or no step yet."));
@@ -77,7 +77,7 @@ podrl.views.groups = async (main, params, current) => {
   }
 
   const turns = (sample) => sample.turns.filter((turn) => turn.by !== "model").map((turn) =>
-    el("div", { className: turn.failed ? "turn problem" : "turn" }, el("b", {}, String(turn.by)), ` ${turn.failed ? `failed: ${turn.failed} · ` : ""}${number(turn.seconds, 3)} s `, el("span", { className: "quiet" }, String(turn.text).slice(0, 300))));
+    el("div", { className: turn.failed ? "turn problem" : "turn" }, el("b", {}, String(turn.by)), ` ${turn.failed ? `failed: ${turn.failed} · ` : ""}${number(turn.seconds, 3)} s `, el("span", { className: "quiet" }, long(String(turn.text), 300))));
   const card = (sample) => {
     const place = sample.index % group.samples.length;
     return el("article", { className: `sample${String(place) === params.get("sample") ? " wanted" : ""}`, id: `sample${place}` },

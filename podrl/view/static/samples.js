@@ -1,6 +1,6 @@
 "use strict";
 podrl.views.samples = async (main, params, current) => {
-  const { el, fill, get, go, link, number, pick, runPick, runs } = podrl;
+  const { el, fill, get, go, link, long, number, pick, runPick, runs } = podrl;
   const run = Number(params.get("run") || 0), wanted = Object.fromEntries(params);
   delete wanted.token;
   const change = (more) => go("samples", { ...wanted, offset: "", ...more }, true);
@@ -20,12 +20,12 @@ podrl.views.samples = async (main, params, current) => {
   const by = (rewards) => Object.entries(rewards || {}).map(([name, reward]) => el("div", { className: reward ? "" : "quiet" }, `${name} ${number(reward, 3)}`));
   const folded = (prompt) => prompt.length <= 90 ? prompt : el("details", {}, el("summary", {}, `…${prompt.trimEnd().slice(-80)}`), prompt);
   const WHY = { history: "it repeats no earlier answer", tools: "it has other tools", template: "the chat template renders an earlier answer differently", concurrent: "another request went on from the same point" };
-  const turn = (one) => el("div", { className: one.failed ? "turn problem" : "turn" }, el("b", {}, String(one.by)), el("span", { className: "quiet" }, ` ${number(one.tokens)} tokens${one.reward ? ` · reward ${number(one.reward, 3)}` : ""} `), String(one.text).slice(0, 1200));
+  const turn = (one) => el("div", { className: one.failed ? "turn problem" : "turn" }, el("b", {}, String(one.by)), el("span", { className: "quiet" }, ` ${number(one.tokens)} tokens${one.reward ? ` · reward ${number(one.reward, 3)}` : ""} `), ...long(String(one.text), 1200));
   const branch = (one) => el("details", { className: "branch", open: true }, el("summary", {}, `piece ${one.piece}`, el("span", { className: "quiet" }, one.why ? ` · ${one.why}: ${WHY[one.why] || ""}` : "", one.shared ? ` · begins with ${number(one.shared)} tokens of piece ${one.of}` : "")), one.turns.map(turn), one.branches.map(branch));
   const rows = found.rows.map((row) => row.problem ? el("tr", {}, el("td", { colSpan: 9, className: "problem" }, row.problem)) : el("tr", {},
     el("td", {}, row.group === undefined ? String(row.step) : link("groups", { run, step: row.step, group: row.group, sample: row.sample }, {}, `${row.step} / ${row.group} / ${row.sample}`)),
     cell(1, "number", number(row.reward, 3)), cell(2, "number", number(row.length)), cell(3, "", row.stop || "", row.failed ? " (tool failed)" : ""),
-    cell(4, "number", number(row.mismatch, 2)), cell(5, "by", ...by(row.rewards)), cell(6, "text", folded(row.prompt)), cell(7, "text", row.truth || ""), row.branches.length ? el("td", { className: "text", "data-head": HEADS[8] }, row.branches.map(branch)) : cell(8, "text", row.completion.slice(0, 1200))));
+    cell(4, "number", number(row.mismatch, 2)), cell(5, "by", ...by(row.rewards)), cell(6, "text", folded(row.prompt)), cell(7, "text", row.truth || ""), row.branches.length ? el("td", { className: "text", "data-head": HEADS[8] }, row.branches.map(branch)) : cell(8, "text", ...long(row.completion, 1200))));
   const page = (offset, text) => offset < 0 || offset >= found.count ? null : el("button", { type: "button", onclick: () => go("samples", { ...wanted, offset }, true) }, text);
   if (!found.count) {
     const asked = ["q", "step", "low", "high", "stop", "failed"].some((name) => wanted[name]);
