@@ -180,13 +180,13 @@ def setting_of(name: str, chip: str) -> Any:
 def _compiled(name: str, chip: str, args: argparse.Namespace, done: set[tuple[str, str, str]]) -> Iterator[Any]:
     """Yields the results of a case for a chip, without those that are done."""
     from podrl.plan import programs, training
+    from podrl.plan.answers import answer_programs
     from podrl.plan.compile import measure
-    from podrl.plan.given import given_programs
-    from podrl.plan.hlo import Cost
+    from podrl.plan.hlo import ProgramCost
 
     case, setting = CASES[name], setting_of(name, chip)
     if setting.job.kind.offline:
-        listed = given_programs(setting)
+        listed = answer_programs(setting)
     else:
         move = programs.weight_move(setting).programs
         listed = [*programs.rollout_programs(setting), *training.training_programs(setting), *move]
@@ -206,7 +206,7 @@ def _compiled(name: str, chip: str, args: argparse.Namespace, done: set[tuple[st
             "fits": m.peak <= m.capacity,
             "moved_bytes": m.bytes,
             "sent_bytes": sum(c.bytes for c in m.collectives),
-            "collectives": Cost(m.flops, m.bytes, m.collectives).by_kind(),
+            "collectives": ProgramCost(m.flops, m.bytes, m.collectives).by_kind(),
             "seconds": m.compile_s,
             "cpu_seconds": m.compile_cpu_s,
         }

@@ -115,7 +115,7 @@ def _decoding(args: argparse.Namespace) -> dict[str, float]:
     pools = [jax.random.normal(key, (1, pages, K, C, H)) for key in keys[1:3]]
     shape = (R, K, N // K)
     mass = 1 + jax.random.normal(keys[3], shape) ** 2
-    recent = attention.Partial(jax.random.normal(keys[4], shape), mass, jax.random.normal(keys[5], (*shape, H)))
+    recent = attention.PartialSoftmax(jax.random.normal(keys[4], shape), mass, jax.random.normal(keys[5], (*shape, H)))
     scratch = attention.make_scratch(reads, K, N, H)
 
     def kernel(q: Any, keys: Any, values: Any, window: Any) -> Any:

@@ -106,7 +106,9 @@ def replay(
         raise ValueError(f"{run} is in a bucket: copy it here, with its newest checkpoint before step {step}.")
     config = identity.read(run, run / "checkpoints")
     if config is None:
-        raise ValueError(f"{run} is not a run directory: it holds no config.json. Give what --workdir was.")
+        raise ValueError(
+            f"{run} is not a run directory: it holds no config.json. Give the directory that was passed as --workdir."
+        )
     recorded = _of_step(run, step)
     if recorded is None:
         there = [record["step"] for record in read_metrics(run) if kind_of(record) == "step"]

@@ -11,7 +11,7 @@ from podrl.algorithms.segments import masked
 from podrl.types import Layout, Mask, Ratio
 
 
-class Preferences(NamedTuple):
+class PreferenceLoss(NamedTuple):
     """Loss, weights and margins of P pairs; column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
@@ -26,7 +26,7 @@ class Preferences(NamedTuple):
     weight_P2: Float[Array, "P 2"]
 
 
-def bradley_terry(score_P2: Float[Array, "P 2"]) -> Preferences:
+def bradley_terry(score_P2: Float[Array, "P 2"]) -> PreferenceLoss:
     """Computes -log sigmoid(score of the chosen - score of the rejected) (arXiv 2203.02155, eq. 1) and its derivatives.
 
     Args:
@@ -34,7 +34,7 @@ def bradley_terry(score_P2: Float[Array, "P 2"]) -> Preferences:
     """
     margin_P = score_P2[:, 0] - score_P2[:, 1]
     slope_P = jax.nn.sigmoid(-margin_P)
-    return Preferences(-jax.nn.log_sigmoid(margin_P), margin_P, jnp.stack([slope_P, -slope_P], axis=1))
+    return PreferenceLoss(-jax.nn.log_sigmoid(margin_P), margin_P, jnp.stack([slope_P, -slope_P], axis=1))
 
 
 @flax.struct.dataclass

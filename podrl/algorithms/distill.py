@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from podrl.algorithms import kl
-from podrl.algorithms.policy_rows import Wrapped
+from podrl.algorithms.policy_rows import ExtraTermRows
 from podrl.algorithms.spans import over_spans
 from podrl.types import Layout
 
@@ -136,7 +136,7 @@ class IdRows:
 
 
 @flax.struct.dataclass
-class TaughtRows(Wrapped):
+class TaughtRows(ExtraTermRows):
     """Packed rows of an update with a term for the teacher's exact KL; `weight_BT` is in loss per nat."""
 
 

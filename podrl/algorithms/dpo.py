@@ -12,7 +12,7 @@ from podrl.algorithms.segments import masked
 from podrl.types import Layout, Mask, Ratio
 
 
-class Pairs(NamedTuple):
+class PairLoss(NamedTuple):
     """Loss, weights and margins of P pairs; column 0 is the chosen answer, column 1 the rejected one.
 
     Attributes:
@@ -35,7 +35,7 @@ def dpo(
     *,
     beta: float,
     label_smoothing: float = 0.0,
-) -> Pairs:
+) -> PairLoss:
     """Computes DPO's loss and weights (arXiv 2305.18290, eq. 7), with a share of the labels assumed to be wrong.
 
     With m = beta ((logprob - ref) of the chosen - (logprob - ref) of the rejected) and s the share of wrong labels, the
@@ -52,7 +52,7 @@ def dpo(
     s = label_smoothing
     loss_P = -(1 - s) * jax.nn.log_sigmoid(margin_P) - s * jax.nn.log_sigmoid(-margin_P)
     slope_P = beta * ((1 - s) * jax.nn.sigmoid(-margin_P) - s * jax.nn.sigmoid(margin_P))
-    return Pairs(loss_P, margin_P, jnp.stack([slope_P, -slope_P], axis=1))
+    return PairLoss(loss_P, margin_P, jnp.stack([slope_P, -slope_P], axis=1))
 
 
 @flax.struct.dataclass

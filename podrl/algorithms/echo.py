@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from podrl.algorithms.aggregate import token_mean
 from podrl.algorithms.policy_loss import PolicyLossFn
-from podrl.algorithms.policy_rows import Wrapped
+from podrl.algorithms.policy_rows import ExtraTermRows
 from podrl.algorithms.segments import masked
 from podrl.types import Ratio
 
 
 @flax.struct.dataclass
-class ObservedRows(Wrapped):
+class ObservedRows(ExtraTermRows):
     """Packed rows of an update that also learns from observations; the additional term is their cross-entropy."""
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-class Labelled(NamedTuple):
+class KTOLoss(NamedTuple):
     """KTO's loss and weights for B labelled answers, and the reference point they were compared with.
 
     Attributes:
@@ -30,7 +30,7 @@ def kto(
     beta: float,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-) -> Labelled:
+) -> KTOLoss:
     """Computes KTO's loss and weights (arXiv 2402.01306, eq. 8).
 
     With r = log(p / p_ref) of the answer, the loss of a desirable answer is w (1 - sigmoid(beta (r - z))), and that of
@@ -49,4 +49,4 @@ def kto(
     sign_B = jnp.where(desirable_B, 1.0, -1.0)
     worth_B = jnp.where(desirable_B, desirable_weight, undesirable_weight)
     missed_B = jax.nn.sigmoid(-beta * sign_B * (logratio_B - kl))
-    return Labelled(worth_B * missed_B, worth_B * beta * sign_B * missed_B * (1.0 - missed_B), kl)
+    return KTOLoss(worth_B * missed_B, worth_B * beta * sign_B * missed_B * (1.0 - missed_B), kl)

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from podrl.algorithms.dpo import Pairs
+from podrl.algorithms.dpo import PairLoss
 
 _SURE = -1e-6  # largest mean log-probability, nats; closer to 0 the odds exceed the range of float32
 
 
-def orpo(logprob_P2: Float[Array, "P 2"], length_P2: Float[Array, "P 2"], *, coef: float) -> Pairs:
+def orpo(logprob_P2: Float[Array, "P 2"], length_P2: Float[Array, "P 2"], *, coef: float) -> PairLoss:
     """Computes ORPO's loss and weights (arXiv 2403.07691, eq. 6 and 7).
 
     With l the mean log-probability of an answer's tokens, its odds are exp(l) / (1 - exp(l)). The loss of a pair is
@@ -30,4 +30,4 @@ def orpo(logprob_P2: Float[Array, "P 2"], length_P2: Float[Array, "P 2"], *, coe
     loss_P = -mean_P2[:, 0] - coef * jax.nn.log_sigmoid(margin_P)
     slope_P2 = coef * jax.nn.sigmoid(-margin_P)[:, None] / against_P2
     weight_P2 = jnp.stack([1.0 + slope_P2[:, 0], -slope_P2[:, 1]], axis=1) / length_P2
-    return Pairs(loss_P, margin_P, weight_P2)
+    return PairLoss(loss_P, margin_P, weight_P2)

@@ -1,6 +1,6 @@
 """Packed rows that the policy loss reads, with reference log-probabilities or ages of tokens if it needs them.
 
-An update whose loss has further terms wraps these rows (`Wrapped`), once for each further term.
+An update whose loss has further terms wraps these rows (`ExtraTermRows`), once for each further term.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class PolicyRows:
         return self
 
     def around(self, rows: "PolicyRows") -> Any:
-        """Returns `rows`, which replace this object; `Wrapped.around` keeps the wrapping."""
+        """Returns `rows`, which replace this object; `ExtraTermRows.around` keeps the wrapping."""
         return rows
 
     def clean(self) -> "PolicyRows":
@@ -67,7 +67,7 @@ class PolicyRows:
 
 
 @flax.struct.dataclass
-class Wrapped:
+class ExtraTermRows:
     """Packed rows of an update whose loss has a further term beside the policy loss.
 
     Attributes:

@@ -20,7 +20,7 @@ from podrl.models.hf_config import read_config
 from podrl.models.pretrained import check_vocab, from_pretrained
 from podrl.trainer import packing
 from podrl.trainer.config import RLTrainingConfig
-from podrl.trainer.distill import Taught, taught
+from podrl.trainer.distill import TeacherParts, teacher_parts
 from podrl.trainer.objective import Forward, TokenLoss
 from podrl.trainer.pack_shape import pack_shape
 from podrl.trainer.state import abstract_like, abstract_state, init_state, put_batch
@@ -98,7 +98,7 @@ class Actor:
         of = {"temperature": temperature, "dtype": training.dtype}
         self._token_scores = make_token_score_fn(self.model, mesh, **of)
         self._token_weights: Callable | None = None
-        self._taught = Taught({})
+        self._teacher_parts = TeacherParts({})
         self._backlog = Backlog()
 
     def _logprob_fn(self, model: ModelConfig) -> Callable:
@@ -169,8 +169,8 @@ class Actor:
           ValueError: the teacher lacks token ids of the policy, or has fewer ids than `teacher.top_k`.
         """
         forward = Forward(config=self.model, temperature=self._temperature, mesh=self.mesh, dtype=self.training.dtype)
-        how = taught(teacher, forward, self.reference_model) if teacher is not None else Taught({})
-        self._taught = how
+        how = teacher_parts(teacher, forward, self.reference_model) if teacher is not None else TeacherParts({})
+        self._teacher_parts = how
         self._step = make_train_step(
             self.model,
             loss,
@@ -199,7 +199,7 @@ class Actor:
         """
         if self._step is None:
             raise ValueError("The actor needs a loss: call RLCluster.actor.prepare(loss) first; learners do.")
-        fixed = (self.frozen, self.reference) if self._taught.whole else self.frozen
+        fixed = (self.frozen, self.reference) if self._teacher_parts.whole else self.frozen
         self.state, metrics = self._step(self.state, fixed, batch)
         self._backlog.add(metrics)
         return metrics
@@ -219,19 +219,19 @@ class Actor:
 
     def teaching(self, batch: Batch[Layout]) -> Any:
         """Returns the policy's likeliest ids at every token's place, with their log-probabilities under the teacher."""
-        assert self._taught.score is not None, "prepare(loss, weigh, teacher) comes first"
-        return self._noted(self._taught.score(self.params(), self.reference, batch))
+        assert self._teacher_parts.score is not None, "prepare(loss, weigh, teacher) comes first"
+        return self._noted(self._teacher_parts.score(self.params(), self.reference, batch))
 
     def likely_ids(self, batch: Batch[Layout]) -> Any:
         """Returns the policy's K likeliest ids at every token's place: (A, B, T, K)."""
-        assert self._taught.likely is not None, "prepare(loss, weigh, teacher) comes first"
-        return self._noted(self._taught.likely(self.params(), batch))
+        assert self._teacher_parts.likely is not None, "prepare(loss, weigh, teacher) comes first"
+        return self._noted(self._teacher_parts.likely(self.params(), batch))
 
     def teacher_id_logprobs(self, teacher: Teacher, batch: Batch[IdRows]) -> Any:
         """Scores the K ids at every token's place under a teacher, which reads its own prompts: (A, B, T, K), nats."""
-        assert self._taught.score_ids is not None, "prepare(loss, weigh, teacher) comes first"
+        assert self._teacher_parts.score_ids is not None, "prepare(loss, weigh, teacher) comes first"
         own = {"current": self.params, "ema": self._average}
-        return self._noted(self._taught.score_ids(own.get(teacher, lambda: self.reference)(), batch))
+        return self._noted(self._teacher_parts.score_ids(own.get(teacher, lambda: self.reference)(), batch))
 
     def _average(self) -> PyTree:
         """Returns the whole parameter tree, with the moving average in the place of the trainable leaves."""

@@ -28,7 +28,7 @@ _OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that are not c
 _LEAVE_S = 60.0  # time for the thread that ends this process
 
 
-class Head:
+class ReplicaHead:
     """The head's side of a replica. Any thread may call `tell`; the other hosts make the calls in the same order."""
 
     def __init__(self, pod: Pod, *, stops: Callable[[], None] = lambda: None):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from podrl.data.template import Part, user_turn
+from podrl.data.template import TextPart, user_turn
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.mesh import rules
 from podrl.mesh.build import check_one_host
@@ -94,19 +94,19 @@ class RewardModel:
             return self.score(rollouts.tokens_BT, rollouts.length_B)
         return self.score(*self._encoded([self._text(rollouts, fields, b) for b in range(len(rollouts.length_B))]))
 
-    def _text(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]], b: int) -> Part:
+    def _text(self, rollouts: Rollouts, fields: Mapping[str, Sequence[Any]], b: int) -> TextPart:
         """Formats a sample as text for the reward model, whose tokenizer is not the policy's."""
         assert self.own is not None
         if not self.own.has_chat_template or "question" not in fields:
-            return Part(self._policy.decode(rollouts.tokens_BT[b, : rollouts.length_B[b]]))
+            return TextPart(self._policy.decode(rollouts.tokens_BT[b, : rollouts.length_B[b]]))
         question, system = str(fields["question"][b]), fields["system_prompt"][b] if "system_prompt" in fields else ""
         turns = [
             {"role": "user", "content": user_turn(question, system)},
             {"role": "assistant", "content": rollouts.completions[b]},
         ]
-        return Part(self.own.apply_chat_template(turns, add_generation_prompt=False), rendered=True)
+        return TextPart(self.own.apply_chat_template(turns, add_generation_prompt=False), rendered=True)
 
-    def _encoded(self, texts: Sequence[Part]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+    def _encoded(self, texts: Sequence[TextPart]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
         """Encodes texts in the model's own tokens, right-padded and cut off at the model's width."""
         assert self.own is not None
         rows = [self.own.encode(text.text, start=not text.rendered)[: self._longest] for text in texts]

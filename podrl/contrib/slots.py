@@ -25,7 +25,7 @@ from podrl.engine.keys import sample_keys
 from podrl.engine.prefill import cut_chunks, run_chunks
 from podrl.engine.reads import LaneReads, Page
 from podrl.engine.sizes import engine_shape
-from podrl.engine.state import FREE, SEAT, STOP_IDS, DecodeState, Emitted, EngineShape, LaneUpdates
+from podrl.engine.state import FREE, SEAT, STOP_IDS, DecodeState, EngineShape, LaneUpdates, SampledTokens
 from podrl.mesh.rules import batch_shards
 from podrl.models.config import ModelConfig
 from podrl.types import PyTree
@@ -518,7 +518,7 @@ def _seat(
     updates.top_p_R[lane], updates.min_p_R[lane] = sampling.nucleus, sampling.min_p
 
 
-def _result(emitted: Emitted, position_R: Array, start_R: Array) -> tuple[Array, Array]:
+def _result(emitted: SampledTokens, position_R: Array, start_R: Array) -> tuple[Array, Array]:
     """Packs the results of every slot: (tokens, validity flags and length side by side; log-probabilities)."""
     valid_RT = jnp.arange(emitted.tokens_RT.shape[1]) < emitted.count_R[:, None]
     tokens_RT = jnp.where(valid_RT, emitted.tokens_RT, 0)

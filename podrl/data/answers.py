@@ -8,7 +8,7 @@ from podrl.data.chat import Message
 from podrl.data.config import DataConfig
 from podrl.data.pipeline import Renderer
 from podrl.data.stream import Limit, TooLong
-from podrl.data.template import Part, turn
+from podrl.data.template import TextPart, turn
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -20,7 +20,7 @@ class Example(NamedTuple):
     learned: Sequence[int]
 
 
-def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
+def encode(parts: Sequence[TextPart], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
     """Encodes parts as one example, each part on its own after the part before it.
 
     After a part that ends the model's turn it adds the tokenizer's `turn_end_id`.
@@ -40,7 +40,7 @@ def encode(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example
     return Example(text, tokens, learned)
 
 
-def encode_chat(parts: Sequence[Part], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
+def encode_chat(parts: Sequence[TextPart], tokenizer: Tokenizer, limit: Limit) -> Example | TooLong:
     """Encodes the parts of a rendered conversation as one example: their text is encoded as a whole.
 
     A token with characters of two parts is learned if one of the two parts is learned.
@@ -99,7 +99,7 @@ def of_record(
     """
     answers = [record[name] for name in names]
     if not _has_turns(record, names) and (record.get("prompt") is not None or not render.in_turns):
-        prompt = Part(record["prompt"]) if record.get("prompt") is not None else render.prompt(record)
+        prompt = TextPart(record["prompt"]) if record.get("prompt") is not None else render.prompt(record)
         return [encode([prompt, turn(answer)], tokenizer, limit) for answer in answers]
     before = _turns_before(record, answers[0], render)
     whole = [[*before, *_as_turns(answer)] for answer in answers]

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from podrl.config import Count, Positive, Range, Seed, section
 from podrl.data import facts, problems, sums
 from podrl.data.cache import AUTO
-from podrl.data.generated import Generator
 from podrl.data.pools import CurriculumConfig
+from podrl.data.problem_generator import ProblemGenerator
 from podrl.data.reasoning import PREFIX as REASONING
 from podrl.data.transforms import Transform
 
 PROBLEMS = "problems"
 # The tasks that come with podrl, by the value of data.path that chooses them.
-EMBEDDED: Mapping[str, Generator[Any]] = {
+EMBEDDED: Mapping[str, ProblemGenerator[Any]] = {
     PROBLEMS: problems.GENERATOR,
     "sums": sums.GENERATOR,
     "facts": facts.GENERATOR,

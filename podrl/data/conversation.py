@@ -18,7 +18,7 @@ import numpy as np
 
 from podrl.data import shape, template
 from podrl.data.chat import Message, Tools
-from podrl.data.template import Part
+from podrl.data.template import TextPart
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.runtime import plain
 from podrl.types import Prompts
@@ -51,7 +51,7 @@ def render(
 
 def parts(
     tokenizer: Tokenizer, messages: Sequence[Message], *, tools: Tools | None = None, first: int = 0
-) -> list[Part]:
+) -> list[TextPart]:
     """Renders a conversation as parts whose texts join to the template's text; the assistant's turns are learned.
 
     The last part has `ends` set if it is a turn of the assistant after which the template writes no end mark.
@@ -90,12 +90,12 @@ def parts(
                 raise writing.fault(i, "writes this turn so that it overlaps the turn before it")
     made, shown, whole = [], 0, writing.whole
     for span in spans:
-        made.append(Part(whole[shown : span.start]))
-        made.append(Part(whole[span.start : span.end], learned=True))
+        made.append(TextPart(whole[shown : span.start]))
+        made.append(TextPart(whole[span.start : span.end], learned=True))
         shown = span.end
     if spans and spans[-1].open and shown == len(whole) and turns[-1] == len(messages) - 1:
         made[-1] = made[-1]._replace(ends=True)
-    made.append(Part(whole[shown:]))
+    made.append(TextPart(whole[shown:]))
     learned = "".join(part.text for part in made if part.learned)
     if any(_thoughts(messages[i]) not in learned for i in turns):
         _say_dropped(str(tokenizer.directory))
@@ -523,7 +523,7 @@ def prompt(
     system: str,
     form: template.Form,
     question_field: str = shape.QUESTION,
-) -> Part:
+) -> TextPart:
     """Renders a record as the text that the model continues.
 
     Args:
@@ -542,9 +542,9 @@ def prompt(
     value = record[name]
     if isinstance(value, list):
         tools = None if tokenizer.tools else shape.schemas(record)  # every prompt offers the job's tools if it has some
-        return Part(render(tokenizer, shape.conversation(record, name), tools=tools), rendered=True)
+        return TextPart(render(tokenizer, shape.conversation(record, name), tools=tools), rendered=True)
     if name == "prompt" and question_field != "prompt":
-        return Part(value)
+        return TextPart(value)
     question = plain.text(value).strip()
     text = template.wrap(tokenizer, question, system=system, form=form)
     if "".join(question.split()) not in "".join(text.split()):
@@ -552,7 +552,7 @@ def prompt(
             f"The chat template of {tokenizer.directory} leaves out the question: {question[:80]!r} is not in the "
             f"prompt {text[-160:]!r}. Correct the template, or set data.template=plain."
         )
-    return Part(text, rendered=form == "chat")
+    return TextPart(text, rendered=form == "chat")
 
 
 def prompts_of(

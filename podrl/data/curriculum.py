@@ -12,7 +12,7 @@ import numpy as np
 from podrl.data.mixture import hashed
 from podrl.data.pools import POSTPONED, RETIRED, Curriculum
 from podrl.data.sources import Source
-from podrl.data.stream import MOST_IN_A_ROW, Limit, Mixed, Stream, TooLong
+from podrl.data.stream import MOST_IN_A_ROW, Limit, Mixture, Stream, TooLong
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
 
     def __init__(
         self,
-        source: Source | Mixed,
+        source: Source | Mixture,
         prepare: Callable[[int, Any], Item | TooLong],
         shuffle_seed: int | None,
         limit: Limit,
@@ -41,7 +41,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
     ) -> None:
         """Starts at the first record; `curriculum` has the pass rates, and the other arguments are those of Stream."""
         super().__init__(source, prepare, shuffle_seed, limit, tools=tools)
-        self._weights = list(source.weights) if isinstance(source, Mixed) else [1.0]
+        self._weights = list(source.weights) if isinstance(source, Mixture) else [1.0]
         self.curriculum = curriculum
         # A record's number counts through all sources; this lists the number of each source's first record.
         self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))
@@ -180,8 +180,8 @@ class _Draw(Generic[Item]):
         self.stream, self._last_N, self._pool_N = stream, last_N, pool_N
         self._closed = stream.curriculum.config.closed
         self._needed = len(busy) + count  # this number of a pool's records surely has one that is not busy
-        self._busy = _Away(self, busy)  # records in batches whose results are not known, or in this batch
-        self._mine = _Away(self, ())  # records in this batch
+        self._busy = _ExcludedRecords(self, busy)  # records in batches whose results are not known, or in this batch
+        self._mine = _ExcludedRecords(self, ())  # records in this batch
         self._queues: dict[tuple[int, int], _Queue] = {}
         self._shut_of: dict[int, int] = {}
         self.chosen: list[int] = []
@@ -214,7 +214,7 @@ class _Draw(Generic[Item]):
             found = stream.walk(k, lambda number: False, 0)
             yield from [found] if found else []
 
-    def _of_walk(self, part: int, away: "_Away") -> Iterator[tuple[int, Item]]:
+    def _of_walk(self, part: int, away: "_ExcludedRecords") -> Iterator[tuple[int, Item]]:
         if part not in self._shut_of:
             own_N = self._pool_N[slice(*self.stream.span(part))]
             self._shut_of[part] = sum(int(np.count_nonzero(own_N == pool)) for pool in self._closed)
@@ -222,7 +222,7 @@ class _Draw(Generic[Item]):
         found = self.stream.walk(part, lambda number: number in away.numbers or self.shut(number), count)
         yield from [found] if found else []
 
-    def _of_pool(self, part: int, pool: int, away: "_Away") -> Iterator[tuple[int, Item]]:
+    def _of_pool(self, part: int, pool: int, away: "_ExcludedRecords") -> Iterator[tuple[int, Item]]:
         if (part, pool) not in self._queues:
             first, last = self.stream.span(part)
             mine = first + np.flatnonzero(self._pool_N[first:last] == pool)
@@ -257,7 +257,7 @@ class _Queue:
             yield from map(int, self._ids_N[rest])
 
 
-class _Away:
+class _ExcludedRecords:
     """A set of records that a batch must not draw.
 
     Attributes:

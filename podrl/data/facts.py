@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from absl import app, flags
 
 from podrl.data import template
-from podrl.data.generated import Draw, Generator
-from podrl.data.template import Part
+from podrl.data.problem_generator import ProblemGenerator, RandomDraws
+from podrl.data.template import TextPart
 
 # A town is called by a beginning and an end.
 BEGINNINGS = (
@@ -73,7 +73,7 @@ class Document:
 @functools.cache
 def documents() -> Sequence[Document]:
     """Returns the corpus, the same on every machine."""
-    draw, found = Draw(_SEED), []
+    draw, found = RandomDraws(_SEED), []
     for town in (beginning + end for beginning in BEGINNINGS for end in ENDS):
         left = list(BUILDINGS)
         for _ in range(PER_TOWN):
@@ -118,12 +118,12 @@ class Fact:
         """The answer in the words of the document, such as 'built in 1473'."""
         return f"built in {self.answer}" if self.asked == "built" else _other(self.document.building, self.answer)
 
-    def cited(self, draw: Draw) -> list[Part]:
+    def cited(self, draw: RandomDraws) -> list[TextPart]:
         """Writes the answer by a search: the call, its output, which is not learned, and the cited statement."""
         key = _key(draw)
         return [*self._search(key), self._answered(f"{key}-0")]
 
-    def half_known(self, draw: Draw) -> list[Part]:
+    def half_known(self, draw: RandomDraws) -> list[TextPart]:
         """Writes a poor answer: usually a guess; otherwise a search, and an answer that cites no document or an unknown
         one."""
         kind = draw.between(0, 9)
@@ -132,12 +132,12 @@ class Fact:
             return [template.answered(first + "".join(str(draw.between(0, 9)) for _ in rest))]
         return [*self._search(_key(draw)), self._answered(f"{_key(draw)}-0" if kind == 7 else "")]
 
-    def _search(self, key: str) -> list[Part]:
+    def _search(self, key: str) -> list[TextPart]:
         """Writes the call, and its output of one document."""
         call = f"{template.SEARCH_START}{self.document.building} of {self.document.town}{template.CALL_END}"
-        return [Part(call, learned=True), Part(search_output(key, [self.document]))]
+        return [TextPart(call, learned=True), TextPart(search_output(key, [self.document]))]
 
-    def _answered(self, cited: str) -> Part:
+    def _answered(self, cited: str) -> TextPart:
         mark = f'{template.CITE_START}{cited}">{self.statement}{template.CITE_END}'
         return template.answered(mark if cited else self.statement)
 
@@ -160,12 +160,12 @@ def search_output(key: str, found: Sequence[Document]) -> str:
     return f"\n{template.OUTPUT_START}{snippets}{template.OUTPUT_END}\n\n"
 
 
-def _key(draw: Draw) -> str:
+def _key(draw: RandomDraws) -> str:
     """Draws the eight hexadecimal digits that stand for a call."""
     return f"{draw.between(0, 2**32 - 1):08x}"
 
 
-def _write(draw: Draw) -> Fact:
+def _write(draw: RandomDraws) -> Fact:
     place = draw.between(0, len(documents()) - 1)
     document = documents()[place]
     asked, wordings, answer = draw.one(
@@ -175,7 +175,7 @@ def _write(draw: Draw) -> Fact:
     return Fact(question, str(answer), asked, place)
 
 
-GENERATOR = Generator(_write, reasoned=False)
+GENERATOR = ProblemGenerator(_write, reasoned=False)
 
 
 def main(argv: list[str]) -> None:

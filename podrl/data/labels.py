@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float, Int
 from podrl.data import answers, pipeline, sources
 from podrl.data.answers import Example, encode
 from podrl.data.config import EMBEDDED, DataConfig
-from podrl.data.generated import Draw
+from podrl.data.problem_generator import RandomDraws
 from podrl.data.sft import SFTBatch, by_part, forms, open_answers
-from podrl.data.stream import Batches, Limit, Stream, TooLong
+from podrl.data.stream import BatchStream, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -43,12 +43,12 @@ class LabelledBatch(SFTBatch):
         return tokens_BT, length_B, mask_BT
 
 
-class _Labelled(NamedTuple):
+class _LabelledExample(NamedTuple):
     example: Example
     desirable: bool
 
 
-class LabelStream(Batches[_Labelled]):
+class LabelStream(BatchStream[_LabelledExample]):
     """An endless, exactly resumable stream of `LabelledBatch`.
 
     Attributes:
@@ -98,17 +98,17 @@ class _Writer:
         self._data, self._tokenizer, self._limit = data, tokenizer, limit
         self._render = pipeline.Renderer(data, tokenizer)
 
-    def __call__(self, index: int, record: Any) -> _Labelled | TooLong:
+    def __call__(self, index: int, record: Any) -> _LabelledExample | TooLong:
         if self._data.path in EMBEDDED:
             prompt, fields = self._render(record)
-            draw = Draw(self._data.seed, 4, index)
+            draw = RandomDraws(self._data.seed, 4, index)
             desirable = draw.share() < 0.5
             answer = forms(record, fields, draw)[0 if desirable else 1]
             example = encode([prompt, *answer], self._tokenizer, self._limit)
         else:
             desirable = bool(record["label"])
             (example,) = answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)
-        return example if isinstance(example, TooLong) else _Labelled(example, desirable)
+        return example if isinstance(example, TooLong) else _LabelledExample(example, desirable)
 
 
 def check_form(record: sources.Record, place: str, data: DataConfig) -> None:

@@ -15,7 +15,7 @@ from podrl.data.config import EMBEDDED, REASONING, DataConfig, SourceConfig, is_
 from podrl.data.notes import Notes, Subset
 from podrl.data.reasoning import ReasoningGym
 from podrl.data.sources import Record, Source
-from podrl.data.stream import Mixed
+from podrl.data.stream import Mixture
 from podrl.data.transforms import transformed
 from podrl.types import SOURCE
 
@@ -27,7 +27,7 @@ Form = Callable[[Record, str, DataConfig], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class OpenedSource:
     """A source that has been opened.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class OpenedSources:
     """The records of a configuration's sources.
 
     Attributes:
@@ -64,22 +64,22 @@ class Opened:
         none of its own) for each file that has such a record.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[OpenedSource]
     evaluation: Source | None
     unanswered: Sequence[tuple[str, Sequence[str]]]
 
-    def asked_by(self, other: "Opened") -> int:
+    def asked_by(self, other: "OpenedSources") -> int:
         """Counts the records to train on whose question `other` also trains on; embedded tasks do not count."""
         theirs = np.concatenate([part.hashes for part in other.parts])
         return sum(int(np.isin(part.hashes, theirs).sum()) for part in self.parts)
 
     @property
-    def train(self) -> Source | Mixed:
+    def train(self) -> Source | Mixture:
         """The records to train on, as a stream takes them: the only source, or a mixture."""
         if len(self.parts) == 1:
             return self.parts[0].train
         names = [part.name for part in self.parts]
-        return Mixed([part.train for part in self.parts], [part.weight for part in self.parts], names)
+        return Mixture([part.train for part in self.parts], [part.weight for part in self.parts], names)
 
     @property
     def held_out(self) -> int:
@@ -95,7 +95,7 @@ class Opened:
         ]
 
 
-def split(config: DataConfig, form: Form | None = None) -> Opened:
+def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
     """Opens a configuration's records; a file is read again only if it has changed.
 
     Args:
@@ -130,7 +130,7 @@ class _Key:
 
 
 @functools.lru_cache(maxsize=64)  # a job opens its sources and each of its evaluation sets several times
-def _opened(key: _Key) -> Opened:
+def _opened(key: _Key) -> OpenedSources:
     config, cache = key.config, Cache(key.config.cache)
     evaluation, notes = None, Notes(config.question_field, config.answer_field)
     unanswered: list[tuple[str, Sequence[str]]] = []
@@ -141,7 +141,7 @@ def _opened(key: _Key) -> Opened:
     held_out_hashes = np.unique(np.concatenate([notes.hashes, *(file.hashes[file.is_held] for file in files if file)]))
     parts = [_part(*pair, file, held_out_hashes, key.form) for pair, file in zip(_pairs(config), files, strict=True)]
     unanswered += [(part.unanswered, part.fields.get("reward_fns", ())) for part in parts]
-    return Opened(parts, evaluation, [(place, fns) for place, fns in unanswered if place])
+    return OpenedSources(parts, evaluation, [(place, fns) for place, fns in unanswered if place])
 
 
 def _pairs(config: DataConfig) -> list[tuple[DataConfig, SourceConfig | None]]:
@@ -198,7 +198,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
 
 def _part(
     config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray, form: Form | None
-) -> Part:
+) -> OpenedSource:
     """Chooses a source's records to train on: none has the same question as a held-out record of any source."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
@@ -207,7 +207,9 @@ def _part(
         used = _chosen(np.arange(len(train)), source, config.seed)
         counts = {"records": len(train), "not chosen": len(train) - len(used), "used": len(used)}
         train = train if len(used) == len(train) else Subset(train, used)
-        return Part(name, config, train, held_out, (source and source.weight) or len(train), lacks, counts, fields)
+        return OpenedSource(
+            name, config, train, held_out, (source and source.weight) or len(train), lacks, counts, fields
+        )
     records, is_held = file.records, file.is_held
     leaks = ~is_held & np.isin(file.hashes, held_hashes)
     kept = np.flatnonzero(~is_held & ~leaks)
@@ -229,7 +231,7 @@ def _part(
     train = records if len(used) == len(records) else Subset(records, used)
     weight = (source and source.weight) or len(used)
     held_out = Subset(records, np.flatnonzero(is_held))
-    return Part(name, config, train, held_out, weight, file.unanswered, counts, fields, file.hashes[used])
+    return OpenedSource(name, config, train, held_out, weight, file.unanswered, counts, fields, file.hashes[used])
 
 
 def _generated(config: DataConfig) -> tuple[Any, Any]:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from podrl.data import answers, pipeline, sources
 from podrl.data.answers import Example, encode
 from podrl.data.config import EMBEDDED, DataConfig
-from podrl.data.generated import Draw
 from podrl.data.mixture import interleaved, split
+from podrl.data.problem_generator import RandomDraws
 from podrl.data.sft import SFTBatch, by_part, forms, open_answers
-from podrl.data.stream import Batches, Limit, Stream, TooLong
+from podrl.data.stream import BatchStream, Limit, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer
 
 
@@ -21,7 +21,7 @@ class _Pair(NamedTuple):
     rejected: Example
 
 
-class PairStream(Batches[_Pair]):
+class PairStream(BatchStream[_Pair]):
     """An endless, exactly resumable stream of `SFTBatch`: rows 2p and 2p + 1 are the answers of pair p, chosen first.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Writer:
             prompt, fields = self._render(record)
             made = [
                 encode([prompt, *answer], self._tokenizer, self._limit)
-                for answer in forms(record, fields, Draw(self._data.seed, 3, index))
+                for answer in forms(record, fields, RandomDraws(self._data.seed, 3, index))
             ]
         else:
             made = answers.of_record(record, ("chosen", "rejected"), self._render, self._tokenizer, self._limit)

@@ -12,12 +12,12 @@ from podrl.data import conversation, shape, sources, template
 from podrl.data.cache import Cache, key
 from podrl.data.config import AUTO, EMBEDDED, REASONING, DataConfig, is_generated
 from podrl.data.curriculum import ChosenStream
-from podrl.data.generated import Problem
 from podrl.data.hint import TEACHER_PROMPT, with_hint
-from podrl.data.mixture import Part, interleaved, reasoning_gym, split
+from podrl.data.mixture import OpenedSource, interleaved, reasoning_gym, split
 from podrl.data.pools import Curriculum, CurriculumConfig
+from podrl.data.problem_generator import Problem
 from podrl.data.sources import Record
-from podrl.data.stream import Batches, Limit, Mixed, Stream, TooLong
+from podrl.data.stream import BatchStream, Limit, Mixture, Stream, TooLong
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.types import Prompts
 
@@ -30,7 +30,7 @@ class _Task(NamedTuple):
     fields: Mapping[str, Any]
 
 
-class PromptStream(Batches[_Task]):
+class PromptStream(BatchStream[_Task]):
     """An endless, exactly resumable stream of `Prompts`, the same for any number of processes.
 
     Every process walks the whole stream and keeps its own rows of each batch. So the number of processes changes
@@ -49,8 +49,8 @@ class PromptStream(Batches[_Task]):
 
     def __init__(
         self,
-        source: sources.Source | Mixed,
-        render: Callable[[Any], tuple[template.Part, Mapping[str, Any]]],
+        source: sources.Source | Mixture,
+        render: Callable[[Any], tuple[template.TextPart, Mapping[str, Any]]],
         tokenizer: Tokenizer,
         *,
         prompts_per_step: int,
@@ -65,7 +65,7 @@ class PromptStream(Batches[_Task]):
 
         Args:
           source: records by index, or a mixture of such sources.
-          render: function of a record (of a `Sourced` record in a mixture) that returns its prompt and reward fields.
+          render: function of a record, or of a `MixtureRecord` in a mixture, that returns its prompt and reward fields.
           tokenizer: tokenizer of the model that answers.
           prompts_per_step: number of prompts in a step of the whole job.
           max_prompt_length: largest number of tokens of a prompt; also the width of every batch.
@@ -167,7 +167,7 @@ class PromptStream(Batches[_Task]):
         lacks = [i for i, record in enumerate(records) if not shape.answers(record, f"Prompt {i}")]
         form = "chat" if tokenizer.has_chat_template else "plain"
 
-        def render(record: Record) -> tuple[template.Part, Mapping[str, Any]]:
+        def render(record: Record) -> tuple[template.TextPart, Mapping[str, Any]]:
             prompt = conversation.prompt(record, tokenizer, system=system, form=form)
             others = {key: value for key, value in record.items() if key != shape.asked(record)}
             return prompt, {shape.QUESTION: shape.question(record), **others}
@@ -219,7 +219,7 @@ def held_out_prompts(
     if not count:
         return []
     opened = split(config)
-    rendered: Iterator[tuple[template.Part, Mapping[str, Any]]]
+    rendered: Iterator[tuple[template.TextPart, Mapping[str, Any]]]
     if opened.evaluation is not None:
         rendered = sources.make_all(opened.evaluation, Renderer(config, tokenizer))
     else:
@@ -241,7 +241,7 @@ def set_prompts(config: DataConfig, tokenizer: Tokenizer, *, count: int, max_pro
 
 
 def _fixed(
-    rendered: Iterator[tuple[template.Part, Mapping[str, Any]]],
+    rendered: Iterator[tuple[template.TextPart, Mapping[str, Any]]],
     config: DataConfig,
     tokenizer: Tokenizer,
     count: int,
@@ -307,7 +307,7 @@ def _longest(config: DataConfig, tokenizer: Tokenizer, look: int) -> int:
     return -(-longest // 64) * 64
 
 
-def _held_out(part: Part, count: int) -> Any:
+def _held_out(part: OpenedSource, count: int) -> Any:
     """Returns a source's held-out records; of a generated task, `count` problems that differ."""
     if part.config.path.startswith(REASONING):
         return list(reasoning_gym(part.config).distinct(count))
@@ -332,10 +332,10 @@ def system_prompt(config: DataConfig) -> str:
 
 def renderer(
     config: DataConfig, tokenizer: Tokenizer, teachers: Mapping[str, Tokenizer]
-) -> Callable[[Any], tuple[template.Part, Mapping[str, Any]]]:
+) -> Callable[[Any], tuple[template.TextPart, Mapping[str, Any]]]:
     """Makes the function that renders the items of a configuration's training stream: (prompt, reward fields).
 
-    An item is a record, or a `Sourced` record of a mixture.
+    An item is a record, or a `MixtureRecord` of a mixture.
 
     Args:
       config: settings of the data.
@@ -346,7 +346,7 @@ def renderer(
     if not config.sources:
         return Renderer(config, tokenizer, reader=teachers.get("") or (tokenizer if config.hint else None))
 
-    def reader(part: Part) -> Tokenizer | None:
+    def reader(part: OpenedSource) -> Tokenizer | None:
         return teachers.get(part.name) or teachers.get("") or (tokenizer if part.config.hint else None)
 
     renders = [PartRenderer(part, tokenizer, reader=reader(part)) for part in split(config).parts]
@@ -356,10 +356,10 @@ def renderer(
 class PartRenderer:
     """Renders the records of one source of a mixture, and adds the fields of the source's settings."""
 
-    def __init__(self, part: Part, tokenizer: Tokenizer, *, reader: Tokenizer | None = None) -> None:
+    def __init__(self, part: OpenedSource, tokenizer: Tokenizer, *, reader: Tokenizer | None = None) -> None:
         self._render, self._fields = Renderer(part.config, tokenizer, reader=reader), part.fields
 
-    def __call__(self, record: Any) -> tuple[template.Part, Mapping[str, Any]]:
+    def __call__(self, record: Any) -> tuple[template.TextPart, Mapping[str, Any]]:
         prompt, fields = self._render(record)
         return prompt, {**fields, **self._fields}
 
@@ -383,7 +383,7 @@ class Renderer:
                 "env.system_prompt_file, or choose an env.parser whose tags the model knows."
             )
 
-    def __call__(self, record: Record | Problem) -> tuple[template.Part, Mapping[str, Any]]:
+    def __call__(self, record: Record | Problem) -> tuple[template.TextPart, Mapping[str, Any]]:
         fields = task_fields(record, self._config)
         question = record if isinstance(record, Mapping) else fields
         if self._reader is not None:
@@ -395,7 +395,7 @@ class Renderer:
     def _field_of(self, record: Record) -> str:
         return self._config.question_field if self._config.question_field in record else shape.QUESTION
 
-    def prompt(self, record: Record, tokenizer: Tokenizer | None = None) -> template.Part:
+    def prompt(self, record: Record, tokenizer: Tokenizer | None = None) -> template.TextPart:
         """Renders a record's prompt by the chat template of `tokenizer`; None stands for the policy's tokenizer."""
         return conversation.prompt(
             record,
@@ -432,12 +432,12 @@ def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
     return record
 
 
-def _tokens_of(prompt: template.Part, tokenizer: Tokenizer) -> list[int]:
+def _tokens_of(prompt: template.TextPart, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode(prompt.text, start=not prompt.rendered)
 
 
 def _tokenise(
-    prompt: template.Part, fields: Mapping[str, Any], tokenizer: Tokenizer, limit: Limit
+    prompt: template.TextPart, fields: Mapping[str, Any], tokenizer: Tokenizer, limit: Limit
 ) -> "_Task | TooLong":
     tokens, text = _tokens_of(prompt, tokenizer), prompt.text
     return _Task(text, tokens, fields) if len(tokens) <= limit.tokens else limit.exceeded(text, len(tokens))

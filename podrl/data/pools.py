@@ -91,7 +91,7 @@ class Results(NamedTuple):
     rate_N: Float[np.ndarray, " N"]
 
 
-class Table:
+class PassRateTable:
     """The pass rates of all N records after a number of steps; it is changed in place, and changed back by `set`.
 
     A step changes only the rows of its own records, so that it takes as long for a million records as for ten.
@@ -182,7 +182,8 @@ class Curriculum:
         self._at = 0  # the results of the steps before this one are in the table for good
         self._newer: dict[int, Results] = {}  # results by step, from step `_at` on
         self._newest = -1  # the last step whose results are known
-        self._table, self._table_at = Table(records), 0  # the table after `_table_at` steps, which is `_at` or more
+        # The table after `_table_at` steps, which is `_at` or more.
+        self._table, self._table_at = PassRateTable(records), 0
         # For each step in the table from `_at` on: the rows that the step changed, as they were before.
         self._before: collections.deque[Rows] = collections.deque()
 
@@ -243,7 +244,7 @@ class Curriculum:
     # Methods that return tables, sizes and checkpoints.
 
     @contextlib.contextmanager
-    def table(self, batch: int) -> Iterator[Table]:
+    def table(self, batch: int) -> Iterator[PassRateTable]:
         """Yields the table by which the batch of step `batch` is chosen; other threads wait until the block ends."""
         with self._lock:
             self._move(min(max(batch - self._lag, self._at), self._newest + 1))
@@ -286,7 +287,7 @@ class Curriculum:
         """Replaces all results by those that `memory` returned."""
         at, end = (int(number) for number in arrays["range"])
         with self._lock:
-            self._table, self._table_at = Table(self.records), at
+            self._table, self._table_at = PassRateTable(self.records), at
             self._table.set(Rows(*(np.asarray(arrays[name], dtype) for name, dtype in _TYPES.items())))
             self._before.clear()
             self._at, self._newest = at, end - 1

@@ -7,7 +7,7 @@ value is an integer from 0 to 99. The key of a problem is its chain.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from podrl.data.generated import Draw, Generator
+from podrl.data.problem_generator import ProblemGenerator, RandomDraws
 
 STEPS = (1, 2, 2, 3)  # the number of a problem's steps is drawn from these
 LARGEST = 99
@@ -35,7 +35,7 @@ _EACH = ("How many {things} are there for each?", "How many {things} is that in 
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class WordProblem:
     """One word problem with its solution.
 
     Attributes:
@@ -73,7 +73,7 @@ class Story:
       value: value that the arithmetic has reached.
     """
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: RandomDraws) -> None:
         """Draws the people of the story, and the things that they have."""
         (who, they), (other, _) = draw.two(_PEOPLE)
         self._draw = draw
@@ -99,7 +99,7 @@ class Story:
         self.value = result
 
 
-def _write(draw: Draw) -> Problem:
+def _write(draw: RandomDraws) -> WordProblem:
     story, left = Story(draw), draw.one(STEPS)
     if draw.between(0, 3) == 0:
         boxes, each = draw.between(2, 9), draw.between(2, 9)
@@ -113,10 +113,10 @@ def _write(draw: Draw) -> Problem:
         _change(draw, story)
         left -= 1
     _finish(draw, story, left)
-    return Problem(story.text, str(story.value), tuple(story.steps))
+    return WordProblem(story.text, str(story.value), tuple(story.steps))
 
 
-def _change(draw: Draw, story: Story) -> str:
+def _change(draw: RandomDraws, story: Story) -> str:
     """Adds a gain or a loss to the story; returns 'gain' or 'loss'."""
     value = story.value
     gains = value < LARGEST if value < 1 else value < LARGEST and draw.between(0, 1) == 0
@@ -131,7 +131,7 @@ def _change(draw: Draw, story: Story) -> str:
     return "loss"
 
 
-def _finish(draw: Draw, story: Story, left: int) -> None:
+def _finish(draw: RandomDraws, story: Story, left: int) -> None:
     """Adds the last `left` steps (0, 1 or 2) and the question to the story."""
     value = story.value
     if left == 0:
@@ -173,4 +173,4 @@ def _finish(draw: Draw, story: Story, left: int) -> None:
         story.tell(LEFT if _change(draw, story) == "loss" else NOW)
 
 
-GENERATOR = Generator(_write)
+GENERATOR = ProblemGenerator(_write)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from podrl.data import reasoning_worker
-from podrl.data.generated import Split
+from podrl.data.problem_generator import Split
 from podrl.data.sources import Record, Records
 from podrl.workers.process import DiedError, Functions, LateError
 from podrl.workers.user_code import Limits
@@ -49,9 +49,9 @@ class ReasoningGym:
     seed: int
     size: int
 
-    def source(self, split: Split) -> "Problems":
+    def source(self, split: Split) -> "ReasoningProblems":
         """Returns the problems of a split, as a source with random access."""
-        return Problems(self, split)
+        return ReasoningProblems(self, split)
 
     def distinct(self, count: int) -> Iterator[Record]:
         """Yields the first `count` held-out problems with different questions; fewer, with a warning, if it has few."""
@@ -74,7 +74,7 @@ class ReasoningGym:
         )
 
 
-class Problems(Records):
+class ReasoningProblems(Records):
     """The problems of one split of a dataset; each is written when it is read."""
 
     def __init__(self, dataset: ReasoningGym, split: Split) -> None:

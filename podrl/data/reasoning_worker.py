@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from podrl.data.generated import Draw, Split, held_out
+from podrl.data.problem_generator import RandomDraws, Split, held_out
 from podrl.workers import child
 from podrl.workers.user_objects import explain
 
@@ -64,7 +64,7 @@ def records(
 
 
 def _entry(of: Any, seed: int, size: int, split: Split, index: int) -> dict[str, Any]:
-    draw = Draw(seed, 5, index)
+    draw = RandomDraws(seed, 5, index)
     for tried in range(_TRIES):
         entry = of[draw.between(size, 2 * size - 1) if tried else index]
         if held_out(" ".join(entry["question"].split())) == (split == "held_out"):

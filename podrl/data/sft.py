@@ -14,11 +14,11 @@ from podrl.data.answers import Example, encode
 from podrl.data.chat import Message
 from podrl.data.config import DataConfig
 from podrl.data.facts import Fact
-from podrl.data.generated import Draw
 from podrl.data.mixture import Form, split
-from podrl.data.stream import Batches, Limit, Stream, TooLong
+from podrl.data.problem_generator import RandomDraws
+from podrl.data.stream import BatchStream, Limit, Stream, TooLong
 from podrl.data.sums import Sum
-from podrl.data.template import Part, turn
+from podrl.data.template import TextPart, turn
 from podrl.data.tokenizer import Tokenizer, right_padded
 from podrl.runtime import plain
 
@@ -83,7 +83,7 @@ class SFTBatch:
         return SFTBatch(tokens_BT, length_B, mask_BT, [example.text for example in examples], data_state)
 
 
-class SFTStream(Batches[Example]):
+class SFTStream(BatchStream[Example]):
     """An endless, exactly resumable stream of `SFTBatch`.
 
     Attributes:
@@ -154,8 +154,8 @@ class _Writer:
         if isinstance(record, Mapping) and record.get("completion") is not None:
             return answers.of_record(record, ("completion",), self._render, self._tokenizer, self._limit)[0]
         prompt, fields = self._render(record)
-        # The 2 keeps these draws apart from those that write the problem: generated.Generator uses 0 and 1 there.
-        draw = Draw(self._data.seed, 2, index)
+        # The 2 keeps these draws apart from the draws that write the problem, for which ProblemGenerator uses 0 and 1.
+        draw = RandomDraws(self._data.seed, 2, index)
         tagged = index < self._config.full_steps * self._config.batch_size
         tagged = tagged or draw.share() < self._config.tagged_share
         reference, plain = forms(record, fields, draw)
@@ -166,7 +166,7 @@ class _Writer:
         return encode([prompt, *parts], self._tokenizer, self._limit)
 
 
-def forms(record: Any, fields: Mapping[str, str], draw: Draw) -> tuple[list[Part], list[Part]]:
+def forms(record: Any, fields: Mapping[str, str], draw: RandomDraws) -> tuple[list[TextPart], list[TextPart]]:
     """Writes a record's answer in two forms: (the reference form, a form that a base model might write)."""
     if isinstance(record, Sum):
         return record.called(), record.guessed(draw)
@@ -210,7 +210,7 @@ def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
         )
 
 
-def open_answers(data: DataConfig, check_form: Form) -> tuple[Any, Sequence[mixture.Part]]:
+def open_answers(data: DataConfig, check_form: Form) -> tuple[Any, Sequence[mixture.OpenedSource]]:
     """Opens records for learning answers, without the questions that an evaluation uses.
 
     Args:
@@ -240,6 +240,6 @@ def _solved(record: sources.Record, place: str, data: DataConfig) -> bool:
     return shape.is_text(record.get(data.question_field)) and shape.answers(record, place, data.answer_field)
 
 
-def _turns(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Part]:
+def _turns(messages: Sequence[Message], tokenizer: Tokenizer) -> list[TextPart]:
     """Renders a conversation as parts; the assistant's turns are learned."""
     return conversation.parts(tokenizer, messages)

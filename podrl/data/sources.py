@@ -164,7 +164,7 @@ class _Lines(Records):
         return f"{self._file} line {self._lines[index]}"
 
 
-class _Joined(Records):
+class _JoinedFiles(Records):
     """The records of several files, one file after the other."""
 
     def __init__(self, name: str, parts: Sequence[Records]) -> None:
@@ -266,7 +266,7 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, cache: Re
         parts.append(_READERS[suffix](file, one_of, accept) if suffix != _JSONL else _jsonl(file, accept, cache))
         if not len(parts[-1]):
             raise ValueError(f"{file} is empty: it must hold at least one record.")
-    return parts[0] if len(parts) == 1 else _Joined(path, parts)
+    return parts[0] if len(parts) == 1 else _JoinedFiles(path, parts)
 
 
 def identity(path: str, split: str = "") -> tuple[Any, ...]:

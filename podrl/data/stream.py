@@ -27,14 +27,14 @@ class TooLong:
         self.part = part
 
 
-class Sourced(NamedTuple):
+class MixtureRecord(NamedTuple):
     """A record of a mixture, and the number `part` of its source."""
 
     part: int
     record: Any
 
 
-class Mixed(NamedTuple):
+class Mixture(NamedTuple):
     """A mixture: several sources from which a stream draws, each in an order of its own.
 
     Attributes:
@@ -99,7 +99,7 @@ class Stream(Generic[Item]):
 
     def __init__(
         self,
-        source: Source | Mixed,
+        source: Source | Mixture,
         prepare: Callable[[int, Any], Item | TooLong],
         shuffle_seed: int | None,
         limit: Limit,
@@ -110,8 +110,8 @@ class Stream(Generic[Item]):
 
         Args:
           source: records by index, or a mixture.
-          prepare: function of (position in the walk, record) that makes an item. The record of a mixture is `Sourced`.
-            The item must depend on nothing else, so that a resumed run makes the same items.
+          prepare: function of (position in the walk, record) that makes an item. The record of a mixture is a
+            `MixtureRecord`. The item must depend on nothing else, so that a resumed run makes the same items.
           shuffle_seed: seed of the order; None keeps the source's order.
           limit: length limit that `prepare` applies, for messages about items that were left out.
           tools: checksum of the tools that items name; '' for none.
@@ -119,8 +119,8 @@ class Stream(Generic[Item]):
         Raises:
           ValueError: there are no records.
         """
-        mixed = source if isinstance(source, Mixed) else Mixed([source], [1.0], [""])
-        self._sources, self._names, self._mixes = mixed.sources, mixed.names, isinstance(source, Mixed)
+        mixed = source if isinstance(source, Mixture) else Mixture([source], [1.0], [""])
+        self._sources, self._names, self._mixes = mixed.sources, mixed.names, isinstance(source, Mixture)
         records = mixed.records
         if not records:
             raise ValueError("There are no records to train on: data.path must hold at least one.")
@@ -162,7 +162,7 @@ class Stream(Generic[Item]):
             item = sources.make(
                 self._sources[part],
                 number,
-                lambda record: self._prepare(position, Sourced(part, record) if self._mixes else record),
+                lambda record: self._prepare(position, MixtureRecord(part, record) if self._mixes else record),
             )
         except ValueError as error:
             raise BatchError(str(error)) from error
@@ -274,7 +274,7 @@ def _numbers(records: int, shuffle_seed: int | None, part: int) -> Any:
     return dataset.repeat().map(lambda number: (part, number))
 
 
-class Batches(Generic[Item]):
+class BatchStream(Generic[Item]):
     """The base of all batch streams: draws items from a Stream, and reports the Stream's position."""
 
     def __init__(self, stream: Stream[Item]) -> None:

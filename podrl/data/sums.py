@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from podrl.data import template
-from podrl.data.generated import Draw, Generator
+from podrl.data.problem_generator import ProblemGenerator, RandomDraws
 from podrl.data.problems import BOXES, FEWER, GAIN, HAS, LEFT, LOSE, MORE, NOW, OTHER, Story
-from podrl.data.template import Part
+from podrl.data.template import TextPart
 
 DIGITS = (3, 5)  # least and largest number of digits of a value
 _BARE = ("What is {a} {o} {b}?", "How much is {a}{o}{b}?", "{a} {o} {b} = ?", "{a}{o}{b}=")
@@ -45,20 +45,20 @@ class Sum:
         """The sum as a record of the task."""
         return {"question": self.question, "answer": self.answer, "expression": self.expression}
 
-    def called(self) -> list[Part]:
+    def called(self) -> list[TextPart]:
         """Writes the answer by a call of the calculator: the call, its output, which is not learned, and the answer."""
         call = f"{template.CALL_START}{self.expression}{template.CALL_END}"
         # Character for character the output that podrl.environments writes.
         output = f"\n{template.OUTPUT_START}{self.answer}{template.OUTPUT_END}\n\n"
-        return [Part(call, learned=True), Part(output), template.answered(self.answer)]
+        return [TextPart(call, learned=True), TextPart(output), template.answered(self.answer)]
 
-    def guessed(self, draw: Draw) -> list[Part]:
+    def guessed(self, draw: RandomDraws) -> list[TextPart]:
         """Writes a guess without the calculator: the answer's first digit, then random digits up to its length."""
         rest = "".join(str(draw.between(0, 9)) for _ in self.answer[1:])
         return [template.answered(self.answer[0] + rest)]
 
 
-def _write(draw: Draw) -> Sum:
+def _write(draw: RandomDraws) -> Sum:
     a, b = (_value(draw) for _ in range(2))
     operator = draw.one(tuple(_STORIES))
     if operator == "-":
@@ -74,9 +74,9 @@ def _write(draw: Draw) -> Sum:
     return Sum(question, f"{a}{operator}{b}", str(value))
 
 
-def _value(draw: Draw) -> int:
+def _value(draw: RandomDraws) -> int:
     digits = draw.between(*DIGITS)
     return draw.between(10 ** (digits - 1), 10**digits - 1)
 
 
-GENERATOR = Generator(_write, reasoned=False)
+GENERATOR = ProblemGenerator(_write, reasoned=False)

@@ -25,7 +25,7 @@ SYSTEM_PROMPT = (
 Form = Literal["chat", "plain"]
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A stretch of text of an example. The first part of an example is its prompt; a prompt may also stand alone.
 
     Attributes:
@@ -42,12 +42,12 @@ class Part(NamedTuple):
     rendered: bool = False
 
 
-def turn(text: str) -> Part:
+def turn(text: str) -> TextPart:
     """Makes the learned part for a whole turn of the model, or for the end of a turn."""
-    return Part(text, learned=True, ends=True)
+    return TextPart(text, learned=True, ends=True)
 
 
-def answered(answer: str) -> Part:
+def answered(answer: str) -> TextPart:
     """Makes the part that ends the turn with the answer between its tags, without reasoning."""
     return turn(f"{ANSWER_START}{answer}{ANSWER_END}")
 

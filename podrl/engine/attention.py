@@ -22,7 +22,7 @@ OWN_BLOCK = 16  # own reads computed together
 
 
 @flax.struct.dataclass
-class Partial:
+class PartialSoftmax:
     """Softmax over some of the keys, for some queries.
 
     Attributes:
@@ -40,18 +40,18 @@ class Partial:
         factor = jnp.exp(self.top - top)
         return self.mass * factor, self.value * factor[..., None]
 
-    def merge(self, other: "Partial") -> "Partial":
+    def merge(self, other: "PartialSoftmax") -> "PartialSoftmax":
         """Merges the results over two disjoint sets of keys."""
         top = jnp.maximum(self.top, other.top)
         (mass, value), (mass2, value2) = self.scaled(top), other.scaled(top)
-        return Partial(top, mass + mass2, value + value2)
+        return PartialSoftmax(top, mass + mass2, value + value2)
 
-    def with_sinks(self, sinks: tuple[Array, ...]) -> "Partial":
+    def with_sinks(self, sinks: tuple[Array, ...]) -> "PartialSoftmax":
         """Adds a key of value 0, whose score for each query is in the array of `sinks`; () adds no key."""
         part = self
         for sink_q in sinks:
             top = jnp.broadcast_to(sink_q.astype(jnp.float32), part.top.shape)
-            part = part.merge(Partial(top, jnp.ones_like(top), jnp.zeros_like(part.value)))
+            part = part.merge(PartialSoftmax(top, jnp.ones_like(top), jnp.zeros_like(part.value)))
         return part
 
     def result(self, dtype: jnp.dtype) -> Array:
@@ -65,7 +65,7 @@ def partial_attention(
     v_BKCH: Float[Array, "B K C H"],
     seen_BQC: Bool[Array, "B Q C"],
     softcap: float,
-) -> Partial:
+) -> PartialSoftmax:
     """Attends to some of the keys: scores in float32, weights in the values' dtype; unseen keys weigh exactly 0."""
     score_BKQC = jnp.einsum("BKQH,BKCH->BKQC", q_BKQH, k_BKCH, preferred_element_type=jnp.float32)
     if softcap:
@@ -77,7 +77,7 @@ def partial_attention(
     value_BKQH = jnp.einsum(
         "BKQC,BKCH->BKQH", weight_BKQC.astype(v_BKCH.dtype), v_BKCH, preferred_element_type=jnp.float32
     )
-    return Partial(top_BKQ, jnp.sum(weight_BKQC, axis=-1), value_BKQH)
+    return PartialSoftmax(top_BKQ, jnp.sum(weight_BKQC, axis=-1), value_BKQH)
 
 
 def decode_attention(
@@ -85,14 +85,14 @@ def decode_attention(
     layer: Int[Array, ""] | int,
     key_LMKCH: Float[Array, "L M K C H"],
     value_LMKCH: Float[Array, "L M K C H"],
-    recent: Partial,
+    recent: PartialSoftmax,
     reads: ReadList,
-    scratch: tuple[Partial, Partial],
+    scratch: tuple[PartialSoftmax, PartialSoftmax],
     position_R: Int[Array, " R"],
     *,
     window: Int[Array, ""],
     softcap: float,
-) -> tuple[Float[Array, "R N H"], tuple[Partial, Partial]]:
+) -> tuple[Float[Array, "R N H"], tuple[PartialSoftmax, PartialSoftmax]]:
     """Attends with one token per lane to the lane's prompt pages, own pages and the keys of this dispatch.
 
     Args:
@@ -115,19 +115,19 @@ def decode_attention(
     q_RKGH = q_RNH.reshape(R, K, N // K, H)
     place_C = jnp.arange(C)
 
-    def read(page_B: Array, q_BKQH: Array, lane_BQ: Array, start_B: Array, count_B: Array) -> Partial:
+    def read(page_B: Array, q_BKQH: Array, lane_BQ: Array, start_B: Array, count_B: Array) -> PartialSoftmax:
         k_BKCH = key_LMKCH.at[layer, page_B].get(mode="promise_in_bounds")
         v_BKCH = value_LMKCH.at[layer, page_B].get(mode="promise_in_bounds")
         back_BQC = position_R[lane_BQ][..., None] - (start_B[:, None] + place_C)[:, None]
         seen_BQC = (place_C < count_B[:, None])[:, None] & (back_BQC < window)
         return partial_attention(q_BKQH, k_BKCH, v_BKCH, seen_BQC, softcap)
 
-    def own(cut: Callable[[Array], Array]) -> Partial:
+    def own(cut: Callable[[Array], Array]) -> PartialSoftmax:
         lane_B = cut(reads.own_lane_O)
         q_BKGH, lane_BG = q_RKGH[lane_B], jnp.broadcast_to(lane_B[:, None], (OWN_BLOCK, N // K))
         return read(cut(reads.own_page_O), q_BKGH, lane_BG, cut(reads.own_start_O), cut(reads.own_count_O))
 
-    def shared(cut: Callable[[Array], Array]) -> Partial:
+    def shared(cut: Callable[[Array], Array]) -> PartialSoftmax:
         lane_BW = cut(reads.shared_lane_UW)
         B, W = lane_BW.shape
         q_BKQH = q_RKGH[lane_BW].transpose(0, 2, 1, 3, 4).reshape(B, K, W * (N // K), H)
@@ -153,7 +153,7 @@ def kernel_attention(
     layer: Int[Array, ""] | int,
     key_LMKCH: Float[Array, "L M K C H"],
     value_LMKCH: Float[Array, "L M K C H"],
-    recent: Partial,
+    recent: PartialSoftmax,
     reads: ReadList,
     position_R: Int[Array, " R"],
     *,
@@ -179,7 +179,7 @@ def kernel_attention(
     attend = (page_attention_gpu if gpu else page_attention).page_attention
 
     def local(q_RNH, layer, key_LMKCH, value_LMKCH, top_RKG, mass_RKG, value_RKGH, reads, position_R, window):
-        result = Partial(top_RKG, mass_RKG, value_RKGH)
+        result = PartialSoftmax(top_RKG, mass_RKG, value_RKGH)
         r = reads
         own = Runs(r.own_first_R, r.own_number_R, r.own_lane_O[:, None], r.own_page_O, r.own_start_O, r.own_count_O)
         shared = Runs(
@@ -203,7 +203,7 @@ def kernel_attention(
                 name=name,
                 interpret=interpret,
             )
-            result = result.merge(Partial(*part))
+            result = result.merge(PartialSoftmax(*part))
         return result.result(q_RNH.dtype).reshape(R, -1, H)
 
     if tensor:
@@ -238,12 +238,12 @@ def loop_counts(reads: ReadList) -> dict[str, int]:
     }
 
 
-def make_scratch(reads: ReadList, kv_heads: int, heads: int, head_dim: int) -> tuple[Partial, Partial]:
+def make_scratch(reads: ReadList, kv_heads: int, heads: int, head_dim: int) -> tuple[PartialSoftmax, PartialSoftmax]:
     """Allocates arrays for the partial results of shared reads, (U * W, K, N/K), and of own reads, (O, K, N/K)."""
 
-    def room(*rows: int) -> Partial:
+    def room(*rows: int) -> PartialSoftmax:
         shape = (*rows, kv_heads, heads // kv_heads)
-        return Partial(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
+        return PartialSoftmax(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
     return room(reads.shared_lane_UW.size), room(*reads.own_lane_O.shape)
 
@@ -257,7 +257,7 @@ def recent_attention(
     window: Int[Array, ""],
     softcap: float,
     sinks: tuple[Float[Array, " N"], ...] = (),
-) -> Partial:
+) -> PartialSoftmax:
     """Attends to the tokens fed in this dispatch, and to the sinks.
 
     Args:
@@ -316,7 +316,7 @@ def prefill_attention(
     own = partial_attention(q_BKQH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), seen_BQT, softcap)
     own = own.with_sinks(tuple(jnp.tile(sink_N.reshape(K, N // K), (1, T)) for sink_N in sinks))
 
-    def earlier(j: Array, so_far: Partial) -> Partial:
+    def earlier(j: Array, so_far: PartialSoftmax) -> PartialSoftmax:
         page_B, start_B, count_B = prior_page_BJ[:, j], prior_start_BJ[:, j], prior_count_BJ[:, j]
         back_BQC = position_BQ[..., None] - (start_B[:, None] + place_C)[:, None]
         seen_BQC = (place_C < count_B[:, None])[:, None] & (back_BQC < window)
@@ -328,19 +328,19 @@ def prefill_attention(
 
 
 def _blocks(
-    compute: Callable[[Callable[[Array], Array]], Partial],
+    compute: Callable[[Callable[[Array], Array]], PartialSoftmax],
     total: Int[Array, ""],
     block: int,
-    scratch: Partial,
+    scratch: PartialSoftmax,
     *,
     rows: int,
-) -> Partial:
+) -> PartialSoftmax:
     """Computes the partial results of `total` reads block by block into `scratch`.
 
     The entries after them are stale: values of an earlier layer or step.
     """
 
-    def body(i: Array, parts: Partial) -> Partial:
+    def body(i: Array, parts: PartialSoftmax) -> PartialSoftmax:
         done = compute(lambda x: jax.lax.dynamic_slice_in_dim(x, i * block, block))
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * block * rows, 0), parts, done)
 
@@ -348,24 +348,24 @@ def _blocks(
 
 
 def _gather(
-    result: Partial,
-    parts: Partial,
+    result: PartialSoftmax,
+    parts: PartialSoftmax,
     first_R: Int[Array, " R"],
     number_R: Int[Array, " R"],
     longest: Int[Array, ""],
     stride: int,
-) -> Partial:
+) -> PartialSoftmax:
     """Merges the partial results of each lane's reads into its result, in order.
 
     Turns of the loop after a lane's last read leave its result unchanged.
     """
 
-    def body(j: Array, result: Partial) -> Partial:
+    def body(j: Array, result: PartialSoftmax) -> PartialSoftmax:
         mine_R = j < number_R
         index_R = jnp.where(mine_R, first_R + j * stride, 0)
         part = jax.tree.map(lambda x: x.at[index_R].get(mode="promise_in_bounds"), parts)
         keep = mine_R[:, None, None]
-        part = Partial(
+        part = PartialSoftmax(
             jnp.where(keep, part.top, NEG_INF),
             jnp.where(keep, part.mass, 0.0),
             jnp.where(keep[..., None], part.value, 0.0),

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from podrl.engine.engine import Engine
-from podrl.engine.state import DecodeState, Emitted, LaneUpdates
+from podrl.engine.state import DecodeState, LaneUpdates, SampledTokens
 from podrl.types import PyTree
 
 Tell = Callable[[str, Sequence[Any]], None]
@@ -81,7 +81,7 @@ class Device:
             jax.block_until_ready(self.state.token_R)
 
     @_told
-    def generate(self, flat_XI: np.ndarray) -> Emitted:
+    def generate(self, flat_XI: np.ndarray) -> SampledTokens:
         """Launches a dispatch and starts the copy of its results to the host; `flat_XI` is the read list per shard."""
         self.state, emitted = self.engine.generate(self._params, self.state, self.engine.put_rows(flat_XI))
         for leaf in jax.tree.leaves(emitted):

@@ -17,7 +17,7 @@ from podrl.engine import attention
 from podrl.engine.page_attention import chosen
 from podrl.engine.reads import ReadList
 from podrl.engine.sampling import LaneSampling, draw
-from podrl.engine.state import FREE, SEAT, DecodeState, Emitted, EngineShape, LaneUpdates
+from podrl.engine.state import FREE, SEAT, DecodeState, EngineShape, LaneUpdates, SampledTokens
 from podrl.mesh import rules
 from podrl.mesh.build import check_decodes
 from podrl.models import decoder, delta, moe, parameters
@@ -30,7 +30,7 @@ UNROLLED_LAYERS, UNROLLED_ON_GPU = 12, 64  # see `unrolls`
 _UNROLLED_BYTES = 4 << 30
 
 
-class Program(NamedTuple):
+class EngineProgram(NamedTuple):
     """A jitted function of the engine, and the arguments that it is compiled for.
 
     Attributes:
@@ -220,10 +220,10 @@ class Engine:
         memories: Any = self._memory_specs()
         return DecodeState(pools, row, row, row, row, LaneSampling(row, row, row, row, row), row, memories)
 
-    def _emitted_specs(self) -> Emitted:
+    def _emitted_specs(self) -> SampledTokens:
         row: Any = self._batch_spec()
         drawn: Any = dict.fromkeys(DRAWN, row)
-        return Emitted(row, drawn, row, row, row, row)
+        return SampledTokens(row, drawn, row, row, row, row)
 
     def _manual(self, spec: Spec) -> Spec:
         """Drops the axis `tensor` from a spec: XLA partitions the programs over it, and they handle the other axes."""
@@ -349,7 +349,7 @@ class Engine:
         """Allocates empty pools and lanes on the mesh, in their final sharding."""
         return jax.jit(self._empty_state, out_shardings=self._shardings)()
 
-    def programs(self, params: PyTree) -> list[Program]:
+    def programs(self, params: PyTree) -> list[EngineProgram]:
         """Lists every program of the engine with its arguments as shapes and shardings; allocates nothing.
 
         Args:
@@ -377,24 +377,24 @@ class Engine:
             return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
 
         prefills = [
-            Program(
+            EngineProgram(
                 f"prefill_{bucket}", self.prefills[bucket], (prepared, state, rows(*s.chunk_shape(self.shards, bucket)))
             )
             for bucket in s.buckets
         ]
         memory = [
-            Program("copy", self._copy_memory, (state, rows(*s.pack_copies(self.shards, []).shape))),
-            Program("spill_memory", self._read_memory, (state, rows(self.shards))),
-            Program("restore_memory", self._write_memory, (state, rows(self.shards), *self.memories(1))),
+            EngineProgram("copy", self._copy_memory, (state, rows(*s.pack_copies(self.shards, []).shape))),
+            EngineProgram("spill_memory", self._read_memory, (state, rows(self.shards))),
+            EngineProgram("restore_memory", self._write_memory, (state, rows(self.shards), *self.memories(1))),
         ]
         return [
-            *([Program("prepare", self.prepare, (given,))] if self.unrolled else []),
+            *([EngineProgram("prepare", self.prepare, (given,))] if self.unrolled else []),
             *prefills,
-            Program("insert", self.bulk_insert, (state, rows(*updates.shape))),
-            Program("generate", self.generate, (prepared, state, rows(self.shards, self.read_shape.size))),
-            Program("spill", self._read, (state, rows(self.shards * J))),
-            Program("restore", self._write, (state, rows(self.shards * J), *self.blocks(J))),
-            *([Program("routes", self._read_routes, (state, rows(self.shards * J)))] if self.routes else []),
+            EngineProgram("insert", self.bulk_insert, (state, rows(*updates.shape))),
+            EngineProgram("generate", self.generate, (prepared, state, rows(self.shards, self.read_shape.size))),
+            EngineProgram("spill", self._read, (state, rows(self.shards * J))),
+            EngineProgram("restore", self._write, (state, rows(self.shards * J), *self.blocks(J))),
+            *([EngineProgram("routes", self._read_routes, (state, rows(self.shards * J)))] if self.routes else []),
             *(memory if s.slots else []),
         ]
 
@@ -471,7 +471,9 @@ class Engine:
         specs = self._param_specs()
         return {name: self._gathered(params[name], specs[name]) for name in params if name != "layers"}
 
-    def _generate(self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]) -> tuple[DecodeState, Emitted]:
+    def _generate(
+        self, params: PyTree, state: DecodeState, flat_XI: Int[Array, "1 I"]
+    ) -> tuple[DecodeState, SampledTokens]:
         """Decodes up to `steps` tokens in every live lane; stops early when no lane of the shard is live."""
         model, shape = self.model, self.shape
         reads = self.read_shape.split(flat_XI[0])
@@ -479,7 +481,7 @@ class Engine:
         ends = self._ends(params)
         # The dispatch's own additions to each pool, (L, R, K, N, H): they are written to pages once, at its end.
         recents = self._zeros(lambda p: (p.shape[0], R, p.shape[2], N, p.shape[4]))
-        outputs = Emitted(
+        outputs = SampledTokens(
             jnp.zeros((N, R), jnp.int32),
             {name: jnp.full((N, R), column.fill, column.dtype) for name, column in DRAWN.items()},
             jnp.zeros(R, jnp.int32),

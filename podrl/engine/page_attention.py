@@ -140,8 +140,8 @@ def page_attention(
       interpret: whether to run the kernel on CPU, slowly.
 
     Returns:
-      The fields of `podrl.engine.attention.Partial`: each query's largest score, the sum of weights relative to it, and
-      the sum of weighted values; `NEG_INF`, 0 and 0 for a lane without reads.
+      The fields of `podrl.engine.attention.PartialSoftmax`: each query's largest score, the sum of weights relative to
+      it, and the sum of weighted values; `NEG_INF`, 0 and 0 for a lane without reads.
     """
     R, N, H = q_RNH.shape
     _, _, K, C, _ = key_LMKCH.shape

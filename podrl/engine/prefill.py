@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from podrl.engine.device import Device
-from podrl.engine.state import Chunk, EngineShape
+from podrl.engine.state import EngineShape, PrefillChunk
 from podrl.mesh.backlog import IN_FLIGHT
 
 
@@ -18,7 +18,7 @@ def cut_chunks(
     pages: Sequence[int],
     offset: int = 0,
     places: tuple[int, int] = (0, 0),
-) -> list[Chunk]:
+) -> list[PrefillChunk]:
     """Cuts the tokens of a sequence into chunks of at most the largest bucket.
 
     Each chunk attends to the pages `prior` and to the chunks before it.
@@ -43,12 +43,12 @@ def cut_chunks(
         held = [(page, start - offset + j * C, min(C, place - j * C)) for j, page in enumerate(pages[: -(-place // C)])]
         targets = pages[place // C : -(-(place + len(part)) // C)]
         begins = places[1] if chunks else places[0]
-        chunks.append(Chunk(shard, part, start + at, [*prior, *held], targets, place % C, begins, places[1]))
+        chunks.append(PrefillChunk(shard, part, start + at, [*prior, *held], targets, place % C, begins, places[1]))
     return chunks
 
 
 def packed_calls(
-    shape: EngineShape, shards: int, sequences: Sequence[Sequence[Chunk]]
+    shape: EngineShape, shards: int, sequences: Sequence[Sequence[PrefillChunk]]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Packs the chunks of several sequences into prefill calls; chunks of one sequence stay in order.
 
@@ -56,7 +56,7 @@ def packed_calls(
       (bucket, packed rows as `EngineShape.pack_chunks` makes them) of each call.
     """
     for wave in range(max((len(chunks) for chunks in sequences), default=0)):
-        queues: dict[int, dict[int, list[Chunk]]] = {}
+        queues: dict[int, dict[int, list[PrefillChunk]]] = {}
         for chunks in sequences:
             if wave < len(chunks):
                 bucket = next(b for b in shape.buckets if b >= len(chunks[wave].tokens))
@@ -71,7 +71,7 @@ def packed_calls(
                 yield bucket, shape.pack_chunks(shards, bucket, batch)
 
 
-def run_chunks(device: Device, sequences: Sequence[Sequence[Chunk]]) -> int:
+def run_chunks(device: Device, sequences: Sequence[Sequence[PrefillChunk]]) -> int:
     """Prefills the chunks of several sequences, in full calls (`packed_calls`).
 
     Returns:

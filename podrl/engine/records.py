@@ -17,7 +17,7 @@ class Status(enum.Enum):
 
 
 @dataclasses.dataclass(eq=False)
-class Store:
+class TokenStore:
     """The cache of a prompt's tokens on one shard, or of a sample's own tokens: pages, and a place for its memory.
 
     Attributes:
@@ -43,7 +43,7 @@ class Store:
 class PromptRow:
     """A prompt on one shard: its store, the number of its unfinished samples there, and whether it is prefilled."""
 
-    store: Store
+    store: TokenStore
     users: int = 0
     filled: bool = False
 
@@ -81,7 +81,7 @@ class Sample:
     expected: float | None
     left: int
     position: int
-    store: Store
+    store: TokenStore
     urgent: bool = False
     joins: bool = False
     shard: int = -1
@@ -94,10 +94,10 @@ class Sample:
     spilled_at: int = -1
 
 
-class Move(NamedTuple):
+class StoreMove(NamedTuple):
     """A store to copy to the host or back: its shard, and the pages and the place on the device that hold it."""
 
-    store: Store
+    store: TokenStore
     shard: int
     pages: list[int]
     place: int
@@ -113,7 +113,7 @@ class Fill(NamedTuple):
 
 
 @dataclasses.dataclass
-class Plan:
+class DispatchPlan:
     """Lists the device work before and in the next dispatch, in the order of the fields.
 
     Attributes:
@@ -127,8 +127,8 @@ class Plan:
       running: (sample, shard, lane) of every lane in the dispatch; empty if there is nothing to run.
     """
 
-    spills: list[Move] = dataclasses.field(default_factory=list)
-    restores: list[Move] = dataclasses.field(default_factory=list)
+    spills: list[StoreMove] = dataclasses.field(default_factory=list)
+    restores: list[StoreMove] = dataclasses.field(default_factory=list)
     prefills: list[Fill] = dataclasses.field(default_factory=list)
     feeds: list["Feed"] = dataclasses.field(default_factory=list)
     frees: list[tuple[int, int]] = dataclasses.field(default_factory=list)

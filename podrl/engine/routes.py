@@ -11,7 +11,7 @@ from podrl.engine.device import Device
 from podrl.engine.reads import Page
 
 
-class Routed(Protocol):
+class HasRoutes(Protocol):
     """A sample whose routes are read, such as podrl.engine.session.Track.
 
     Attributes:
@@ -33,7 +33,7 @@ class _Piece:
       count: number of tokens whose routes are read.
     """
 
-    owner: Routed
+    owner: HasRoutes
     shard: int
     slot: int
     start: int
@@ -55,7 +55,7 @@ class RouteReader:
         self._used = [0] * device.engine.shards
         self._launched: list[tuple[list[_Piece], Any]] = []
 
-    def want(self, owner: Routed, length: int, stores: Sequence[tuple[str, int, Sequence[Page]]]) -> None:
+    def want(self, owner: HasRoutes, length: int, stores: Sequence[tuple[str, int, Sequence[Page]]]) -> None:
         """Requests the routes of a sample's tokens; they are in `owner.routes` after the next `settle`.
 
         Tokens that are in none of the pages keep the routes that were read before; if there are none, they get 0.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from podrl.engine.reads import LaneReads, Page, ReadShape
-from podrl.engine.records import Feed, Fill, Move, Plan, PoolShape, PromptRow, Sample, Status, Store
+from podrl.engine.records import DispatchPlan, Feed, Fill, PoolShape, PromptRow, Sample, Status, StoreMove, TokenStore
 
 # Prompts are prefilled ahead while a shard has fewer waiting samples than this factor times its lanes, or than the
 # call's rows.
@@ -104,7 +104,9 @@ class Scheduler:
         """
         how = (urgent, joins)
         made = [
-            Sample(handle, prompt, length, max_new, expected, max_new, length - 1, Store(("sample", handle, 0)), *how)
+            Sample(
+                handle, prompt, length, max_new, expected, max_new, length - 1, TokenStore(("sample", handle, 0)), *how
+            )
             for handle, max_new, expected in samples
         ]
         self.samples.update((s.id, s) for s in made)
@@ -112,7 +114,7 @@ class Scheduler:
         self._pieces.extend(made[i : i + size] for i in range(0, len(made), size))
         self._sorted = False
 
-    def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[Store, int, list[int]]]:
+    def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[TokenStore, int, list[int]]]:
         """Frees the lane and pages of a sample that has ended, and the prompt's pages after the prompt's last sample.
 
         Args:
@@ -152,7 +154,7 @@ class Scheduler:
             given.append((store, shard.index, held))
         return given
 
-    def stores(self, handle: int) -> list[tuple[Store, int]]:
+    def stores(self, handle: int) -> list[tuple[TokenStore, int]]:
         """Lists the stores that hold a sample's tokens, each with its shard.
 
         The first is the store of the prompt, which the prompt's other samples share; the second is the sample's own.
@@ -164,9 +166,9 @@ class Scheduler:
         row = self._shards[sample.shard].prompts[sample.prompt]
         return [(row.store, sample.shard), (sample.store, sample.shard)]
 
-    def stop(self) -> Plan:
+    def stop(self) -> DispatchPlan:
         """Drops all samples; returns a plan that frees the lanes in which the device would go on decoding."""
-        plan = Plan()
+        plan = DispatchPlan()
         for sample in self.samples.values():
             self._vacate(sample, live=True)
         for shard in self._shards:
@@ -175,7 +177,7 @@ class Scheduler:
         self.samples.clear()
         return plan
 
-    def pause(self, handle: int, *, position: int) -> list[Store]:
+    def pause(self, handle: int, *, position: int) -> list[TokenStore]:
         """Takes a sample out of its lane until `resume`; keeps the cache of its tokens before `position`.
 
         In models with linear attention (`PoolShape.slots`) it keeps no token's cache, and all tokens are fed again. A
@@ -255,9 +257,9 @@ class Scheduler:
 
     # Planning.
 
-    def plan(self) -> Plan:
+    def plan(self) -> DispatchPlan:
         """Plans the next dispatch: first pages for running samples, then restored and new samples in free lanes."""
-        plan = Plan()
+        plan = DispatchPlan()
         self._plans += 1
         if not self._sorted:
             self._pieces.sort(key=lambda piece: (piece[0].urgent, max(map(self._expected, piece)), -piece[0].id))
@@ -286,7 +288,7 @@ class Scheduler:
                     sample.grown += self.shape.steps
                     sample.left -= self.shape.steps
 
-    def _grow(self, shard: _Shard, plan: Plan) -> None:
+    def _grow(self, shard: _Shard, plan: DispatchPlan) -> None:
         """Gives a page to every running sample whose last page is full; the sample seated first is served first."""
         for sample in sorted(shard.running.values(), key=lambda s: s.seated):
             if sample.status is Status.RUNNING and sample.left > 0 and self._full(sample):
@@ -306,7 +308,7 @@ class Scheduler:
     def _open_page(self, shard: _Shard, sample: Sample) -> None:
         sample.store.pages.append(Page(shard.take(1)[0], sample.position, 0))
 
-    def _spill_one(self, shard: _Shard, plan: Plan) -> bool:
+    def _spill_one(self, shard: _Shard, plan: DispatchPlan) -> bool:
         """Moves one store to the host: an idle store, else the store of the sample seated last, which loses its lane.
 
         Returns False if there is no sample or store to move.
@@ -325,7 +327,7 @@ class Scheduler:
             self._spill(shard, youngest.store, plan)
         return True
 
-    def _idle_stores(self, shard: _Shard) -> list[Store]:
+    def _idle_stores(self, shard: _Shard) -> list[TokenStore]:
         """Lists the stores on the device that no running sample reads, in the order in which they are spilled.
 
         Stores of paused samples come first, then stores of waiting samples, then stores of prompts.
@@ -336,29 +338,29 @@ class Scheduler:
             *self._idle_prompts(shard),
         ]
 
-    def _idle_prompts(self, shard: _Shard) -> list[Store]:
+    def _idle_prompts(self, shard: _Shard) -> list[TokenStore]:
         used = {s.prompt for s in shard.running.values()}
         prompts = [row.store for prompt, row in shard.prompts.items() if prompt not in used]
         return [store for store in prompts if store.pages and not store.spilled]
 
-    def _resting(self, shard: _Shard, status: Status) -> list[Store]:
+    def _resting(self, shard: _Shard, status: Status) -> list[TokenStore]:
         stores = [s.store for s in self.samples.values() if s.shard == shard.index and s.status is status]
         return [store for store in stores if store.pages and not store.spilled]
 
-    def _spill(self, shard: _Shard, store: Store, plan: Plan) -> None:
+    def _spill(self, shard: _Shard, store: TokenStore, plan: DispatchPlan) -> None:
         held = [s.index for s in store.pages]
-        plan.spills.append(Move(store, shard.index, held, store.place))
+        plan.spills.append(StoreMove(store, shard.index, held, store.place))
         shard.give(held)
         self._give_slot(shard, store)
         store.spilled = True
 
-    def _take_slot(self, shard: _Shard, store: Store) -> None:
+    def _take_slot(self, shard: _Shard, store: TokenStore) -> None:
         """Gives a prompt a slot for its memory; a prompt without tokens to prefill gets the place `nowhere`."""
         if self.shape.slots:
             nowhere = self.shape.lanes + self.shape.slots
             store.place = heapq.heappop(shard.free_slots) if store.pages else nowhere
 
-    def _give_slot(self, shard: _Shard, store: Store) -> None:
+    def _give_slot(self, shard: _Shard, store: TokenStore) -> None:
         if self.shape.lanes <= store.place < self.shape.lanes + self.shape.slots:
             heapq.heappush(shard.free_slots, store.place)
         store.place = -1
@@ -369,14 +371,14 @@ class Scheduler:
         needs = (row is None or not row.filled or row.store.spilled) and self._prompt_pages(sample) > 0
         return bool(self.shape.slots) and needs and not shard.free_slots
 
-    def _restore(self, shard: _Shard, store: Store) -> list[int]:
+    def _restore(self, shard: _Shard, store: TokenStore) -> list[int]:
         new = shard.take(len(store.pages))
         for page, index in zip(store.pages, new, strict=True):
             page.index = index
         store.spilled = False
         return new
 
-    def _admit_one(self, plan: Plan) -> bool:
+    def _admit_one(self, plan: DispatchPlan) -> bool:
         """Puts one waiting sample into a lane of the shard that has the most free lanes and enough pages."""
         joined = self._pieces[-1][0].prompt if self._pieces and self._pieces[-1][0].joins else None
         for shard in sorted(self._shards, key=lambda s: (joined not in s.prompts, -len(s.free_lanes), s.index)):
@@ -400,7 +402,7 @@ class Scheduler:
         first = shard.assigned[0] if shard.assigned else None
         return first is None or (self._pieces[-1][0].urgent and not first.urgent and not first.grown)
 
-    def _fill_calls(self, plan: Plan) -> None:
+    def _fill_calls(self, plan: DispatchPlan) -> None:
         """Prefills the prompts that come next in rows that the plan's prefill calls would leave empty."""
         longest = [tokens for tokens, _ in self.shape.calls]
         used = [collections.Counter[int]() for _ in longest]  # rows by call and shard
@@ -424,7 +426,7 @@ class Scheduler:
             self._fill(shard, sample, plan)
             taken[shard.index] += 1
 
-    def _make_room(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
+    def _make_room(self, shard: _Shard, sample: Sample, plan: DispatchPlan) -> bool:
         """Spills idle stores until the sample fits the shard, which has a free lane; returns False if it cannot fit."""
         if self._short(shard, sample) > 0 and not self._make_pages(shard, sample, plan):
             return False
@@ -433,7 +435,7 @@ class Scheduler:
             self._spill(shard, self._idle_prompts(shard)[0], plan)
         return True
 
-    def _make_pages(self, shard: _Shard, sample: Sample, plan: Plan) -> bool:
+    def _make_pages(self, shard: _Shard, sample: Sample, plan: DispatchPlan) -> bool:
         """Spills idle stores until there are pages for the sample; while samples run, only stores of paused samples.
 
         Returns False, with nothing spilled, if this would not free enough pages.
@@ -453,7 +455,7 @@ class Scheduler:
         for sample in piece:
             sample.shard = shard.index
             key = ("prompt", sample.prompt, shard.index)
-            row = shard.prompts.setdefault(sample.prompt, PromptRow(Store(key)))
+            row = shard.prompts.setdefault(sample.prompt, PromptRow(TokenStore(key)))
             row.users += 1
         at = sum(s.grown > 0 or s.urgent for s in shard.assigned) if piece[0].urgent else len(shard.assigned)
         shard.assigned[at:at] = sorted(piece, key=lambda s: (-self._expected(s), s.id))
@@ -501,14 +503,14 @@ class Scheduler:
     def _yet_to_open(self, sample: Sample) -> int:
         return max(0, -(-math.ceil(self._expected(sample)) // self.shape.page_tokens) - len(sample.store.pages))
 
-    def _missing(self, store: Store) -> int:
+    def _missing(self, store: TokenStore) -> int:
         return len(store.pages) if store.spilled else 0
 
     def _prompt_pages(self, sample: Sample) -> int:
         # A prompt's last token is not prefilled: each sample feeds it in its own lane.
         return -(-(sample.length - 1) // self.shape.page_tokens)
 
-    def _seat(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
+    def _seat(self, shard: _Shard, sample: Sample, plan: DispatchPlan) -> None:
         row = shard.prompts[sample.prompt]
         sample.lane = shard.free_lanes.pop(0)
         sample.store.place = sample.lane
@@ -517,7 +519,7 @@ class Scheduler:
             if store.spilled:
                 if store is row.store:
                     self._take_slot(shard, store)
-                plan.restores.append(Move(store, shard.index, self._restore(shard, store), store.place))
+                plan.restores.append(StoreMove(store, shard.index, self._restore(shard, store), store.place))
         if sample.unfed or sample.compact:
             plan.feeds.append(self._feed(shard, sample))
         elif self.shape.slots and not sample.store.pages:
@@ -531,7 +533,7 @@ class Scheduler:
             shard.reserved += self._yet_to_open(sample)
         plan.seats.append(sample)
 
-    def _fill(self, shard: _Shard, sample: Sample, plan: Plan) -> None:
+    def _fill(self, shard: _Shard, sample: Sample, plan: DispatchPlan) -> None:
         """Gives pages to a sample's prompt and plans its prefill, unless the prompt is prefilled already."""
         row = shard.prompts[sample.prompt]
         if row.filled:

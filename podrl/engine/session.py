@@ -13,10 +13,10 @@ from jaxtyping import UInt8
 from podrl.engine.config import Sampling
 from podrl.engine.device import Device
 from podrl.engine.prefill import cut_chunks, run_chunks
-from podrl.engine.records import Feed, Fill, Plan, PoolShape
+from podrl.engine.records import DispatchPlan, Feed, Fill, PoolShape
 from podrl.engine.routes import RouteReader
 from podrl.engine.scheduler import Scheduler
-from podrl.engine.state import FREE, SEAT, Chunk, Emitted, LaneUpdates
+from podrl.engine.state import FREE, SEAT, LaneUpdates, PrefillChunk, SampledTokens
 from podrl.engine.stats import Stats
 from podrl.engine.stops import StopFinder
 from podrl.types import DRAWN, STOP_EOS, STOP_FAILED, STOP_LENGTH, STOP_STRING, PyTree
@@ -122,7 +122,7 @@ class _Flight:
       launched: time of the launch, seconds of `time.perf_counter`.
     """
 
-    emitted: Emitted
+    emitted: SampledTokens
     lanes: list[tuple[Track, int, int]]
     version: int
     launched: float
@@ -409,7 +409,7 @@ class Session:
 
     # The device's work for a plan.
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _carry_out(self, plan: DispatchPlan) -> None:
         if self._routes is not None:
             self._routes.launch()
         for spill in plan.spills:
@@ -424,7 +424,7 @@ class Session:
         if plan.seats or plan.frees:
             self.device.insert(self._lane_updates(plan).packed())
 
-    def _launch(self, plan: Plan) -> None:
+    def _launch(self, plan: DispatchPlan) -> None:
         engine = self.engine
         flat_XI = self._scheduler.reads(engine.read_shape, engine.shape.pages - 1)
         if not self._flights:
@@ -441,7 +441,7 @@ class Session:
         self._scheduler.advance()
         self.stats.dispatches += 1
 
-    def _lane_updates(self, plan: Plan) -> LaneUpdates:
+    def _lane_updates(self, plan: DispatchPlan) -> LaneUpdates:
         R, E = self.engine.shape.lanes, self.engine.shape.stop_ids
         updates = LaneUpdates.empty(self.engine.shards * R, E)
         for shard, lane in plan.frees:
@@ -461,12 +461,12 @@ class Session:
             updates.top_p_R[r], updates.min_p_R[r] = sampling.nucleus, sampling.min_p
         return updates
 
-    def _prompt_chunks(self, fill: Fill) -> list[Chunk]:
+    def _prompt_chunks(self, fill: Fill) -> list[PrefillChunk]:
         """Cuts a prompt into prefill chunks, without its last token, which each sample feeds in its own lane."""
         shape, prompt = self.engine.shape, self._prompts[fill.prompt]
         return cut_chunks(shape, fill.shard, prompt[:-1], 0, [], fill.pages, places=(shape.nowhere, fill.place))
 
-    def _given_chunks(self, feed: Feed) -> list[Chunk]:
+    def _given_chunks(self, feed: Feed) -> list[PrefillChunk]:
         """Cuts a sample's tokens, from the feed's start on, into prefill chunks; its last token is fed in its lane."""
         track, n = self._tracks[feed.sample.id], len(self._tracks[feed.sample.id].prompt)
         row = [*track.prompt[feed.start :], *track.tokens[max(feed.start - n, 0) :]]
@@ -474,7 +474,7 @@ class Session:
         places = (feed.place, feed.sample.lane)
         return cut_chunks(shape, shard, row[:-1], feed.start, feed.prior, feed.targets, feed.offset, places)
 
-    def _prefill(self, sequences: list[list[Chunk]]) -> None:
+    def _prefill(self, sequences: list[list[PrefillChunk]]) -> None:
         self.stats.meter.begin()
         self.stats.meter.prefilled(run_chunks(self.device, sequences))
         self.stats.prefill_tokens += sum(len(chunk.tokens) for chunks in sequences for chunk in chunks)

@@ -77,12 +77,12 @@ class EngineShape:
         width = bucket + 2 + 3 * self.max_pages + self.chunk_pages(bucket) + 3 * bool(self.slots)
         return shards * self.prefill_rows(bucket), width
 
-    def pack_chunks(self, shards: int, bucket: int, chunks: Sequence["Chunk"]) -> np.ndarray:
+    def pack_chunks(self, shards: int, bucket: int, chunks: Sequence["PrefillChunk"]) -> np.ndarray:
         """Packs chunks into the flat argument of a bucket's prefill: int32, one row per prefill row of the mesh.
 
-        The columns are the fields of `Chunk`: the tokens (as many columns as the bucket), start, then J pages, J starts
-        and J counts of the pages before the chunk, the target pages, the offset. With slots the number of tokens and
-        the places `begins` and `ends` follow.
+        The columns are the fields of `PrefillChunk`: the tokens (as many columns as the bucket), start, then J pages, J
+        starts and J counts of the pages before the chunk, the target pages, the offset. With slots the number of tokens
+        and the places `begins` and `ends` follow.
         """
         J, (rows, width) = self.max_pages, self.chunk_shape(shards, bucket)
         flat = np.zeros((shards, rows // shards, width), np.int32)
@@ -159,7 +159,7 @@ class DecodeState:
 
 
 @flax.struct.dataclass
-class Emitted:
+class SampledTokens:
     """Tokens that one dispatch sampled.
 
     Attributes:
@@ -223,7 +223,7 @@ class LaneUpdates:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Consecutive given tokens to prefill for one sequence.
 
     Attributes:

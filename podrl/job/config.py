@@ -187,7 +187,7 @@ class ScratchModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class JobKind:
     """A registry entry: the settings, algorithm and data stream of a kind of job.
 
     Attributes:
@@ -259,14 +259,14 @@ def _labels(job: "Job", tokenizer: Tokenizer) -> LabelStream:
 # Given answers are to be learned by the model's own distribution. With another rollout temperature, the distribution
 # at that temperature would learn them.
 _PLAIN = {"rollout": {"temperature": 1.0}}
-KINDS: Mapping[str, Kind] = {
-    "grpo": Kind(GRPOConfig, make_grpo, _prompts),
-    "ppo": Kind(PPOConfig, PPO, _prompts),
-    "sft": Kind(SFTConfig, SFT, _examples, form=sft.check_form, answers=1, base=_PLAIN),
-    "dpo": Kind(DPOConfig, DPO, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
-    "orpo": Kind(ORPOConfig, ORPO, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
-    "kto": Kind(KTOConfig, KTO, _labels, form=labels.check_form, answers=1, base=_PLAIN),
-    "reward_model": Kind(RewardModelConfig, RewardModelling, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
+KINDS: Mapping[str, JobKind] = {
+    "grpo": JobKind(GRPOConfig, make_grpo, _prompts),
+    "ppo": JobKind(PPOConfig, PPO, _prompts),
+    "sft": JobKind(SFTConfig, SFT, _examples, form=sft.check_form, answers=1, base=_PLAIN),
+    "dpo": JobKind(DPOConfig, DPO, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
+    "orpo": JobKind(ORPOConfig, ORPO, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
+    "kto": JobKind(KTOConfig, KTO, _labels, form=labels.check_form, answers=1, base=_PLAIN),
+    "reward_model": JobKind(RewardModelConfig, RewardModelling, _pairs, form=pairs.check_form, answers=2, base=_PLAIN),
 }
 
 
@@ -323,7 +323,7 @@ class Job:
         return section_of(self.algorithm)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> JobKind:
         return KINDS[self.section]
 
     @property
@@ -408,7 +408,7 @@ class Job:
         return {key: value for key, value in values.items() if key not in _unread(self.kind)}
 
 
-def _unread(kind: Kind) -> tuple[str, ...]:
+def _unread(kind: JobKind) -> tuple[str, ...]:
     """Lists the sections of the configuration that jobs of a kind do not have."""
     return ("reward",) if kind.offline else ()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from podrl.data import sources
 from podrl.data.config import is_generated
-from podrl.data.mixture import Part, split
+from podrl.data.mixture import OpenedSource, split
 from podrl.data.pipeline import PartRenderer
 from podrl.data.tokenizer import Tokenizer
 from podrl.environments import dr_tulu
@@ -92,7 +92,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
     everywhere = set[str]().union(*(fields for _, records in shown for _, fields in records))
     for part, records in shown:
         rewards.check_fields(records, part.fields.get("reward_fns", ()), everywhere)
-    sets: list[tuple[Part, list[tuple[str, dict[str, Any]]]]] = []
+    sets: list[tuple[OpenedSource, list[tuple[str, dict[str, Any]]]]] = []
     for one in job.eval.sets:
         opened = split(one.data(job.data))
         rewards.check_answers(opened.unanswered)
@@ -152,7 +152,7 @@ def _own(choices: Collection[str]) -> str:
     return next(name for name in choices if ":" in name)
 
 
-def _shown(part: Part, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
+def _shown(part: OpenedSource, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
     """Returns places and fields of the first records of a source, as reward functions get them."""
     source: Any = part.train
     place = (lambda i: f"{part.config.path} record {i}") if is_generated(part.config.path) else source.place

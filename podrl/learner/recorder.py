@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from podrl.cluster.checkpoint_state import abstract_checkpoint_state, checkpoint_state, load_checkpoint_state
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.cluster.saved import abstract_saved, load_saved, saved
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.loop import InFlight, Schedule, Start
@@ -148,7 +148,7 @@ class Recorder:
         if self._run.checkpoints is not None:
             with self._run.watchdog.stage("restoring"):
                 read = functools.partial(codec.content, pad_id=self._cluster.tokenizer.pad_id)
-                restored = self._run.checkpoints.restore_latest(abstract_saved(self._cluster), read)
+                restored = self._run.checkpoints.restore_latest(abstract_checkpoint_state(self._cluster), read)
         if restored is not None:
             step, marks = restored.step, restored.host.get("files")
             if step > self._schedule.max_steps:
@@ -158,7 +158,7 @@ class Recorder:
                     f"{self._run.place} holds {counted}, more than trainer.max_steps={most}: "
                     "give at least as many, or another --workdir."
                 )
-            load_saved(self._cluster, restored.state)
+            load_checkpoint_state(self._cluster, restored.state)
             data_state, controllers, pending = restored.content
             if data_state:
                 self._stream.restore(data_state)
@@ -231,7 +231,7 @@ class Recorder:
             content = {"data_state": position.decode(), "pending": host, "controllers": self._controllers.state()}
             content["files"] = self._run.marks()
             self._run.push()  # a checkpoint whose steps are missing in metrics.jsonl could not be resumed without a gap
-            self._run.checkpoints.save(step, saved(self._cluster), content, arrays)
+            self._run.checkpoints.save(step, checkpoint_state(self._cluster), content, arrays)
             if step == self._schedule.max_steps or self.stopping():
                 self._run.checkpoints.wait()
             self._run.notify_saved(self._run.saved_step())

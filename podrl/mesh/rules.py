@@ -50,7 +50,7 @@ def axes_over(axis: str, mesh: Mesh | AbstractMesh) -> MeshAxes:
 
 
 @runtime_checkable
-class Declared(Protocol):
+class HasAxes(Protocol):
     """An object that declares a shape and one logical axis per dimension."""
 
     @property
@@ -111,7 +111,7 @@ def sharding_for(
 def shardings(tree: PyTree, mesh: Mesh, rules: Mapping[str, MeshAxes] = DEFAULT_RULES) -> PyTree:
     """Returns shardings for a tree whose leaves declare `shape` and `axes`."""
     return jax.tree.map(
-        lambda leaf: sharding_for(leaf.axes, leaf.shape, mesh, rules), tree, is_leaf=lambda x: isinstance(x, Declared)
+        lambda leaf: sharding_for(leaf.axes, leaf.shape, mesh, rules), tree, is_leaf=lambda x: isinstance(x, HasAxes)
     )
 
 

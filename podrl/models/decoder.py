@@ -42,7 +42,7 @@ class LayerInfo:
 Attend = Callable[..., tuple[Array, Any]]
 # routed(h_BTD, layer, info, router_BTD) -> (out_BTD, route_BTk): the experts' output, and the chosen experts. The
 # router reads router_BTD, or h_BTD if it is None.
-Routed = Callable[[Array, PyTree, LayerInfo, Array | None], tuple[Array, Array]]
+RoutedFeedForward = Callable[[Array, PyTree, LayerInfo, Array | None], tuple[Array, Array]]
 
 
 def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
@@ -170,7 +170,7 @@ def block(
     attend: Attend,
     mesh: Mesh | None = None,
     drop: Drop = drop_nothing,
-    routed: Routed | None = None,
+    routed: RoutedFeedForward | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Int[Array, "B T k"] | None]:
     """Applies one transformer layer.
 
@@ -183,7 +183,7 @@ def block(
       attend: attention over the layer's queries, keys and values, see `Attend`.
       mesh: mesh on which activations are placed; None for one device.
       drop: dropout of adapter inputs.
-      routed: feed-forward of a model with experts, see `Routed`; None without experts.
+      routed: feed-forward of a model with experts, see `RoutedFeedForward`; None without experts.
 
     Returns:
       The residual stream, the second result of `attend`, and the experts that `routed` chose (None without experts).

@@ -370,6 +370,6 @@ def refuse_unread(
     for key, value in fields.items():
         if key not in _TWICE and value is not None and not reads(family, key) and not agrees(key, value):
             raise ValueError(
-                f"{where} has {key}={value!r}, which a {family} model does not use: computing without it may not be "
-                "what the file means. Delete it from the file if it is."
+                f"{where} has {key}={value!r}, which a {family} model does not use: the model may then compute "
+                "something else than its authors meant. If the key changes nothing, delete it from the file."
             )

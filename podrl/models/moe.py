@@ -354,7 +354,7 @@ def gated(activation: str) -> Callable[[Array, Array], Array]:
     return clamped if activation == "clamped_silu" else lambda gate, up: ACTIVATIONS[activation](gate) * up
 
 
-class _Sorted(NamedTuple):
+class _SortedRows(NamedTuple):
     """Rows sorted by expert, one for each token and chosen expert; an expert's rows begin at a multiple of the block.
 
     Attributes:
@@ -391,7 +391,7 @@ class _Sorted(NamedTuple):
         return value_PX.at[self.row_Xk].get(mode="fill", fill_value=0)
 
 
-def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, partial: bool) -> _Sorted:
+def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, partial: bool) -> _SortedRows:
     """Sorts choices by expert, and within an expert by token, so that equal choices give equal sums bit for bit.
 
     Args:
@@ -419,7 +419,7 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, parti
     if partial:
         row_Z = jnp.where(flat_Z < count, row_Z, rows + rank_Z)
     k = expert_Xk.shape[1]
-    return _Sorted(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1], partial)
+    return _SortedRows(count_E, token_P // k, live_P, row_Z.reshape(expert_Xk.shape), block_N, end_E[-1], partial)
 
 
 class _Form(NamedTuple):
@@ -467,7 +467,7 @@ def _apply(
     return _forward(x_XD, expert_Xk, weight_Xk, leaves, first, form)[0]
 
 
-def _plan(expert_Xk: Array, form: _Form) -> _Sorted:
+def _plan(expert_Xk: Array, form: _Form) -> _SortedRows:
     count, parts = form.experts, form.parts
     if form.tpu:
         return _sort(expert_Xk, count, 1, -(-expert_Xk.size // _TILE) * _TILE, parts > 1)
@@ -682,7 +682,7 @@ def _tile(size: int) -> int:
 
 
 def _kernels(
-    plan: _Sorted, leaves: Mapping[str, Array], first: Any, dtype: Any, *, interpret: bool = False
+    plan: _SortedRows, leaves: Mapping[str, Array], first: Any, dtype: Any, *, interpret: bool = False
 ) -> tuple[_Products, Callable[[Array | None, Array], Array]]:
     """Builds the TPU products: of rows with a leaf's matrices, and outer products of rows summed by expert.
 

@@ -115,7 +115,7 @@ class _Static(NamedTuple):
         return self.T % self.size > 0
 
 
-class Pairs(NamedTuple):
+class BlockPairs(NamedTuple):
     """Pairs of blocks in the order in which a kernel visits them.
 
     Attributes:
@@ -178,7 +178,7 @@ def needed_blocks(told_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: i
     return (seen_Bij & (i_n[:, None] > i_n)) | (i_n[:, None] == i_n)
 
 
-def _pairs(needed_Bij: Bool[Array, "B i j"], *, by_keys: bool) -> Pairs:
+def _pairs(needed_Bij: Bool[Array, "B i j"], *, by_keys: bool) -> BlockPairs:
     """Lists the needed pairs of blocks by row, then by query block (by key block if `by_keys`), in ascending order."""
     B, n, _ = needed_Bij.shape
     i_P, j_P = np.tril_indices(n)
@@ -187,7 +187,7 @@ def _pairs(needed_Bij: Bool[Array, "B i j"], *, by_keys: bool) -> Pairs:
     needed_BP = needed_Bij[:, i_P, j_P]
     most = jnp.iinfo(jnp.int32).max
     code_n = jnp.sort(jnp.where(needed_BP, jnp.asarray(code_BP, jnp.int32), most).reshape(-1))
-    return Pairs(jnp.append(jnp.where(code_n < most, code_n, -1), -1), jnp.sum(needed_BP, dtype=jnp.int32))
+    return BlockPairs(jnp.append(jnp.where(code_n < most, code_n, -1), -1), jnp.sum(needed_BP, dtype=jnp.int32))
 
 
 # --- kernels ---
@@ -350,7 +350,7 @@ def _backward_keys(
 
 
 # The description of the tokens, the window, and the pairs ordered by query blocks and by key blocks.
-Where = tuple[Array, Array, Pairs, Pairs]
+Where = tuple[Array, Array, BlockPairs, BlockPairs]
 
 
 # Scores of the heads' sinks, in one array (N, 1, 1), float32; () if heads have no sinks.

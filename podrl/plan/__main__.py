@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from podrl.job.config import Job
-    from podrl.plan.report import Report
+    from podrl.plan.report import PlanReport
 
 _TRAINER = flags.DEFINE_string("trainer", None, "Topology of the trainer, such as v5e:2x4 or h100:8.")
 _ROLLOUT = flags.DEFINE_string("rollout", None, "Topology of the rollout; the trainer's when left out.")
@@ -46,7 +46,7 @@ _FACTOR = flags.DEFINE_float(
 )
 
 
-def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
+def make_report(values: Mapping[str, Any], *, say: Any = None) -> "PlanReport":
     """Compiles every program of a configuration's job, as the flags say.
 
     Args:
@@ -60,7 +60,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     from podrl.plan import programs, training, variants
     from podrl.plan.compile import measure
     from podrl.plan.predict import cost, predict
-    from podrl.plan.report import Report
+    from podrl.plan.report import PlanReport
     from podrl.plan.simulate import outlook
 
     say = say or (lambda line: None)
@@ -117,7 +117,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "Report":
     ahead = None if lengths is None or knobs else outlook(lengths, measured, setting, move_s=move.seconds)
     step = ahead.planned if ahead else prediction
     costs = cost(step, steps=job.max_steps, chips=chips_of, factor=_FACTOR.value, price=_PRICE.value)
-    return Report(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value, ahead, apart)
+    return PlanReport(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value, ahead, apart)
 
 
 def command_of(config: str, given: Sequence[str], chosen: Sequence[str]) -> str:

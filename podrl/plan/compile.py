@@ -23,7 +23,7 @@ QUICK: Mapping[str, Any] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class CompileResult:
     """The measurements of a compiled program, per chip.
 
     Attributes:
@@ -84,10 +84,10 @@ class Measured:
 
 
 # Measurements of one job on its topologies, by a key that tells its programs apart.
-Known = MutableMapping[Any, "Measured"]
+CompileCache = MutableMapping[Any, "CompileResult"]
 
 
-def measure(program: Program, chip: Chip, *, quick: bool = False, known: Known | None = None) -> Measured:
+def measure(program: Program, chip: Chip, *, quick: bool = False, known: CompileCache | None = None) -> CompileResult:
     """Compiles a program and measures its cost.
 
     Args:
@@ -111,7 +111,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False, known: Known |
     return dataclasses.replace(found, runs=program.runs, resident=program.resident, fits=fits)
 
 
-def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: float, busy: float) -> Measured:
+def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: float, busy: float) -> CompileResult:
     """Compiles and measures a lowered program; `started` and `busy` are clock and processor seconds before lowering."""
     options = {**dict(chip.compiler), **(QUICK if quick else {})} or None
     try:
@@ -122,7 +122,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
             raise
         seconds = time.perf_counter() - started
         peak, at_least = asked
-        return Measured(
+        return CompileResult(
             program.name,
             program.side,
             program.runs,
@@ -145,7 +145,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         flops, size = program.by_hand.flops, program.by_hand.bytes
     inside = sum(c.bytes for c in cost.collectives if not c.crosses)
     across = sum(c.bytes for c in cost.collectives if c.crosses)
-    return Measured(
+    return CompileResult(
         name=program.name,
         side=program.side,
         runs=program.runs,

@@ -73,7 +73,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class ProgramCost:
     """Work of one chip in one execution of a program: FLOP, bytes, collectives.
 
     Attributes:
@@ -128,7 +128,7 @@ def cost_of(
     trips: Trips = lambda depth: 1.0,
     named: Mapping[str, float] = MappingProxyType({}),
     slices: int = 1,
-) -> Cost:
+) -> ProgramCost:
     """Counts the cost of a compiled program on one chip.
 
     Args:
@@ -150,10 +150,10 @@ class _Reader:
         found = re.search(r"num_partitions=(\d+)", text[:20_000_000])
         self._devices = int(found.group(1)) if found else 1
 
-    def cost(self) -> Cost:
+    def cost(self) -> ProgramCost:
         total = self._computation(self._entry, 0)
         kinds = [Collective(kind, n, size, crosses) for (kind, crosses), (n, size) in sorted(total.collectives.items())]
-        return Cost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)), total.read)
+        return ProgramCost(total.flops, total.bytes, tuple(kinds), tuple(sorted(total.uncounted)), total.read)
 
     @functools.cache  # noqa: B019 - readers live as long as one text is read
     def _computation(self, name: str, depth: int) -> _Sum:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from podrl.plan.compile import Measured
+from podrl.plan.compile import CompileResult
 from podrl.plan.programs import ROLLOUT, TRAINER
 
 
@@ -31,7 +31,7 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class JobCost:
     """Time and cost of all steps of a job at a stated multiple of the roofline.
 
     Attributes:
@@ -65,7 +65,7 @@ class Step(Protocol):
     def step_s(self) -> float: ...
 
 
-def cost(step: Step, *, steps: int, chips: int, factor: float, price: float) -> Cost:
+def cost(step: Step, *, steps: int, chips: int, factor: float, price: float) -> JobCost:
     """Computes time and cost of a job from one step at its roofline.
 
     Args:
@@ -76,10 +76,10 @@ def cost(step: Step, *, steps: int, chips: int, factor: float, price: float) -> 
       price: dollars per chip and hour.
     """
     hours = step.step_s * steps * factor / 3600
-    return Cost(hours, hours * chips, hours * chips * price)
+    return JobCost(hours, hours * chips, hours * chips * price)
 
 
-def predict(measured: Sequence[Measured], move_s: float, *, max_staleness: int, colocated: bool) -> Prediction:
+def predict(measured: Sequence[CompileResult], move_s: float, *, max_staleness: int, colocated: bool) -> Prediction:
     """Predicts a step from the measurements of its programs.
 
     Args:

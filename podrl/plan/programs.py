@@ -31,14 +31,14 @@ from podrl.storage.storage import locate
 from podrl.trainer import state as state_lib
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport
-from podrl.transfer.plan import Plan, make_plan
+from podrl.transfer.plan import TransferPlan, make_plan
 from podrl.types import PyTree
 
 TRAINER, ROLLOUT, BOTH = "trainer", "rollout", "both"
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class HandCountedWork:
     """Operations and bytes of HBM of one execution on a chip, counted by hand where loop lengths are traced."""
 
     flops: float
@@ -65,7 +65,7 @@ class Program:
     runs: float
     resident: float = 0.0
     trips: Trips = lambda depth: 1.0
-    by_hand: Work | None = None
+    by_hand: HandCountedWork | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ def rollout_programs(setting: Setting) -> list[Program]:
     return [dataclasses.replace(p, resident=p.resident + aside.get(p.name, 0.0)) for p in programs]
 
 
-def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work:
+def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> HandCountedWork:
     """Counts a dispatch on one chip: each step reads weights and visible tokens once, and prompts once per group.
 
     Along the axis expert a chip reads and computes its own experts, for the lanes of all chips along the axis. States
@@ -216,11 +216,13 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Work
     linear = 7 * states * lanes  # two sums over the state, its decay, and its change
     # The factor 2 is for reading and writing states and inputs; states are float32.
     moved = 2 * lanes * (4 * states + item * inputs)
-    return Work(steps * (2 * active * lanes + attention + linear), steps * (touched * item + seen * token + moved))
+    return HandCountedWork(
+        steps * (2 * active * lanes + attention + linear), steps * (touched * item + seen * token + moved)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class Move:
+class WeightMove:
     """The weight move of every step.
 
     Attributes:
@@ -231,7 +233,7 @@ class Move:
       note: explanation of a part of the move that is not compiled; '' if all of it is.
     """
 
-    plan: Plan
+    plan: TransferPlan
     rate: float
     programs: tuple[Program, ...]
     buckets: int
@@ -242,7 +244,7 @@ class Move:
         return self.plan.seconds(self.rate) if self.plan.moved_bytes else 0.0
 
 
-def weight_move(setting: Setting) -> Move:
+def weight_move(setting: Setting) -> WeightMove:
     """Plans the move of `RLCluster.sync_weights`: all parameters, or the adapters under LoRA."""
     trainer, rollout = setting.trainer, setting.rollout
     if setting.job.roles.colocated:
@@ -274,7 +276,7 @@ def weight_move(setting: Setting) -> Move:
         programs.append(Program("move: cross", BOTH, lambda: sent.cross.lower(*leaving["cross"]), 0, most))
         note = ""
     rate = min(trainer.chip.dcn_rate, rollout.chip.dcn_rate)
-    return Move(out.plan, rate, tuple(programs), sum(b.parts for b in buckets), note)
+    return WeightMove(out.plan, rate, tuple(programs), sum(b.parts for b in buckets), note)
 
 
 def _far(topology: Topology, other: Topology) -> list[Any]:
@@ -283,12 +285,14 @@ def _far(topology: Topology, other: Topology) -> list[Any]:
     return devices[-(len(devices) // (other.slices + 1)) :]
 
 
-def _colocated_move(setting: Setting) -> Move:
+def _colocated_move(setting: Setting) -> WeightMove:
     devices = setting.trainer.devices()
     ends = _Ends.of(setting, devices, devices, transport=False)
     plan, rate = ends.plan, setting.trainer.chip.ici_rate
     if not RelayoutTransport.fits(plan):
-        return Move(plan, rate, (), len(plan.buckets), "Copied between devices box by box: there is no large program.")
+        return WeightMove(
+            plan, rate, (), len(plan.buckets), "Copied between devices box by box: there is no large program."
+        )
     bucket = max(plan.buckets, key=lambda b: b.bytes).leaves
     read = sum(device_bytes(ends.leaves[i]) for i in bucket)
     relayout = RelayoutTransport(plan, [leaf.sharding for leaf in ends.leaves], ends.places).program(bucket)
@@ -299,7 +303,7 @@ def _colocated_move(setting: Setting) -> Move:
         0,
         ends.held + ends.kept - read - ends.successors(bucket),
     )
-    return Move(plan, rate, (program,), len(plan.buckets), "")
+    return WeightMove(plan, rate, (program,), len(plan.buckets), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +320,7 @@ class _Ends:
         successor comes.
     """
 
-    plan: Plan
+    plan: TransferPlan
     transport: Any
     leaves: list[Any]
     places: list[Any]

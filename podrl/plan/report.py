@@ -10,9 +10,9 @@ from podrl.job.weights import Copies
 from podrl.mesh.build import describe_mesh
 from podrl.mesh.chips import GIB
 from podrl.models.sizes import parameter_count
-from podrl.plan.compile import Measured
-from podrl.plan.predict import Cost, Prediction, rebalanced
-from podrl.plan.programs import TRAINER, Move, Setting
+from podrl.plan.compile import CompileResult
+from podrl.plan.predict import JobCost, Prediction, rebalanced
+from podrl.plan.programs import TRAINER, Setting, WeightMove
 from podrl.plan.simulate import Outlook
 from podrl.plan.variants import Trial, shortfall
 from podrl.rundir.console import print_table
@@ -21,7 +21,7 @@ _MOST_IDLE = 0.6  # share of a step that a side may be idle before the report ad
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class PlanReport:
     """The results of a plan.
 
     Attributes:
@@ -40,13 +40,13 @@ class Report:
     """
 
     setting: Setting
-    measured: Sequence[Measured]
-    move: Move
+    measured: Sequence[CompileResult]
+    move: WeightMove
     prediction: Prediction
     knobs: dict[str, list[Trial]]
     searched: Sequence[Trial]
     chosen: Sequence[str]
-    cost: Cost | None = None
+    cost: JobCost | None = None
     factor: float = 1.0
     outlook: Outlook | None = None
     chips: tuple[int, int] = (0, 0)
@@ -57,7 +57,7 @@ class Report:
         return all(m.fits for m in self.measured)
 
 
-def as_mapping(report: Report) -> dict[str, Any]:
+def as_mapping(report: PlanReport) -> dict[str, Any]:
     """Returns the report as plain data, in bytes, seconds and FLOP."""
     setting = report.setting
     shape = setting.job.pack_shape(setting.trainer_mesh())
@@ -107,7 +107,7 @@ def _trial(trial: Trial) -> dict[str, Any]:
     return {**dataclasses.asdict(trial), "keys": list(trial.keys)}
 
 
-def print_report(console: rich.console.Console, report: Report) -> None:
+def print_report(console: rich.console.Console, report: PlanReport) -> None:
     """Prints tables of programs, collectives and the step, and advice for programs that do not fit."""
     setting = report.setting
     shape = setting.job.pack_shape(mesh := setting.trainer_mesh())
@@ -153,19 +153,19 @@ def print_report(console: rich.console.Console, report: Report) -> None:
     _print_step(console, report)
 
 
-def _split_fits(report: Report, copies: Copies) -> bool:
+def _split_fits(report: PlanReport, copies: Copies) -> bool:
     """True if the versions that a trainer keeps for rollout hosts fit beside each of the trainer's programs."""
     trained = [m for m in report.measured if m.side == TRAINER and not m.name.startswith("move: ")]
     return all(m.peak + m.resident + copies.on_trainer <= m.capacity for m in trained)
 
 
-def _print_move(console: rich.console.Console, move: Move) -> None:
+def _print_move(console: rich.console.Console, move: WeightMove) -> None:
     console.print(f"Weight move: {move.plan.explain(move.rate)}".replace("\n", "\n  "))
     if move.note:
         console.print(f"  {move.note}")
 
 
-def _print_step(console: rich.console.Console, report: Report) -> None:
+def _print_step(console: rich.console.Console, report: PlanReport) -> None:
     p = report.prediction
     rows = [
         ["trainer", f"{p.trainer_s:.4g}", f"{p.trainer_idle:.0%}"],
@@ -201,7 +201,7 @@ def _print_step(console: rich.console.Console, report: Report) -> None:
     console.print("Everything fits." if report.fits else "It does not fit.")
 
 
-def _advice(report: Report) -> str:
+def _advice(report: PlanReport) -> str:
     """Advises another split of the chips if a side is idle for a large part of a step; else returns ''."""
     p, now = report.prediction, report.chips
     side, idle = max(("trainer", p.trainer_idle), ("rollout", p.rollout_idle), key=lambda pair: pair[1])
@@ -229,7 +229,7 @@ def _outlook_line(o: Outlook) -> str:
     )
 
 
-def _cost_line(cost: Cost, steps: int, factor: float) -> str:
+def _cost_line(cost: JobCost, steps: int, factor: float) -> str:
     """Estimates the job's hours and cost, evaluations and start not counted."""
     dollars = (
         f", {cost.dollars:,.0f} dollars" if cost.dollars else "; --price=DOLLARS per chip and hour says what it costs"
@@ -240,7 +240,7 @@ def _cost_line(cost: Cost, steps: int, factor: float) -> str:
     )
 
 
-def _row(m: Measured) -> list[str]:
+def _row(m: CompileResult) -> list[str]:
     gib = lambda n: f"{n / GIB:.2f}"  # noqa: E731
     refused = not m.seconds and not m.fits
     counts = (

@@ -15,7 +15,7 @@ from podrl.engine.config import RolloutConfig
 from podrl.engine.sizes import engine_shape
 from podrl.engine.state import EngineShape
 from podrl.mesh.rules import batch_shards
-from podrl.plan.compile import Measured
+from podrl.plan.compile import CompileResult
 from podrl.plan.programs import ROLLOUT, TRAINER, Setting
 from podrl.rollout.clock import TokenClock
 from podrl.rollout.worker import pieces_per_prompt
@@ -104,7 +104,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulated:
+class SimulatedStep:
     """Means of a simulated training step.
 
     Attributes:
@@ -157,7 +157,7 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
     return np.asarray([n for n in found if n], np.int64)
 
 
-def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, staleness: int) -> Simulated:
+def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, staleness: int) -> SimulatedStep:
     """Simulates training steps whose samples have lengths drawn from `lengths_N`.
 
     Lanes decode in dispatches of `rollout.steps_per_dispatch`, and the engine launches a dispatch before it has read
@@ -213,7 +213,7 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     took, counted = clock - since, STEPS - WARM
     idle = {side: max(0.0, 1.0 - seconds / took) for side, seconds in worked.items()}
     busy = drawn / max(steps * load.lanes, 1)
-    return Simulated(took / counted, idle["trainer"], idle["rollout"], busy, steps / counted, calls / counted)
+    return SimulatedStep(took / counted, idle["trainer"], idle["rollout"], busy, steps / counted, calls / counted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,12 +232,12 @@ class Outlook:
     mean: float
     longest: int
     chips: tuple[int, int]
-    planned: Simulated
-    best: tuple[int, Simulated]
+    planned: SimulatedStep
+    best: tuple[int, SimulatedStep]
 
 
 def outlook(
-    lengths_N: Int[np.ndarray, " N"], measured: Sequence[Measured], setting: Setting, *, move_s: float
+    lengths_N: Int[np.ndarray, " N"], measured: Sequence[CompileResult], setting: Setting, *, move_s: float
 ) -> Outlook:
     """Simulates a planned job whose trainer and rollout have chips of their own.
 
@@ -319,7 +319,7 @@ def window_work(
 
 def balance(
     lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, chips: tuple[int, int], staleness: int
-) -> list[tuple[int, Simulated]]:
+) -> list[tuple[int, SimulatedStep]]:
     """Simulates other splits of the same chips: (trainer's chips, the step), fastest first.
 
     Updates take time in inverse proportion to the trainer's chips; lanes and shards grow in proportion to the rollout's

@@ -32,7 +32,7 @@ from podrl.storage import hub
 from podrl.storage.storage import locate
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step, make_value_fn
-from podrl.trainer.distill import Taught, taught
+from podrl.trainer.distill import TeacherParts, teacher_parts
 from podrl.trainer.objective import Forward
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.packing import Placement, SharedPrefixes, place
@@ -71,10 +71,10 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     if algo.observed_weight:
         joined = with_observations(joined)
         batch = Batch(ObservedRows(batch.rows, batch.rows.mask_BT, batch.rows.kl_scale), batch.micro_batches)
-    how = Taught({})
+    how = TeacherParts({})
     if teacher is not None:
         forward = Forward(config=model, temperature=job.rollout.temperature, mesh=mesh, dtype=training.dtype)
-        how = taught(teacher, forward, cast(ModelConfig, setting.reference))
+        how = teacher_parts(teacher, forward, cast(ModelConfig, setting.reference))
         batch = _with_teacher(batch, teacher, mesh)
     update = make_train_step(
         model,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from podrl.mesh.chips import GIB
 from podrl.mesh.rules import batch_shards
 from podrl.plan.bounds import least_bytes, least_trainer_seconds
-from podrl.plan.compile import Known, Measured, measure
+from podrl.plan.compile import CompileCache, CompileResult, measure
 from podrl.plan.programs import (
     ROLLOUT,
     TRAINER,
@@ -59,7 +59,7 @@ class Trial:
     at_least: bool = False
 
 
-def shortfall(found: Trial | Measured) -> str:
+def shortfall(found: Trial | CompileResult) -> str:
     """Describes in words by how much a program does not fit."""
     if not found.missing:
         return "refused by the compiler, which does not say how much is too much"
@@ -71,7 +71,7 @@ def programs_of(side: str, setting: Setting) -> list[Program]:
     return training_programs(setting) if side == TRAINER else rollout_programs(setting)
 
 
-def helping(setting: Setting, failed: Measured) -> list[Trial]:
+def helping(setting: Setting, failed: CompileResult) -> list[Trial]:
     """Tries each memory option alone on a program that does not fit; if none suffices, all together.
 
     For a weight move only options that make it smaller are returned, and there may be none.
@@ -91,11 +91,11 @@ def helping(setting: Setting, failed: Measured) -> list[Trial]:
     return trials
 
 
-def _moves(program: Measured) -> bool:
+def _moves(program: CompileResult) -> bool:
     return program.name.startswith("move")
 
 
-def _knobs(failed: Measured, setting: Setting) -> Iterator[Variant]:
+def _knobs(failed: CompileResult, setting: Setting) -> Iterator[Variant]:
     """Lists the options of the sides that a program occupies; a weight move has no option that splits a training
     step."""
     if failed.side != ROLLOUT:
@@ -106,7 +106,7 @@ def _knobs(failed: Measured, setting: Setting) -> Iterator[Variant]:
         yield from _rollout_knobs(setting)
 
 
-def _try(variant: Variant, failed: Measured) -> Trial:
+def _try(variant: Variant, failed: CompileResult) -> Trial:
     programs = weight_move(variant.setting).programs if _moves(failed) else programs_of(failed.side, variant.setting)
     program = next((p for p in programs if p.name == failed.name), None)
     if program is None:  # with this variant the weights move box by box, without a large program
@@ -114,7 +114,7 @@ def _try(variant: Variant, failed: Measured) -> Trial:
     return _trial(variant.keys, [measure(program, _chip(variant.setting, failed.side), quick=True)])
 
 
-def _trial(keys: tuple[str, ...], measured: Sequence[Measured]) -> Trial:
+def _trial(keys: tuple[str, ...], measured: Sequence[CompileResult]) -> Trial:
     """Sums up measured programs that must all fit: the memory of the worst, and the seconds of all."""
     worst = max(measured, key=lambda m: (not m.fits, m.peak + m.resident))
     return Trial(
@@ -197,7 +197,9 @@ def _sequences(setting: Setting, rows: int) -> int:
     return rows * max(1, setting.job.pack_shape(setting.trainer_mesh()).tokens // setting.longest)
 
 
-def search(setting: Setting, *, say: Callable[[str], None], known: Known | None = None) -> tuple[Setting, list[Trial]]:
+def search(
+    setting: Setting, *, say: Callable[[str], None], known: CompileCache | None = None
+) -> tuple[Setting, list[Trial]]:
     """Searches for the fastest meshes, micro-batches and remat policies that fit, by quick compiles.
 
     Trainer and rollout are searched one after the other. For each mesh and remat policy the largest micro-batch that
@@ -315,7 +317,7 @@ def differences(before: Setting, after: Setting) -> list[str]:
     return keys
 
 
-def _total(side: str, variant: Variant, known: Known | None = None) -> Trial:
+def _total(side: str, variant: Variant, known: CompileCache | None = None) -> Trial:
     """Compiles a side's programs of every step: memory of the largest, and seconds of all programs up to the first that
     does not fit.
 
@@ -324,7 +326,7 @@ def _total(side: str, variant: Variant, known: Known | None = None) -> Trial:
     chip = _chip(variant.setting, side)
     if (least := least_bytes(side, variant.setting)) > chip.hbm:
         return Trial(variant.keys, "counted, not compiled", False, least, least - chip.hbm, 0.0, at_least=True)
-    measured: list[Measured] = []
+    measured: list[CompileResult] = []
     rare = ("spill", "restore")  # these programs run only when the pool is short of pages
     programs = [program for program in programs_of(side, variant.setting) if program.runs or program.name in rare]
     if side == ROLLOUT:

@@ -73,7 +73,9 @@ def examine(run: str) -> list[Finding]:
     place = locate(run)
     config = place / "config.json"
     if not config.exists():
-        raise ValueError(f"{run} is not a run directory: it holds no config.json. Give what --workdir was.")
+        raise ValueError(
+            f"{run} is not a run directory: it holds no config.json. Give the directory that was passed as --workdir."
+        )
     try:
         settings = json.loads(config.read_text())
     except ValueError as error:

@@ -59,14 +59,12 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         numbers.
     """
     if len(frames) < 2:
-        raise MessageError(f"A message of {len(frames)} frames arrived: at least 2 are needed; it was cut.")
+        raise MessageError(f"A message was cut: {len(frames)} of its frames arrived, and at least 2 are needed.")
     digest, body = bytes(frames[0][:_DIGEST]), bytes(frames[1])
     checked = 2 + int.from_bytes(frames[0][_DIGEST:], "little")
     rest, bulk = frames[2:checked], frames[checked:]
     if digest != _digest([body, *rest]):
-        raise MessageError(
-            f"A message of {sum(map(len, frames))} bytes arrived changed: its checksum does not match; it is refused."
-        )
+        raise MessageError(f"A message of {sum(map(len, frames))} bytes was refused: its checksum does not match.")
     head = json.loads(body)
     if head.get("version") != VERSION:
         raise MessageError(
@@ -74,7 +72,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
             "on all hosts."
         )
     if len(head["arrays"]) != len(rest):
-        raise MessageError(f"A message of {len(head['arrays'])} arrays arrived with {len(rest)}: it was cut.")
+        raise MessageError(f"A message was cut: {len(rest)} of its {len(head['arrays'])} arrays arrived.")
     arrays = {
         name: _array(frame, dtype, shape) for (name, dtype, shape), frame in zip(head["arrays"], rest, strict=True)
     }
@@ -98,11 +96,13 @@ def from_pieces(pieces: Sequence[Any]) -> Frames:
     """
     buffers = [memoryview(getattr(piece, "buffer", piece)) for piece in pieces]
     if not buffers or len(buffers[0]) % 8:
-        raise MessageError("A message without the lengths of its frames arrived: it was cut, or is another podrl's.")
+        raise MessageError(
+            "A message arrived without the lengths of its frames: it was cut, or another version of podrl sent it."
+        )
     lengths = struct.unpack(f"<{len(buffers[0]) // 8}Q", buffers[0])
     rest = iter(buffers[1:])
     if sum(lengths) != sum(map(len, buffers[1:])):
-        raise MessageError(f"A message of {sum(lengths)} bytes arrived with {sum(map(len, buffers[1:]))}: it was cut.")
+        raise MessageError(f"A message was cut: {sum(map(len, buffers[1:]))} of its {sum(lengths)} bytes arrived.")
     frames: list[bytes | memoryview] = []
     for length in lengths:
         frame = np.empty(length, np.uint8)
@@ -110,7 +110,7 @@ def from_pieces(pieces: Sequence[Any]) -> Frames:
         while at < length:
             piece = next(rest)
             if at + len(piece) > length:
-                raise MessageError("A message arrived with other pieces than it was cut into: it is refused.")
+                raise MessageError("A message was refused: its pieces do not have the lengths of its frames.")
             frame[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
             at += len(piece)
         frames.append(frame.data)
@@ -122,7 +122,7 @@ def _array(frame: bytes | memoryview, dtype_text: str, shape: Sequence[int]) -> 
     if dtype.kind not in _KINDS:
         raise MessageError(f"An array of type {dtype_text} arrived: only numbers and booleans travel.")
     if math.prod(shape) * dtype.itemsize != len(frame):
-        raise MessageError(f"An array of {len(frame)} bytes arrived as {dtype_text}{list(shape)}: it was cut.")
+        raise MessageError(f"An array {dtype_text}{list(shape)} was damaged: it arrived with {len(frame)} bytes.")
     return np.frombuffer(frame, dtype).reshape(shape)
 
 

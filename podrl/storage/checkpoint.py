@@ -52,7 +52,7 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Restored:
+class RestoredCheckpoint:
     """A checkpoint that was read back.
 
     Attributes:
@@ -240,15 +240,15 @@ class Checkpoints:
         self,
         abstract_state: PyTree,
         decode: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
-    ) -> Restored | None:
+    ) -> RestoredCheckpoint | None:
         """Restores the newest undamaged checkpoint; newer, damaged checkpoints are logged and moved aside.
 
         It also prepares saving, by compiling the program that sums the state.
 
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct with shardings, with the structure of the saved state.
-          decode: function (host, arrays) -> the caller's own content (`Restored.content`); if it raises, the checkpoint
-            counts as damaged.
+          decode: function (host, arrays) -> the caller's own content (`RestoredCheckpoint.content`); if it raises, the
+            checkpoint counts as damaged.
 
         Returns:
           The checkpoint; None if there is none.
@@ -277,7 +277,7 @@ class Checkpoints:
             )
         return None
 
-    def restore(self, step: int, abstract_state: PyTree) -> Restored:
+    def restore(self, step: int, abstract_state: PyTree) -> RestoredCheckpoint:
         """Restores the checkpoint of one step.
 
         Raises:
@@ -290,7 +290,9 @@ class Checkpoints:
             raise ValueError(f"Checkpoint {self.directory}/{step} cannot be read: {problem}.")
         return restored
 
-    def _try(self, step: int, abstract_state: PyTree, decode: Callable[..., Any]) -> tuple[Restored | None, str]:
+    def _try(
+        self, step: int, abstract_state: PyTree, decode: Callable[..., Any]
+    ) -> tuple[RestoredCheckpoint | None, str]:
         """Tries to restore a step; returns (checkpoint, '') or (None, problem), the same outcome on every process."""
         found, record, problem = None, None, ""
         try:
@@ -311,7 +313,7 @@ class Checkpoints:
             )
         return found, ""
 
-    def _read(self, step: int, abstract_state: PyTree) -> tuple[Record, Restored]:
+    def _read(self, step: int, abstract_state: PyTree) -> tuple[Record, RestoredCheckpoint]:
         """Reads a checkpoint and checks its host arrays, without waiting for another process."""
         folder = epath.Path(self.directory) / str(step)
         record = Record.read(folder)
@@ -324,7 +326,7 @@ class Checkpoints:
             record.check_arrays(arrays)
             args = ocp.args.StandardRestore(abstract_state)  # pyright: ignore[reportCallIssue]
             state = handler.restore(folder / "state", args=args)
-        return record, Restored(step, state, record.content, arrays)
+        return record, RestoredCheckpoint(step, state, record.content, arrays)
 
     def _agree(self, problem: str) -> str:
         """Agrees with the other saving processes on whether one of them has a problem; a collective.

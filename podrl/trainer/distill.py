@@ -15,13 +15,13 @@ from podrl.algorithms.segments import masked
 from podrl.mesh import rules
 from podrl.models import parameters
 from podrl.models.config import ModelConfig
-from podrl.trainer.divergence import Output, chosen_logprobs, token_divergence, top_ids
+from podrl.trainer.divergence import LogitInputs, chosen_logprobs, token_divergence, top_ids
 from podrl.trainer.objective import Forward, Objective, TokenLoss, Trunk
 from podrl.types import Batch, Layout, PyTree, Ratio
 
 
 @dataclasses.dataclass(frozen=True)
-class Taught:
+class TeacherParts:
     """The parts of an update's programs that change if the loss has the exact KL to a teacher.
 
     Attributes:
@@ -43,7 +43,7 @@ class Taught:
     score_ids: Callable[[PyTree, Batch[IdRows]], Any] | None = None
 
 
-def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
+def teacher_parts(how: Distillation, forward: Forward, teacher: ModelConfig) -> TeacherParts:
     """Builds the parts that an update with a teacher needs; nothing changes if the KL is of the sampled token.
 
     Args:
@@ -55,7 +55,7 @@ def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
       ValueError: the teacher has fewer token ids than the policy, or the policy has fewer than `how.top_k`.
     """
     if how.sampled:
-        return Taught({})
+        return TeacherParts({})
     ids = forward.config.vocab_size
     if teacher.vocab_size < ids:
         raise ValueError(
@@ -66,14 +66,14 @@ def taught(how: Distillation, forward: Forward, teacher: ModelConfig) -> Taught:
     if how.kl == "full":
         join = lambda params, fixed: (parameters.join_trainable(params, fixed[0]), fixed[1])  # noqa: E731
         objective = functools.partial(full_objective, teacher=trunk)
-        return Taught({"objective_of": objective, "join": join}, whole=True)
+        return TeacherParts({"objective_of": objective, "join": join}, whole=True)
     if how.top_k > ids:
         raise ValueError(
             f"grpo.teacher_top_k={how.top_k} is more than the {ids} token ids there are: set it to {ids}, which "
             "compares all of them, or set grpo.teacher_kl='full'."
         )
     score, likely, score_ids = make_top_k_fns(forward, trunk, how.top_k)
-    return Taught({"objective_of": top_k_objective}, score=score, likely=likely, score_ids=score_ids)
+    return TeacherParts({"objective_of": top_k_objective}, score=score, likely=likely, score_ids=score_ids)
 
 
 def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk) -> Objective:
@@ -91,11 +91,11 @@ def full_objective(forward: Forward, loss: TokenLoss, *, teacher: Trunk) -> Obje
     def objective(params: tuple[PyTree, PyTree], rows: TaughtRows, key: PRNGKeyArray):
         own, theirs = params
         layout = rows.layout
-        policy = Output(own, forward.hidden(own, layout, key), forward.config)
+        policy = LogitInputs(own, forward.hidden(own, layout, key), forward.config)
         hidden_BTE = jax.lax.stop_gradient(teacher.hidden(jax.lax.stop_gradient(theirs), layout))
-        taught = Output(theirs, hidden_BTE, teacher.config, ids=forward.config.vocab_size)
+        teacher_out = LogitInputs(theirs, hidden_BTE, teacher.config, ids=forward.config.vocab_size)
         of = {"temperature": forward.temperature, "mesh": forward.mesh}
-        logprob_BT, entropy_BT, kl_BT = token_divergence(policy, taught, layout.tokens_BT, layout.segment_BT, **of)
+        logprob_BT, entropy_BT, kl_BT = token_divergence(policy, teacher_out, layout.tokens_BT, layout.segment_BT, **of)
         return _joined(loss(logprob_BT, entropy_BT, rows.policy), kl_BT, rows)
 
     return objective
@@ -111,7 +111,7 @@ def top_k_objective(forward: Forward, loss: TokenLoss) -> Objective:
 
     def objective(params: PyTree, rows: TopKRows, key: PRNGKeyArray):
         layout = rows.layout
-        policy = Output(params, forward.hidden(params, layout, key), forward.config)
+        policy = LogitInputs(params, forward.hidden(params, layout, key), forward.config)
         id_BTJ = jnp.concatenate([layout.tokens_BT[..., None], rows.id_BTK], axis=-1)
         of = {"temperature": forward.temperature, "mesh": forward.mesh}
         logprob_BTJ, entropy_BT = chosen_logprobs(policy, id_BTJ, layout.segment_BT, **of)
@@ -126,7 +126,7 @@ def _joined(
 ) -> tuple[Ratio, Mapping[str, Ratio]]:
     """Adds the weighted KL to a loss that has another denominator; opd/reverse_kl is the mean KL, nats per token.
 
-    `rows.scale` makes up for the denominator, see `podrl.algorithms.policy_rows.Wrapped`.
+    `rows.scale` makes up for the denominator, see `podrl.algorithms.policy_rows.ExtraTermRows`.
     """
     loss, metrics = found
     taught_BT = (rows.weight_BT > 0).astype(kl_BT.dtype)
@@ -169,11 +169,11 @@ def make_top_k_fns(forward: Forward, teacher: Trunk, k: int) -> tuple[Callable, 
         return jax.lax.fori_loop(0, batch.micro_batches, body, out)
 
     def likely_ids(params: PyTree, layout: Layout) -> Array:
-        return top_ids(Output(params, forward.hidden(params, layout), forward.config), k, mesh=mesh)
+        return top_ids(LogitInputs(params, forward.hidden(params, layout), forward.config), k, mesh=mesh)
 
     def logprobs(theirs: PyTree, layout: Layout, id_BTK: Array) -> Array:
-        taught = Output(theirs, teacher.hidden(theirs, layout), teacher.config, ids=ids)
-        return chosen_logprobs(taught, id_BTK, layout.segment_BT, temperature=forward.temperature, mesh=mesh)[0]
+        teacher_out = LogitInputs(theirs, teacher.hidden(theirs, layout), teacher.config, ids=ids)
+        return chosen_logprobs(teacher_out, id_BTK, layout.segment_BT, temperature=forward.temperature, mesh=mesh)[0]
 
     def both(params: PyTree, theirs: PyTree, batch: Batch[Layout]) -> tuple[Array, Array]:
         def score(layout: Layout) -> tuple[Array, Array]:

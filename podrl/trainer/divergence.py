@@ -15,8 +15,8 @@ from podrl.models.attention import einsum_f32
 from podrl.models.config import ModelConfig
 from podrl.trainer.logprob import (
     CHUNK_ELEMENTS,
-    Chunk,
     Head,
+    VocabChunk,
     cap,
     chunk_of,
     continues,
@@ -31,7 +31,7 @@ _LOWEST = -1e30  # below any logit, but finite: 0 times minus infinity would be 
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class LogitInputs:
     """The inputs of a model's logits: its output matrix and the hidden states of packed rows.
 
     Attributes:
@@ -57,8 +57,8 @@ class Output:
 
 
 def token_divergence(
-    policy: Output,
-    teacher: Output,
+    policy: LogitInputs,
+    teacher: LogitInputs,
     tokens_BT: Int[Array, "B T"],
     segment_BT: Int[Array, "B T"],
     *,
@@ -100,7 +100,7 @@ def token_divergence(
 
 
 def chosen_logprobs(
-    model: Output,
+    model: LogitInputs,
     id_BTK: Int[Array, "B T K"],
     segment_BT: Int[Array, "B T"],
     *,
@@ -126,7 +126,7 @@ def chosen_logprobs(
 
 
 def top_ids(
-    model: Output, k: int, *, mesh: Mesh | None = None, chunk_elements: int = CHUNK_ELEMENTS
+    model: LogitInputs, k: int, *, mesh: Mesh | None = None, chunk_elements: int = CHUNK_ELEMENTS
 ) -> Int[Array, "B T K"]:
     """Lists the k likeliest ids at each token's position, the likeliest first.
 
@@ -162,7 +162,7 @@ def _on_mesh(run, head: Head, in_specs, out_specs):
     return jax.shard_map(run, mesh=head.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _logits(hidden_XD: Array, chunk: Chunk, head: Head) -> tuple[Array, Array]:
+def _logits(hidden_XD: Array, chunk: VocabChunk, head: Head) -> tuple[Array, Array]:
     """Computes a chunk's logits, and a copy with -inf for ids that were also in the previous chunk."""
     logits_XC = cap(einsum_f32("XD,CD->XC", hidden_XD, chunk.weight_CD), head)
     return logits_XC, jnp.where(chunk.new_C, logits_XC, -jnp.inf)
@@ -257,7 +257,7 @@ def _pull_divergence(
     entropy_X, kl_X, *sums, dlogprob_X, dentropy_X, dkl_X = (x_BT.reshape(-1) for x_BT in of_tokens)
     top_X1, log_X1, their_top_X1, their_log_X1 = (x_X[:, None] for x_X in sums)
 
-    def dlogits(logits_XC: Array, chunk: Chunk) -> Array:
+    def dlogits(logits_XC: Array, chunk: VocabChunk) -> Array:
         their_chunk = chunk_of(theirs_VE, chunk.number, their_hidden_XE.dtype, their_head)
         their_logits_XC, _ = _logits(their_hidden_XE, their_chunk, their_head)
         centred_XC = logits_XC - top_X1 - log_X1
@@ -333,7 +333,7 @@ def _pull_chosen(hidden_BTD, matrix_VD, id_BTK, entropy_BT, lse_BT, dlogprob_BTK
     entropy_X, lse_X, dentropy_X = (x_BT.reshape(-1) for x_BT in (entropy_BT, lse_BT, dentropy_BT))
     row_X1, total_X1 = jnp.arange(len(id_XK))[:, None], dlogprob_XK.sum(axis=1, keepdims=True)
 
-    def dlogits(logits_XC: Array, chunk: Chunk) -> Array:
+    def dlogits(logits_XC: Array, chunk: VocabChunk) -> Array:
         centred_XC = logits_XC - lse_X[:, None]
         offset_XK = chunk.offset(id_XK)
         # Ids of other chunks go to the index head.chunk, which mode="drop" discards; a negative index would wrap.

@@ -199,7 +199,7 @@ def _logprob_bwd(head: Head, saved, grads):
 _logprob.defvjp(_logprob_fwd, _logprob_bwd)
 
 
-class Chunk(NamedTuple):
+class VocabChunk(NamedTuple):
     """Consecutive rows of the output matrix, for the logits of C token ids.
 
     Attributes:
@@ -222,7 +222,7 @@ class Chunk(NamedTuple):
         return id_X - self.first
 
 
-def chunk_of(matrix_VD: Array, index: Array, dtype: jnp.dtype, head: Head) -> Chunk:
+def chunk_of(matrix_VD: Array, index: Array, dtype: jnp.dtype, head: Head) -> VocabChunk:
     """Slices one chunk of this device's part of the output matrix, and gathers its model dimension.
 
     Args:
@@ -238,7 +238,7 @@ def chunk_of(matrix_VD: Array, index: Array, dtype: jnp.dtype, head: Head) -> Ch
         weight_CD = jax.lax.all_gather(weight_CD, head.model, axis=1, tiled=True)
     new_C = jnp.arange(head.chunk) + start >= index * head.chunk
     first = start + (jax.lax.axis_index(head.vocab) * V if head.vocab else 0)
-    return Chunk(weight_CD, start, new_C, first, index)
+    return VocabChunk(weight_CD, start, new_C, first, index)
 
 
 def cap(logits_XC: Array, head: Head) -> Array:
@@ -297,7 +297,7 @@ def _backward(
     flat = (x_BT.reshape(-1) for x_BT in (target_BT, entropy_BT, lse_BT, dlogprob_BT, dentropy_BT))
     target_X, entropy_X, lse_X, dlogprob_X, dentropy_X = flat
 
-    def dlogits(logits_XC: Array, chunk: Chunk) -> Array:
+    def dlogits(logits_XC: Array, chunk: VocabChunk) -> Array:
         centred_XC = logits_XC - lse_X[:, None]
         is_target_XC = jnp.arange(head.chunk) == chunk.offset(target_X)[:, None]
         # d logprob = onehot - p;  d entropy = -p (log p + entropy)
@@ -308,7 +308,7 @@ def _backward(
 
 
 def pulled_back(
-    hidden_BTD: Array, matrix_VD: Array, dlogits: Callable[[Array, Chunk], Array], head: Head
+    hidden_BTD: Array, matrix_VD: Array, dlogits: Callable[[Array, VocabChunk], Array], head: Head
 ) -> tuple[Array, Array]:
     """Propagates the gradient of the logits to hidden states and output matrix, chunk by chunk.
 

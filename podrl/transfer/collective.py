@@ -21,7 +21,7 @@ from jaxtyping import Array, Int, UInt32
 from podrl.transfer.boxes import blank_program
 from podrl.transfer.messages import UNION, BucketPrograms, Crossing, Rounds, Tables, arrival, bucket_programs
 from podrl.transfer.move import Move, drive
-from podrl.transfer.plan import Placed, Plan, make_plan
+from podrl.transfer.plan import PlacedLeaf, TransferPlan, make_plan
 
 FLAT_BYTES = 1 << 20
 
@@ -42,7 +42,7 @@ class CollectiveTransport:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         sources: Sequence[NamedSharding],
         targets: Sequence[NamedSharding],
         *,
@@ -76,7 +76,7 @@ class CollectiveTransport:
             for leaf, source, target in zip(plan.leaves, sources, targets, strict=True)
         ]
         placed = [
-            Placed(leaf.shape, leaf.target_dtype, source) for leaf, source in zip(plan.leaves, sources, strict=True)
+            PlacedLeaf(leaf.shape, leaf.target_dtype, source) for leaf, source in zip(plan.leaves, sources, strict=True)
         ]
         # Each device stages a bucket twice while the bucket crosses.
         bucket_bytes = max(1, plan.bucket_bytes // 2)
@@ -209,8 +209,8 @@ class ReceiptChannel:
         self._source = NamedSharding(source, Spec())
         place = NamedSharding(target, Spec())
         receipt = [
-            Placed((source.size, num_leaves), jnp.dtype(jnp.uint32), self._source),
-            Placed((), jnp.dtype(jnp.int32), self._source),
+            PlacedLeaf((source.size, num_leaves), jnp.dtype(jnp.uint32), self._source),
+            PlacedLeaf((), jnp.dtype(jnp.int32), self._source),
         ]
         plan = make_plan(receipt, [place, place])
         self._transport = CollectiveTransport(plan, [self._source] * 2, [place] * 2)

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from podrl.transfer.boxes import cut_as, joined
 from podrl.transfer.move import Move
-from podrl.transfer.plan import Plan, named
+from podrl.transfer.plan import TransferPlan, named
 
 
 class InPlaceTransport:
@@ -26,7 +26,7 @@ class InPlaceTransport:
     in_flight = 4
     overwrites = True  # writing over old arrays spares the page faults of fresh memory
 
-    def __init__(self, plan: Plan, sources: Sequence[Any], targets: Sequence[Any]):
+    def __init__(self, plan: TransferPlan, sources: Sequence[Any], targets: Sequence[Any]):
         """Takes the arguments of `LocalTransport`."""
         self.plan = plan.unsplit()
         self._mesh: Any = named(targets[0]).mesh if targets else None

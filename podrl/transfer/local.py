@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from podrl.transfer.boxes import Cutter, Joiner
 from podrl.transfer.move import Move
-from podrl.transfer.plan import Plan, named
+from podrl.transfer.plan import TransferPlan, named
 
 
 class LocalTransport:
@@ -27,7 +27,7 @@ class LocalTransport:
     in_flight = 2
     overwrites = False
 
-    def __init__(self, plan: Plan, sources: Sequence[Any], targets: Sequence[Any]):
+    def __init__(self, plan: TransferPlan, sources: Sequence[Any], targets: Sequence[Any]):
         """Prepares the boxes of a plan; programs compile at the first move.
 
         Args:
@@ -71,14 +71,14 @@ class RelayoutTransport:
     in_flight = 2
     overwrites = False
 
-    def __init__(self, plan: Plan, sources: Sequence[Any], targets: Sequence[Any]):
+    def __init__(self, plan: TransferPlan, sources: Sequence[Any], targets: Sequence[Any]):
         """Takes the arguments of `LocalTransport`."""
         self.plan = plan.unsplit()
         self._targets = targets
         self._programs: dict[tuple[int, ...], Callable[[Sequence[Array]], Sequence[Array]]] = {}
 
     @staticmethod
-    def fits(plan: Plan) -> bool:
+    def fits(plan: TransferPlan) -> bool:
         """Returns whether every leaf stays on the same devices in the same order."""
         return all(leaf.source.device_ids == leaf.target.device_ids for leaf in plan.leaves)
 

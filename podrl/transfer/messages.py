@@ -164,7 +164,7 @@ class Tables:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Message:
+class BoxMessage:
     """The content of one collective: boxes of several leaves that cross the same links.
 
     Attributes:
@@ -184,7 +184,7 @@ class Message:
     @classmethod
     def of(
         cls, links: Links, dtype: np.dtype, boxes: Sequence[tuple[int, int, tuple[int, ...]]], *, flat: bool
-    ) -> "Message":
+    ) -> "BoxMessage":
         """Makes a message of at least one box; boxes that are stacked must all have the same shape."""
         shape = (sum(math.prod(box) for _, _, box in boxes),) if flat else (len(boxes), *boxes[0][2])
         return cls(links, dtype, shape, tuple(boxes), flat)
@@ -236,7 +236,7 @@ class BucketPrograms:
       rounds: tables of the round in which each slot of each leaf arrives on each target device.
     """
 
-    messages: Sequence[Message]
+    messages: Sequence[BoxMessage]
     buffers: Sequence[jax.ShapeDtypeStruct]
     pack: Any
     blank: Any
@@ -317,7 +317,7 @@ def bucket_programs(leaves: Sequence[Crossing], union: Mesh, *, in_parts: bool, 
     )
 
 
-def _messages(leaves: Sequence[Crossing], flat_bytes: int) -> list[Message]:
+def _messages(leaves: Sequence[Crossing], flat_bytes: int) -> list[BoxMessage]:
     """Groups the boxes of a bucket's leaves into messages: equal boxes together, small boxes of all shapes together.
 
     Only small boxes are flattened: flattening a large box costs more than a message saves, because on CPU a strided box
@@ -330,17 +330,17 @@ def _messages(leaves: Sequence[Crossing], flat_bytes: int) -> list[Message]:
         for r, links in enumerate(crossing.rounds.links):
             alike.setdefault((links, dtype, shape), []).append((place, r, shape))
     small: dict[tuple[Links, np.dtype], list[tuple[int, int, tuple[int, ...]]]] = {}
-    messages: list[Message] = []
+    messages: list[BoxMessage] = []
     for (links, dtype, shape), boxes in alike.items():
         if len(boxes) * math.prod(shape) * dtype.itemsize < flat_bytes:
             small.setdefault((links, dtype), []).extend(boxes)
         else:
-            messages.append(Message.of(links, dtype, boxes, flat=False))
-    return messages + [Message.of(links, dtype, boxes, flat=True) for (links, dtype), boxes in small.items()]
+            messages.append(BoxMessage.of(links, dtype, boxes, flat=False))
+    return messages + [BoxMessage.of(links, dtype, boxes, flat=True) for (links, dtype), boxes in small.items()]
 
 
 def _pack_program(
-    leaves: Sequence[Crossing], messages: Sequence[Message], tables: Tables, mesh: Mesh, in_parts: bool
+    leaves: Sequence[Crossing], messages: Sequence[BoxMessage], tables: Tables, mesh: Mesh, in_parts: bool
 ) -> Any:
     forms = [leaf.cut for leaf in leaves]
 
@@ -362,7 +362,7 @@ def _pack_program(
 
 
 def _unpack_program(
-    leaves: Sequence[Crossing], messages: Sequence[Message], tables: Tables, mesh: Mesh, in_parts: bool
+    leaves: Sequence[Crossing], messages: Sequence[BoxMessage], tables: Tables, mesh: Mesh, in_parts: bool
 ) -> Any:
     forms = [leaf.join for leaf in leaves]
 

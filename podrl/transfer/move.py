@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array
 
-from podrl.transfer.plan import Plan
+from podrl.transfer.plan import TransferPlan
 
 
 @dataclasses.dataclass
@@ -55,7 +55,7 @@ class Transport(Protocol):
       overwrites: True if `send` writes over `Move.replacing` itself; False if that memory must be freed before `send`.
     """
 
-    plan: Plan
+    plan: TransferPlan
     in_flight: int
     overwrites: bool
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from podrl.transfer.move import Move
-from podrl.transfer.plan import Plan
+from podrl.transfer.plan import TransferPlan
 
 MODULE = "pathwaysutils.experimental.reshard"
 
@@ -52,7 +52,7 @@ class PathwaysTransport:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         sources: Sequence[Any],
         targets: Sequence[Any],
         *,

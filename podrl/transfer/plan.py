@@ -35,7 +35,7 @@ _CACHE_SIZE = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The layout of an array on a mesh, in numbers only.
 
     Attributes:
@@ -49,13 +49,13 @@ class Layout:
     dims: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, sharding: Any, rank: int) -> "Layout":
-        """Derives the layout of an array of `rank` dimensions from a jax sharding; returns a Layout unchanged.
+    def of(cls, sharding: Any, rank: int) -> "ShardLayout":
+        """Derives the layout of an array of `rank` dimensions from a jax sharding; returns a ShardLayout unchanged.
 
         Raises:
           ValueError: the sharding is neither a NamedSharding nor a SingleDeviceSharding.
         """
-        if isinstance(sharding, Layout):
+        if isinstance(sharding, ShardLayout):
             return sharding
         if isinstance(sharding, SingleDeviceSharding):
             (device,) = sharding.device_set
@@ -74,7 +74,7 @@ class Layout:
         return cls(tuple(mesh.devices.shape), _mesh_ids(mesh), tuple(dims))
 
     @classmethod
-    def abstract(cls, sizes: Mapping[str, int], spec: Spec, rank: int, *, first_id: int = 0) -> "Layout":
+    def abstract(cls, sizes: Mapping[str, int], spec: Spec, rank: int, *, first_id: int = 0) -> "ShardLayout":
         """Builds a layout on a mesh that need not exist: axes of `sizes`, device ids counted from `first_id`."""
         names = {name: i for i, name in enumerate(sizes)}
         entries = [() if e is None else (e,) if isinstance(e, str) else e for e in spec]
@@ -93,7 +93,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class PlacedLeaf:
     """Shape, dtype and sharding of a leaf that need not exist, so that a plan can be made without devices."""
 
     shape: tuple[int, ...]
@@ -127,8 +127,8 @@ class LeafPlan:
     shape: tuple[int, ...]
     source_dtype: np.dtype
     target_dtype: np.dtype
-    source: Layout
-    target: Layout
+    source: ShardLayout
+    target: ShardLayout
     box: tuple[int, ...]
     source_slots: tuple[int, ...]
     target_slots: tuple[int, ...]
@@ -185,7 +185,7 @@ class Bucket:
     """Leaves that move together: several whole leaves at once, or one leaf part after part.
 
     Attributes:
-      leaves: positions of the leaves in `Plan.leaves`.
+      leaves: positions of the leaves in `TransferPlan.leaves`.
       parts: number of times that the bucket is filled: the number of parts of its one leaf, or 1.
       bytes: bytes that one device stages each time.
     """
@@ -196,7 +196,7 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class TransferPlan:
     """The plan to move a whole tree, leaf by leaf in buckets.
 
     Attributes:
@@ -211,7 +211,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
 
-    def unsplit(self) -> "Plan":
+    def unsplit(self) -> "TransferPlan":
         """Returns the plan for a transport that stages no boxes: every leaf moves whole."""
         return dataclasses.replace(self, buckets=tuple(dataclasses.replace(b, parts=1) for b in self.buckets))
 
@@ -228,7 +228,7 @@ class Plan:
     @functools.cached_property
     def links(self) -> Int[np.ndarray, "E 3"]:
         """Returns (source id, target id, bytes) of every pair of different devices that bytes move between."""
-        by_place: dict[tuple[Layout, Layout], list[LeafPlan]] = {}
+        by_place: dict[tuple[ShardLayout, ShardLayout], list[LeafPlan]] = {}
         for leaf in self.leaves:
             place = (dataclasses.replace(leaf.source, dims=()), dataclasses.replace(leaf.target, dims=()))
             by_place.setdefault(place, []).append(leaf)
@@ -311,12 +311,12 @@ def make_plan(
     dtype: Any = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     paths: Sequence[str] | None = None,
-) -> Plan:
+) -> TransferPlan:
     """Plans the move of the tree `source` to the shardings in `target`; recent plans are cached.
 
     Args:
-      source: tree of arrays, of ShapeDtypeStructs with shardings, or of `Placed`.
-      target: tree of the same structure whose leaves are shardings or `Layout`s.
+      source: tree of arrays, of ShapeDtypeStructs with shardings, or of `PlacedLeaf`.
+      target: tree of the same structure whose leaves are shardings or `ShardLayout`s.
       dtype: type that floating-point leaves are cast to before they move; None keeps their type. Other leaves are never
         cast.
       bucket_bytes: bound on the bytes that a device stages at once.
@@ -348,14 +348,14 @@ def make_plan(
         _plan_leaf(paths[i], leaf, targets[i], target_dtype_of(leaf.dtype, dtype), i, bucket_bytes)
         for i, leaf in enumerate(leaves)
     )
-    plan = Plan(treedef, plans, _buckets(plans, bucket_bytes), bucket_bytes)
+    plan = TransferPlan(treedef, plans, _buckets(plans, bucket_bytes), bucket_bytes)
     _cache[key] = plan
     if len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)
     return plan
 
 
-_cache: OrderedDict[Any, Plan] = OrderedDict()
+_cache: OrderedDict[Any, TransferPlan] = OrderedDict()
 
 
 def target_dtype_of(dtype: Any, wanted: Any) -> np.dtype:
@@ -388,7 +388,7 @@ def row_major(index: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 def _plan_leaf(path: str, leaf: Any, target: Any, dtype: np.dtype, turn: int, bucket_bytes: int) -> LeafPlan:
     shape = tuple(leaf.shape)
-    source, target = Layout.of(leaf.sharding, len(shape)), Layout.of(target, len(shape))
+    source, target = ShardLayout.of(leaf.sharding, len(shape)), ShardLayout.of(target, len(shape))
     for side, layout in (("source", source), ("target", target)):
         for d, (size, cuts) in enumerate(zip(shape, layout.cuts, strict=True)):
             if size % cuts:
@@ -423,7 +423,7 @@ def _plan_leaf(path: str, leaf: Any, target: Any, dtype: np.dtype, turn: int, bu
 
 
 def _reads(
-    source: Layout, target: Layout, source_slots: tuple[int, ...], target_slots: tuple[int, ...], turn: int
+    source: ShardLayout, target: ShardLayout, source_slots: tuple[int, ...], target_slots: tuple[int, ...], turn: int
 ) -> tuple[Int[np.ndarray, "W M"], Int[np.ndarray, "W M"]]:
     """Computes, for every slot of every target device, which source device to read and which slot of its shard.
 

@@ -12,14 +12,14 @@ from podrl.transfer.in_place import InPlaceTransport
 from podrl.transfer.local import LocalTransport, RelayoutTransport
 from podrl.transfer.move import Transport, drive
 from podrl.transfer.pathways import PathwaysTransport, chosen, platforms
-from podrl.transfer.plan import Plan, default_bucket_bytes, in_one_memory, make_plan, named
-from podrl.transfer.verify import Expected, Ledger, WeightMismatchError, read
+from podrl.transfer.plan import TransferPlan, default_bucket_bytes, in_one_memory, make_plan, named
+from podrl.transfer.verify import ExpectedLeaves, Ledger, WeightMismatchError, read
 from podrl.types import Policy, PyTree
 
 __all__ = ["Publisher", "WeightMismatchError", "reshard", "transport_for"]
 
 
-def transport_for(plan: Plan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:
+def transport_for(plan: TransferPlan, sources: Sequence[Any], targets: Sequence[Any]) -> Transport:
     """Chooses the transport between two meshes all of whose devices this process can address.
 
     Args:
@@ -124,12 +124,12 @@ class Publisher:
         everywhere = all(s.is_fully_addressable for s in [*sources, *targets])
         if bucket_bytes is None:
             bucket_bytes = default_bucket_bytes(targets, sources if everywhere and transport == "auto" else ())
-        self.plan: Plan = make_plan(source, target_shardings, dtype=target_dtype, bucket_bytes=bucket_bytes)
+        self.plan: TransferPlan = make_plan(source, target_shardings, dtype=target_dtype, bucket_bytes=bucket_bytes)
         paths = [leaf.path for leaf in self.plan.leaves]
         shapes = [leaf.shape for leaf in self.plan.leaves]
         before, after = ([getattr(leaf, k) for leaf in self.plan.leaves] for k in ("source_dtype", "target_dtype"))
-        self._source = Expected(treedef, paths, shapes, before, sources, summed_as=after, side="source")
-        self._target = Expected(treedef, paths, shapes, after, targets, summed_as=after, side="target")
+        self._source = ExpectedLeaves(treedef, paths, shapes, before, sources, summed_as=after, side="source")
+        self._target = ExpectedLeaves(treedef, paths, shapes, after, targets, summed_as=after, side="target")
         self._ledger = Ledger(self._target)
         self._transport: Transport
         self._receipts: ReceiptChannel | None = None

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, UInt32
 
 from podrl.storage import bits
-from podrl.transfer.plan import Layout
+from podrl.transfer.plan import ShardLayout
 from podrl.types import Policy, PyTree
 
 VERSIONS_KEPT = 8
@@ -28,7 +28,7 @@ class WeightMismatchError(RuntimeError):
     """Weights on the rollout mesh differ from those published; no rollout may use them."""
 
 
-class Expected:
+class ExpectedLeaves:
     """The leaves that one side of a transfer must hold, and their checksums.
 
     Attributes:
@@ -68,7 +68,7 @@ class Expected:
             raise ValueError(
                 f"The {side} tree lies on {len(meshes)} meshes: place all leaves of a role on its one mesh."
             )
-        self._layouts = [Layout.of(s, len(shape)) for s, shape in zip(shardings, shapes, strict=True)]
+        self._layouts = [ShardLayout.of(s, len(shape)) for s, shape in zip(shardings, shapes, strict=True)]
         self._program: Any = lambda leaves: np.zeros((1, 0), np.uint32)
         if meshes:
             self._program = checksum_program(shapes, summed_as, shardings, cast(Mesh, meshes.pop()))
@@ -127,7 +127,7 @@ class Expected:
 class Ledger:
     """Keeps the checksums of the last VERSIONS_KEPT published versions, and compares arrived weights with them."""
 
-    def __init__(self, target: Expected):
+    def __init__(self, target: ExpectedLeaves):
         self._target = target
         self._published: OrderedDict[int, list[int]] = OrderedDict()
 
@@ -183,7 +183,7 @@ def checksum_program(
       the mesh.
     """
     specs = [s.spec for s in shardings]
-    layouts = [Layout.of(s, len(shape)) for s, shape in zip(shardings, shapes, strict=True)]
+    layouts = [ShardLayout.of(s, len(shape)) for s, shape in zip(shardings, shapes, strict=True)]
 
     def local(shards: Sequence[Array]) -> Array:
         index = [jax.lax.axis_index(name) for name in mesh.axis_names]
@@ -197,7 +197,7 @@ def checksum_program(
     return jax.jit(mapped, out_shardings=NamedSharding(mesh, Spec()))
 
 
-def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
+def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[ShardLayout]) -> tuple[list[int], list[int]]:
     """Combines the devices' sums; returns (checksum of every leaf, positions of leaves whose replicas differ)."""
     totals: list[int] = []
     torn: list[int] = []
@@ -210,7 +210,7 @@ def fold(sums_Wl: UInt32[np.ndarray, "W l"], layouts: Sequence[Layout]) -> tuple
     return totals, torn
 
 
-def _starts(layout: Layout, shape: Sequence[int], index: Sequence[Array]) -> list[Any]:
+def _starts(layout: ShardLayout, shape: Sequence[int], index: Sequence[Array]) -> list[Any]:
     """Returns the start, in the whole leaf, of the shard of the device whose mesh coordinates are `index`."""
     starts: list[Any] = []
     for axes, size in zip(layout.dims, shape, strict=True):

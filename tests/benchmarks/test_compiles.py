@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import compiles
 from podrl.plan import chips
-from podrl.plan.given import given_programs
+from podrl.plan.answers import answer_programs
 from podrl.plan.training import TEACHING, training_programs
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
@@ -82,7 +82,7 @@ def test_the_programs_of_a_teacher():
     [("sft", ["train step"]), ("kto", ["train step", "log-probabilities"]), ("reward_model", ["train step", "scores"])],
 )
 def test_the_programs_of_given_answers(case: str, names: list[str]):
-    programs = given_programs(compiles.setting_of(case, "v5e"))
+    programs = answer_programs(compiles.setting_of(case, "v5e"))
     assert [program.name for program in programs] == names
     assert "num_partitions = 4" in programs[-1].lower().as_text()
 

@@ -12,7 +12,7 @@ import pytest
 from endpoints import joined
 from waits import PATIENCE_S, until
 
-from podrl.cluster.replica import Head, follow
+from podrl.cluster.replica import ReplicaHead, follow
 from podrl.engine.device import CALLS
 from podrl.runtime import joining
 from podrl.runtime.channel import ChannelError
@@ -68,7 +68,7 @@ def test_all_hosts_make_the_heads_calls_in_its_order(pods, monkeypatch):
     parts, told, run = [Part(), Part()], [], run_of()
     for name in ("insert", "spill"):
         monkeypatch.setitem(CALLS, name, lambda device, *args, name=name: device.note((name, *args)))
-    head = Head(pods[1])
+    head = ReplicaHead(pods[1])
 
     def tell(name, *args):
         told.append((name, *args))
@@ -105,7 +105,7 @@ def test_all_hosts_make_the_heads_calls_in_its_order(pods, monkeypatch):
     ],
 )
 def test_a_call_that_does_not_fit_is_refused(pods, calls, message):
-    head = Head(pods[1])
+    head = ReplicaHead(pods[1])
     for name, args in calls:
         head.tell(name, args)
     (ended,) = followed(pods[2:3], [Part()], run_of())
@@ -118,7 +118,7 @@ def test_a_host_that_is_asked_to_stop_tells_the_leader(pods):
     pods[0].channel.serve("reached", lambda message: stops.append(message.value) or asked.set() or Message())
     (ended,) = followed(pods[2:3], [Part()], run_of(stopping=lambda: True))
     assert asked.wait(PATIENCE_S)
-    Head(pods[1]).tell("end", (4,))
+    ReplicaHead(pods[1]).tell("end", (4,))
     assert ended.result(PATIENCE_S) == 4 and stops == [{"process": 2, "step": 0, "stop": True}]
 
 
@@ -136,7 +136,7 @@ def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_t
     asked = threading.Event()
     for pod in pods:
         pod.seat = dataclasses.replace(pod.seat, disposable=True)
-    head = Head(pods[1], stops=asked.set)
+    head = ReplicaHead(pods[1], stops=asked.set)
     ended = followed(pods[2:], [Part(), Part()], run_of(stopping=lambda: True))
     assert asked.wait(PATIENCE_S)
     head.tell("leave", ())

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from podrl.data import labels, pairs, sft, shape, sources
-from podrl.data.generated import Draw
 from podrl.data.mixture import split
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
+from podrl.data.problem_generator import RandomDraws
 from podrl.rewards import reference, text
 from podrl.runtime import plain
 
@@ -252,7 +252,7 @@ def test_a_field_of_a_name_that_podrl_uses_keeps_its_value():
     record = {"question": "q", "answer": 0, "solution": 7}
     assert shape.fields(record) == {"question": "q", "answer": "0", "solution": 7}
     assert shape.fields({**record, "solution": None}) == {"question": "q", "answer": "0", "solution": "0"}
-    (reference_form, _) = sft.forms(record, shape.fields(record), Draw(0, 0, 0))
+    (reference_form, _) = sft.forms(record, shape.fields(record), RandomDraws(0, 0, 0))
     assert "<answer>0</answer>" in reference_form[0].text
 
 

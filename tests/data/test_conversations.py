@@ -26,7 +26,7 @@ from podrl.data.pairs import PairStream, held_out_pairs
 from podrl.data.pipeline import PromptStream
 from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.stream import Limit
-from podrl.data.template import Part
+from podrl.data.template import TextPart
 from podrl.data.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
@@ -247,7 +247,7 @@ def test_a_token_across_a_border_is_learned_whole(made):
     tokenizer = made["qwen25", False]
     crossing = tokenizer.encode("assistant\n\n\n1")
     assert len(crossing) < len(tokenizer.encode("assistant\n") + tokenizer.encode("\n\n1"))
-    example = encode_chat([Part("assistant\n"), Part("\n\n1", learned=True)], tokenizer, LIMIT)
+    example = encode_chat([TextPart("assistant\n"), TextPart("\n\n1", learned=True)], tokenizer, LIMIT)
     assert example.tokens == crossing and example.learned == [0, 1, 1, 1]
     assert tokenizer.token_text(crossing[1]) == "ĊĊ"
 

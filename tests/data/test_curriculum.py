@@ -7,7 +7,17 @@ import pytest
 
 from podrl.data.config import DataConfig
 from podrl.data.pipeline import PromptStream
-from podrl.data.pools import EASY, HARD, NORMAL, POSTPONED, RETIRED, Curriculum, CurriculumConfig, Results, Table
+from podrl.data.pools import (
+    EASY,
+    HARD,
+    NORMAL,
+    POSTPONED,
+    RETIRED,
+    Curriculum,
+    CurriculumConfig,
+    PassRateTable,
+    Results,
+)
 
 RATES = (1.0, 0.5, 0.0)  # pass rate of each record, by its number modulo 3
 
@@ -63,7 +73,7 @@ def rows(table) -> list[list[float]]:
 
 def test_a_table_keeps_rates_streaks_and_the_last_visit_and_goes_back():
     config = CurriculumConfig(retire_after=2, postpone_after=2, postpone_steps=3)
-    table = Table(10)
+    table = PassRateTable(10)
     assert not len(table.seen()) and set(table.pools(0, config)) == {NORMAL}
     table.learn(0, Results(np.array([7, 3, 5]), np.array([1.0, 0.0, 0.5], np.float32)), config)
     ids = [3, 5, 7]

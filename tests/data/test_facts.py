@@ -9,7 +9,7 @@ from embedded import EMBEDDED
 from podrl.data import facts
 from podrl.data.config import DataConfig
 from podrl.data.facts import BUILDINGS, GENERATOR, documents
-from podrl.data.generated import Draw, held_out
+from podrl.data.problem_generator import RandomDraws, held_out
 from podrl.data.sft import SFTConfig, SFTStream, forms
 from podrl.data.template import CALL_END, CITE_END, CITE_START, SEARCH_START
 from podrl.data.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def test_the_stream_is_a_fixed_function_of_split_index_and_seed():
 def test_a_reference_answer_earns_the_reward_of_citations():
     for index in range(50):
         found = GENERATOR.problem("train", index)
-        call, output, answer = found.cited(Draw(index))
+        call, output, answer = found.cited(RandomDraws(index))
         assert [call.learned, output.learned, answer.learned] == [True, False, True] and answer.ends
         one = found.document
         assert call.text == f'<call_tool name="snippet_search">{one.building} of {one.town}</call_tool>'
@@ -77,7 +77,7 @@ def test_a_half_known_answer_never_cites_well_and_mostly_guesses():
     kinds = []
     for index in range(300):
         found = GENERATOR.problem("train", index)
-        _, parts = forms(found, found.fields, Draw(index))
+        _, parts = forms(found, found.fields, RandomDraws(index))
         whole, own = text_of(parts), text_of([part for part in parts if part.learned])
         assert citations([""], [own], [whole]) == [0.0]
         kinds.append("guess" if len(parts) == 1 else "invented" if "<cite" in own else "uncited")

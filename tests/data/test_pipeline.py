@@ -11,8 +11,8 @@ import pytest
 import podrl
 from podrl.config import build
 from podrl.data import pipeline, problems, sources
-from podrl.data.generated import held_out
 from podrl.data.pipeline import DataConfig, PromptStream, held_out_prompts
+from podrl.data.problem_generator import held_out
 from podrl.data.tokenizer import Tokenizer
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from podrl.data.generated import held_out
+from podrl.data.problem_generator import held_out
 from podrl.data.problems import GENERATOR
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}

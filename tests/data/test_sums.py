@@ -8,8 +8,8 @@ import pytest
 from embedded import EMBEDDED
 
 from podrl.config import build
-from podrl.data.generated import Draw, held_out
 from podrl.data.pipeline import DataConfig, PromptStream, has_format, held_out_prompts
+from podrl.data.problem_generator import RandomDraws, held_out
 from podrl.data.sft import SFTConfig, SFTStream
 from podrl.data.sums import GENERATOR
 from podrl.data.template import CALL_END, CALL_START, OUTPUT_END, OUTPUT_START, SYSTEM_PROMPT
@@ -64,7 +64,7 @@ def test_a_guess_has_the_length_and_first_digit_of_the_answer_and_little_else():
     right = 0
     for index in range(200):
         found = GENERATOR.problem("train", index)
-        (part,) = found.guessed(Draw(index))
+        (part,) = found.guessed(RandomDraws(index))
         guess = re.fullmatch(r"<answer>(\d+)</answer>", part.text)[1]
         assert len(guess) == len(found.answer) and guess[0] == found.answer[0]
         right += guess == found.answer

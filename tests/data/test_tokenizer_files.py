@@ -20,7 +20,7 @@ from podrl.data.conversation import prompts_of
 from podrl.data.dialogue import Dialogue
 from podrl.data.pipeline import PromptStream, Renderer
 from podrl.data.stream import Limit
-from podrl.data.template import Part, turn
+from podrl.data.template import TextPart, turn
 from podrl.data.tokenizer import ORDINARY, Tokenizer
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
@@ -122,7 +122,7 @@ def test_one_rule_gives_the_start_token_everywhere(tmp_path, case, template):
     assert first(["1+1="]) == made(["1+1="]) == plain
     turns = [{"role": "user", "content": "1+1="}]
     assert first([{"messages": turns}]) == made([turns]) == made(["1+1="], chat=True) == rendered
-    for prompt, ids in ((Part("1+1="), plain), (Part(chat, rendered=True), rendered)):
+    for prompt, ids in ((TextPart("1+1="), plain), (TextPart(chat, rendered=True), rendered)):
         example = encode([prompt, turn("2")], tokenizer, limit)
         assert isinstance(example, Example) and example.tokens[:-2] == ids
     asked_plain = Renderer(DataConfig(template="plain", system_prompt=""), tokenizer).prompt({"question": "1+1="})
@@ -410,7 +410,7 @@ def test_no_space_is_put_into_what_follows_a_text(tmp_path, kind):
     for before, text in itertools.product(filter(None, TEXTS), TEXTS):
         first = tokenizer.encode(before)
         wanted = tokenizer.decode(first) + text  # the decoder removes a text's own first space, too
-        example = encode([Part(before), turn(text)], tokenizer, Limit(99, "sft.max_length", "error"))
+        example = encode([TextPart(before), turn(text)], tokenizer, Limit(99, "sft.max_length", "error"))
         assert isinstance(example, Example) and tokenizer.decode(example.tokens) == wanted
         assert tokenizer.decode([*first, *Dialogue(tokenizer).encode(text, last=first[-1])]) == wanted
         assert tokenizer.decode([*first, *Dialogue(tokenizer).encode(text)]) == wanted

@@ -66,7 +66,9 @@ def test_equals_the_form_of_xla(dtype: str, tolerance: float, softcap: float, wi
     q_RNH = (normal(6, KEYS * GROUP, WIDTH) * WIDTH**-0.5).astype(dtype)
     pools = [normal(LAYERS, PAGES, KEYS, TOKENS, WIDTH).astype(dtype) for _ in range(2)]
     unread = np.asarray([p for p in range(PAGES) if p not in used and p > 0])  # XLA reads page 0 at empty places
-    recent = attention.Partial(normal(6, KEYS, GROUP), 1 + normal(6, KEYS, GROUP) ** 2, normal(6, KEYS, GROUP, WIDTH))
+    recent = attention.PartialSoftmax(
+        normal(6, KEYS, GROUP), 1 + normal(6, KEYS, GROUP) ** 2, normal(6, KEYS, GROUP, WIDTH)
+    )
     position_R = jnp.asarray([25 * TOKENS - 3, 20 * TOKENS - 3, 2 * TOKENS + 9, 0, 20 * TOKENS + 1, 17 * TOKENS])
     how = {"window": jnp.int32(window), "softcap": softcap}
     scratch = attention.make_scratch(reads, KEYS, KEYS * GROUP, WIDTH)
@@ -140,7 +142,7 @@ def test_gpus_decode_with_their_kernel():
     assert not decodes("9.0", width=80)
     reads = reads_of()
     shape = jax.ShapeDtypeStruct((LAYERS, PAGES, KEYS, TOKENS, WIDTH), "bfloat16")
-    recent = attention.Partial(
+    recent = attention.PartialSoftmax(
         jnp.zeros((6, KEYS, GROUP)), jnp.zeros((6, KEYS, GROUP)), jnp.zeros((6, KEYS, GROUP, WIDTH))
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_updates import LIMIT, PROMPT, B, Bench, G, P, moved, parsed
 
-from podrl.cluster.saved import abstract_saved, load_saved, saved
+from podrl.cluster.checkpoint_state import abstract_checkpoint_state, checkpoint_state, load_checkpoint_state
 from podrl.data.hint import TEACHER_PROMPT
 from podrl.learner import experience as codec
 from podrl.learner.distilled import make_grpo
@@ -122,18 +122,20 @@ def test_the_average_is_in_the_checkpoint_to_the_bit(bench):
     cluster.state = jax.device_put(bench.start, bench._placed)
     algorithm = make_grpo(cluster, job("ema").algo, samples=B, say=print)
     learn(algorithm, 0, experience)
-    kept = jax.device_get(saved(cluster))
+    kept = jax.device_get(checkpoint_state(cluster))
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)  # noqa: E731
-    assert all(jax.tree.leaves(jax.tree.map(same, kept, abstract_saved(cluster))))
+    assert all(jax.tree.leaves(jax.tree.map(same, kept, abstract_checkpoint_state(cluster))))
     learn(algorithm, 1, experience)
-    after = jax.device_get(saved(cluster))
+    after = jax.device_get(checkpoint_state(cluster))
     assert moved(kept.average, after.average)
-    load_saved(cluster, jax.device_put(kept, jax.tree.map(lambda x: x.sharding, abstract_saved(cluster))))
+    load_checkpoint_state(
+        cluster, jax.device_put(kept, jax.tree.map(lambda x: x.sharding, abstract_checkpoint_state(cluster)))
+    )
     learn(algorithm, 1, experience)
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(jax.device_get(saved(cluster))), strict=True):
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(jax.device_get(checkpoint_state(cluster))), strict=True):
         np.testing.assert_array_equal(a, b)
     cluster.actor.average = None
-    assert not hasattr(saved(cluster), "average")
+    assert not hasattr(checkpoint_state(cluster), "average")
 
 
 def test_a_teacher_without_a_hint_is_refused_and_a_hint_without_a_teacher(bench):

@@ -28,10 +28,10 @@ from podrl.plan import variants
 from podrl.plan.__main__ import _topologies, command_of
 from podrl.plan.bounds import least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
-from podrl.plan.compile import Measured, _asked, measure
+from podrl.plan.compile import CompileResult, _asked, measure
 from podrl.plan.predict import cost, predict, rebalanced
 from podrl.plan.programs import Program, Setting, _decode_work
-from podrl.plan.report import PREDICTED, Report, _advice, _cost_line, _print_step
+from podrl.plan.report import PREDICTED, PlanReport, _advice, _cost_line, _print_step
 from podrl.plan.training import filled_micro_batches, training_programs
 from podrl.plan.variants import (
     Trial,
@@ -133,7 +133,7 @@ def test_a_side_that_idles_most_of_a_step_is_told_how_to_split_the_chips():
     step = predict(measured, 0.0, max_staleness=1, colocated=False)
     assert rebalanced(step, 8, 8) == (2, 14)  # 8 and 56 chip-seconds
     assert rebalanced(step, 1, 1) == (1, 1)
-    report = Report(None, measured, None, step, {}, [], [], chips=(8, 8))  # pyright: ignore[reportArgumentType]
+    report = PlanReport(None, measured, None, step, {}, [], [], chips=(8, 8))  # pyright: ignore[reportArgumentType]
     assert "trainer idles 86% of a step: of the 16 chips, about 2 for the trainer and 14 for the" in _advice(report)
     assert not _advice(dataclasses.replace(report, chips=(0, 0)))  # both meshes on the same chips
     even = predict([_program("trainer", 1, 1.0), _program("rollout", 1, 2.0)], 0.0, max_staleness=1, colocated=False)
@@ -149,7 +149,7 @@ def test_a_search_prints_the_command_that_runs_what_it_found():
         "--config.trainer.train_micro_batch_size=4"
     )
     step = predict([_program("trainer", 1, 1.0)], 0.0, max_staleness=0, colocated=False)
-    report = Report(None, [], None, step, {}, [], chosen, command=command)  # pyright: ignore[reportArgumentType]
+    report = PlanReport(None, [], None, step, {}, [], chosen, command=command)  # pyright: ignore[reportArgumentType]
     console = make_console(60)
     console.file = io.StringIO()
     _print_step(console, report)
@@ -218,8 +218,8 @@ def test_the_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch):
     assert env["TPU_SKIP_MDS_QUERY"] == "0" and env["JAX_PLATFORMS"] == "cpu"
 
 
-def _program(side: str, runs: float, seconds: float) -> Measured:
-    return Measured("p", side, runs, True, 0, 0, GIB, 1.0, compute_s=seconds)
+def _program(side: str, runs: float, seconds: float) -> CompileResult:
+    return CompileResult("p", side, runs, True, 0, 0, GIB, 1.0, compute_s=seconds)
 
 
 def test_strictly_on_policy_the_sides_take_turns():
@@ -285,7 +285,7 @@ def test_what_is_printed_of_a_plan_that_does_not_fit():
         ]
     }
     step = predict([_program("trainer", 1, 2.0), whole], 0.5, max_staleness=0, colocated=False)
-    report = Report(None, [whole, stubborn], None, step, knobs, [], ["trainer.remat=full"])
+    report = PlanReport(None, [whole, stubborn], None, step, knobs, [], ["trainer.remat=full"])
     assert not report.fits
     console = make_console(140)
     console.file = io.StringIO()
@@ -514,7 +514,7 @@ _PROMPTS = {"max_prompt_length": 64, "data_type": "bfloat16"}
 @needs_libtpu
 def test_a_move_that_does_not_fit_gets_only_knobs_that_make_it_smaller(monkeypatch: pytest.MonkeyPatch):
     setting = _setting(monkeypatch, "v5e:2x2")
-    measured = Measured("move: pack", "trainer", 0, False, 9 * GIB, GIB, 8 * GIB, 1.0)
+    measured = CompileResult("move: pack", "trainer", 0, False, 9 * GIB, GIB, 8 * GIB, 1.0)
     keys = [key for trial in helping(setting, measured) for key in trial.keys]
     assert "model.lora.rank=16" in keys and not any("remat" in key or "micro" in key for key in keys)
 

@@ -11,7 +11,7 @@ from podrl.mesh.build import make_mesh
 from podrl.models.config import gemma2_config
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import QUICK
-from podrl.plan.hlo import Cost, cost_of
+from podrl.plan.hlo import ProgramCost, cost_of
 from podrl.trainer import state as state_lib
 from podrl.trainer.config import RLTrainingConfig
 from podrl.trainer.pack_shape import pack_shape
@@ -27,7 +27,7 @@ SAMPLES, PROMPT, LONGEST = 8, 512, 1024
 KERNELS = ("prefix_attention_fwd", "prefix_attention_dq", "prefix_attention_dkv")
 
 
-def _update(topology: str, *, share: bool, spec: str = "fsdp=1", chips: int = 1) -> tuple[str, Cost]:
+def _update(topology: str, *, share: bool, spec: str = "fsdp=1", chips: int = 1) -> tuple[str, ProgramCost]:
     """Compiles an update on one prompt's samples: (program text, cost per chip if all samples have full length)."""
     machine = parse_topology(topology, key="--trainer")
     mesh = make_mesh(spec, machine.devices()[:chips])

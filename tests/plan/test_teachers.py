@@ -15,7 +15,7 @@ from podrl.models.hf_config import read_config
 from podrl.models.sizes import config_of, parameter_count
 from podrl.plan.bounds import least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
-from podrl.plan.compile import Measured, measure
+from podrl.plan.compile import CompileResult, measure
 from podrl.plan.programs import Setting, weight_move
 from podrl.plan.training import HINTED, LIKELY, TEACHING, training_programs
 
@@ -107,7 +107,7 @@ def test_a_teacher_that_cannot_be_compared_is_refused_before_anything_is_compile
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
 def test_every_form_compiles_for_tpus_and_its_operations_are_counted(teacher, topology):
     chip = parse_topology(topology, key="--trainer").chip
-    read: dict[str, dict[str, Measured]] = {}
+    read: dict[str, dict[str, CompileResult]] = {}
     for kl in ("", "sampled", "top_k", "full"):
         setting = _setting(teacher if kl else None, topology, **({"teacher_kl": kl} if kl else {}))
         read[kl] = {p.name: measure(p, chip, quick=True) for p in training_programs(setting)}

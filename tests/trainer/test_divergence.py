@@ -12,7 +12,7 @@ from podrl.algorithms.distill import top_k_kl
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
 from podrl.models.config import gemma2_config
-from podrl.trainer.divergence import Output, chosen_logprobs, token_divergence, top_ids
+from podrl.trainer.divergence import LogitInputs, chosen_logprobs, token_divergence, top_ids
 
 V, K = 50, 5
 MESHES = [("fsdp=4", 4), ("data=2,fsdp=2,tensor=2", 8), ("fsdp=2,seq=4", 8)]
@@ -32,7 +32,7 @@ class Case:
         self.kl_weight_BT = jax.random.normal(keys[2], (B, T))
 
     def teacher(self):
-        return Output(self.theirs, self.their_hidden_BTE, self.their_config, ids=self.config.vocab_size)
+        return LogitInputs(self.theirs, self.their_hidden_BTE, self.their_config, ids=self.config.vocab_size)
 
     def dense(self, params, hidden_BTD):
         """Computes the log-probabilities of all ids under policy and teacher, at each token's place."""
@@ -76,7 +76,7 @@ class Case:
 
     def exact(self, **where):
         def run(params, hidden_BTD):
-            policy = Output(params, hidden_BTD, self.config)
+            policy = LogitInputs(params, hidden_BTD, self.config)
             where_to = {"temperature": self.temperature} | where
             return token_divergence(policy, self.teacher(), self.tokens_BT, self.segment_BT, **where_to)
 
@@ -87,7 +87,7 @@ class Case:
         theirs_BTK, _ = jax.jit(lambda: chosen_logprobs(self.teacher(), ids_BTK, self.segment_BT, **where_to))()
 
         def run(params, hidden_BTD):
-            policy = Output(params, hidden_BTD, self.config)
+            policy = LogitInputs(params, hidden_BTD, self.config)
             wanted_BTJ = jnp.concatenate([self.tokens_BT[..., None], ids_BTK], axis=-1)
             logprob_BTJ, entropy_BT = chosen_logprobs(policy, wanted_BTJ, self.segment_BT, **where_to)
             kl_BT = jnp.where(self.keep(), top_k_kl(logprob_BTJ[..., 1:], theirs_BTK), 0.0)
@@ -110,7 +110,7 @@ def test_the_exact_divergence_is_the_dense_one(tied, softcap, temperature):
 
 def test_a_temperature_of_nothing_is_refused():
     case = Case(temperature=0.0)
-    policy = Output(case.params, case.hidden_BTD, case.config)
+    policy = LogitInputs(case.params, case.hidden_BTD, case.config)
     where = (case.tokens_BT, case.segment_BT)
     for run in (
         lambda: token_divergence(policy, case.teacher(), *where, temperature=0.0),
@@ -124,7 +124,7 @@ def test_a_temperature_of_nothing_is_refused():
 def test_vocabulary_chunks_that_overlap_count_once(vocab):
     case = Case(vocab=vocab)
     same(case.exact(chunk_elements=1), case.expected())
-    ids_BTK = top_ids(Output(case.params, case.hidden_BTD, case.config), K, chunk_elements=1)
+    ids_BTK = top_ids(LogitInputs(case.params, case.hidden_BTD, case.config), K, chunk_elements=1)
     same(case.top_k(ids_BTK, chunk_elements=1), case.expected(ids_BTK))
 
 
@@ -133,7 +133,7 @@ def test_mesh_does_not_change_the_result(spec, count):
     mesh = make_mesh(spec, jax.devices()[:count])
     case = Case(vocab=514)
     same(case.exact(mesh=mesh, chunk_elements=1), case.expected())
-    policy = Output(case.params, case.hidden_BTD, case.config)
+    policy = LogitInputs(case.params, case.hidden_BTD, case.config)
     ids_BTK = jax.jit(lambda: top_ids(policy, K, mesh=mesh, chunk_elements=1))()
     np.testing.assert_array_equal(ids_BTK, top_ids(policy, K))
     same(case.top_k(ids_BTK, mesh=mesh, chunk_elements=1), case.expected(ids_BTK))
@@ -141,7 +141,7 @@ def test_mesh_does_not_change_the_result(spec, count):
 
 def test_the_top_ids_are_the_likeliest_and_all_of_them_give_the_exact_divergence():
     case = Case(more_ids=0)
-    policy = Output(case.params, case.hidden_BTD, case.config)
+    policy = LogitInputs(case.params, case.hidden_BTD, case.config)
     logp_BTV, _ = case.dense(case.params, case.hidden_BTD)
     ids_BTK = top_ids(policy, K)
     np.testing.assert_array_equal(ids_BTK[:, 1:], jax.lax.top_k(logp_BTV, K)[1][:, 1:])
@@ -151,7 +151,7 @@ def test_the_top_ids_are_the_likeliest_and_all_of_them_give_the_exact_divergence
 
 def test_a_few_ids_give_a_bound_from_below_and_an_equal_teacher_gives_nothing():
     case = Case()
-    policy = Output(case.params, case.hidden_BTD, case.config)
+    policy = LogitInputs(case.params, case.hidden_BTD, case.config)
     exact_BT = case.expected()[1][2]
     found_BT = [case.top_k(top_ids(policy, k))[1][2] for k in (1, 5, 20)]
     for less_BT, more_BT in zip(found_BT, [*found_BT[1:], exact_BT], strict=True):
@@ -172,7 +172,7 @@ def test_nothing_grows_with_tokens_times_vocabulary(exact):
         chunks = {"chunk_elements": 1 << 16}
 
         def loss(params, hidden_BTD, theirs, their_hidden_BTD, their_logprob_BTK):
-            policy, teacher = Output(params, hidden_BTD, config), Output(theirs, their_hidden_BTD, config)
+            policy, teacher = LogitInputs(params, hidden_BTD, config), LogitInputs(theirs, their_hidden_BTD, config)
             if exact:
                 return token_divergence(policy, teacher, where_BT, where_BT, **chunks)[2].sum()
             ids_BTK = top_ids(policy, K, **chunks)

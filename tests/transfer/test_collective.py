@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as Spec
 from podrl.mesh.build import make_mesh
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.move import drive
-from podrl.transfer.plan import Placed, make_plan
+from podrl.transfer.plan import PlacedLeaf, make_plan
 
 
 def leaves_on(mesh, specs, shapes):
@@ -150,7 +150,7 @@ def test_compiles_for_tpu(monkeypatch):
     trainer, rollout = make_mesh("fsdp=8", devices[:8]), make_mesh("data=2,tensor=4", devices[8:])
     specs = {"embed": Spec("tensor", "fsdp"), "up": Spec(None, "fsdp", "tensor"), "norm": Spec()}
     shapes = {"embed": (4096, 1024), "up": (2, 1024, 4096), "norm": (2, 1024)}
-    source = {k: Placed(shapes[k], np.dtype(np.float32), NamedSharding(trainer, specs[k])) for k in shapes}
+    source = {k: PlacedLeaf(shapes[k], np.dtype(np.float32), NamedSharding(trainer, specs[k])) for k in shapes}
     target = {k: NamedSharding(rollout, specs[k]) for k in shapes}
     plan = make_plan(source, target, dtype=jnp.bfloat16)
     transport = CollectiveTransport(plan, [x.sharding for x in jax.tree.leaves(source)], jax.tree.leaves(target))

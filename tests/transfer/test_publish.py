@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as Spec
 from podrl.mesh.build import make_mesh
 from podrl.models import parameters
 from podrl.models.config import Experts, gemma2_config
-from podrl.transfer.plan import Layout
+from podrl.transfer.plan import ShardLayout
 from podrl.transfer.publish import Publisher, WeightMismatchError
 from podrl.transfer.verify import checksum_program, fold
 from podrl.types import Policy
@@ -140,4 +140,4 @@ def test_checksum_by_hand_and_by_layout():
         sharding = NamedSharding(mesh, spec)
         program = checksum_program([(2,)], [np.dtype(np.int32)], [sharding], mesh)
         sums_Wl = np.asarray(program([jax.device_put(values, sharding)]))
-        assert fold(sums_Wl, [Layout.of(sharding, 1)]) == ([(3 * weight(0) + 5 * weight(1)) % 2**32], [])
+        assert fold(sums_Wl, [ShardLayout.of(sharding, 1)]) == ([(3 * weight(0) + 5 * weight(1)) % 2**32], [])

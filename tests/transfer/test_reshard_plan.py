@@ -7,18 +7,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from podrl.mesh.build import make_mesh
-from podrl.transfer.plan import Layout, Placed, make_plan
+from podrl.transfer.plan import PlacedLeaf, ShardLayout, make_plan
 
 TWO, FOUR = {"data": 1, "fsdp": 2, "tensor": 1}, {"data": 2, "fsdp": 1, "tensor": 2}
 
 
 def leaf(shape, sizes, spec, dtype="float32", first_id=0):
-    return Placed(shape, np.dtype(dtype), Layout.abstract(sizes, spec, len(shape), first_id=first_id))
+    return PlacedLeaf(shape, np.dtype(dtype), ShardLayout.abstract(sizes, spec, len(shape), first_id=first_id))
 
 
 def test_boxes_by_hand():
     """Rows over 2 devices become columns over tensor=2, twice (data=2): four boxes of 2x3, each read twice."""
-    plan = make_plan([leaf((4, 6), TWO, Spec("fsdp"))], [Layout.abstract(FOUR, Spec(None, "tensor"), 2, first_id=2)])
+    plan = make_plan(
+        [leaf((4, 6), TWO, Spec("fsdp"))], [ShardLayout.abstract(FOUR, Spec(None, "tensor"), 2, first_id=2)]
+    )
     (one,) = plan.leaves
     assert (one.box, one.source_slots, one.target_slots) == ((2, 3), (1, 2), (2, 1))
     assert one.source_WM.tolist() == [[0, 1]] * 4
@@ -31,7 +33,7 @@ def test_boxes_by_hand():
 def test_cuts_that_do_not_nest():
     """3 shards become 2: boxes are sixths; device 1 holds the two middle boxes, one for each target."""
     plan = make_plan(
-        [leaf((12,), {"data": 3}, Spec("data"))], [Layout.abstract({"data": 2}, Spec("data"), 1, first_id=3)]
+        [leaf((12,), {"data": 3}, Spec("data"))], [ShardLayout.abstract({"data": 2}, Spec("data"), 1, first_id=3)]
     )
     (one,) = plan.leaves
     assert one.source_WM.tolist() == [[0, 0, 1], [1, 2, 2]]
@@ -40,7 +42,7 @@ def test_cuts_that_do_not_nest():
 
 def test_replicas_of_the_source_send_equal_shares():
     sizes = {"data": 4, "fsdp": 2, "tensor": 1}
-    target = Layout.abstract({"data": 1, "fsdp": 1, "tensor": 8}, Spec("tensor"), 2, first_id=8)
+    target = ShardLayout.abstract({"data": 1, "fsdp": 1, "tensor": 8}, Spec("tensor"), 2, first_id=8)
     plan = make_plan([leaf((16, 8), sizes, Spec(None, "fsdp"))], [target])
     sent = {source: 0 for source in range(8)}
     for source, _, size in plan.links.tolist():
@@ -50,13 +52,13 @@ def test_replicas_of_the_source_send_equal_shares():
 
 def test_a_device_reads_from_itself_where_it_can():
     mesh = {"data": 4}
-    plan = make_plan([leaf((8,), mesh, Spec())], [Layout.abstract(mesh, Spec("data"), 1)])
+    plan = make_plan([leaf((8,), mesh, Spec())], [ShardLayout.abstract(mesh, Spec("data"), 1)])
     assert plan.moved_bytes == 0
 
 
 def test_buckets_are_bounded():
     source = [leaf((8, 100), TWO, Spec("fsdp"), first_id=0) for _ in range(5)] + [leaf((64, 1000), TWO, Spec("fsdp"))]
-    target = [Layout.abstract(TWO, Spec(None, "fsdp"), 2, first_id=2)] * 6
+    target = [ShardLayout.abstract(TWO, Spec(None, "fsdp"), 2, first_id=2)] * 6
     plan = make_plan(source, target, dtype="bfloat16", bucket_bytes=2000)
     assert [(b.leaves, b.parts) for b in plan.buckets] == [((0, 1), 1), ((2, 3), 1), ((5,), 32), ((4,), 1)]
     assert plan.largest_bucket <= 2000
@@ -93,7 +95,7 @@ def test_pod_scale_planning_is_cheap(model):
     shapes, specs = llama(*model)
     before, after = {"data": 1, "fsdp": 256, "tensor": 1}, {"data": 32, "fsdp": 1, "tensor": 8}
     source = {k: leaf(shapes[k], before, specs[k]) for k in shapes}
-    target = {k: Layout.abstract(after, specs[k], len(shapes[k]), first_id=256) for k in shapes}
+    target = {k: ShardLayout.abstract(after, specs[k], len(shapes[k]), first_id=256) for k in shapes}
     plan = make_plan(source, target, dtype="bfloat16", bucket_bytes=256 << 20)
     assert make_plan(source, target, dtype="bfloat16", bucket_bytes=256 << 20) is plan
     norm_bytes = 2 * np.prod(shapes["norm"])  # on all 256 devices; every other leaf has 32 copies

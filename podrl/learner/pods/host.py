@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from podrl.cluster.replica import Head
+from podrl.cluster.replica import ReplicaHead
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner import experience as codec
 from podrl.learner.evaluate import Evaluator
@@ -87,7 +87,7 @@ class HostRollouts:
         self._offered: list[tuple[int, str]] = []  # (step, key) of each offered state that a checkpoint after it holds
         self._evaluations: list[tuple[int, str]] = []  # (step, key) of the scores that are offered
         self._policy: Policy | None = None  # the policy on the rollout mesh; used on the rollout thread only
-        self._replica = Head(pod, stops=run.stop) if pod.seat.hosts.replica > 1 else None
+        self._replica = ReplicaHead(pod, stops=run.stop) if pod.seat.hosts.replica > 1 else None
         if self._replica is not None and cluster.generates:
             cluster.rollout.tell = self._replica.tell
         pod.channel.serve("rows", self._rows)

@@ -14,8 +14,8 @@ from podrl.runtime.message import Message
 from podrl.runtime.request import LateError
 from podrl.transfer.boxes import Joiner, Slots
 from podrl.transfer.move import Move, drive
-from podrl.transfer.pull.handshake import Ask, Reads, Reply, Side, Words, pull_plan
-from podrl.transfer.verify import Expected, Ledger, WeightMismatchError
+from podrl.transfer.pull.handshake import Reads, Reply, SendRequest, Side, Words, pull_plan
+from podrl.transfer.verify import ExpectedLeaves, Ledger, WeightMismatchError
 from podrl.types import Policy, PyTree
 
 _POLL_S = 0.02
@@ -40,7 +40,7 @@ class PullReceiver:
     boxes that its own devices need; the checksums are compared over the whole rollout mesh.
     """
 
-    def __init__(self, name: str, target: PyTree, ask: Ask, *, timeout: float = 300.0):
+    def __init__(self, name: str, target: PyTree, ask: SendRequest, *, timeout: float = 300.0):
         """Describes the target tree; `receive` sends the requests.
 
         Args:
@@ -58,9 +58,9 @@ class PullReceiver:
         dtypes = [np.dtype(leaf.dtype) for leaf in leaves]
         paths = [jax.tree_util.keystr(path) for path, _ in flat]
         shapes, self._shardings = [tuple(leaf.shape) for leaf in leaves], [leaf.sharding for leaf in leaves]
-        self._target = Expected(treedef, paths, shapes, dtypes, self._shardings, summed_as=dtypes, side="target")
+        self._target = ExpectedLeaves(treedef, paths, shapes, dtypes, self._shardings, summed_as=dtypes, side="target")
         self._ledger = Ledger(self._target)
-        self._joined: _Joined | None = None
+        self._joined: _PullPlan | None = None
         self._deadline = 0.0
         if leaves:
             self._side = Side.of(target, dtypes)
@@ -143,15 +143,15 @@ class PullReceiver:
         request = {"op": op, "tree": self._name, **fields}
         return _PendingRequest(self._ask_process, process, request, self._deadline, self._timeout)
 
-    def _join(self) -> "_Joined":
+    def _join(self) -> "_PullPlan":
         me = {"target": self._side.message(), "process": jax.process_index()}
         first = self._ask(0, "join", **me)
         source = Side.read(first["source"])
         replies = {p: first if p == 0 else self._ask(p, "join", **me) for p in source.processes}
-        return _Joined(replies, source, self._side, self._devices, self._shardings)
+        return _PullPlan(replies, source, self._side, self._devices, self._shardings)
 
     def _pull(
-        self, joined: "_Joined", version: int, replacing: Sequence[Array] | None
+        self, joined: "_PullPlan", version: int, replacing: Sequence[Array] | None
     ) -> tuple[list[Array], list[int]]:
         """Pulls a version; returns (leaves, checksum of every leaf as the trainer computed it)."""
         pull = _Pull(joined, version, self._name, self._start)
@@ -164,7 +164,7 @@ class PullReceiver:
 class _PendingRequest:
     """A request to a trainer process that is repeated while the trainer answers that it has nothing yet."""
 
-    def __init__(self, ask: Ask, process: int, request: Words, deadline: float, timeout: float):
+    def __init__(self, ask: SendRequest, process: int, request: Words, deadline: float, timeout: float):
         self._ask, self.process, self._request = ask, process, request
         self._deadline, self._timeout = deadline, timeout
         self._reply: Reply = ask(process, request)
@@ -242,7 +242,7 @@ class _Pull:
     in_flight = 4  # so four replies are encrypted and sent side by side
     overwrites = False
 
-    def __init__(self, joined: "_Joined", version: int, name: str, start: Callable[..., _PendingRequest]):
+    def __init__(self, joined: "_PullPlan", version: int, name: str, start: Callable[..., _PendingRequest]):
         self.plan, self.totals = joined.plan, []
         self._joined, self._version, self._name, self._start = joined, version, name, start
         self._numbers = {bucket.leaves: number for number, bucket in enumerate(self.plan.buckets)}
@@ -281,7 +281,7 @@ class _Pull:
             )
 
 
-class _Joined:
+class _PullPlan:
     """The plan agreed with the trainers, and each box's source and targets.
 
     Attributes:

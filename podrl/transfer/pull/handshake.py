@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from podrl.runtime.message import Message
-from podrl.transfer.plan import Layout, LeafPlan, Placed, Plan, make_plan, row_major
+from podrl.transfer.plan import LeafPlan, PlacedLeaf, ShardLayout, TransferPlan, make_plan, row_major
 from podrl.types import PyTree
 
 Words = Mapping[str, Any]  # content of a request or a reply, as JSON
@@ -37,7 +37,7 @@ class Reply(Protocol):
         ...
 
 
-class Ask(Protocol):
+class SendRequest(Protocol):
     """A function that sends a request to a trainer process, where `PullServer.answer` replies; does not wait for it.
 
     The channel encrypts the messages and authenticates both ends.
@@ -77,7 +77,7 @@ class Side:
         meshes = {leaf.sharding.mesh for leaf in leaves}
         if len(meshes) != 1:
             raise ValueError(f"The tree lies on {len(meshes)} meshes: place all leaves of a role on its one mesh.")
-        layouts = [Layout.of(leaf.sharding, len(leaf.shape)) for leaf in leaves]
+        layouts = [ShardLayout.of(leaf.sharding, len(leaf.shape)) for leaf in leaves]
         mesh = cast(Mesh, meshes.pop())
         return cls(
             paths=tuple(map(jax.tree_util.keystr, paths)),
@@ -104,12 +104,12 @@ class Side:
         """Lists the mesh positions of a process's devices."""
         return [w for w, owner in enumerate(self.owners) if owner == process]
 
-    def layout(self, leaf: int, first_id: int) -> Layout:
+    def layout(self, leaf: int, first_id: int) -> ShardLayout:
         ids = tuple(range(first_id, first_id + len(self.owners)))
-        return Layout(self.mesh_shape, ids, self.dims[leaf])
+        return ShardLayout(self.mesh_shape, ids, self.dims[leaf])
 
 
-def pull_plan(source: Side, target: Side, bucket_bytes: int) -> Plan:
+def pull_plan(source: Side, target: Side, bucket_bytes: int) -> TransferPlan:
     """Makes the transfer plan of a pull; both sides make the same one.
 
     Device ids in the plan are positions in the source mesh, then, counted on, positions in the target mesh.
@@ -127,7 +127,7 @@ def pull_plan(source: Side, target: Side, bucket_bytes: int) -> Plan:
     if source.paths != target.paths:
         raise ValueError(f"Leaves come in the order {source.paths} and {target.paths}: give both sides one tree.")
     before = [
-        Placed(shape, jax.numpy.dtype(dtype), source.layout(i, 0))
+        PlacedLeaf(shape, jax.numpy.dtype(dtype), source.layout(i, 0))
         for i, (shape, dtype) in enumerate(zip(source.shapes, source.dtypes, strict=True))
     ]
     after = [target.layout(i, len(source.owners)) for i in range(len(before))]

@@ -22,7 +22,7 @@ from podrl.runtime.message import Message
 from podrl.transfer.boxes import Cutter
 from podrl.transfer.plan import default_bucket_bytes, target_dtype_of
 from podrl.transfer.pull.handshake import Reads, Side, Words, pull_plan
-from podrl.transfer.verify import Expected
+from podrl.transfer.verify import ExpectedLeaves
 from podrl.types import PyTree
 
 _RECEIVERS_KEPT = 64
@@ -136,7 +136,7 @@ class ServedTree:
         after = [target_dtype_of(leaf.dtype, target_dtype) for leaf in leaves]
         paths = [jax.tree_util.keystr(path) for path, _ in flat]
         before = [leaf.dtype for leaf in leaves]
-        self._source = Expected(treedef, paths, shapes, before, shardings, summed_as=after, side="source")
+        self._source = ExpectedLeaves(treedef, paths, shapes, before, shardings, summed_as=after, side="source")
         self._lock = threading.Lock()
         self._versions: OrderedDict[int, _Version] = OrderedDict()
         self._pinned: int | None = None

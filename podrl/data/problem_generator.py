@@ -35,7 +35,7 @@ class Problem(Protocol):
 P = TypeVar("P", bound=Problem)
 
 
-class Draw:
+class RandomDraws:
     """Random draws from numpy's raw PCG64 words, whose sequence numpy keeps fixed; its distributions may change."""
 
     def __init__(self, *key: int) -> None:
@@ -67,14 +67,14 @@ def held_out(key: str) -> bool:
     return int.from_bytes(digest[:8], "big") % HELD_OUT_MODULUS == 0
 
 
-class Generator(Generic[P]):
+class ProblemGenerator(Generic[P]):
     """The problems that one function writes.
 
     Attributes:
       reasoned: whether the problems' answers have the reference format, in which reasoning comes first.
     """
 
-    def __init__(self, write: Callable[[Draw], P], *, reasoned: bool = True) -> None:
+    def __init__(self, write: Callable[[RandomDraws], P], *, reasoned: bool = True) -> None:
         self._write, self.reasoned = write, reasoned
 
     def problem(self, split: Split, index: int, seed: int = 0) -> P:
@@ -92,7 +92,7 @@ class Generator(Generic[P]):
             raise ValueError(f"Split {split!r} does not exist: use 'train' or 'held_out'.")
         if index < 0:
             raise ValueError(f"Problem index {index} must be 0 or more.")
-        draw = Draw(seed, _STREAM[split], index)
+        draw = RandomDraws(seed, _STREAM[split], index)
         while True:
             candidate = self._write(draw)
             if held_out(candidate.key) == (split == "held_out"):
@@ -131,7 +131,7 @@ class Generator(Generic[P]):
 class Problems(Generic[P]):
     """The first problems of a stream, as a source with random access."""
 
-    def __init__(self, generator: Generator[P], split: Split, size: int, seed: int) -> None:
+    def __init__(self, generator: ProblemGenerator[P], split: Split, size: int, seed: int) -> None:
         self._generator, self._size, self._seed = generator, size, seed
         self._split: Split = split
 
