@@ -47,8 +47,7 @@ CASES = {
     "tools": Case("grpo_tools.py", programs=("train step", "prefill", "generate", "move")),
     "sft": Case("sft_tiny.py"),
     "experts": Case("sft_tiny.py:moe"),
-    # With the sampler's routes replayed.
-    "experts_grpo": Case("grpo_gemma.py", changes={"model.path": "scratch", "scratch.experts": 8, "scratch.chosen": 2}),
+    "experts_grpo": Case("grpo_gemma.py:moe"),  # with the sampler's routes replayed
     "dpo": Case("dpo_tiny.py"),
     "orpo": Case("orpo_tiny.py"),
     "kto": Case("kto_tiny.py"),

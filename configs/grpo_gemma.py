@@ -8,6 +8,8 @@ training (fsdp=4) and 4 generating (data=4).
 
 Variants:
     grpo_gemma.py:lora              adapters only, the same task
+    grpo_gemma.py:moe               all weights of a small Qwen3-MoE that comes with podrl, the same task; the trainer
+                                    uses the experts that the sampler chose (docs/models.md)
     grpo_gemma.py:async             two batches in flight, and the decoupled loss that is meant for them (docs/async.md)
     grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each; needs
                                     --config.model.path=DIR and --config.data.path=FILE
@@ -17,7 +19,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-VARIANTS = ("tiny", "lora", "async", "gemma2_2b_v5e16")
+VARIANTS = ("tiny", "lora", "moe", "async", "gemma2_2b_v5e16")
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -28,6 +30,8 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     if variant == "lora":
         config.model.lora = ConfigDict({"rank": 16, "alpha": 32.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
         config.trainer.learning_rate = 2e-3
+    if variant == "moe":
+        config.model.path = "tiny_moe"
     if variant == "async":
         config.grpo.update({"max_staleness": 2, "old_logprob": "trainer", "sampler_correction": "tis"})
     if variant == "gemma2_2b_v5e16":

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         required=True,
-        help="Hugging Face directory, ORG/NAME of the hub, or the embedded tiny, tiny_tools or tiny_search",
+        help=f"Hugging Face directory, ORG/NAME of the hub, or the embedded {' or '.join(hub.EMBEDDED)}",
     )
     parser.add_argument("--prompts", required=True, help="JSON lines; also .csv, or anything that data.path accepts")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; replaced when complete")

@@ -1,6 +1,6 @@
 """The command that serves a model to agent programs, over an endpoint like OpenAI's.
 
-    python -m podrl.serve --model=DIR|RUN|tiny|tiny_tools|tiny_search [--port=8100 --context=8192 --parser=hermes ...]
+    python -m podrl.serve --model=DIR|RUN|tiny_tools [--port=8100 --context=8192 --parser=hermes ...]
 
 The command prints the address and the key, and answers /v1/chat/completions, /v1/completions, /inference/v1/generate
 and /v1/models under the model name 'policy'. On Ctrl-C or SIGTERM it refuses new requests and gives the open ones 10
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         help="Hugging Face directory, ORG/NAME of the hub, or directory of a run (its newest checkpoint is served); "
-        "tiny, tiny_tools and tiny_search come with podrl",
+        f"{', '.join(hub.EMBEDDED)} come with podrl",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=0, help="port to listen at; 0 takes any free port")

@@ -77,7 +77,7 @@ class ModelSource:
     """The starting weights of a job.
 
     Attributes:
-      path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub; 'tiny', 'tiny_tools' and
+      path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub; 'tiny', 'tiny_moe', 'tiny_tools' and
         'tiny_search' are the checkpoints shipped with podrl, 'scratch' is a small model with random weights (the
         section `scratch`).
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
@@ -105,8 +105,8 @@ class ModelSource:
         if not path.is_dir():
             raise ValueError(
                 f"model.path={self.path!r} is not a directory: give a Hugging Face directory (config.json, "
-                "safetensors, tokenizer files), ORG/NAME of the hub, or 'tiny', 'tiny_tools' or 'tiny_search' for a "
-                "checkpoint that comes with podrl."
+                "safetensors, tokenizer files), ORG/NAME of the hub, or the name of a checkpoint that comes with "
+                f"podrl: {' or '.join(hub.EMBEDDED)}."
             )
         return path
 

@@ -9,6 +9,7 @@ import string
 import numpy as np
 import pytest
 import tokenizers
+from embedded import EMBEDDED
 from pieces import train as pieces_file
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -145,7 +146,7 @@ def test_transformers_begins_plain_texts_alike(tmp_path, case):
 
 @pytest.mark.nightly("podrl/data")
 @pytest.mark.parity
-@pytest.mark.parametrize("name", ["tiny", "tiny_tools", "tiny_search"])
+@pytest.mark.parametrize("name", EMBEDDED)
 def test_transformers_begins_plain_texts_of_the_embedded_checkpoints_alike(name):
     transformers = pytest.importorskip("transformers")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(TINY.parent / name), Tokenizer(TINY.parent / name)

@@ -18,6 +18,7 @@ from podrl.models.hf_config import config_from_hf, read_config
 from podrl.rundir.metrics import read_metrics
 from podrl.runtime.watchdog import EXIT_DONE
 from podrl.storage.checkpoint import read_state
+from podrl.storage.hub import EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Each run compiles for half a minute; one of supervised training remains with every change.
@@ -177,10 +178,18 @@ def test_a_dry_run_states_what_recorded_routes_take(directory):
     assert any(line.startswith("Router replay (rollout.router_replay): 4 bytes a token") for line in said)
 
 
+def test_the_embedded_experts_are_those_of_the_shipped_configs():
+    values = load_config(f"{find_config('grpo_gemma.py')}:moe").to_dict()
+    directory = EMBEDDED[values["model"]["path"]]
+    read = read_config(directory)
+    scratch = load_config(f"{find_config('sft_tiny.py')}:moe").to_dict()["scratch"]
+    made = ScratchModel(**scratch).model(read.vocab_size)
+    assert read.experts is not None and read == made
+    assert sum(file.stat().st_size for file in directory.iterdir()) <= 1.5e6
+
+
 @FAMILIES
 def test_a_model_with_experts_is_made_exported_and_trained_on(tmp_path):
-    values = load_config(f"{find_config('sft_tiny.py')}:moe").to_dict()
-    assert values["scratch"] == {"experts": 8, "chosen": 2, "ffn_dim": 48}
     scratch = {"num_layers": 1, "model_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "experts": 4}
     run("scratch", tmp_path / "run", "sft_tiny.py", scratch=scratch, sft={"batch_size": 8})
     export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'mine'}"])
