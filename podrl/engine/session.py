@@ -348,6 +348,11 @@ class Session:
             last = track.limit if track.recorded else track.until
             self._scheduler.resume(track.handle, left=last - track.sampled)
 
+    def pause(self, track: Track, stop: int) -> None:
+        """Pauses a sample outside of the session for the reason `stop`, after tokens were added to its record."""
+        assert track.held, track.handle
+        track.paused, track.text = stop, self._text(track, stop, track.first)
+
     def hold(self, track: Track) -> None:
         """Takes an open sample out of the session; another session can continue its record."""
         if not track.held:

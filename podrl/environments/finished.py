@@ -1,7 +1,8 @@
-"""The record of a finished episode of a program: its requests, hashes of the answers that it got, and its result.
+"""The record of a finished episode: its requests, the answers that it got or their hashes, and its result.
 
-A run that is started again plays the record instead of running the program again. A program may behave differently the
-second time, so only the record leads to the same sample.
+A run that is started again plays the record instead of running the episode's program again. A program may behave
+differently the second time, so only the record leads to the same sample. By the wall clock, the model would also draw
+the answers under other versions of its weights, so the record holds what it drew.
 """
 
 import dataclasses
@@ -22,16 +23,20 @@ class Finished:
       said: the requests in their order.
       turns: `digest` of the model's turn after each request.
       result: reward, metrics, text and reason, as in a podrl.environments.workers.Done.
+      drawn: what the model drew for each request (podrl.environments.workers.Say.drawn); empty if the model draws the
+        same again.
     """
 
     said: Sequence[Said]
     turns: Sequence[str]
     result: Mapping[str, Any]
+    drawn: Sequence[Mapping[str, Any] | None] = ()
 
     def record(self) -> dict[str, Any]:
         """Writes the episode as JSON; a conversation that repeats the beginning of an earlier one omits that part."""
         said = [_shortened(one, self.said[:i]) for i, one in enumerate(self.said)]
-        return {"said": said, "turns": list(self.turns), "result": dict(self.result)}
+        kept = {"drawn": list(self.drawn)} if self.drawn else {}
+        return {"said": said, "turns": list(self.turns), "result": dict(self.result), **kept}
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Finished":
@@ -39,7 +44,7 @@ class Finished:
         said: list[Said] = []
         for one in record["said"]:
             said.append(_lengthened(one, said))
-        return cls(said, record["turns"], record["result"])
+        return cls(said, record["turns"], record["result"], record.get("drawn", ()))
 
 
 def digest(turn: Mapping[str, Any]) -> str:

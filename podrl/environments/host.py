@@ -48,6 +48,7 @@ class _Episode:
       home: worker of the present run.
       said: the log of observations, each the fields of a podrl.environments.workers.Say.
       turns: the log of the model's turns, one for each answered observation.
+      drawn: what the model drew for each turn, as far as the record of the episode needs it.
       answers: the log of outside answers, by their numbers.
       whats: descriptions of the outside requests, by their numbers.
       asks: outside requests that are not answered yet: (description, start by time.monotonic()), by their numbers.
@@ -67,6 +68,7 @@ class _Episode:
     home: "_Home"
     said: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    drawn: list[Mapping[str, Any] | None] = dataclasses.field(default_factory=list)
     answers: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     whats: dict[int, str] = dataclasses.field(default_factory=dict)
     asks: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict)
@@ -162,17 +164,18 @@ class Host:
             )
         return own["parser"], await self._toolbox.toolset(EnvironmentConfig(**own))
 
-    def start(self, number: int, task: Task) -> None:
+    def start(self, number: int, task: Task, recorded: bool = True) -> None:
         episode = self._episodes[number] = _Episode(number, task, -1, self._homes[0])
-        if self._keeps(task):
+        if recorded and self._keeps(task):
             episode.jobs[NUMBER] = asyncio.create_task(self._look_up(episode))
         else:
             self._enter(episode)
 
-    def turn(self, number: int, turn: dict[str, Any]) -> None:
+    def turn(self, number: int, turn: dict[str, Any], drawn: Mapping[str, Any] | None = None) -> None:
         if (episode := self._episodes.get(number)) is not None:
             assert len(episode.turns) < len(episode.said), f"episode {number} waits for no turn"
             episode.turns.append(turn)
+            episode.drawn.append(drawn)
             if episode.finished is None:
                 self._give(episode)
             elif digest(turn) == episode.finished.turns[len(episode.turns) - 1]:
@@ -338,12 +341,18 @@ class Host:
     # The records of finished episodes.
 
     def _keeps(self, task: Task) -> bool:
-        """Returns True if the whole episode is recorded at its end, because an agent program may behave differently on
-        a replay."""
-        return bool(self._journal and self._config.program and task.fields.get("env") not in self._config.others)
+        """Returns True if the whole episode is recorded at its end (`_returned`).
+
+        An agent program may behave differently on a replay. If a run that is started again draws other samples, a
+        conversation of an environment cannot be drawn again either.
+        """
+        if self._journal is None or task.fields.get("env") in self._config.others:
+            return False
+        return bool(self._config.program) or not self._journal.exact
 
     def _what(self, task: Task) -> str:
-        return f"program {json.dumps([self._config.program, dataclasses.asdict(task)], sort_keys=True)}"
+        name = self._config.program or self._config.environment
+        return f"program {json.dumps([name, dataclasses.asdict(task)], sort_keys=True)}"
 
     async def _look_up(self, episode: _Episode) -> None:
         """Starts an episode, or plays it from the record of an earlier run."""
@@ -367,7 +376,8 @@ class Host:
             self._end(episode, "ended", finished.result)
             return
         episode.said.append(dict(finished.said[at]))
-        self._emit({"say": episode.number, **finished.said[at], "records": []})
+        drawn = finished.drawn[at] if finished.drawn else None
+        self._emit({"say": episode.number, **finished.said[at], "records": [], "drawn": drawn})
 
     def _begin_anew(self, episode: _Episode) -> None:
         """Starts a recorded episode in a worker, because the model's answer differs from the earlier run's."""
@@ -378,14 +388,15 @@ class Host:
                 *(self._name(episode), len(episode.turns) - 1),
             )
         self._warned, episode.finished = True, None
-        episode.said.clear()
-        episode.turns.clear()
+        for log in (episode.said, episode.turns, episode.drawn):
+            log.clear()
         self._emit({"anew": episode.number})
         self._enter(episode)
 
     def _returned(self, episode: _Episode, result: Mapping[str, Any]) -> None:
-        """Ends an episode whose environment has returned; an episode of a program is recorded first."""
-        if not self._keeps(episode.task) or result["reason"] == "failed" or len(episode.turns) < len(episode.said):
+        """Ends an episode whose environment has returned; an episode that asked by conversations is recorded first."""
+        kept = self._keeps(episode.task) and (self._config.program or any(one.get("chat") for one in episode.said))
+        if not kept or result["reason"] == "failed" or len(episode.turns) < len(episode.said):
             self._end(episode, "ended", result)
             return
         self._drop_life(episode)
@@ -393,7 +404,8 @@ class Host:
 
     async def _record(self, episode: _Episode, result: Mapping[str, Any]) -> None:
         assert self._journal is not None
-        finished = Finished(episode.said, [digest(turn) for turn in episode.turns], result)
+        drawn = episode.drawn if any(episode.drawn) else ()
+        finished = Finished(episode.said, [digest(turn) for turn in episode.turns], result, drawn)
         try:
             await self._journal.add(episode.task, NUMBER, self._what(episode.task), finished.record())
         except Exception as error:  # noqa: BLE001 - `poll` raises it

@@ -43,6 +43,9 @@ class Journal:
     A run that is started again draws the same samples, so each sample makes the same requests in the same order. An
     answer is found by (step, prompt, sample, number of the request) and a hash of the request's description. If the
     description has changed, the answer is not used and the request is made again.
+
+    Attributes:
+      exact: whether a run that is started again draws the same samples.
     """
 
     def __init__(self, store: Store, *, exact: bool = True) -> None:
@@ -53,7 +56,7 @@ class Journal:
           exact: whether a run that is started again draws the same samples, so that a changed request deserves a
             warning.
         """
-        self._store = store
+        self._store, self.exact = store, exact
         self._known: dict[str, Records] = {}
         self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
         self._warned = not exact

@@ -37,6 +37,8 @@ class Say:
         is not shortened yet: the engine's side applies `podrl.environments.calls.shortened` before it encodes the text.
       chat: fields of a podrl.rollout.branches.Asked, a request that replaces the observation; None for an observation.
       dropped: numbers of earlier requests of the episode whose answers no client received.
+      drawn: what the model drew for this request in an earlier run (podrl.rollout.partial.pack_turn), which answers it
+        again; None for a request that the model must answer.
     """
 
     episode: int
@@ -50,6 +52,7 @@ class Say:
     cut_tokens: int = 0
     chat: Mapping[str, Any] | None = None
     dropped: Sequence[int] = ()
+    drawn: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,26 +155,33 @@ class Episodes:
             for tool in self._tools
         ]
 
-    def start(self, episode: int, task: Task) -> None:
+    def start(self, episode: int, task: Task, *, recorded: bool = True) -> None:
         """Starts an episode; `poll` returns its first Say, or its Done.
 
         Args:
           episode: number of the episode, chosen by the caller; no other episode of this object may have it.
           task: the sample that the episode plays.
+          recorded: whether to play the episode from its record, if an earlier run recorded it.
         """
-        self._loop.soon(self._host.start, episode, task)
+        self._loop.soon(self._host.start, episode, task, recorded)
 
-    def turn(self, episode: int, turn: Turn) -> None:
+    def turn(self, episode: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None:
         """Answers a Say with the model's turn.
 
         `Turn("", stop=protocol.FULL)` says that the sample has no room for the observation, so that `say` raises Ended.
+
+        Args:
+          episode: number of the episode.
+          turn: the model's turn.
+          drawn: what the model drew for the turn, JSON values that go into the record of the episode; None records only
+            a hash of the turn.
         """
         value: dict[str, Any] = {"text": turn.text, "stop": turn.stop, "tokens": [int(token) for token in turn.tokens]}
         if turn.prompt:
             value["prompt"] = [int(token) for token in turn.prompt]
         if turn.logprobs:
             value |= {"logprobs": [float(logprob) for logprob in turn.logprobs], "pieces": list(turn.pieces)}
-        self._loop.soon(self._host.turn, episode, value)
+        self._loop.soon(self._host.turn, episode, value, drawn)
 
     def cancel(self, episode: int) -> None:
         """Ends an episode without a Done; `poll` may still return messages that the episode sent before."""

@@ -536,12 +536,12 @@ def _with_sources(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 
 def _check_program(job: Job) -> None:
-    """Refuses agent programs (env.program) in a job whose rollout works in windows."""
+    """Refuses agent programs (env.program) in a job that cuts samples into windows of tokens."""
     staleness = getattr(job.algo, "max_staleness", 0) or 0
-    if job.env.program and (job.rollout.clock == "wall" or staleness >= 2):
+    if job.env.program and job.rollout.clock == "tokens" and staleness >= 2:
         raise ValueError(
-            f"env.program={job.env.program!r} with {job.section}.max_staleness={staleness} and "
-            f"rollout.clock={job.rollout.clock!r}: programs need rollout.clock='tokens' and a max_staleness of 0 or 1."
+            f"env.program={job.env.program!r} with {job.section}.max_staleness={staleness} and rollout.clock='tokens': "
+            "set rollout.clock='wall', or a max_staleness of 0 or 1."
         )
 
 

@@ -82,11 +82,10 @@ def playing(
         yield
         return
     with contextlib.ExitStack() as stack:
-        journal = None
+        journal, exact = None, cluster.config.rollout().clock == "tokens"
         if run.leads and run.workdir is not None:
             files = Files(run.workdir / OUTSIDE, run.hurry)
             stack.callback(files.close)
-            exact = cluster.config.rollout().clock == "tokens"
             if exact:
                 files.drop(run.saved_step())
             run.on_saved.append(files.drop if exact else files.release)
@@ -94,7 +93,7 @@ def playing(
             if pod is not None:
                 files.serve(pod.channel)
         elif pod is not None:
-            journal = Journal(AtLeader(pod, 4 * run.log_config.stall_s))
+            journal = Journal(AtLeader(pod, 4 * run.log_config.stall_s), exact=exact)
         if not cluster.generates:
             yield
             return

@@ -15,6 +15,7 @@ from podrl.environments.protocol import Turn
 from podrl.environments.wire import chat
 from podrl.environments.wire.asks import Choice, Refused, visible_text
 from podrl.rollout.histories import Histories
+from podrl.rollout.partial import fill_turn
 from podrl.types import DRAWN, STOP_ENV
 
 # The reason why a request opened a branch. "history": it repeats no earlier answer. "tools": it repeats an answer to a
@@ -146,7 +147,14 @@ class Branches:
         self.read: Sequence[int] = ()
 
     def ask(
-        self, session: Session, request: ChatRequest, strings: tuple[str, ...], ids: Sequence[int], *, urgent: bool
+        self,
+        session: Session,
+        request: ChatRequest,
+        strings: tuple[str, ...],
+        ids: Sequence[int],
+        *,
+        urgent: bool,
+        drawn: Mapping[str, Any] | None = None,
     ) -> list[int] | None:
         """Continues a branch, or opens one.
 
@@ -156,6 +164,8 @@ class Branches:
           strings: stop strings of ordinary text.
           ids: token ids that end the answer, besides the end of the model's turn.
           urgent: whether a new branch gets a lane before samples that are not urgent.
+          drawn: answer that was drawn in an earlier run (podrl.rollout.partial.pack_turn), which the branch takes over
+            without the engine; None to sample an answer.
 
         Returns:
           The request's tokens that the branch did not have; None if there is no room for them and an answer.
@@ -180,6 +190,7 @@ class Branches:
         opening = Opening(tokens[known:], strings, tuple(ids), min(most))
         if branch is not None:
             branch.request, branch.before = self._requests, (len(branch.track.tokens), len(branch.turns))
+            branch.track.leave_at(None if drawn is None else branch.track.sampled, recorded=False)
             session.extend(branch.track, opening)
         else:
             head = self._prompt if first else np.asarray(tokens[: self._head], np.int32)
@@ -189,7 +200,8 @@ class Branches:
             track = session.track(head, key_2, self._sampling, opening, recording=recording)
             if not track.limit:
                 return None
-            session.seat([track], urgent=urgent, shared=True)
+            if drawn is None:
+                session.seat([track], urgent=urgent, shared=True)
             branch = _Branch(track, self._requests)
             if request.aside:
                 self._asides.append(track)
@@ -200,6 +212,8 @@ class Branches:
                 self._branches.append(branch)
         self.current, self._newest, self.read = branch, request, tokens
         self._requests += 1
+        if drawn is not None:
+            session.pause(branch.track, fill_turn(branch.track, drawn))
         return tokens[known:]
 
     def take_answer(self, session: Session, turn: Turn) -> None:

@@ -345,4 +345,4 @@ def _points(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]
             recorded[b] = ends[b][min(k, len(ends[b]) - 1)] if ends[b] else before
         elif b in group["late"]:
             late[b] = group["tokens"][b]
-    return Points(recorded=recorded, late=late)
+    return Points(recorded=recorded, late=late, repeated=True)

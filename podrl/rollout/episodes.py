@@ -17,7 +17,7 @@ from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.asks import Refused
 from podrl.environments.workers import Anew, Done, Message, Say
 from podrl.rollout.branches import Branches, ChatRequest
-from podrl.rollout.partial import Partial, fill
+from podrl.rollout.partial import Partial, fill, pack_turn
 from podrl.rollout.points import Points
 from podrl.types import (
     STOP_CALLS,
@@ -32,15 +32,15 @@ from podrl.types import (
     Prompts,
 )
 
-_STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "heard", "seconds")
+_STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "heard", "seconds", "piece")
 
 
 class Host(Protocol):
     """Runs episodes; podrl.environments.workers.Episodes implements this protocol and documents the methods."""
 
-    def start(self, episode: int, task: Task) -> None: ...
+    def start(self, episode: int, task: Task, *, recorded: bool = True) -> None: ...
 
-    def turn(self, episode: int, turn: Turn) -> None: ...
+    def turn(self, episode: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None: ...
 
     def cancel(self, episode: int) -> None: ...
 
@@ -182,7 +182,7 @@ class Episode:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over the values that `state` returned in another process; the environment will begin again."""
         for name in _STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints lack some
         self.answered, self.reward = state.get("answered", False), state.get("reward")  # older checkpoints lack them
         self.strings, self.rewards = tuple(self.strings), [(place, reward) for place, reward in self.rewards]
         self.stops = {int(id_): text for id_, text in state["stops"]}
@@ -224,24 +224,29 @@ class Pump:
 
     def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
         if self._session is None:
-            self._begin_all(session)
-        elif chatting := [b for b, episode in self._episodes.items() if episode.branches is not None]:
-            raise self._no_chat(chatting[0])
+            # By the wall clock a record holds what the model drew, which only the same batch may take over.
+            self._begin_all(session, recorded=points.repeated or not self._by_wall)
         self._session, self._points = session, points
         self._calls = None if points.quantum is None else calls
-        for b in [b for b, drawn in points.late.items() if not drawn and b in self._episodes]:
+        late = [b for b, drawn in points.late.items() if not drawn and b in self._episodes]
+        for b in [b for b in late if self._episodes[b].stop is None]:
             self._run_out(b)
         groups: dict[int, list[Track]] = {}
         for b, episode in self._episodes.items():
             episode.calls = 0
-            if (track := episode.track) is not None and track.stop is None:
+            if (track := episode.track) is None or track.stop is not None:
+                continue
+            if episode.branches is not None:  # only the branch of the newest request may be running
+                if track.paused is None:
+                    session.seat([track], urgent=points.urgent, shared=True)
+            else:
                 track.leave_at(points.hold(b, track.sampled), recorded=b in points.recorded)
                 if track.paused is None and track.sampled < track.until:
                     groups.setdefault(b // self.request.group_size, []).append(track)
         for tracks in groups.values():
             session.seat(tracks, pieces=self.request.pieces, urgent=points.urgent)
 
-    def _begin_all(self, session: Session) -> None:
+    def _begin_all(self, session: Session, *, recorded: bool) -> None:
         G = self.request.group_size
         for b, episode in self._episodes.items():
             if self._partial is not None:
@@ -254,7 +259,7 @@ class Pump:
             if episode.heard == len(episode.sent_turns):
                 self._waiting.add(b)
             self._partner.inboxes[self._first + b] = self._inboxes[b] = []
-            self._host.start(self._first + b, self._task(*divmod(b, G)))
+            self._host.start(self._first + b, self._task(*divmod(b, G)), recorded=recorded)
 
     def _track(self, session: Session, p: int, g: int, opening: Opening) -> Track:
         request = self.request
@@ -275,10 +280,10 @@ class Pump:
 
     def state(self) -> list[tuple[dict[str, Any], Track | None]]:
         every = [self.done[b] if b in self.done else self._episodes[b] for b in range(self.request.samples)]
-        if chatting := [b for b, episode in enumerate(every) if episode.branches is not None]:
-            raise self._no_chat(chatting[0])
-        # A sample whose environment has not opened it begins again.
-        every = [each if each.track or each.stop is not None else Episode() for each in every]
+        # A sample whose environment has not opened it begins again; so does a sample with open branches, because an
+        # agent program cannot be brought back to the point that it had reached.
+        kept = [each.stop is not None or (each.track and each.branches is None) for each in every]
+        every = [each if keep else Episode() for each, keep in zip(every, kept, strict=True)]
         return [({"episode": episode.state()}, episode.track) for episode in every]
 
     def resting(self) -> bool:
@@ -433,8 +438,16 @@ class Pump:
         """Handles a request that is a conversation: continues a branch, or opens one."""
         episode, request, session = self._episodes[b], self.request, self._session
         p, g = divmod(b, request.group_size)
-        if self._points.quantum is not None or self._partial is not None or self._partner.clock != "tokens":
-            raise self._no_chat(b)
+        if self._points.quantum is not None or (self._partial is not None and not self._by_wall):
+            raise BatchError(
+                f"{self._name(b)} asks by model.chat, and its samples are cut into windows of tokens: set "
+                "rollout.clock='wall', or grpo.max_staleness to 0 or 1, or ask by model.say."
+            )
+        if self._by_wall and request.route_bytes:
+            raise BatchError(
+                f"{self._name(b)} asks by model.chat with rollout.clock='wall', whose records of episodes hold no "
+                "experts of tokens: set rollout.router_replay=False, or rollout.clock='tokens'."
+            )
         self._unopened.get(p, set()).discard(b)
         if episode.branches is None:
             if episode.track is not None or episode.opening is not None:
@@ -461,7 +474,8 @@ class Pump:
                     f"{most} are possible: give fewer."
                 )
                 raise Refused(400, "unsupported_parameter", why, "stop_token_ids")
-            new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=self._points.urgent)
+            drawn = message.drawn if self._by_wall else None
+            new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=self._points.urgent, drawn=drawn)
         except Refused as error:
             self._send_turn(b, Turn(json.dumps(error.fields()), REFUSED))
             return
@@ -474,12 +488,13 @@ class Pump:
         self._record_observation(
             episode, dataclasses.replace(message, observation=self._dialogue.decode(new_tokens)), len(new_tokens)
         )
+        if drawn is not None:
+            self.event(branch.track)
 
-    def _no_chat(self, b: int) -> BatchError:
-        return BatchError(
-            f"{self._name(b)} asks by model.chat, and its batch is generated in several windows: set "
-            "rollout.clock='tokens' and grpo.max_staleness to 0 or 1, or ask by model.say."
-        )
+    @property
+    def _by_wall(self) -> bool:
+        """True if time decides which version draws a token, so that the samples cannot be drawn again."""
+        return self._partner.clock == "wall" and self.request.mode == "train"
 
     def _join(self, episode: Episode) -> None:
         """Joins all branches of an episode into one completion."""
@@ -501,6 +516,9 @@ class Pump:
                 episode.branches.drop(self._session, number)
         self._join(episode)
         lost = done.reason in ("deadline", "failed")
+        if lost and episode.branches is not None and self._by_wall:
+            # No record leads to these tokens again, and they leave the loss: the sample keeps none of them.
+            episode.track, episode.piece, episode.turns = None, [], []
         if lost:
             episode.rewards = []  # rewards that an episode got before it was lost would look like its whole reward
         self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
@@ -591,13 +609,14 @@ class Pump:
         episode.calls += 1
         if self._parked(episode):
             self._session.hold(track)
-        turn = Turn(text, stop, tuple(tokens))
+        turn, drawn = Turn(text, stop, tuple(tokens)), None
         if episode.branches is not None:
+            drawn = pack_turn(track) if self._by_wall else None
             episode.branches.take_answer(self._session, turn)
             turn = dataclasses.replace(
                 turn, prompt=episode.branches.read, **self._answer_details(episode.branches.newest, track)
             )
-        self._send_turn(b, turn)
+        self._send_turn(b, turn, drawn)
 
     def _answer_details(self, request: ChatRequest, track: Track) -> dict[str, Sequence[Any]]:
         """Returns the log-probabilities and texts of the newest turn's tokens, as far as the request asks for them."""
@@ -613,8 +632,14 @@ class Pump:
         self._episodes[b].full = True
         self._send_turn(b, Turn("", FULL))
 
-    def _send_turn(self, b: int, turn: Turn) -> None:
-        """Sends a turn to the environment of a sample; the sample waits for the answer from then on."""
+    def _send_turn(self, b: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None:
+        """Sends a turn to the environment of a sample; the sample waits for the answer from then on.
+
+        Args:
+          b: row of the sample.
+          turn: the turn.
+          drawn: what the engine drew for the turn, for the record of the episode (podrl.rollout.partial.pack_turn).
+        """
         track = self._episodes[b].track
         if track is not None and self._points.late.get(b) == len(track.tokens):
             self._run_out(b)
@@ -622,7 +647,7 @@ class Pump:
         self._waiting.add(b)
         self._episodes[b].sent_turns.append(turn)
         if self._episodes[b].repeated is None:
-            self._host.turn(self._first + b, turn)
+            self._host.turn(self._first + b, turn, drawn)
 
     def _reward(self, b: int, reward: float, *, whole: bool = False) -> None:
         """Puts a reward on the last sampled token.

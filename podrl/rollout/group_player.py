@@ -50,7 +50,8 @@ class OwnGroup(Group):
     @property
     def drawn(self) -> int | None:
         if self.looked_up is None:
-            versions = (v for _, track in self.states() if track is not None for v in track.versions if v >= 0)
+            # The player's records, not `states()`, which leaves out the tokens of open conversations.
+            versions = (v for track in self.samples.player.rows for v in track.versions if v >= 0)
             self.looked_up = min(versions, default=None)
         return self.looked_up
 

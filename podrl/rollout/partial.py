@@ -1,5 +1,6 @@
 """A batch between two windows, for a checkpoint or another host: the tokens that its samples have drawn so far."""
 
+import base64
 import copy
 import dataclasses
 import itertools
@@ -130,6 +131,24 @@ def fill(track: Track, partial: Partial, b: int) -> None:
         setattr(track, name, value)
     if track.finder is not None:
         track.finder.restart(track.first)
+
+
+def pack_turn(track: Track) -> dict[str, Any]:
+    """Packs what the engine drew for the newest turn of a paused sample, as values for JSON."""
+    columns = {
+        name: base64.b64encode(np.asarray(values[track.first :], TOKENS[name].dtype).tobytes()).decode()
+        for name, values in _columns(track).items()
+    }
+    return {"columns": columns, "paused": track.paused}
+
+
+def fill_turn(track: Track, packed: Mapping[str, Any]) -> int:
+    """Adds a turn that `pack_turn` packed to the record of a sample; returns the reason of its pause."""
+    before = len(track.tokens)
+    for name, values in _columns(track).items():
+        values.extend(np.frombuffer(base64.b64decode(packed["columns"][name]), TOKENS[name].dtype).tolist())
+    track.sampled += len(track.tokens) - before
+    return packed["paused"]
 
 
 def join(parts: Sequence[Partial]) -> Partial:

@@ -15,12 +15,14 @@ class Points:
       late: number of tokens of a sample, including given tokens, when its environment ran out of time in the repeated
         run, by row. The environment runs out of time at the same token again.
       urgent: whether the samples get lanes before samples that are not urgent.
+      repeated: whether the samples must become the samples of a batch in the journal of the wall clock.
     """
 
     quantum: int | None = None
     recorded: Mapping[int, int] = dataclasses.field(default_factory=dict)
     late: Mapping[int, int] = dataclasses.field(default_factory=dict)
     urgent: bool = True
+    repeated: bool = False
 
     def hold(self, b: int, sampled: int) -> int | None:
         """Returns the number of sampled tokens at which sample `b` leaves the session; None for never.

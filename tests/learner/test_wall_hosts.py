@@ -51,6 +51,7 @@ class Player:
             self.tracks.append(
                 types.SimpleNamespace(**fields, tokens=[], versions=[], routes=None, drawn={name: [] for name in DRAWN})
             )
+        self.rows = self.tracks  # only iterated over
         if partial is not None:
             ends = np.cumsum([0, *partial.rows["count_B"]])
             for g, track in enumerate(self.tracks):

@@ -1,25 +1,31 @@
 """Tests episodes whose requests are conversations: branches are pieces of a row, and depend only on the requests."""
 
+import math
+import shutil
 from typing import Literal
 
 import jax
 import numpy as np
 import pytest
+from test_wall import LAST, P, again, assert_equal, assert_whole, made, mixed
 
 from podrl import serve
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
+from podrl.environments.journal import Files, Journal
 from podrl.environments.workers import EnvironmentFailure, Episodes
 from podrl.rollout.episodes import Partner
 from podrl.rollout.integrity import faults
-from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
+from podrl.rollout.partial import of_tracks
+from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Policy, Prompts
 from podrl.view.runs import branches
 from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 AGENTS = '''
 import asyncio
+import os
 import podrl
 
 USER = {"role": "user", "content": "What is 4 + 5?"}
@@ -51,6 +57,30 @@ class Drops:
         await model.chat([USER, first, SURE], max_tokens=4)
         if task.sample % 2:
             model.drop(model.answers - 1)
+        return podrl.Result(1.0)
+
+
+class Chance:
+    """Asks for something else in each run, and notes which samples ran."""
+
+    async def run(self, task, model):
+        with open("RAN", "a") as file:
+            file.write(f"{task.index}\\n")
+        more = {"role": "user", "content": os.urandom(2).hex()}
+        first = await model.chat([USER], max_tokens=6)
+        await model.chat([USER, first, more], max_tokens=6)
+        last = await model.chat([more], max_tokens=6)
+        return podrl.Result(float(len(last["content"] or "")), {"drawn": float(os.urandom(1)[0])})
+
+
+class Waits:
+    """Sample 0 waits for a file between its two requests."""
+
+    async def run(self, task, model):
+        first = await model.chat([USER], max_tokens=6)
+        while task.sample == 0 and not os.path.exists("GO"):
+            await asyncio.sleep(0.01)
+        await model.chat([SURE], max_tokens=6)
         return podrl.Result(1.0)
 
 
@@ -105,11 +135,10 @@ def serving():
 @pytest.fixture
 def play(serving, tmp_path):
     """Plays four samples of an agent; `asked` is the data's prompt."""
-    (tmp_path / "agents.py").write_text(AGENTS)
+    (tmp_path / "agents.py").write_text(AGENTS.replace("RAN", f"{tmp_path}/ran").replace("GO", f"{tmp_path}/go"))
 
     def run(name, asked=ASKED, response=100, quantum=None, clock: Literal["tokens", "wall"] = "tokens", **settings):
-        tokens_P = np.asarray([serving._tokenizer.encode(asked, start=True)], np.int32)
-        prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [asked], {}, b"")
+        prompts = asked_once(serving, asked)
         worker, policy = serving._worker, serving._policy
         config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:{name}", **settings)
         with Episodes(config, Limits(), journal=None) as host:
@@ -123,6 +152,11 @@ def play(serving, tmp_path):
                 worker.partner = None
 
     return run
+
+
+def asked_once(serving, asked=ASKED):
+    tokens_P = np.asarray([serving._tokenizer.encode(asked, start=True)], np.int32)
+    return Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [asked], {}, b"")
 
 
 def pieces_of(rollouts, b):
@@ -219,7 +253,90 @@ def test_a_crash_names_the_agent(play):
 def test_what_cannot_be_played_is_refused(play):
     with pytest.raises(BatchError, match=r"model\.chat and by model\.say"):
         play("Mixes")
-    with pytest.raises(BatchError, match=r"grpo\.max_staleness"):
+    with pytest.raises(BatchError, match=r"set rollout\.clock='wall', or grpo\.max_staleness"):
         play("Forks", quantum=3)
-    with pytest.raises(BatchError, match=r"rollout\.clock"):
-        play("Forks", clock="wall")
+
+
+def test_an_agent_that_is_lost_by_the_wall_clock_has_no_tokens(play):
+    rollouts = play("Hangs", clock="wall", deadline_s=1.0)
+    assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
+    assert rollouts.mask_BT.any(axis=1).tolist() == [False, True, True, True]
+
+
+def test_by_the_wall_clock_a_killed_run_trains_each_prompt_once_and_asks_no_agent_again_for_a_batch(
+    play, serving, tmp_path
+):
+    """Agents draw random numbers, so only records lead to the samples of a batch again. Versions with odd numbers draw
+    all tokens alike, so the log-probability of a token shows which version drew it."""
+    vocab = serving._worker.model.vocab_size
+    params = [serving._policy.params, jax.tree.map(lambda x: 0 * x, serving._policy.params)]
+    policies = [Policy(params[version % 2], version) for version in range(LAST + 1)]
+    tokens = serving._tokenizer.encode(ASKED, start=True)
+    rows = {"tokens_PT": np.asarray([tokens] * P, np.int32), "length_P": np.full(P, len(tokens)), "text": [ASKED] * P}
+    batches = [
+        Prompts(**rows, index_P=np.arange(P) + P * b, fields={}, data_state=str(b).encode()) for b in range(LAST + 1)
+    ]
+
+    def run(directory, **more):
+        """Returns the batches, the checkpoints and the prompts whose agents ran."""
+        (tmp_path / "ran").write_text("")
+        files = Files(directory / "outside")
+        config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:Chance")
+        with Episodes(config, Limits(), journal=Journal(files, exact=False)) as host:
+            partner = Partner(host, Dialogue(serving._tokenizer), clock="wall")
+            given = {"S": 2, "partner": lambda: partner, **more}
+            found, saved = made(serving._worker, policies, batches, Sampling(max_new=100), directory, **given)
+        files.close()
+        for step, batch in found.items():
+            rollouts = batch.rollouts
+            assert not faults(rollouts, step=step, max_staleness=2) and (rollouts.piece_BT.max(axis=1) == 1).all()
+            drawn_BT = rollouts.mask_BT > 0
+            alike_X = np.abs(rollouts.raw_logprob_BT[drawn_BT] + math.log(vocab)) < 1e-4
+            np.testing.assert_array_equal(alike_X, rollouts.version_BT[drawn_BT] % 2 == 1)
+        return found, saved, set(map(int, (tmp_path / "ran").read_text().split()))
+
+    def assert_same(one, two):
+        assert_equal(one, two)
+        for step, batch in one.items():
+            for name in ("piece_BT", "turn_reward_BT", "mask_BT"):
+                np.testing.assert_array_equal(getattr(batch.rollouts, name), getattr(two[step].rollouts, name))
+            drawn = [[each["metrics"] for each in run[step].rollouts.episodes] for run in (one, two)]
+            assert drawn[0] == drawn[1]
+
+    lived, saved, _ = run(tmp_path / "one", clock=3, until=4)
+    found, _, ran = run(tmp_path / "one", clock=50, begin=(2, saved[2]))
+    assert_same({step: found[step] for step in (2, 3, 4)}, {step: lived[step] for step in (2, 3, 4)})
+    assert ran and not ran & {int(i) for step in (2, 3, 4) for i in lived[step].rollouts.prompts.index_P}
+    both = lived | found
+    assert_whole(both, 2)
+    assert mixed(both)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    repeated, _, ran = run(tmp_path / "two", clock=77)
+    assert_same(both, repeated)
+    assert not ran
+
+
+def test_finished_conversations_are_whole_in_a_checkpoint_and_open_ones_begin_again(play, serving, tmp_path):
+    worker, policy, prompts = serving._worker, serving._policy, asked_once(serving)
+    how = {"group_size": 4, "step": 1, "sampling": Sampling(max_new=100)}
+    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Waits"), Limits(), journal=None) as host:
+        worker.partner = Partner(host, Dialogue(serving._tokenizer), clock="wall")
+        try:
+            before = worker.player(prompts, **how)
+            for _ in worker.advance(policy, [(before, None)], halt=lambda: len(before.done) == 3):
+                pass
+            part = again(of_tracks(prompts, before.state(), prompt_count=1, step=1, quantum=0))
+            before.abandon()
+            (tmp_path / "go").touch()
+            after = worker.player(prompts, **how, partial=part)
+            for _ in worker.advance(policy, [(after, None)]):
+                pass
+            rollouts = worker.rows(after, 0.0)
+        finally:
+            worker.partner = None
+    assert [sample["track"] is None for sample in part.samples] == [True, False, False, False]
+    assert not faults(rollouts, step=1, max_staleness=1) and (rollouts.piece_BT.max(axis=1) == 1).all()
+    for b, episode in before.done.items():
+        n, end = prompts.length_P[0], rollouts.length_B[b]
+        assert rollouts.tokens_BT[b, n:end].tolist() == episode.track.tokens
+        assert rollouts.piece_BT[b, n:end].tolist() == episode.piece

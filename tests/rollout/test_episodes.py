@@ -41,13 +41,13 @@ class Scripted:
         self.script, self.random = script, None if seed is None else random.Random(seed)
         self.running, self.ready, self.turns, self.cancelled = {}, [], {}, set()
 
-    def start(self, episode, task):
+    def start(self, episode, task, *, recorded=True):
         self.first = episode if self.first is None else self.first
         self.turns[episode] = []
         self.running[episode] = self.script(task)
         self._advance(episode, None)
 
-    def turn(self, episode, turn):
+    def turn(self, episode, turn, drawn=None):
         self.turns[episode].append(turn)
         self._advance(episode, turn)
 
@@ -213,7 +213,7 @@ def test_an_observation_without_room_is_cut_and_ends_the_sample(play):
 @pytest.mark.parametrize("reason", ["deadline", "failed"])
 def test_a_lost_episode_ends_where_it_stands_without_the_rewards_of_its_turns(play, reason):
     class Lost(Scripted):
-        def turn(self, episode, turn):
+        def turn(self, episode, turn, drawn=None):
             if episode % 2 and self.turns[episode]:
                 self.ready.append(Done(episode, None, {}, None, reason))
             else:
@@ -233,7 +233,7 @@ def test_a_lost_episode_ends_where_it_stands_without_the_rewards_of_its_turns(pl
 @pytest.mark.parametrize(("reason", "stop"), [("turns", STOP_ENV), ("calls", STOP_CALLS)])
 def test_the_end_of_the_last_turn_there_may_be_is_not_the_models_end(play, reason, stop):
     class Bounded(Scripted):
-        def turn(self, episode, turn):
+        def turn(self, episode, turn, drawn=None):
             self.turns[episode].append(turn)
             self.ready.append(Done(episode, None, {}, None, reason))
 
