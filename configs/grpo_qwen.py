@@ -37,6 +37,8 @@ VARIANTS = tuple(_JOBS)
 
 def get_config(variant: str = "") -> ConfigDict:
     """Returns the configuration of a variant, as plain data."""
+    if not variant:
+        raise ValueError(f"grpo_qwen.py has no default: write grpo_qwen.py:VARIANT, with one of {', '.join(VARIANTS)}.")
     if variant not in VARIANTS:
         raise ValueError(f"grpo_qwen.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
     size, chips, trainer, rollout = _JOBS[variant]

@@ -19,6 +19,8 @@ VARIANTS = ("gemma3_4b_v5e16", "qwen3_06b_gpu", "qwen3_06b_v6e8")
 
 def get_config(variant: str = "") -> ConfigDict:
     """Returns the configuration of a variant, as plain data."""
+    if not variant:
+        raise ValueError(f"grpo_real.py has no default: write grpo_real.py:VARIANT, with one of {', '.join(VARIANTS)}.")
     if variant not in VARIANTS:
         raise ValueError(f"grpo_real.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
     config: Any = _gsm8k()  # a type checker does not know a ConfigDict's keys

@@ -39,6 +39,12 @@ def test_a_variant_where_there_are_none(tmp_path):
         load_config(f"{file}:big")
 
 
+@pytest.mark.parametrize("name", ["grpo_qwen.py", "grpo_real.py"])
+def test_a_configuration_without_default_asks_for_a_variant(name):
+    with pytest.raises(ValueError, match=f"{name} has no default: write {name}:VARIANT, with one of"):
+        load_config(str(find_config(name)))
+
+
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [

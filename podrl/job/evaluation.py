@@ -54,7 +54,10 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
             f"none fits rollout.max_prompt_length={job.rollout.max_prompt_length}",
         )
         try:
-            unanswered = split(data).unanswered
+            opened = split(data)
+            unanswered = opened.unanswered
+            if not opened.held_out:
+                why = "a question's hash decides whether its records are held out, and there are too few questions"
             if job.kind.offline and unanswered and not data.eval_path:
                 raise ValueError(
                     f"{unanswered[0][0]}: records without an answer cannot be held out. Add the answers, "

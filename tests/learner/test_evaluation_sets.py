@@ -13,7 +13,7 @@ from test_evaluate import Cluster, prompts_with, samples_of
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.job.config import TINY, complete, parse
-from podrl.job.evaluation import make_evaluator
+from podrl.job.evaluation import held_out, make_evaluator
 from podrl.launch import find_config, load_config
 from podrl.learner.evaluate import EvalConfig, Evaluator, HeldOut, SetConfig, summarised
 from podrl.learner.report import SampleReport
@@ -231,3 +231,11 @@ def test_the_data_of_a_set_are_its_own():
     for path, arguments in ((sums.path, sums.arguments), ("reasoning_gym:letter_counting", {})):
         (single,) = SetConfig(name="a", path=path).data(sums).singles()
         assert single.arguments == arguments
+
+
+def test_a_file_with_one_question_says_why_nothing_is_held_out(tmp_path, caplog):
+    """All records of a question are trained on, or all are held out; here the question is short enough."""
+    (tmp_path / "one.jsonl").write_text('{"question": "q", "answer": "5"}\n' * 9)
+    job = planned((), data={"path": str(tmp_path / "one.jsonl")})
+    assert held_out(job, Tokenizer(TINY)) == []
+    assert "a question's hash decides whether its records are held out" in caplog.text
