@@ -129,7 +129,7 @@ def _server_cpu_ms(most: int, requests: int) -> float:
     requests are open, the oldest first. The requests of the first clients, which open the connections, do not count.
     """
     from podrl.environments.front import FrontSettings
-    from podrl.environments.wire.asks import Answer, Choice
+    from podrl.environments.wire.requests import Answer, Choice
     from podrl.serve import Desk
     from podrl.workers.user_code import Limits
 

@@ -140,10 +140,10 @@ def in_windows(
 def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray], staleness: int) -> dict[str, Any]:
     """Averages the engine's counters over the last windows."""
     from podrl.engine.config import Sampling
-    from podrl.rollout.players import Unanswered
+    from podrl.rollout.players import PlainPlayer
     from podrl.types import Policy
 
-    class Cut(Unanswered):
+    class Cut(PlainPlayer):
         """Samples that end after given numbers of tokens."""
 
         def __init__(self, request: Any, lengths_B: np.ndarray):

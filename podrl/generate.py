@@ -104,7 +104,7 @@ def _generate(args: argparse.Namespace) -> int:
 
     from podrl.data.tokenizer import Tokenizer
     from podrl.engine.config import RolloutConfig
-    from podrl.learner.playing import offered
+    from podrl.learner.run_environments import offered_tools
     from podrl.mesh.build import make_decoding_mesh
     from podrl.models import hf_load
     from podrl.models.pretrained import check_positions, check_vocab
@@ -115,9 +115,9 @@ def _generate(args: argparse.Namespace) -> int:
     mesh = make_decoding_mesh(args.mesh, jax.local_devices(), key="--mesh")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     environment = _environment(args)
-    tokenizer = Tokenizer.load(args.model, tools=offered(environment, Limits()))
+    tokenizer = Tokenizer.load(args.model, tools=offered_tools(environment, Limits()))
     rows = _tokenise(records, tokenizer, args)
-    output = Output(args.out, _settings(args, records, tokenizer.tools_digest), args.n)
+    output = OutputFile(args.out, _settings(args, records, tokenizer.tools_digest), args.n)
     left = [index for index in range(len(records)) if index not in output.done]
     if output.done:
         _say(f"{output.partial} holds {len(output.done)} of {len(records)} prompts; going on from there.")
@@ -253,7 +253,7 @@ def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "
     return json.loads(json.dumps(given | {"prompts": digest.hexdigest(), "tools": tools}, default=str))
 
 
-class Output:
+class OutputFile:
     """Collects completed prompts in a partial file beside the output, and writes the output when all are complete.
 
     Attributes:
@@ -400,7 +400,7 @@ def _partner(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
     """Starts the environment of the completions, and yields its partner for the engine; None without an environment."""
     from podrl.data.dialogue import Dialogue
     from podrl.environments.workers import Episodes
-    from podrl.learner.playing import check
+    from podrl.learner.run_environments import check
     from podrl.rollout.episodes import Partner
 
     if not config.used:
@@ -424,7 +424,7 @@ def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sour
     return Prompts(tokens_PT, length_P, np.array(wanted), texts, fields, b"")
 
 
-def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int], output: Output) -> None:
+def _write(stream: Iterator[Any], records: sources.Records, wanted: Sequence[int], output: OutputFile) -> None:
     """Writes each prompt after its last completion, and shows progress."""
     from podrl.rundir.console import Progress, make_console
 

@@ -63,7 +63,7 @@ def get_config():
 
 
 @dataclasses.dataclass(frozen=True)
-class Replayed:
+class ReplayedStep:
     """A step that was repeated.
 
     Attributes:
@@ -87,7 +87,7 @@ def replay(
     scratch: pathlib.Path,
     flags: Sequence[str],
     begin: int | None = None,
-) -> Replayed:
+) -> ReplayedStep:
     """Repeats a step; with changed settings, trains on its batch twice, without and with the changes.
 
     Args:
@@ -133,7 +133,7 @@ def replay(
         found = _of_step(again, step) or {}
         if weighed:
             recorded, found = recorded | _sums(run, step), found | _sums(again, step)
-        return Replayed(start, recorded, found, None)
+        return ReplayedStep(start, recorded, found, None)
     if start < step - 1:
         _launch(scratch, again, [*values, *flags], lambda: step - 1 in complete_steps(again / "checkpoints"))
     source = again if start < step - 1 else run
@@ -142,7 +142,7 @@ def replay(
         _prepare(source, workdir, step - 1, _changed(config, given))
         settings = [*values, "--config.log.trace=updates", *(f"--config.{change}" for change in given)]
         _launch(scratch, workdir, [*settings, *flags], functools.partial(_done, workdir, step))
-    return Replayed(start, recorded, _of_step(scratch / "changed", step) or {}, _tokens(*both, step=step))
+    return ReplayedStep(start, recorded, _of_step(scratch / "changed", step) or {}, _tokens(*both, step=step))
 
 
 def _done(workdir: pathlib.Path, step: int, saved: bool = False) -> bool:

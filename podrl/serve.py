@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 from podrl.environments.config import Parser as CallParser
 from podrl.environments.front import Front, FrontSettings
-from podrl.environments.wire.asks import Answer, Part, Refused, Wanted
+from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser, add_device_options, check_numbers
 from podrl.runtime.service import ServiceError
@@ -135,10 +135,10 @@ def run(serving: Any, desk: "Desk", ended: Callable[[], bool]) -> None:
                     if wanted is None:
                         serving.drop(number)
                     elif last < math.inf:
-                        raise Refused(503, "ending", "This server is shutting down and takes no new requests.")
+                        raise RefusedRequest(503, "ending", "This server is shutting down and takes no new requests.")
                     else:
                         serving.ask(number, wanted)
-                except Refused as refused:
+                except RefusedRequest as refused:
                     desk.tell(number, refused)
             for number, said in serving.step():
                 desk.tell(number, said)
@@ -165,7 +165,7 @@ class Desk:
           ValueError: the front cannot listen at its address, or package uvicorn is missing.
           ServiceError: the front's process did not start.
         """
-        self._events: queue.SimpleQueue[tuple[int, Wanted | None] | Exception | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[int, ParsedRequest | None] | Exception | None] = queue.SimpleQueue()
         self._front = Front(settings, limits, self)
         self._loop = Loop("podrl-front")
         try:
@@ -184,7 +184,7 @@ class Desk:
         address = await self._front.start()
         return address, self._front.open(_EPISODE)
 
-    def poll(self, timeout_s: float) -> list[tuple[int, Wanted | None]]:
+    def poll(self, timeout_s: float) -> list[tuple[int, ParsedRequest | None]]:
         """Waits for a request, and returns every request that has arrived.
 
         Args:
@@ -197,7 +197,7 @@ class Desk:
         Raises:
           ServiceError: the front's process has died.
         """
-        found: list[tuple[int, Wanted | None]] = []
+        found: list[tuple[int, ParsedRequest | None]] = []
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
@@ -209,10 +209,10 @@ class Desk:
         except queue.Empty:
             return found
 
-    def tell(self, number: int, said: Part | Answer | Refused) -> None:
+    def tell(self, number: int, said: AnswerPart | Answer | RefusedRequest) -> None:
         """Sends a client a part of its answer, the whole answer, or a refusal."""
         front = self._front
-        tell = {Part: front.part, Answer: front.answer, Refused: front.refuse}[type(said)]
+        tell = {AnswerPart: front.part, Answer: front.answer, RefusedRequest: front.refuse}[type(said)]
         self._loop.soon(tell, number, said)
 
     def wake(self) -> None:
@@ -232,7 +232,7 @@ class Desk:
 
     # The methods of podrl.environments.front.Handler; the event loop's thread calls them.
 
-    def asked(self, number: int, episode: str, wanted: Wanted) -> None:
+    def asked(self, number: int, episode: str, wanted: ParsedRequest) -> None:
         """Queues a request for `poll`."""
         del episode
         self._events.put((number, wanted))

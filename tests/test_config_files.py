@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from podrl.data.template import SYSTEM_PROMPT, user_turn
 from podrl.job.config import check_text, complete, parse
 from podrl.launch import find_config, load_config
-from podrl.learner.asked import words_for
+from podrl.learner.instructions import instructions_for
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,9 @@ def test_the_recipe_of_tunix_is_that_recipe_to_the_number():
     assert (trainer.max_grad_norm, trainer.train_micro_batch_size) == (0.1, 2)
     assert (job.checkpoint.every, job.checkpoint.keep) == (500, 4)
     assert job.reward.fns == ("exact_format", "approximate_format", "answer", "number")
-    assert (job.data.system_prompt, job.data.template, words_for(job.reward.fns)) == ("auto", "chat", SYSTEM_PROMPT)
+    assert (job.data.system_prompt, job.data.template, instructions_for(job.reward.fns)) == (
+        "auto",
+        "chat",
+        SYSTEM_PROMPT,
+    )
     assert user_turn("How many?", SYSTEM_PROMPT) == f"{SYSTEM_PROMPT}\n\nHow many?"

@@ -14,7 +14,7 @@ from typing import Any
 from podrl.data import reasoning_worker
 from podrl.data.problem_generator import Split
 from podrl.data.sources import Record, Records
-from podrl.workers.process import DiedError, Functions, LateError
+from podrl.workers.process import DiedError, Functions, LateWorkerError
 from podrl.workers.user_code import Limits
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class ReasoningProblems(Records):
         asked |= {"seed": self._dataset.seed, "size": self._dataset.size, "split": self._split}
         try:
             reply = _process().call("records", {**asked, "indices": list(indices)}, _DEADLINE_S)
-        except (LateError, DiedError) as error:
+        except (LateWorkerError, DiedError) as error:
             raise ValueError(
                 f"{self._dataset.path} wrote no problem: {error} Some datasets write data.size={self._dataset.size} "
                 f"problems before the first one, for which there are {_DEADLINE_S:g} s: lower data.size."

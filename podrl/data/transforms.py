@@ -18,7 +18,7 @@ from podrl.data.cache import Cache, key
 from podrl.data.sources import Record, Records, check_json
 from podrl.runtime import plain
 from podrl.storage.storage import Place
-from podrl.workers.process import DiedError, Functions, LateError
+from podrl.workers.process import DiedError, Functions, LateWorkerError
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at
 
@@ -180,7 +180,7 @@ def _mapped(
     while several := [item for _, item in zip(range(_AT_ONCE), items, strict=False)]:
         try:
             reply = process.call(step.map, [record for _, record in several], step.deadline_s)
-        except (LateError, DiedError) as error:
+        except (LateWorkerError, DiedError) as error:
             places = f"{several[0][0]} to {several[-1][0]}"
             limit = f"deadline_s={step.deadline_s:g}"
             raise ValueError(

@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class ToolOutput:
     """A tool's output.
 
     Attributes:
@@ -84,7 +84,8 @@ class Observation:
 
     Attributes:
       text: the whole text.
-      cuts: character ranges that came from tools, grouped by call; see podrl.environments.workers.Say.cuts.
+      cuts: character ranges that came from tools, grouped by call; see
+        podrl.environments.workers.EpisodeObservation.cuts.
     """
 
     text: str
@@ -201,7 +202,7 @@ class Tags:
         name = "" if self._legacy else ' name="TOOL"'
         return f"<{self._openings[0]}{name}>QUERY{self.stop[0]}"
 
-    def observation(self, outputs: Sequence[Output], call_id: str) -> Observation:
+    def observation(self, outputs: Sequence[ToolOutput], call_id: str) -> Observation:
         """Formats outputs as DR-Tulu does. The id of a document is `call_id` and the document's number in its call."""
         written = _Writer()
         written.add("\n")
@@ -352,7 +353,7 @@ class Json:
         words = (*value, *value.values()) if isinstance(value, dict) and any(key in value for key in _CALLED) else ()
         return any(isinstance(word, str) and word in self._tools for word in words)
 
-    def observation(self, outputs: Sequence[Output], call_id: str) -> Observation:
+    def observation(self, outputs: Sequence[ToolOutput], call_id: str) -> Observation:
         """Formats outputs so that each becomes a message of the chat template."""
         del call_id
         written = _Writer()
@@ -480,7 +481,7 @@ def shortened(
 
     Args:
       text: the observation.
-      cuts: character ranges that may be shortened, see podrl.environments.workers.Say.cuts.
+      cuts: character ranges that may be shortened, see podrl.environments.workers.EpisodeObservation.cuts.
       limit: largest number of tokens in the ranges of one group.
       encode: function from text to token ids, without tokens such as BOS at the ends.
       decode: function from token ids to text.

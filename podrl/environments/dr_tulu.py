@@ -10,7 +10,7 @@ NO_RESULTS = "No results found for the query."
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class KnownTool:
     """A tool that models of DR-Tulu call.
 
     Attributes:
@@ -22,11 +22,11 @@ class Known:
     tag: str = "snippet"
 
 
-TOOLS: Mapping[str, Known] = {
-    "snippet_search": Known(("snippet_search", "semantic_scholar_snippet_search")),
-    "google_search": Known(("google_search", "serper_google_webpage_search")),
-    "massive_serve": Known(("massive_serve", "massive_serve_search")),
-    "browse_webpage": Known(
+TOOLS: Mapping[str, KnownTool] = {
+    "snippet_search": KnownTool(("snippet_search", "semantic_scholar_snippet_search")),
+    "google_search": KnownTool(("google_search", "serper_google_webpage_search")),
+    "massive_serve": KnownTool(("massive_serve", "massive_serve_search")),
+    "browse_webpage": KnownTool(
         (
             "browse_webpage",
             "crawl4ai_docker_fetch_webpage_content",

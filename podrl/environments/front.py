@@ -6,7 +6,7 @@ import secrets
 from typing import Any, Protocol
 
 from podrl.environments import front_worker
-from podrl.environments.wire.asks import Answer, Part, Refused, Wanted
+from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.runtime.service import ServiceError
 from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits
@@ -42,7 +42,7 @@ class FrontSettings:
 class Handler(Protocol):
     """Receives the requests of a front. The front's event loop calls the methods, so they must not block."""
 
-    def asked(self, number: int, episode: str, wanted: Wanted) -> None:
+    def asked(self, number: int, episode: str, wanted: ParsedRequest) -> None:
         """Takes a new request; the owner answers it with `Front.part` and ends it with `answer` or `refuse`."""
         ...
 
@@ -106,7 +106,7 @@ class Front:
         """Ends the key of an episode: open requests are refused with 409, later requests with 401."""
         self._send({"close": episode})
 
-    def part(self, number: int, part: Part) -> None:
+    def part(self, number: int, part: AnswerPart) -> None:
         """Sends the client the newest part of an answer; only for a request with `Ask.parts`."""
         self._send({"part": number, "said": {**vars(part), "choice": vars(part.choice)}})
 
@@ -114,7 +114,7 @@ class Front:
         """Sends the client its whole answer, which ends the request."""
         self._send({"answer": number, "said": {**vars(answer), "choices": [vars(choice) for choice in answer.choices]}})
 
-    def refuse(self, number: int, refused: Refused) -> None:
+    def refuse(self, number: int, refused: RefusedRequest) -> None:
         """Sends the client a refusal, which ends the request."""
         self._send({"refuse": number, "said": refused.fields()})
 
@@ -135,7 +135,7 @@ class Front:
         assert self._listening is not None
         match frame:
             case {"ask": number, "of": episode, "asked": asked}:
-                self._handler.asked(number, episode, Wanted.of(asked))
+                self._handler.asked(number, episode, ParsedRequest.of(asked))
             case {"drop": number}:
                 self._handler.dropped(number)
             case {"delivered": number}:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from podrl.environments.wire import chat
-from podrl.environments.wire.asks import Answer, Wanted, visible_text
+from podrl.environments.wire.requests import Answer, ParsedRequest, visible_text
 
 _KEPT = 256  # requests on the page; older ones are forgotten
 _SHOWN = 4000  # characters of a message; the middle of a longer one is left out
@@ -35,7 +35,7 @@ class _Node:
     """
 
     number: int
-    wanted: Wanted
+    wanted: ParsedRequest
     answers: Sequence[Mapping[str, Any]]
     ends: Sequence[bytes]
     of: int
@@ -43,7 +43,7 @@ class _Node:
     tokens: tuple[int, int, int]
 
 
-class Page:
+class FrontPage:
     """The newest answered requests of one key."""
 
     def __init__(self, parser: str) -> None:
@@ -52,7 +52,7 @@ class Page:
         self._nodes: collections.deque[_Node] = collections.deque(maxlen=_KEPT)
         self._numbers = itertools.count(1)
 
-    def add(self, wanted: Wanted, answer: Answer) -> None:
+    def add(self, wanted: ParsedRequest, answer: Answer) -> None:
         """Takes an answered request."""
         prompt = _packed(answer.prompt_ids)
         known = [(len(end), node) for node in self._nodes for end in node.ends if prompt.startswith(end)]
@@ -69,7 +69,7 @@ class Page:
             why = "concurrent: another request has gone on from the same answer"
         self._nodes.append(_Node(next(self._numbers), wanted, answers, ends, of, why, tokens))
 
-    def _why(self, wanted: Wanted) -> str:
+    def _why(self, wanted: ParsedRequest) -> str:
         """Returns the reason why a request begins a branch."""
         messages = wanted.ask.messages
         if messages is None:

@@ -17,10 +17,10 @@ import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, BinaryIO
 
-from podrl.environments.front_page import Page
+from podrl.environments.front_page import FrontPage
 from podrl.environments.wire import chat, completions, generate, messages, responses
-from podrl.environments.wire.asks import ASIDE, Answer, Choice, Part, Refused, Wanted
 from podrl.environments.wire.fields import parse
+from podrl.environments.wire.requests import ASIDE, Answer, AnswerPart, Choice, ParsedRequest, RefusedRequest
 from podrl.runtime.sockets import raise_descriptor_limit
 from podrl.workers import child
 from podrl.workers.frames import pack
@@ -63,19 +63,19 @@ class _Turn:
     """
 
     number: int
-    wanted: Wanted
+    wanted: ParsedRequest
     dialect: Any
     digest: bytes
-    parts: list[Part] = dataclasses.field(default_factory=list)
-    outcome: Answer | Refused | None = None
+    parts: list[AnswerPart] = dataclasses.field(default_factory=list)
+    outcome: Answer | RefusedRequest | None = None
     readers: int = 0
     delivered: bool = False
     waiting: "list[asyncio.Future[bool]]" = dataclasses.field(default_factory=list)
 
-    def add(self, event: Part | Answer | Refused) -> None:
+    def add(self, event: AnswerPart | Answer | RefusedRequest) -> None:
         """Keeps a part or the outcome, and wakes the waiting clients; nothing follows an outcome."""
         if self.outcome is None:
-            if isinstance(event, Part):
+            if isinstance(event, AnswerPart):
                 self.parts.append(event)
             else:
                 self.outcome = event
@@ -130,7 +130,7 @@ class _Client:
         """Reads the whole body.
 
         Raises:
-          Refused: the body is longer than `most` bytes, or the client stopped sending.
+          RefusedRequest: the body is longer than `most` bytes, or the client stopped sending.
           ConnectionError: the client hung up.
         """
         pieces: list[bytes] = []
@@ -142,14 +142,14 @@ class _Client:
             else:
                 pieces.append(piece)
         if length > most:
-            raise Refused(413, "request_too_large", f"The body is longer than {most} bytes: send a shorter one.")
+            raise RefusedRequest(413, "request_too_large", f"The body is longer than {most} bytes: send a shorter one.")
         return b"".join(pieces)
 
     async def drain(self, most: int) -> None:
         """Reads the body and drops it, up to `most` bytes.
 
         Raises:
-          Refused: the client stopped sending.
+          RefusedRequest: the client stopped sending.
           ConnectionError: the client hung up.
         """
         async for _ in self._pieces(most):
@@ -164,7 +164,7 @@ class _Client:
                     message = await self._receive()
             except TimeoutError:
                 why = f"No piece of the body came for {_SILENT_S:g} s, the longest wait: send the request again."
-                raise Refused(408, "request_timeout", why) from None
+                raise RefusedRequest(408, "request_timeout", why) from None
             if message["type"] == "http.disconnect":
                 raise ConnectionError
             piece, more = message.get("body", b""), message.get("more_body", False)
@@ -218,7 +218,7 @@ class Endpoint:
         self._most_bytes: int = settings["body_bytes"]
         self._context: int = settings["context_tokens"]
         self._grace_s: float = settings["grace_s"]
-        self._page = Page(self._parser) if settings["page"] else None
+        self._page = FrontPage(self._parser) if settings["page"] else None
         self._tell = tell
         self._episodes: dict[bytes, _Episode] = {}  # by the digests of their keys
         self._digests: dict[str, bytes] = {}  # digests of keys, by the names of episodes
@@ -237,14 +237,14 @@ class Endpoint:
             case {"close": name} if name in self._digests:
                 self._close(name)
             case {"part": number, "said": said} if number in self._turns:
-                self._turns[number][1].add(Part(**{**said, "choice": Choice(**said["choice"])}))
+                self._turns[number][1].add(AnswerPart(**{**said, "choice": Choice(**said["choice"])}))
             case {"answer": number, "said": said} if number in self._turns:
                 turn, answer = self._turns[number][1], Answer.of(said)
                 if self._page is not None and turn.outcome is None:
                     self._page.add(turn.wanted, answer)
                 turn.add(answer)
             case {"refuse": number, "said": said} if number in self._turns:
-                self._forget(*self._turns[number], Refused(**said))
+                self._forget(*self._turns[number], RefusedRequest(**said))
 
     def _close(self, name: str) -> None:
         episode = self._episodes.pop(self._digests.pop(name))
@@ -253,7 +253,7 @@ class Endpoint:
             if of is episode:
                 self._forget(of, turn, _ended())
 
-    def _forget(self, episode: _Episode, turn: _Turn, why: Refused | None = None) -> None:
+    def _forget(self, episode: _Episode, turn: _Turn, why: RefusedRequest | None = None) -> None:
         """Forgets a request, so that no retry joins it; clients that wait for it are refused with `why`."""
         self._turns.pop(turn.number, None)
         if episode.turns.get(turn.digest) is turn:
@@ -271,7 +271,7 @@ class Endpoint:
         with contextlib.suppress(ConnectionError):  # the client hung up
             try:
                 await self._handle(client)
-            except Refused as refused:
+            except RefusedRequest as refused:
                 error = refused.error() | ({"type": "error"} if client.path in _TYPED else {})
                 if client.began:
                     await client.say(_event(error), more=False)
@@ -289,12 +289,12 @@ class Endpoint:
                 return
             if client.path != "/v1/models" and client.path not in _DIALECTS:
                 served = ", ".join([*_DIALECTS, "/v1/models"])
-                raise Refused(404, "not_found", f"There is no path {client.path[:80]!r}; there are {served}.")
+                raise RefusedRequest(404, "not_found", f"There is no path {client.path[:80]!r}; there are {served}.")
             if client.method != (method := "POST" if client.path in _DIALECTS else "GET"):
                 why = f"{client.path} takes {method}, and the request has {client.method[:80]}."
-                raise Refused(405, "method_not_allowed", why)
-        except Refused:
-            with contextlib.suppress(Refused):
+                raise RefusedRequest(405, "method_not_allowed", why)
+        except RefusedRequest:
+            with contextlib.suppress(RefusedRequest):
                 # Most clients read no answer before they have sent the whole body.
                 await client.drain(_DRAINED * self._most_bytes)
             raise
@@ -308,14 +308,16 @@ class Endpoint:
         """Finds the episode of a client's key.
 
         Raises:
-          Refused: no open episode has this key.
+          RefusedRequest: no open episode has this key.
         """
         # The time of a look-up by digest tells an attacker nothing about the key.
         digest = _digest(client.key)
         episode = self._episodes.get(digest)
         known = self._digests[episode.name] if episode is not None else bytes(len(digest))
         if not hmac.compare_digest(known, digest) or episode is None:
-            raise Refused(401, "invalid_api_key", "No open episode has this key: send 'Authorization: Bearer KEY'.")
+            raise RefusedRequest(
+                401, "invalid_api_key", "No open episode has this key: send 'Authorization: Bearer KEY'."
+            )
         return episode
 
     def _listed(self) -> dict[str, Any]:
@@ -342,7 +344,7 @@ class Endpoint:
         """Finds the request that a retry repeats, or passes a new request to the owner.
 
         Raises:
-          Refused: a field cannot be honoured, or the episode has ended.
+          RefusedRequest: a field cannot be honoured, or the episode has ended.
         """
         digest = hashlib.sha256(client.path.encode() + b"\0" + body).digest()
         if client.header("x-stainless-retry-count") not in ("", "0") and digest in episode.turns:
@@ -380,7 +382,7 @@ class Endpoint:
     async def _whole(self, client: _Client, turn: _Turn, gone: "asyncio.Future[None]") -> None:
         while turn.outcome is None:
             await _news(turn, gone, None)
-        if isinstance(turn.outcome, Refused):
+        if isinstance(turn.outcome, RefusedRequest):
             raise turn.outcome
         turn.delivered = True
         await client.json(200, turn.dialect.write(turn.wanted, turn.outcome, self._parser))
@@ -393,12 +395,12 @@ class Endpoint:
                 if not await _news(turn, gone, _BEAT_S):
                     await client.say(": at work\n\n")
                 continue
-            if isinstance(turn.outcome, Refused):
+            if isinstance(turn.outcome, RefusedRequest):
                 raise turn.outcome
             first = turn.parts[0] if turn.parts else turn.outcome
             assert first is not None
             if stream is None:
-                stream = turn.dialect.Stream(turn.wanted, first.id, first.created, self._parser)
+                stream = turn.dialect.AnswerStream(turn.wanted, first.id, first.created, self._parser)
             new, told = turn.parts[told:], len(turn.parts)
             chunks = [chunk for part in new for chunk in stream.part(part.index, part.choice)]
             if turn.outcome is None:
@@ -456,8 +458,8 @@ def _event(body: Mapping[str, Any]) -> str:
     return f"{name}data: {json.dumps(body)}\n\n"
 
 
-def _ended() -> Refused:
-    return Refused(409, "episode_ended", "The episode of this key has ended.")
+def _ended() -> RefusedRequest:
+    return RefusedRequest(409, "episode_ended", "The episode of this key has ended.")
 
 
 def _digest(key: str) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from podrl.environments import worker as worker_module
 from podrl.environments.calls import in_template
 from podrl.environments.config import NONE, PROGRAM, TOOLS, EnvironmentConfig
-from podrl.environments.finished import NUMBER, Finished, digest
+from podrl.environments.finished_episodes import NUMBER, FinishedEpisode, digest
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Task
 from podrl.environments.toolbox import Toolbox
@@ -46,7 +46,7 @@ class _Episode:
       task: the sample that the episode plays.
       life: number of the present run of the episode; -1 before the first one.
       home: worker of the present run.
-      said: the log of observations, each the fields of a podrl.environments.workers.Say.
+      said: the log of observations, each the fields of a podrl.environments.workers.EpisodeObservation.
       turns: the log of the model's turns, one for each answered observation.
       drawn: what the model drew for each turn, as far as the record of the episode needs it.
       answers: the log of outside answers, by their numbers.
@@ -78,7 +78,7 @@ class _Episode:
     spent_s: float = 0.0
     since: float = 0.0
     timer: asyncio.TimerHandle | None = None
-    finished: Finished | None = None
+    finished: FinishedEpisode | None = None
 
 
 class _Home:
@@ -100,7 +100,7 @@ class _Home:
         self.episodes: set[int] = set()
 
 
-class Host:
+class EnvironmentHost:
     """Runs all episodes of a process; podrl.environments.workers.Episodes calls it and documents its methods.
 
     Every method but `waiting` must be called on one event loop. `turn` and `cancel` ignore an episode that has ended.
@@ -366,10 +366,10 @@ class Host:
         if record is None:
             self._enter(episode)
         else:
-            episode.finished = Finished.read(record)
+            episode.finished = FinishedEpisode.read(record)
             self._say_on(episode, episode.finished)
 
-    def _say_on(self, episode: _Episode, finished: Finished) -> None:
+    def _say_on(self, episode: _Episode, finished: FinishedEpisode) -> None:
         """Emits the next observation of a recorded episode, or its result after the last one."""
         at = len(episode.said)
         if at == len(finished.said):
@@ -405,7 +405,7 @@ class Host:
     async def _record(self, episode: _Episode, result: Mapping[str, Any]) -> None:
         assert self._journal is not None
         drawn = episode.drawn if any(episode.drawn) else ()
-        finished = Finished(episode.said, [digest(turn) for turn in episode.turns], result, drawn)
+        finished = FinishedEpisode(episode.said, [digest(turn) for turn in episode.turns], result, drawn)
         try:
             await self._journal.add(episode.task, NUMBER, self._what(episode.task), finished.record())
         except Exception as error:  # noqa: BLE001 - `poll` raises it

@@ -27,7 +27,7 @@ Records = dict[tuple[int, int, int], Record]  # keyed by (index, sample, n)
 _UNSEALED = ({"index": int, "sample": int, "n": int, "request": str, "answer": dict},)
 
 
-class Store(Protocol):
+class RecordStore(Protocol):
     """A store of records, grouped under the name of their step: 'STEP' for training, 'eval-STEP' for evaluations."""
 
     async def read(self, name: str) -> Records: ...
@@ -48,7 +48,7 @@ class Journal:
       exact: whether a run that is started again draws the same samples.
     """
 
-    def __init__(self, store: Store, *, exact: bool = True) -> None:
+    def __init__(self, store: RecordStore, *, exact: bool = True) -> None:
         """Stores the arguments.
 
         Args:

@@ -39,9 +39,14 @@ class _Server:
     """A server, and the session with it while it is connected."""
 
     def __init__(
-        self, key: str, server: MCPServer, given: "_Given", away_s: float, send: Callable[[Mapping[str, Any]], None]
+        self,
+        key: str,
+        server: MCPServer,
+        secrets: "_ServerSecrets",
+        away_s: float,
+        send: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._key, self._server, self._given, self._away_s, self._send = key, server, given, away_s, send
+        self._key, self._server, self._secrets, self._away_s, self._send = key, server, secrets, away_s, send
         self._session: Any = None
         self._ready, self._broken = asyncio.Event(), asyncio.Event()
         self._checks: set[asyncio.Task[None]] = set()
@@ -62,7 +67,7 @@ class _Server:
         away, pause, opened = time.monotonic(), _FIRST_PAUSE_S, False
         while True:
             why = "the connection closed"
-            connecting = _connect(self._server.target, command, self._given)
+            connecting = _connect(self._server.target, command, self._secrets)
             try:
                 async with asyncio.timeout(_CONNECT_S) as limit, connecting as session:
                     await session.initialize()
@@ -80,9 +85,9 @@ class _Server:
             except asyncio.CancelledError:
                 raise
             except BaseException as error:  # noqa: BLE001 - a server may be away in many ways
-                why = self._given.hide(_leaf(error))
+                why = self._secrets.hide(_leaf(error))
                 if command and not opened and not isinstance(_bottom(error), TimeoutError):
-                    last = self._given.last_lines() or "(nothing)"
+                    last = self._secrets.last_lines() or "(nothing)"
                     why = f"ended at its start, or is no MCP server ({why}). Its standard error ends:\n{last}"
                     self._send({"wrong": self._key, "why": why})
                     return
@@ -176,7 +181,7 @@ class _Server:
             self._broken.set()
 
 
-class _Given:
+class _ServerSecrets:
     """The secrets that a server gets, and the standard error of its command, from which these secrets are removed.
 
     Attributes:
@@ -232,13 +237,13 @@ class _Given:
 
 
 @contextlib.asynccontextmanager
-async def _connect(target: str, command: list[str], given: _Given) -> AsyncIterator[Any]:
+async def _connect(target: str, command: list[str], secrets: _ServerSecrets) -> AsyncIterator[Any]:
     """Opens a session over stdio, sse (for an address that ends in /sse) or streamable http.
 
     Args:
       target: address of the server; ignored with a command.
       command: words of the command that starts the server; empty for a server on the network.
-      given: secrets of the server, and the receiver of its standard error.
+      secrets: secrets of the server, and the receiver of its standard error.
     """
     from mcp import ClientSession
     from mcp.shared._httpx_utils import create_mcp_http_client
@@ -249,17 +254,17 @@ async def _connect(target: str, command: list[str], given: _Given) -> AsyncItera
         from mcp.client.stdio import stdio_client
 
         guarded = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, *command]
-        started = {"command": guarded[0], "args": guarded[1:], "env": {**os.environ, **given.variables}}
-        errors = stack.enter_context(given.listening())
+        started = {"command": guarded[0], "args": guarded[1:], "env": {**os.environ, **secrets.variables}}
+        errors = stack.enter_context(secrets.listening())
         way: Any = stdio_client(StdioServerParameters(**started, encoding_error_handler="replace"), errors)
     elif target.rstrip("/").endswith("/sse"):
         from mcp.client.sse import sse_client
 
-        way = sse_client(target, headers=given.headers)
+        way = sse_client(target, headers=secrets.headers)
     else:
         from mcp.client.streamable_http import streamable_http_client
 
-        client = await stack.enter_async_context(create_mcp_http_client(headers=given.headers))
+        client = await stack.enter_async_context(create_mcp_http_client(headers=secrets.headers))
         way = streamable_http_client(target, http_client=client)
     async with stack, way as (read, write, *_), ClientSession(read, write) as session:
         yield session
@@ -339,8 +344,8 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     async for frame in child.frames(requests):
         match frame:
             case {"open": key, "server": server, "away_s": away_s}:
-                given = _Given(frame["variables"], frame["headers"], frame["said"])
-                servers[key] = _Server(key, MCPServer(**server), given, away_s, send)
+                secrets = _ServerSecrets(frame["variables"], frame["headers"], frame["said"])
+                servers[key] = _Server(key, MCPServer(**server), secrets, away_s, send)
                 keepers.append(asyncio.create_task(servers[key].keep()))
             case {"call": number}:
                 calls[number] = asyncio.create_task(answer(frame))

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.front import Front, FrontSettings
 from podrl.environments.protocol import Ended, Result, Task
-from podrl.environments.wire.asks import Answer, Refused, Wanted
+from podrl.environments.wire.requests import Answer, ParsedRequest, RefusedRequest
 from podrl.workers.user_code import Limits
 
 Kind = Literal["agent", "infrastructure"]
@@ -49,13 +49,13 @@ class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of th
         return _counted(self.kind)
 
 
-class Asked(Protocol):
-    """The model as programs need it; podrl.environments.worker.Told implements it, and documents the methods."""
+class EndpointModel(Protocol):
+    """The model as programs need it; podrl.environments.worker.RemoteModel implements it, and documents the methods."""
 
     @property
     def answers(self) -> int: ...
 
-    async def answer(self, wanted: Wanted) -> Answer: ...
+    async def answer(self, wanted: ParsedRequest) -> Answer: ...
 
     def drop(self, request: int) -> None: ...
 
@@ -79,7 +79,7 @@ class _Session:
       overridden: number of requests that set a setting in `_RESENT`.
     """
 
-    model: Asked
+    model: EndpointModel
     lost: "asyncio.Future[None]"
     turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     open: set[int] = dataclasses.field(default_factory=set)
@@ -101,7 +101,7 @@ class _Session:
         self.settled.set()
 
 
-class Program:
+class ProgramEnvironment:
     """Runs an episode for each task in a process of the user's program.
 
     A process runs one episode at a time, and then takes the next task. It reads one JSON object per line, a task with
@@ -134,7 +134,7 @@ class Program:
         self._starting = asyncio.Lock()
         self._numbers = itertools.count()
 
-    async def run(self, task: Task, model: Asked) -> Result:
+    async def run(self, task: Task, model: EndpointModel) -> Result:
         """Plays one episode, see podrl.environments.protocol.Environment.
 
         Raises:
@@ -203,7 +203,7 @@ class Program:
                 self._front = front
             return self._front
 
-    async def _answer(self, session: _Session, number: int, wanted: Wanted) -> None:
+    async def _answer(self, session: _Session, number: int, wanted: ParsedRequest) -> None:
         front = self._front
         assert front is not None
         try:
@@ -215,18 +215,18 @@ class Program:
                 answer = await session.model.answer(wanted)
             session.overridden += any(getattr(wanted.ask, name) is not None for name in _RESENT)
             front.answer(number, answer)
-        except (Refused, Ended) as error:
+        except (RefusedRequest, Ended) as error:
             session.settle(number)
             session.numbers.pop(number, None)
             if isinstance(error, Ended):
                 session.full = True
                 why = f"The maximum context length of this episode is reached, or its turns are over. {error}"
-                error = Refused(400, "context_length_exceeded", why, "messages")
+                error = RefusedRequest(400, "context_length_exceeded", why, "messages")
             front.refuse(number, error)
 
     # The methods of podrl.environments.front.Handler.
 
-    def asked(self, number: int, episode: str, wanted: Wanted) -> None:
+    def asked(self, number: int, episode: str, wanted: ParsedRequest) -> None:
         """Answers a request as soon as the model is free."""
         if (session := self._sessions.get(episode)) is None:
             return  # the front refused the request when the episode's key was closed
@@ -351,15 +351,15 @@ class _Runner:
                 self._log.add(line)
 
 
-def _check(wanted: Wanted) -> None:
+def _check(wanted: ParsedRequest) -> None:
     """Refuses what training cannot honour.
 
     Raises:
-      Refused: names the field.
+      RefusedRequest: names the field.
     """
     if wanted.ask.samples > 1:
         why = f"n={wanted.ask.samples} is not served in training: make {wanted.ask.samples} requests."
-        raise Refused(400, "unsupported_parameter", why, "n")
+        raise RefusedRequest(400, "unsupported_parameter", why, "n")
 
 
 def _object(line: bytes) -> dict[str, Any]:

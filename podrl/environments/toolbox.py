@@ -12,7 +12,7 @@ from podrl.environments import dr_tulu, tool_worker
 from podrl.environments.config import EnvironmentConfig, MCPServer
 from podrl.environments.protocol import Task
 from podrl.environments.servers import Servers
-from podrl.workers.process import DiedError, LateError, Pool, Process
+from podrl.workers.process import DiedError, LateWorkerError, Pool, Process
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at
 
@@ -120,7 +120,7 @@ class Toolbox:
         for attempt in range(tool.retries + 1):
             try:
                 return await self._functions.call(tool.declared["key"], tool.spec, body, tool.deadline_s)
-            except LateError:
+            except LateWorkerError:
                 return {"text": f"Timed out after {tool.deadline_s:g} s.", "failed": "deadline"}
             except DiedError as error:
                 if attempt == tool.retries:
@@ -136,7 +136,7 @@ class Toolbox:
                 raise ValueError(f"it is no built-in tool ({known}), nor 'file.py:function' or 'module:function'.")
             key = json.dumps(spec, sort_keys=True)
             declared = await self._functions.load(key, spec)
-        except (ValueError, LateError, DiedError) as error:
+        except (ValueError, LateWorkerError, DiedError) as error:
             raise ValueError(f"env.tools: {tool!r} cannot be loaded: {error}") from error
         declared |= {"key": key, "query": dr_tulu.query_of(declared["schema"]), "tag": ""}
         # The pool may have one process for each call that its tools can run at the same time.

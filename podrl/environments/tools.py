@@ -148,7 +148,7 @@ class WithTools:
     def _stops(self, stop: Sequence[str]) -> list[str]:
         return [*stop, *(self._format.stop if self._open else ())]
 
-    async def _answer(self, call: calls.Call) -> tuple[calls.Output, dict[str, Any]]:
+    async def _answer(self, call: calls.Call) -> tuple[calls.ToolOutput, dict[str, Any]]:
         self.calls += 1
         if self.calls > self._config.max_tool_calls:
             self._open, self._model.spent = False, True
@@ -171,13 +171,13 @@ class WithTools:
         said = {"by": call.name, "text": text, "failed": failed}
         said |= {"seconds": reply["seconds"], "replayed": reply["replayed"]}
         if failed or not tool["tag"]:
-            return calls.Output([text]), said
-        return calls.Output(dr_tulu.documents(text), tool["tag"]), said
+            return calls.ToolOutput([text]), said
+        return calls.ToolOutput(dr_tulu.documents(text), tool["tag"]), said
 
 
-def _failure(by: str, text: str, kind: str) -> tuple[calls.Output, dict[str, Any]]:
+def _failure(by: str, text: str, kind: str) -> tuple[calls.ToolOutput, dict[str, Any]]:
     said = {"by": calls.told(by), "text": text, "seconds": 0.0, "failed": kind, "replayed": False}
-    return calls.Output([text]), said
+    return calls.ToolOutput([text]), said
 
 
 def _named(tool: Callable[..., Any] | str) -> str:

@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 
 from podrl.environments.calls import Cuts
 from podrl.environments.config import NONE, PROGRAM, EnvironmentConfig
-from podrl.environments.programs import AgentFailure, Program
+from podrl.environments.programs import AgentFailure, ProgramEnvironment
 from podrl.environments.protocol import FULL, REFUSED, Ended, Model, OutsideError, Result, Role, Task, Turn
 from podrl.environments.tools import ToolEnvironment
 from podrl.environments.wire import chat as wire_chat
-from podrl.environments.wire.asks import ASIDE, Answer, Choice, Refused, Wanted
+from podrl.environments.wire.requests import ASIDE, Answer, Choice, ParsedRequest, RefusedRequest
 from podrl.workers import child
 from podrl.workers.frames import pack
 from podrl.workers.user_objects import explain, extend_path, load, short
@@ -28,7 +28,7 @@ _OF_EPISODES = ("start", "turn", "answer", "cancel")  # kinds of frames that bel
 _YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episode runs before the next frame is read
 
 
-class Told:
+class RemoteModel:
     """The Model of one episode: it sends the environment's requests to the host as frames, and awaits the answers."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None], life: int, config: EnvironmentConfig) -> None:
@@ -66,11 +66,11 @@ class Told:
         records: Sequence[Mapping[str, Any]] = (),
         chat: Mapping[str, Any] | None = None,
     ) -> Turn:
-        """Does the work of `say` and `chat`; the arguments are the fields of a podrl.environments.workers.Say.
+        """Does the work of `say` and `chat`; arguments are the fields of podrl.environments.workers.EpisodeObservation.
 
         Raises:
           Ended: the sample has no room or no turns left.
-          Refused: a request in `chat` cannot be honoured.
+          RefusedRequest: a request in `chat` cannot be honoured.
           RuntimeError: an earlier call has not returned yet.
         """
         if self._turn is not None:
@@ -95,7 +95,7 @@ class Told:
         finally:
             self._turn = None
         if turn.stop == REFUSED:
-            raise Refused(**json.loads(turn.text))
+            raise RefusedRequest(**json.loads(turn.text))
         if turn.stop == FULL:
             raise Ended("There is no room for the observation (rollout.max_response_tokens).")
         self._turns += 1
@@ -118,11 +118,11 @@ class Told:
         id_ = wire_chat.call_ids(answer, 0)
         return wire_chat.message(answer.choices[0], stop=wanted.stop, tools=wanted.ask.tools, parser=parser, id=id_)
 
-    async def answer(self, wanted: Wanted) -> Answer:
+    async def answer(self, wanted: ParsedRequest) -> Answer:
         """Answers a parsed request of the wire like `chat`; the request must ask for one answer.
 
         Raises:
-          Refused: the request cannot be rendered as a prompt.
+          RefusedRequest: the request cannot be rendered as a prompt.
           Ended: the sample has no room or no turns left.
         """
         ask, answer = wanted.ask, Answer(str(self._turns), 0, (), ())
@@ -244,7 +244,7 @@ class _Worker:
         self._replies = replies
         self._config, self._folder = EnvironmentConfig(), ""
         self._environments: dict[str, Any] = {}  # by name: classes, instantiated once per episode, and objects
-        self._models: dict[int, Told] = {}
+        self._models: dict[int, RemoteModel] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def handle(self, frame: dict[str, Any]) -> None:
@@ -254,7 +254,7 @@ class _Worker:
                 self._folder = folder
                 self._load(specs, EnvironmentConfig(**config))
             case {"start": life, "task": task}:
-                self._models[life] = Told(self.send, life, self._config)
+                self._models[life] = RemoteModel(self.send, life, self._config)
                 self._tasks[life] = asyncio.create_task(self._play(life, Task(**task)))
             case {"turn": life, "value": turn} if life in self._models:
                 self._models[life].turned(Turn(**turn))
@@ -319,7 +319,7 @@ class _Worker:
 
 def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentConfig, folder: str) -> Any:
     if spec is None and name == PROGRAM:
-        return Program(config, folder)
+        return ProgramEnvironment(config, folder)
     if spec is None:
         return OneTurn if name == NONE else ToolEnvironment(config=config)
     return load(spec)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from podrl.environments.calls import Cuts
 from podrl.environments.config import EnvironmentConfig
-from podrl.environments.host import Called, Host
+from podrl.environments.host import Called, EnvironmentHost
 from podrl.environments.host import EnvironmentFailure as EnvironmentFailure
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Role, Task, Turn
@@ -20,7 +20,7 @@ from podrl.workers.user_code import Limits
 
 
 @dataclasses.dataclass(frozen=True)
-class Say:
+class EpisodeObservation:
     """An observation of an episode, after which the model samples a turn; answered with `Episodes.turn`.
 
     Attributes:
@@ -35,7 +35,7 @@ class Say:
       cuts: character ranges [start, end) of `observation` that came from tools, ascending, one group per tool output.
       cut_tokens: largest number of tokens of each group. The environment's process has no tokenizer, so `observation`
         is not shortened yet: the engine's side applies `podrl.environments.calls.shortened` before it encodes the text.
-      chat: fields of a podrl.rollout.branches.Asked, a request that replaces the observation; None for an observation.
+      chat: fields of a podrl.rollout.branches.ChatRequest, which replaces the observation; None for an observation.
       dropped: numbers of earlier requests of the episode whose answers no client received.
       drawn: what the model drew for this request in an earlier run (podrl.rollout.partial.pack_turn), which answers it
         again; None for a request that the model must answer.
@@ -56,7 +56,7 @@ class Say:
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class EpisodeEnd:
     """An episode that has ended.
 
     Attributes:
@@ -68,7 +68,8 @@ class Done:
         model made a call beyond env.max_tool_calls; 'deadline' if env.deadline_s or env.blocked_s passed; 'failed' if
         the episode's program failed. After 'deadline' and 'failed' the sample must be left out of the loss.
       why: error of a program that failed, with the end of its standard error; '' for any other reason.
-      dropped: numbers of requests of the episode whose answers no client received, since the last Say with `chat`.
+      dropped: numbers of requests of the episode whose answers no client received, since the last
+        EpisodeObservation with `chat`.
     """
 
     episode: int
@@ -81,13 +82,13 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True)
-class Anew:
+class EpisodeRestart:
     """An episode that starts again from its first observation: all its observations and turns so far are void."""
 
     episode: int
 
 
-Message = Say | Done | Anew
+EpisodeEvent = EpisodeObservation | EpisodeEnd | EpisodeRestart
 
 
 class Episodes:
@@ -122,9 +123,9 @@ class Episodes:
           ServiceError: an MCP server does not answer.
         """
         refuse_inside()
-        self._messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[EpisodeEvent | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._host = Host(config, limits, journal, _emit_to(self._messages), called, said)
+        self._host = EnvironmentHost(config, limits, journal, _emit_to(self._messages), called, said)
         messages = self._messages
         self._loop = Loop("podrl-episodes", lambda context: messages.put(_error_of(context)))
         self._finalizer = weakref.finalize(self, self._loop.end, self._host.close)
@@ -156,7 +157,7 @@ class Episodes:
         ]
 
     def start(self, episode: int, task: Task, *, recorded: bool = True) -> None:
-        """Starts an episode; `poll` returns its first Say, or its Done.
+        """Starts an episode; `poll` returns its first EpisodeObservation, or its EpisodeEnd.
 
         Args:
           episode: number of the episode, chosen by the caller; no other episode of this object may have it.
@@ -166,7 +167,7 @@ class Episodes:
         self._loop.soon(self._host.start, episode, task, recorded)
 
     def turn(self, episode: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None:
-        """Answers a Say with the model's turn.
+        """Answers an EpisodeObservation with the model's turn.
 
         `Turn("", stop=protocol.FULL)` says that the sample has no room for the observation, so that `say` raises Ended.
 
@@ -184,10 +185,10 @@ class Episodes:
         self._loop.soon(self._host.turn, episode, value, drawn)
 
     def cancel(self, episode: int) -> None:
-        """Ends an episode without a Done; `poll` may still return messages that the episode sent before."""
+        """Ends an episode without an EpisodeEnd; `poll` may still return messages that the episode sent before."""
         self._loop.soon(self._host.cancel, episode)
 
-    def poll(self, timeout_s: float) -> list[Message]:
+    def poll(self, timeout_s: float) -> list[EpisodeEvent]:
         """Returns all messages that have come; waits for the first one if there are none.
 
         Args:
@@ -201,7 +202,7 @@ class Episodes:
             in a row.
           ServiceError: an MCP server was unreachable for env.server_deadline_s seconds.
         """
-        found: list[Message] = []
+        found: list[EpisodeEvent] = []
         with contextlib.suppress(queue.Empty):
             message = self._messages.get(timeout=timeout_s) if timeout_s > 0 else self._messages.get_nowait()
             while True:
@@ -231,11 +232,11 @@ def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | 
             case {"say": episode, **said}:
                 cuts = tuple(tuple((start, end) for start, end in group) for group in said["cuts"])
                 lists = {"stop": tuple(said["stop"]), "records": tuple(said["records"]), "cuts": cuts}
-                messages.put(Say(episode, **{**said, **lists}))
+                messages.put(EpisodeObservation(episode, **{**said, **lists}))
             case {"done": episode, **result}:
-                messages.put(Done(episode, **result))
+                messages.put(EpisodeEnd(episode, **result))
             case {"anew": episode}:
-                messages.put(Anew(episode))
+                messages.put(EpisodeRestart(episode))
 
     return emit
 

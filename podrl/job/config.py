@@ -32,9 +32,9 @@ from podrl.job.placement import RolesConfig
 from podrl.learner.answers.preferences import DPO, KTO, ORPO, DPOConfig, KTOConfig, ORPOConfig
 from podrl.learner.answers.reward_modelling import RewardModelConfig, RewardModelling
 from podrl.learner.answers.supervised import SFT
-from podrl.learner.asked import words_for
-from podrl.learner.distilled import make_grpo
+from podrl.learner.distillation import make_grpo
 from podrl.learner.evaluate import EvalConfig
+from podrl.learner.instructions import instructions_for
 from podrl.learner.ppo import PPO
 from podrl.learner.settings import AlgorithmConfig, GRPOConfig, PPOConfig
 from podrl.models.config import LoraConfig, ModelConfig, gemma2_config
@@ -687,7 +687,7 @@ def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     def decided(path: str, own: str, own_fns: Sequence[Any]) -> str:
         if own != AUTO or prompt != AUTO or path in EMBEDDED_TASKS:
             return own
-        return words_for(own_fns or fns)
+        return instructions_for(own_fns or fns)
 
     def all_decided(items: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(

@@ -17,7 +17,7 @@ from podrl.job.config import Job
 from podrl.job.evaluation import unmeasured
 from podrl.job.placement import EvaluationConfig, Meshes
 from podrl.job.weights import copies, model_of
-from podrl.learner.unmoved import unmoved, unmoved_by_samples
+from podrl.learner.no_updates import no_update_reasons, no_update_reasons_on_samples
 from podrl.mesh.build import describe_mesh
 from podrl.models import moe
 from podrl.rundir.about import About, Table, print_about
@@ -104,9 +104,9 @@ def print_plan(
 def unmoved_lines(job: Job) -> list[str]:
     """Lists the reasons why the job cannot change its weights; empty if it can."""
     if job.kind.offline:
-        return unmoved(job.trainer)
+        return no_update_reasons(job.trainer)
     of_job = (job.algo, job.rollout, job.reward, job.env)
-    return unmoved_by_samples(job.trainer, *of_job, steps=job.max_steps)
+    return no_update_reasons_on_samples(job.trainer, *of_job, steps=job.max_steps)
 
 
 def about_job(job: Job, on: Meshes, pod: Pod | None = None, code: str = "") -> About:

@@ -61,7 +61,7 @@ def run(
 
     from podrl.job import job
     from podrl.job.config import complete, section_of
-    from podrl.learner.playing import environment_config
+    from podrl.learner.run_environments import environment_config
     from podrl.trainer.custom import ARGUMENTS
 
     for name, kind in (("compilation_cache_dir", str), ("persistent_cache_min_compile_time_secs", float)):

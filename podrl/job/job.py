@@ -31,7 +31,13 @@ from podrl.job.placement import Meshes, meshes
 from podrl.job.ready import check_all, check_models, check_records, check_rewards
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
-from podrl.learner.playing import REWARD_NAME, asks_template, environment_config, offered, playing
+from podrl.learner.run_environments import (
+    REWARD_NAME,
+    asks_template,
+    environment_config,
+    offered_tools,
+    run_environments,
+)
 from podrl.models import parameters
 from podrl.models.pretrained import Decoder
 from podrl.rewards.compose import RewardConfig, Rewards
@@ -262,7 +268,7 @@ def tools_of_prompts(values: Mapping[str, Any], pod: Pod | None = None) -> Tools
     if not asks_template(config):
         return ()
     if pod is None or pod.leads:
-        found = offered(config, build(RewardConfig, values.get("reward", {}), "config.reward").limits)
+        found = offered_tools(config, build(RewardConfig, values.get("reward", {}), "config.reward").limits)
         tools = json.loads(json.dumps(found))
         if pod is not None:
             pod.channel.put("tools", Message({"tools": tools}))
@@ -291,7 +297,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
         evaluator.keep = functools.partial(summary.keep_evaluation, current.workdir)
     if job.kind.offline:
         shape = job.pack_shape(on.trainer)
-        with playing(cluster, environment_config(job.env), job.reward.limits, current, pod):
+        with run_environments(cluster, environment_config(job.env), job.reward.limits, current, pod):
             step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, evaluator, pod)
         _write_sources(current, job, {} if stream is None else stream.too_long)
         return step

@@ -16,7 +16,7 @@ from podrl.environments.workers import Episodes
 from podrl.job.config import SCRATCH, Job
 from podrl.job.evaluation import held_out
 from podrl.job.weights import model_of
-from podrl.learner.playing import environment_config
+from podrl.learner.run_environments import environment_config
 from podrl.mesh.build import AXES, EXPERT, parse_mesh
 from podrl.models import orbax_files
 from podrl.models.hf_config import read_config

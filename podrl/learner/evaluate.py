@@ -16,7 +16,7 @@ from podrl.data.config import AUTO, DataConfig, SourceConfig
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.learner.experience import places, share_of, take_prompts
-from podrl.learner.words import scored_text
+from podrl.learner.scored_text import scored_text
 from podrl.rewards.reference import majority
 from podrl.rewards.text import TextConfig
 from podrl.types import Policy, Prompts, Rollouts

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from podrl import groups
 from podrl.data.hint import TEACHER_PROMPT
 from podrl.rewards.compose import RewardServiceError
-from podrl.rollout.partial import Partial, of_message, take_prompts
+from podrl.rollout.partial import PartialBatch, of_message, take_prompts
 from podrl.runtime.message import Message
 from podrl.runtime.service import ServiceError
 from podrl.types import NO_EPISODE, SOURCE, TOKENS, BatchError, Experience, LeftOut, Prompts, Rollouts, blank_columns
@@ -261,7 +261,7 @@ def with_texts(experience: Experience, messages: Sequence[Message]) -> Experienc
     return dataclasses.replace(experience, rollouts=rollouts)
 
 
-def dump(batches: Sequence[Experience | Partial]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+def dump(batches: Sequence[Experience | PartialBatch]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Turns batches into checkpoint content.
 
     Returns:
@@ -269,7 +269,7 @@ def dump(batches: Sequence[Experience | Partial]) -> tuple[list[dict[str, Any]],
     """
     host, arrays = [], {}
     for i, batch in enumerate(batches):
-        parts = {"partial": batch.message()} if isinstance(batch, Partial) else _parts(batch)
+        parts = {"partial": batch.message()} if isinstance(batch, PartialBatch) else _parts(batch)
         host.append({part: plain(message.value) for part, message in parts.items()})
         arrays |= {f"{i}.{part}.{name}": x for part, message in parts.items() for name, x in message.arrays.items()}
     return host, arrays

@@ -14,16 +14,16 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.learner.experience import join, places, select, take_prompts
+from podrl.learner.scored_text import scored_text
 from podrl.learner.settings import AlgorithmConfig
-from podrl.learner.words import scored_text
 from podrl.rewards.batch import OpenBatch
 from podrl.rewards.compose import Rewards
 from podrl.rollout.group_player import with_counts
 from podrl.rollout.integrity import ages, beyond, faults
-from podrl.rollout.partial import Partial, join_prompts
+from podrl.rollout.partial import PartialBatch, join_prompts
 from podrl.rollout.players import Player
 from podrl.rollout.points import Points
-from podrl.rollout.worker import Finished
+from podrl.rollout.worker import FinishedSample
 from podrl.rundir.spans import Spans
 from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, LeftOut, Policy, Prompts, Rollouts
 
@@ -124,7 +124,7 @@ class Generator:
 
     # In windows.
 
-    def begin(self, prompts: Prompts, step: int, partial: Partial | None = None) -> GroupInFlight:
+    def begin(self, prompts: Prompts, step: int, partial: PartialBatch | None = None) -> GroupInFlight:
         """Opens a batch that is sampled under several policies.
 
         Args:
@@ -145,7 +145,9 @@ class Generator:
             )
         return self._open_group(prompts, first, step, partial)
 
-    def _open_group(self, prompts: Prompts, first: Prompts, step: int, partial: Partial | None = None) -> GroupInFlight:
+    def _open_group(
+        self, prompts: Prompts, first: Prompts, step: int, partial: PartialBatch | None = None
+    ) -> GroupInFlight:
         of = {"group_size": self._beside + self._group_size, "sampling": self._sampling}
         player = self._cluster.rollout.player(first, step=step, partial=partial, **of)
         return GroupInFlight(prompts, step, player, self._open(first, self._index(first), self._beside))
@@ -330,7 +332,7 @@ class Generator:
         group_size, sampling = group_size or beside + self._group_size, sampling or self._sampling
         batch = self._open(prompts, self._index(prompts, group_size), beside)
 
-        def ended(sample: Finished) -> None:
+        def ended(sample: FinishedSample) -> None:
             self._take(batch, sample, group_size)
 
         try:
@@ -367,7 +369,7 @@ class Generator:
         texts, fields = repeated(prompts.text, prompts.fields, group_B)
         return self._rewards.open(texts, fields, group_B=apart(group_B, beside))
 
-    def _take(self, batch: OpenBatch, sample: Finished, group_size: int) -> None:
+    def _take(self, batch: OpenBatch, sample: FinishedSample, group_size: int) -> None:
         own = [token for token, version in zip(sample.tokens, sample.versions, strict=True) if version >= 0]
         b = sample.prompt * group_size + sample.sample
         self._end(batch, b, sample.stop, sample.completion, sample.episode, own)

@@ -14,20 +14,20 @@ from podrl.data.pipeline import PromptStream
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
 from podrl.learner.answers.supervised import AnswerReport
-from podrl.learner.asked import words_for
-from podrl.learner.distilled import make_grpo
+from podrl.learner.distillation import make_grpo
 from podrl.learner.evaluate import EvalConfig, Evaluator
 from podrl.learner.generation import Generator
+from podrl.learner.instructions import instructions_for
 from podrl.learner.loop import Schedule
-from podrl.learner.playing import REWARD_NAME, environment_config, playing
+from podrl.learner.no_updates import no_update_reasons, no_update_reasons_on_samples
 from podrl.learner.ppo import PPO
-from podrl.learner.recorder import HostRecorder, Recorder, Report
+from podrl.learner.recorder import HostRecorder, Recorder, StepReport
 from podrl.learner.report import MetricFn, SampleReport
 from podrl.learner.rollout_source import Workload, evaluate_alone, rollout_source
 from podrl.learner.rollouts import OfflineBatches
+from podrl.learner.run_environments import REWARD_NAME, environment_config, run_environments
 from podrl.learner.settings import GRPOConfig, PPOConfig
-from podrl.learner.traced import Traced
-from podrl.learner.unmoved import unmoved, unmoved_by_samples
+from podrl.learner.traced_algorithm import TracedAlgorithm
 from podrl.rewards.compose import NamedRewards, RewardConfig, Rewards
 from podrl.rundir.run import Run
 from podrl.runtime.pod import Pod
@@ -43,7 +43,7 @@ class Trainable(loop.Algorithm, recorder.Controllers, Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainingParts:
     """The training parts of a process with devices of the trainer mesh.
 
     Attributes:
@@ -56,7 +56,7 @@ class Trained:
     """
 
     algorithm: Trainable
-    report: Report
+    report: StepReport
     needed: Callable[[int, Experience], Any] | None = None
     evaluate: recorder.Evaluate | None = None
 
@@ -82,12 +82,12 @@ class NoTraining:
 
 def fit(
     cluster: RLCluster,
-    stream: recorder.Stream | None,
+    stream: recorder.ResumableStream | None,
     run: Run,
     schedule: Schedule,
     workload: Workload,
     *,
-    trained: Trained | None,
+    trained: TrainingParts | None,
     offline: bool,
     pod: Pod | None,
 ) -> int:
@@ -148,7 +148,7 @@ def learn_answers(
     settings: Any,
     shape: PackShape,
     cluster: Any,
-    stream: recorder.Stream | None,
+    stream: recorder.ResumableStream | None,
     run: Run,
     evaluator: Any,
     pod: Pod | None = None,
@@ -178,9 +178,9 @@ def learn_answers(
     if cluster.trains:
         own = algorithm(cluster, settings, shape)
         evaluate = own.evaluator(held_out) if held_out else None
-        trained = Trained(own, AnswerReport(own.watched()), evaluate=evaluate)
+        trained = TrainingParts(own, AnswerReport(own.watched()), evaluate=evaluate)
     with run:
-        for text in unmoved(training):
+        for text in no_update_reasons(training):
             run.console.print(f"Warning: {text}")
         return fit(cluster, stream, run, schedule, Workload(None, evaluator), trained=trained, offline=True, pod=pod)
 
@@ -288,16 +288,18 @@ class SampleLearner:
             raise ValueError("run and checkpoint both say when to save: give checkpoint to the run.")
         schedule = self._schedule(train_ds, run, save_every)
         of_run: Any = (self.cluster.config.rollout(), self._reward_config, self._environment)
-        for text in unmoved_by_samples(training, self.config, *of_run, steps=schedule.max_steps):
+        for text in no_update_reasons_on_samples(training, self.config, *of_run, steps=schedule.max_steps):
             run.console.print(f"Warning: {text}")
-        if listed and (before := words_for(self._reward_config.fns)):
+        if listed and (before := instructions_for(self._reward_config.fns)):
             run.console.print(
                 f"Each question is preceded by {before!r}, because a reward function reads the tags that this text "
                 "asks for."
             )
         with run, contextlib.ExitStack() as stack:
             others = {REWARD_NAME: self._environment.reward_weight} if self._environment.used else {}
-            stack.enter_context(playing(self.cluster, self._environment, self._reward_config.limits, run, self._pod))
+            stack.enter_context(
+                run_environments(self.cluster, self._environment, self._reward_config.limits, run, self._pod)
+            )
             if self._pod is None or not self.cluster.trains:
                 rewards: Rewards | NamedRewards = stack.enter_context(Rewards(self._reward_config, others))
                 rewards.check_answers(train_ds.unanswered)
@@ -332,7 +334,7 @@ class SampleLearner:
             prompts_per_step=size,
             max_prompt_length=limit,
             shuffle_seed=shuffle_seed,
-            system=words_for(self._reward_config.fns),
+            system=instructions_for(self._reward_config.fns),
         )
 
     def _evaluator(self, eval_ds: Iterable[str | Mapping[str, Any]]) -> Evaluator | None:
@@ -388,7 +390,7 @@ class SampleLearner:
             "env": dataclasses.asdict(self._environment),
         }
 
-    def _trained(self, stream: PromptStream, reward_names: Sequence[str], run: Run) -> Trained:
+    def _trained(self, stream: PromptStream, reward_names: Sequence[str], run: Run) -> TrainingParts:
         """Builds the algorithm and its report, on a cluster that trains."""
         samples = stream.prompts_per_step // self.config.prompt_batches * self.config.num_generations
         algorithm = self._algorithm(
@@ -407,8 +409,8 @@ class SampleLearner:
             curriculum=stream.curriculum,
             groups=stream.groups,
         )
-        traced = Traced(algorithm, run, reward_names, self.config, stream.curriculum)
-        return Trained(traced, report, traced.needed)
+        traced = TracedAlgorithm(algorithm, run, reward_names, self.config, stream.curriculum)
+        return TrainingParts(traced, report, traced.needed)
 
 
 class GRPOLearner(SampleLearner):

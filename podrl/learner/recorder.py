@@ -18,7 +18,7 @@ from podrl.mesh.chips import peak_flops
 from podrl.models.sizes import parameter_count
 from podrl.rundir.console import Progress
 from podrl.rundir.findings import Examination
-from podrl.rundir.gauges import Gauges, Work, first_start
+from podrl.rundir.gauges import Gauges, StepWork, first_start
 from podrl.rundir.history import Past, Record
 from podrl.rundir.metrics import read_metrics
 from podrl.rundir.run import Run
@@ -52,7 +52,7 @@ class BesideTraining(Protocol):
         ...
 
 
-class Stream(Protocol):
+class ResumableStream(Protocol):
     """An endless, resumable stream of batches."""
 
     def __next__(self) -> Any: ...
@@ -60,7 +60,7 @@ class Stream(Protocol):
     def restore(self, state: bytes) -> None: ...
 
 
-class Report(Protocol):
+class StepReport(Protocol):
     """An algorithm's description of a step: metrics, samples, warnings."""
 
     def describe(self, experience: Any) -> dict[str, float]:
@@ -102,11 +102,11 @@ class Recorder:
     def __init__(
         self,
         cluster: RLCluster,
-        stream: Stream,
+        stream: ResumableStream,
         run: Run,
         schedule: Schedule,
         *,
-        report: Report,
+        report: StepReport,
         controllers: Controllers,
         evaluate: Evaluate | None,
         beside: BesideTraining | None = None,
@@ -326,7 +326,7 @@ class Recorder:
         self._report.check(step, values)
         self._show(step, values)
 
-    def _work(self) -> Work:
+    def _work(self) -> StepWork:
         """Returns the devices and the model's sizes, from which gauges compute the utilisation."""
         meshes = (self._cluster.actor_mesh, self._cluster.rollout_mesh)
         devices = {device for mesh in meshes for device in mesh.devices.flat}
@@ -334,7 +334,7 @@ class Recorder:
         model, passes = self._cluster.model, Past(self._run.config).setting("algo.num_iterations", 1)
         parameters = parameter_count(model) - (0 if model.tie_embeddings else model.vocab_size * model.model_dim)
         peak = peak_flops(next(iter(devices)).device_kind)
-        return Work(len(devices), peak, parameters, trainable, passes)
+        return StepWork(len(devices), peak, parameters, trainable, passes)
 
     def _warn(self, *records: Record) -> None:
         """Prints what podrl/rundir/checks.py finds in records; each finding is printed once in a run."""

@@ -19,7 +19,7 @@ MetricFn = Callable[..., Mapping[str, Any]]
 
 
 class SampleReport:
-    """Implements podrl.learner.recorder.Report for GRPO and PPO."""
+    """Implements podrl.learner.recorder.StepReport for GRPO and PPO."""
 
     def __init__(
         self,

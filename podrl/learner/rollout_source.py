@@ -12,7 +12,7 @@ from podrl.learner.evaluations.eval_hosts import EvaluationHost
 from podrl.learner.loop import Schedule
 from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
-from podrl.learner.recorder import Stream
+from podrl.learner.recorder import ResumableStream
 from podrl.learner.rollouts import Generate, LocalRollouts
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import WallJournal
@@ -46,7 +46,7 @@ class Workload:
 
 def rollout_source(
     cluster: RLCluster,
-    stream: Stream | None,
+    stream: ResumableStream | None,
     run: Run,
     schedule: Schedule,
     workload: Workload,

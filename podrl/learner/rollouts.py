@@ -8,8 +8,8 @@ import jax
 
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.loop import InFlight, Start
-from podrl.learner.recorder import Evaluate, Stream
-from podrl.rollout.batches import Batches, ready
+from podrl.learner.recorder import Evaluate, ResumableStream
+from podrl.rollout.batches import BatchMaker, ready
 from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
 from podrl.rundir.run import Run
 from podrl.types import Experience, Policy, Prompts
@@ -17,7 +17,7 @@ from podrl.types import Experience, Policy, Prompts
 Generate = Callable[[Prompts, Policy, int], Experience]
 
 
-class RolloutSource(Protocol):
+class GeneratingSource(Protocol):
     """A source that generates, in this process or in a pod; OfflineBatches wraps such a source.
 
     Its `publish` calls `agree`, then `move`.
@@ -48,7 +48,7 @@ class LocalRollouts:
     def __init__(
         self,
         cluster: RLCluster,
-        stream: Stream,
+        stream: ResumableStream,
         run: Run,
         *,
         generate: Any,
@@ -70,7 +70,7 @@ class LocalRollouts:
         self._cluster, self._stream, self._run = cluster, stream, run
         self._generate, self._evaluator, self._clock = generate, evaluator, clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
-        self._batches = Batches(generate, self._thread, run, clock, prompts)
+        self._batches = BatchMaker(generate, self._thread, run, clock, prompts)
 
     def resume(self, start: Start) -> Sequence[InFlight]:
         return self._batches.resume(start.step, start.pending)
@@ -118,7 +118,7 @@ class LocalRollouts:
 class OfflineBatches:
     """Reads batches from data (SFT, DPO), the same on every trainer host; weights move only for evaluations."""
 
-    def __init__(self, source: RolloutSource):
+    def __init__(self, source: GeneratingSource):
         """Wraps `source`, the source that would generate; it reads the data, moves weights and evaluates."""
         self._source = source
 

@@ -36,7 +36,7 @@ class ReferencedScores(Scores):
 
 
 @dataclasses.dataclass(frozen=True)
-class ComparedScores(ReferencedScores):
+class SpanScores(ReferencedScores):
     """Scores of teachers, some of which use another tokenizer than the policy.
 
     Attributes:

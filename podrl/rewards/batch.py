@@ -22,7 +22,7 @@ class RewardError(BatchError):
     """A reward function failed; the message names the function, the sample if it is known, and the key to turn."""
 
 
-class Part:
+class RewardCall:
     """Samples that a reward function scores in one call.
 
     Attributes:
@@ -53,9 +53,9 @@ class Part:
         self._places = range(len(completions)) if places is None else places
         self._total = len(completions) if total is None else total
 
-    def of(self, rows: Sequence[int]) -> "Part":
+    def of(self, rows: Sequence[int]) -> "RewardCall":
         """Returns the samples at `rows` of this part, in the order of `rows`."""
-        return Part(
+        return RewardCall(
             [self.prompts[b] for b in rows],
             [self.completions[b] for b in rows],
             {name: [values[b] for b in rows] for name, values in self.fields.items()},
@@ -63,12 +63,12 @@ class Part:
             total=self._total,
         )
 
-    def without(self, rows: Collection[int]) -> "Part":
+    def without(self, rows: Collection[int]) -> "RewardCall":
         """Returns the same samples, with an empty completion for each of `rows`."""
         completions = ["" if b in rows else text for b, text in enumerate(self.completions)]
-        return Part(self.prompts, completions, self.fields, places=self._places, total=self._total)
+        return RewardCall(self.prompts, completions, self.fields, places=self._places, total=self._total)
 
-    def one(self, index: int) -> "Part":
+    def one(self, index: int) -> "RewardCall":
         """Returns the sample at `index` alone."""
         return self.of([index])
 
@@ -106,7 +106,7 @@ class CallsInFlight:
     def __init__(self) -> None:
         self._calls: dict[int, tuple[float, str]] = {}  # start and description of the call, by thread id
 
-    def call(self, name: str, part: Part, score: Callable[[], list[float]]) -> list[float]:
+    def call(self, name: str, part: RewardCall, score: Callable[[], list[float]]) -> list[float]:
         """Runs `score`, which calls the function `name` with `part`; `describe_waits` names the call meanwhile."""
         thread = threading.get_ident()
         self._calls[thread] = (time.monotonic(), f"reward function {name} of {len(part.completions)} samples")
@@ -136,7 +136,7 @@ class Scorer(NamedTuple):
 
     whole: Whole
     parallel: int
-    submit: Callable[[Part], Future[list[float]]]
+    submit: Callable[[RewardCall], Future[list[float]]]
 
 
 @dataclasses.dataclass
@@ -293,12 +293,12 @@ class OpenBatch:
             self._go_on(line)
             self._changed.notify_all()
 
-    def _part(self, rows: Sequence[int]) -> Part:
+    def _part(self, rows: Sequence[int]) -> RewardCall:
         texts, more = zip(*[ended for b in rows if (ended := self._ended[b]) is not None], strict=True)
         fields = {name: [values[b] for b in rows] for name, values in self._fields.items()}
         fields |= {name: [own[name] for own in more] for name in more[0]}
         prompts = [self._prompts[b] for b in rows]
-        return Part(prompts, texts, fields, places=rows, total=len(self._prompts))
+        return RewardCall(prompts, texts, fields, places=rows, total=len(self._prompts))
 
 
 def _whole(reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, "F B"]:

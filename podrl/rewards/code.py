@@ -10,7 +10,7 @@ from typing import Any, Literal
 from podrl.config import Count, Natural, Positive, Workers, section
 from podrl.rewards.answers import closed_answer
 from podrl.rewards.sandbox.host import Sandboxes
-from podrl.rewards.sandbox.messages import Printed, ProgramLimits, Testing, Verdict
+from podrl.rewards.sandbox.messages import ProgramLimits, ProgramTests, ScriptTest, Verdict
 
 # A fence that opens a block: the fence, the language, and the rest of the line, which has no backtick. A fence that
 # closes a block stands alone, or before a tag.
@@ -120,7 +120,7 @@ class CodeTests:
             raise ValueError(f"the records have no field {config.tests!r} (reward.code.tests) with tests")
         tests = [tests_of(value, config.tests) for value in fields[config.tests]]
         setups = fields.get(config.setup) or [""] * len(completions)
-        jobs: list[Testing] = [
+        jobs: list[ProgramTests] = [
             {"program": code_of(text), "tests": own, "setup": str(setup or ""), "all": config.score == "share"}
             for text, own, setup in zip(completions, tests, setups, strict=True)
         ]
@@ -288,7 +288,7 @@ class _Block:
         return "\n".join(self.lines).rstrip("\n") + "\n"
 
 
-def tests_of(value: object, field: str) -> list[str] | list[Printed]:
+def tests_of(value: object, field: str) -> list[str] | list[ScriptTest]:
     """Reads a record's tests: Python statements, or mappings of 'input' and 'output'.
 
     Args:

@@ -17,14 +17,14 @@ from jaxtyping import Float, Int
 
 from podrl.config import Finite, Positive, Workers, section
 from podrl.rewards import citations, formats, math_answer, reasoning, reference, text, turns, worker
-from podrl.rewards.batch import CallsInFlight, OpenBatch, Part, RewardError, Scorer
+from podrl.rewards.batch import CallsInFlight, OpenBatch, RewardCall, RewardError, Scorer
 from podrl.rewards.code import CodeConfig, CodeTests
 from podrl.rewards.judge import JudgeConfig, judge, judge_by_rubric
 from podrl.rewards.text import TextConfig
 from podrl.runtime import plain
 from podrl.runtime.service import ServiceError
 from podrl.workers.child import refuse_inside
-from podrl.workers.process import DiedError, Functions, LateError
+from podrl.workers.process import DiedError, Functions, LateWorkerError
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at, spec_of
 
@@ -154,7 +154,7 @@ def without_outputs(completion: str) -> str:
     return "".join([*own, completion[at:]])
 
 
-class _Alone(NamedTuple):
+class _SingleReward(NamedTuple):
     """The reward of a sample that was scored by itself.
 
     Attributes:
@@ -324,14 +324,14 @@ class Rewards:
         Raises:
           ValueError: a function raised, or returned something other than two finite numbers.
         """
-        part = Part([prompt] * 2, ["", "an answer"], {name: [value] * 2 for name, value in fields.items()})
+        part = RewardCall([prompt] * 2, ["", "an answer"], {name: [value] * 2 for name, value in fields.items()})
         for function in (f for f in self._functions if f.scores(fields.get("reward_fns"))):
             ours = function.spec is None or function.spec.get("module", "").startswith(f"{__package__}.")
             if ours or function.dataset not in ("", str(fields.get(self._config.dataset_field))):
                 continue
             try:
                 reply = self._call(function, part, self._config.deadline_s)
-            except (LateError, DiedError):
+            except (LateWorkerError, DiedError):
                 continue
             problem = reply.get("bad")
             if raised := reply.get("raised"):
@@ -377,7 +377,7 @@ class Rewards:
         own = [without_outputs(completion) for completion in completions]
         if own != list(completions):
             fields = {"sample_text": list(completions), **fields}
-        part = Part(prompts, own, fields)
+        part = RewardCall(prompts, own, fields)
         jobs = [self._submit(function, part) for function in self._functions]
         rewards = [job.result() for job in jobs]
         return np.array(rewards, np.float64).reshape(len(rewards), len(completions))
@@ -433,10 +433,10 @@ class Rewards:
         if self._pool is not None:
             self._pool.close()
 
-    def _submit(self, function: _Function, part: Part) -> Future[list[float]]:
+    def _submit(self, function: _Function, part: RewardCall) -> Future[list[float]]:
         return self._threads.submit(self._calls.call, function.name, part, lambda: self._score(function, part))
 
-    def _score(self, function: _Function, part: Part) -> list[float]:
+    def _score(self, function: _Function, part: RewardCall) -> list[float]:
         """Computes a function's rewards of a batch; 0 for the samples of records that the function does not score."""
         own = part.fields.get("reward_fns") or [None] * len(part.completions)
         known = {one.spec_text for one in self._functions}
@@ -461,7 +461,7 @@ class Rewards:
             rewards[b] = value
         return rewards
 
-    def _scored(self, function: _Function, part: Part) -> list[float]:
+    def _scored(self, function: _Function, part: RewardCall) -> list[float]:
         """Scores samples in one call; if the call is late or its worker dies, in a call for each sample.
 
         A sample that exceeds the deadline alone gets the reward of an empty completion. A sample on which the worker
@@ -470,7 +470,7 @@ class Rewards:
         limit, samples = self._config.deadline_s, range(len(part.completions))
         try:
             return self._values(function, part, self._patiently(function, part, limit))
-        except LateError as error:
+        except LateWorkerError as error:
             if function.here is not None:  # a thread cannot be ended
                 raise self._late(function, part) from error
         except DiedError as error:
@@ -484,17 +484,19 @@ class Rewards:
         try:  # a function may compare samples, so it scores all again together, bad samples with empty completions
             quiet = part.without(bad)
             together = self._values(function, quiet, self._patiently(function, quiet, limit * len(samples)))
-        except (LateError, DiedError) as error:
+        except (LateWorkerError, DiedError) as error:
             raise self._always(function, error, f"{len(samples)} samples, each of which it scores alone") from error
         return [alone[b].reward if alone[b].trouble == "died" else together[b] for b in samples]
 
-    def _alone(self, function: _Function, part: Part) -> "_Alone":
+    def _alone(self, function: _Function, part: RewardCall) -> "_SingleReward":
         """Scores one sample within a deadline of its own; a sample on which the worker dies is tried once more."""
         trouble = ""
         for _ in range(2):
             try:
-                return _Alone(self._values(function, part, self._patiently(function, part, self._config.deadline_s))[0])
-            except LateError:
+                return _SingleReward(
+                    self._values(function, part, self._patiently(function, part, self._config.deadline_s))[0]
+                )
+            except LateWorkerError:
                 trouble = "late"
                 break
             except DiedError as error:
@@ -503,18 +505,18 @@ class Rewards:
         empty = part.without({0})
         try:
             reward = self._values(function, empty, self._patiently(function, empty, self._config.deadline_s))[0]
-        except (LateError, DiedError) as error:
+        except (LateWorkerError, DiedError) as error:
             raise self._always(function, error, f"{part.show(0)}, nor for an empty completion") from error
         if trouble == "died":
             _log.warning("Reward function %s: its worker died twice on %s: left out.", function.name, part.show(0))
-            return _Alone(np.nan, trouble)
+            return _SingleReward(np.nan, trouble)
         _log.warning(
             "Reward function %s exceeded reward.deadline_s=%g on %s: it has the reward of an empty completion, %g.",
             *(function.name, self._config.deadline_s, part.show(0), reward),
         )
-        return _Alone(reward, trouble)
+        return _SingleReward(reward, trouble)
 
-    def _always(self, function: _Function, error: LateError | DiedError, what: str) -> RewardError:
+    def _always(self, function: _Function, error: LateWorkerError | DiedError, what: str) -> RewardError:
         """Returns the error for a function that fails on every sample, so that no single sample is to blame."""
         if "SIGKILL" in str(error):
             return RewardServiceError(
@@ -532,7 +534,7 @@ class Rewards:
             count, self._late_samples = self._late_samples, 0
         return count
 
-    def _values(self, function: _Function, part: Part, reply: Mapping[str, Any]) -> list[float]:
+    def _values(self, function: _Function, part: RewardCall, reply: Mapping[str, Any]) -> list[float]:
         if "raised" in reply:
             raise self._failed(function, part, f"it raised:\n{reply['raised']}")
         if "bad" in reply and "sample" in reply:
@@ -541,7 +543,7 @@ class Rewards:
             raise self._failed(function, part, f"it {reply['bad']}.")
         return reply["values"]
 
-    def _patiently(self, function: _Function, part: Part, deadline_s: float) -> dict[str, Any]:
+    def _patiently(self, function: _Function, part: RewardCall, deadline_s: float) -> dict[str, Any]:
         """Calls a function; repeats the call at growing intervals while a service that it needs is away."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while "away" in (reply := self._call(function, part, deadline_s)):
@@ -556,7 +558,7 @@ class Rewards:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         return reply
 
-    def _call(self, function: _Function, part: Part, deadline_s: float) -> dict[str, Any]:
+    def _call(self, function: _Function, part: RewardCall, deadline_s: float) -> dict[str, Any]:
         if function.here is not None:
             if isinstance(function.here, _Judge):  # it ends by itself at its deadline, with a better error
                 deadline_s += _JUDGE_S
@@ -567,7 +569,7 @@ class Rewards:
             deadline_s += self._config.code.longest_s(len(part.completions))
         return self._pool.call(function.name, part.body, deadline_s)
 
-    def _late(self, function: _Function, part: Part) -> RewardError:
+    def _late(self, function: _Function, part: RewardCall) -> RewardError:
         """Returns the error for a late call; runs samples singly, within one more deadline, to find one that hangs."""
         limit = self._config.deadline_s
         end, index, alone = time.monotonic() + limit, 0, 0.0
@@ -575,7 +577,7 @@ class Rewards:
             started = time.monotonic()
             try:
                 self._call(function, part.one(index), end - started)
-            except (LateError, DiedError):
+            except (LateWorkerError, DiedError):
                 alone = time.monotonic() - started
                 break
             index += 1
@@ -591,7 +593,7 @@ class Rewards:
             f"{which} Make it faster, or raise reward.deadline_s={limit}."
         )
 
-    def _failed(self, function: _Function, part: Part, what: str) -> RewardError:
+    def _failed(self, function: _Function, part: RewardCall, what: str) -> RewardError:
         """Returns the error for a failed call; runs samples singly, within one more deadline, to find one that fails.
 
         Args:
@@ -608,7 +610,7 @@ class Rewards:
                 break
             try:
                 reply = self._call(function, part.one(index), left)
-            except (LateError, DiedError):
+            except (LateWorkerError, DiedError):
                 reply = {}
             if "values" not in reply:
                 where = part.show(index)
@@ -645,7 +647,7 @@ class _Judge:
         return judge_by_rubric(prompts, completions, answers, rubrics, **self._settings)
 
 
-def _in_thread(fn: Callable[..., Any], part: Part, deadline_s: float) -> dict[str, Any]:
+def _in_thread(fn: Callable[..., Any], part: RewardCall, deadline_s: float) -> dict[str, Any]:
     """Calls a function in a daemon thread, so that a function that never returns blocks neither caller nor exit."""
     replies: list[dict[str, Any]] = []
 
@@ -657,7 +659,7 @@ def _in_thread(fn: Callable[..., Any], part: Part, deadline_s: float) -> dict[st
     thread.start()
     thread.join(deadline_s)
     if not replies:
-        raise LateError("it did not answer in time.")
+        raise LateWorkerError("it did not answer in time.")
     return replies[0]
 
 

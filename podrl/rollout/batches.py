@@ -10,13 +10,13 @@ from typing import Any
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.group_player import GroupPlayer, OwnGroup, TokenGroup, longest_of
 from podrl.rollout.open_groups import OpenGroups
-from podrl.rollout.partial import Partial
+from podrl.rollout.partial import PartialBatch
 from podrl.rundir.run import Run
 from podrl.types import Experience, Policy, Prompts
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class PendingBatch:
     """A batch in flight.
 
     Attributes:
@@ -28,12 +28,12 @@ class Batch:
     complete: Callable[[], Any]
 
 
-def ready(value: Any) -> Batch:
+def ready(value: Any) -> PendingBatch:
     """Wraps a batch that is already complete, because it was restored from a checkpoint or read from data."""
-    return Batch(lambda: value, lambda: value)
+    return PendingBatch(lambda: value, lambda: value)
 
 
-class Batches:
+class BatchMaker:
     """Makes batches of groups on one thread, window after window, as a clock decides.
 
     A window begins when the caller first waits for a batch after `publish`. By then all prompts of the window have been
@@ -80,7 +80,7 @@ class Batches:
         self._playing = Policy({}, -1)  # the policy of the window that the thread plays
         self._failed: BaseException | None = None
 
-    def resume(self, step: int, pending: Sequence[Experience | Partial]) -> list[Batch]:
+    def resume(self, step: int, pending: Sequence[Experience | PartialBatch]) -> list[PendingBatch]:
         """Takes over the batches of a checkpoint.
 
         Args:
@@ -92,15 +92,15 @@ class Batches:
         """
         self._at = step
         for i, batch in enumerate(pending):
-            if isinstance(batch, Partial):
+            if isinstance(batch, PartialBatch):
                 self._clock.restore(step, batch.longest)
             else:
                 own = (batch.rollouts.prompts, i, step + i, False, None, None)
                 self._open.groups.append(TokenGroup(*own, experience=batch))
-        self._open.resume(step, [batch for batch in pending if isinstance(batch, Partial)])
+        self._open.resume(step, [batch for batch in pending if isinstance(batch, PartialBatch)])
         return [self._batch(step + i) for i in range(len(pending))]
 
-    def submit(self, prompts: Prompts, step: int) -> Batch:
+    def submit(self, prompts: Prompts, step: int) -> PendingBatch:
         """Opens the groups of a batch, which the next window begins.
 
         Args:
@@ -138,7 +138,7 @@ class Batches:
         self._clock.saw(step, longest_of(made))
         return dataclasses.replace(made, counts={**made.counts, **self._open.counts(step)})
 
-    def state(self, step: int) -> Experience | Partial:
+    def state(self, step: int) -> Experience | PartialBatch:
         """Returns a batch's part of a checkpoint: the batch, or its open groups; call it between windows only.
 
         Under the wall clock the groups of the batch are not decided yet. So each batch gets as many of the open groups
@@ -163,15 +163,15 @@ class Batches:
             self._player.give_up(group)
 
     def _group(
-        self, prompts: Prompts, number: int, submit_step: int, repeated: bool, origin: Partial | None
+        self, prompts: Prompts, number: int, submit_step: int, repeated: bool, origin: PartialBatch | None
     ) -> OwnGroup:
         quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
         recorded = self._clock.recorded(int(prompts.index_P[0]), submit_step, self._at)
         return self._player.open(prompts, number, submit_step, repeated, origin, quantum=quantum, recorded=recorded)
 
-    def _batch(self, step: int) -> Batch:
+    def _batch(self, step: int) -> PendingBatch:
         self._waited[step] = Future()
-        return Batch(functools.partial(self.result, step), functools.partial(self.state, step))
+        return PendingBatch(functools.partial(self.result, step), functools.partial(self.state, step))
 
     # Methods of the thread.
 

@@ -13,7 +13,7 @@ from podrl.engine.config import Sampling
 from podrl.engine.session import Opening, Session, Track
 from podrl.environments.protocol import Turn
 from podrl.environments.wire import chat
-from podrl.environments.wire.asks import Choice, Refused, visible_text
+from podrl.environments.wire.requests import Choice, RefusedRequest, visible_text
 from podrl.rollout.histories import Histories
 from podrl.rollout.partial import fill_turn
 from podrl.types import DRAWN, STOP_ENV
@@ -171,7 +171,7 @@ class Branches:
           The request's tokens that the branch did not have; None if there is no room for them and an answer.
 
         Raises:
-          Refused: the conversation cannot be rendered.
+          RefusedRequest: the conversation cannot be rendered.
         """
         tokens = self._encode(request)
         branch = None if request.aside else self._find_continued(tokens)
@@ -324,7 +324,8 @@ class Branches:
         """Encodes a request.
 
         Raises:
-          Refused: the conversation cannot be rendered, or the request has no tokens, or a token that the model lacks.
+          RefusedRequest: the conversation cannot be rendered, or the request has no tokens, or a token that the model
+            lacks.
         """
         if request.messages is not None:
             return self._of(request.parser).encode(request.messages, request.tools)
@@ -333,11 +334,11 @@ class Branches:
             try:
                 tokens = self._tokenizer.encode(request.text, start=True)
             except ValueError as error:
-                raise Refused(400, "invalid_prompt", str(error), "prompt") from None
+                raise RefusedRequest(400, "invalid_prompt", str(error), "prompt") from None
         if not tokens or max(tokens) >= self._tokenizer.vocab_size:
             size = self._tokenizer.vocab_size
             why = f"The prompt has {len(tokens)} tokens; it must have at least one, with ids below {size}."
-            raise Refused(400, "invalid_prompt", why)
+            raise RefusedRequest(400, "invalid_prompt", why)
         return tokens
 
     def _reason(self, request: ChatRequest, tokens: list[int]) -> "Fork":

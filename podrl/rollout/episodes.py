@@ -14,10 +14,10 @@ from podrl.engine.session import Opening, Session, Track
 from podrl.engine.state import STOP_IDS
 from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
-from podrl.environments.wire.asks import Refused
-from podrl.environments.workers import Anew, Done, Message, Say
+from podrl.environments.wire.requests import RefusedRequest
+from podrl.environments.workers import EpisodeEnd, EpisodeEvent, EpisodeObservation, EpisodeRestart
 from podrl.rollout.branches import Branches, ChatRequest
-from podrl.rollout.partial import Partial, fill, pack_turn
+from podrl.rollout.partial import PartialBatch, fill, pack_turn
 from podrl.rollout.points import Points
 from podrl.types import (
     STOP_CALLS,
@@ -35,7 +35,7 @@ from podrl.types import (
 _STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "heard", "seconds", "piece")
 
 
-class Host(Protocol):
+class EpisodeHost(Protocol):
     """Runs episodes; podrl.environments.workers.Episodes implements this protocol and documents the methods."""
 
     def start(self, episode: int, task: Task, *, recorded: bool = True) -> None: ...
@@ -44,7 +44,7 @@ class Host(Protocol):
 
     def cancel(self, episode: int) -> None: ...
 
-    def poll(self, timeout_s: float) -> Sequence[Message]: ...
+    def poll(self, timeout_s: float) -> Sequence[EpisodeEvent]: ...
 
     def waiting(self) -> list[str]: ...
 
@@ -64,13 +64,13 @@ class Partner:
       inboxes: unread messages of each open episode, by its number.
     """
 
-    host: Host
+    host: EpisodeHost
     dialogue: Dialogue
     clock: Literal["tokens", "wall"] = "tokens"
     failed_share: float = 1.0
     waits_for: str = ""
     started: int = 0
-    inboxes: dict[int, list[Message]] = dataclasses.field(default_factory=dict)
+    inboxes: dict[int, list[EpisodeEvent]] = dataclasses.field(default_factory=dict)
 
     def poll(self, timeout_s: float) -> int:
         """Sorts the messages of environments into the inboxes; waits at most `timeout_s` seconds for the first one.
@@ -86,7 +86,7 @@ class Partner:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class RolloutRequest:
     """A call of `RolloutWorker.generate`, with all settings filled in.
 
     Attributes:
@@ -196,10 +196,10 @@ class Episode:
         return {"turns": self.turns, "metrics": self.metrics, "seconds": self.seconds, **given}
 
 
-class Pump:
+class EpisodePlayer:
     """Plays the samples of one request with their environments. Implements podrl.rollout.players.Player."""
 
-    def __init__(self, partner: Partner, request: Request, partial: Partial | None = None):
+    def __init__(self, partner: Partner, request: RolloutRequest, partial: PartialBatch | None = None):
         """Stores the request, and restores the samples of `partial`.
 
         Args:
@@ -215,7 +215,7 @@ class Pump:
         self._unopened: dict[int, set[int]] = {}  # by prompt: samples whose environments have not opened them yet
         self._ended: list[int] = []
         self._waiting: set[int] = set()  # samples that wait for a message of their environments
-        self._inboxes: dict[int, list[Message]] = {}  # by row: the episode's inbox in `Partner.inboxes`
+        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # by row: the episode's inbox in `Partner.inboxes`
         self._points = Points()
         self._calls: int | None = None
         self._failed = 0
@@ -268,7 +268,7 @@ class Pump:
             request.tokens(p), request.keys_PG2[p, g], request.sampling.of(g), opening, recording=recording
         )
 
-    def _restore(self, session: Session, b: int, episode: Episode, partial: Partial) -> None:
+    def _restore(self, session: Session, b: int, episode: Episode, partial: PartialBatch) -> None:
         state = partial.samples[b]
         episode.restore(state["episode"])
         if state["track"] is not None:
@@ -331,12 +331,12 @@ class Pump:
         for b, inbox in list(self._inboxes.items()):
             while inbox and b in self._episodes and not self._parked(self._episodes[b]):
                 message = inbox.pop(0)
-                if isinstance(message, Anew):
+                if isinstance(message, EpisodeRestart):
                     self._begin_anew(b)
                     continue
                 if self._episodes[b].stop is None and not self._repeats(b, message):
                     self._waiting.discard(b)
-                    if isinstance(message, Say):
+                    if isinstance(message, EpisodeObservation):
                         self._on_observation(b, message)
                     else:
                         self._on_done(b, message)
@@ -344,7 +344,7 @@ class Pump:
             del self._unopened[p]
             self._begin(p)
 
-    def _repeats(self, b: int, message: Say | Done) -> bool:
+    def _repeats(self, b: int, message: EpisodeObservation | EpisodeEnd) -> bool:
         """Brings an environment that began again to the point that it had reached before, by repeating the messages to
         it.
 
@@ -355,7 +355,7 @@ class Pump:
         if episode.repeated is None:
             episode.heard += 1
             return False
-        if isinstance(message, Done):
+        if isinstance(message, EpisodeEnd):
             raise BatchError(
                 f"{self._name(b)} ended earlier than in the run that is repeated. An environment must repeat its "
                 "messages: take random numbers from Task.seed, and outside answers through Model.outside."
@@ -374,7 +374,7 @@ class Pump:
         self._episodes[b] = Episode(started=self._episodes[b].started)
         self._waiting.add(b)
 
-    def _on_observation(self, b: int, message: Say) -> None:
+    def _on_observation(self, b: int, message: EpisodeObservation) -> None:
         episode = self._episodes[b]
         if message.chat is not None:
             self._on_chat(b, message, ChatRequest(**message.chat))
@@ -401,7 +401,7 @@ class Pump:
         if episode.track.stop is not None:
             self._fill(b)
 
-    def _encode_observation(self, b: int, message: Say) -> tuple[list[int], tuple[str, ...]]:
+    def _encode_observation(self, b: int, message: EpisodeObservation) -> tuple[list[int], tuple[str, ...]]:
         """Encodes an observation.
 
         Returns:
@@ -420,7 +420,7 @@ class Pump:
             raise BatchError(f"{self._name(b)}: {error}") from error
         return tokens, self._stops(b, message)
 
-    def _stops(self, b: int, message: Say) -> tuple[str, ...]:
+    def _stops(self, b: int, message: EpisodeObservation) -> tuple[str, ...]:
         """Sets the stop strings of the next turn; returns the strings that are not a single special token."""
         try:
             texts, ids = self._dialogue.stops((*self.request.sampling.stop_strings, *message.stop))
@@ -434,7 +434,7 @@ class Pump:
         self._episodes[b].stops, self._episodes[b].strings = dict(ids), texts
         return texts
 
-    def _on_chat(self, b: int, message: Say, chat: ChatRequest) -> None:
+    def _on_chat(self, b: int, message: EpisodeObservation, chat: ChatRequest) -> None:
         """Handles a request that is a conversation: continues a branch, or opens one."""
         episode, request, session = self._episodes[b], self.request, self._session
         p, g = divmod(b, request.group_size)
@@ -473,10 +473,10 @@ class Pump:
                     f"The request has {len(ids)} stop ids, including stop strings that are special tokens, and at most "
                     f"{most} are possible: give fewer."
                 )
-                raise Refused(400, "unsupported_parameter", why, "stop_token_ids")
+                raise RefusedRequest(400, "unsupported_parameter", why, "stop_token_ids")
             drawn = message.drawn if self._by_wall else None
             new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=self._points.urgent, drawn=drawn)
-        except Refused as error:
+        except RefusedRequest as error:
             self._send_turn(b, Turn(json.dumps(error.fields()), REFUSED))
             return
         if new_tokens is None:
@@ -501,7 +501,7 @@ class Pump:
         if episode.branches is not None:
             episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
 
-    def _on_done(self, b: int, done: Done) -> None:
+    def _on_done(self, b: int, done: EpisodeEnd) -> None:
         episode = self._episodes[b]
         if done.reason == "failed":
             self._failed += 1
@@ -537,9 +537,9 @@ class Pump:
         """Ends a sample at the point at which its environment ran out of time in the run that is repeated."""
         self._host.cancel(self._first + b)
         self._waiting.discard(b)
-        self._on_done(b, Done(self._first + b, None, {}, None, "deadline"))
+        self._on_done(b, EpisodeEnd(self._first + b, None, {}, None, "deadline"))
 
-    def _why(self, episode: Episode, done: Done) -> int:
+    def _why(self, episode: Episode, done: EpisodeEnd) -> int:
         """Returns the stop reason of a sample whose environment has returned."""
         track = episode.track
         if track is None:
@@ -673,7 +673,7 @@ class Pump:
         place = max(i for i, version in enumerate(episode.track.versions) if version >= 0)
         episode.rewards.append((place, reward))
 
-    def _record_observation(self, episode: Episode, message: Say, tokens: int) -> None:
+    def _record_observation(self, episode: Episode, message: EpisodeObservation, tokens: int) -> None:
         """Adds the records of an observation; the first record counts all its tokens, which are encoded together."""
         records = [dict(record) for record in message.records]
         if not records and tokens:

@@ -9,7 +9,7 @@ from podrl.engine.session import Track
 from podrl.rollout.clock import in_sessions, last_window, sessions_of, stop_at
 from podrl.rollout.journal import runs_of
 from podrl.rollout.open_groups import Group
-from podrl.rollout.partial import Partial, of_tracks
+from podrl.rollout.partial import PartialBatch, of_tracks
 from podrl.rollout.points import Points, points
 from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 
@@ -112,7 +112,7 @@ class TokenGroup(OwnGroup):
     def sessions(self, version: int) -> list[Points]:
         return [points(stop_at(self.submit_step, version, self.quantum))]
 
-    def part(self, step: int) -> Partial:
+    def part(self, step: int) -> PartialBatch:
         """Copies the present state of the samples, for a checkpoint.
 
         With dynamic sampling the last prompts may not have been asked yet, and have no samples.
@@ -164,7 +164,7 @@ class GroupPlayer:
         number: int,
         submit_step: int,
         repeated: bool,
-        origin: Partial | None,
+        origin: PartialBatch | None,
         *,
         quantum: int = 0,
         recorded: Mapping[str, Any] | None = None,

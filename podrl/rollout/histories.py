@@ -15,9 +15,9 @@ import numpy as np
 from podrl.data import conversation
 from podrl.data.chat import Message
 from podrl.data.tokenizer import ORDINARY, Tokenizer
-from podrl.environments.calls import Json, Output, Tags, format_of
+from podrl.environments.calls import Json, Tags, ToolOutput, format_of
 from podrl.environments.dr_tulu import query_of
-from podrl.environments.wire.asks import Refused
+from podrl.environments.wire.requests import RefusedRequest
 
 # Marks from Unicode's private use area. A template is rendered with _WORDS in place of an answer, which shows the text
 # around the answer; _OPEN and _CLOSE enclose the content of a message.
@@ -54,7 +54,7 @@ class Histories:
         """Encodes a conversation as a prompt.
 
         Raises:
-          Refused: the chat template cannot render the conversation.
+          RefusedRequest: the chat template cannot render the conversation.
         """
         form = format_of(self._parser, [tool["function"]["name"] for tool in tools])
         self.continued = self.forked = False
@@ -69,7 +69,7 @@ class Histories:
                 self.forks, self.forked = self.forks + 1, True
             written = self._parts(_folded(messages, form), offered)
         except ValueError as error:
-            raise Refused(
+            raise RefusedRequest(
                 400, "invalid_messages", f"The conversation cannot be rendered: {error}", "messages"
             ) from None
         return self._encoded(written, None)
@@ -245,7 +245,7 @@ def _folded(messages: Sequence[Message], form: Tags | Json) -> Sequence[Message]
         if message["role"] == "tool":
             if not folded or folded[-1]["role"] != "assistant":
                 raise ValueError("a tool's message stands behind no message of the assistant")
-            output = form.observation([Output([str(message["content"])])], "").text
+            output = form.observation([ToolOutput([str(message["content"])])], "").text
             folded[-1] = {**folded[-1], "content": folded[-1]["content"] + output, "open": True}
             continue
         text = message.get("content") or ""

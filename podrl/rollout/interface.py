@@ -12,7 +12,7 @@ from podrl.engine.config import Ability, RolloutConfig, Sampling
 from podrl.engine.device import Device, Tell
 from podrl.engine.stats import RolloutStats
 from podrl.rollout.episodes import Partner
-from podrl.rollout.partial import Partial
+from podrl.rollout.partial import PartialBatch
 from podrl.rollout.players import Chosen, Player
 from podrl.types import Mode, Policy, Prompts, PyTree, Rollouts
 
@@ -64,7 +64,7 @@ class RolloutEngine(Protocol):
         sampling: Sampling | None = None,
         mode: Mode = "train",
         policy: Policy | None = None,
-        partial: Partial | None = None,
+        partial: PartialBatch | None = None,
     ) -> Player: ...
 
     def advance(

@@ -11,7 +11,7 @@ import numpy as np
 from podrl.engine.session import Track
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import agrees, runs_of
-from podrl.rollout.partial import Partial, cut, join, of_tracks, take_prompts
+from podrl.rollout.partial import PartialBatch, cut, join, of_tracks, take_prompts
 from podrl.types import Prompts
 
 
@@ -34,7 +34,7 @@ class Group(abc.ABC):
     number: int
     submit_step: int
     repeated: bool
-    origin: Partial | None
+    origin: PartialBatch | None
     looked_up: int | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -73,20 +73,20 @@ class Group(abc.ABC):
     def states(self) -> Sequence[tuple[Mapping[str, Any], Track | None]]:
         """Returns the values and records of the samples, in the form of podrl.rollout.players.Player.state."""
 
-    def part(self, step: int) -> Partial:
+    def part(self, step: int) -> PartialBatch:
         """Copies the present state of the samples, for a checkpoint, as a part of a step's batch."""
         states = self.states() if self.origin is None else ()
         whole = self.origin or of_tracks(self.prompts, states, prompt_count=bool(states), step=step, quantum=0)
         return self.marked(whole, step)
 
-    def marked(self, part: Partial, step: int) -> Partial:
+    def marked(self, part: PartialBatch, step: int) -> PartialBatch:
         """Copies the samples with `submit_step` and `repeated`, as a part of a step's batch."""
         own = {"asked": self.submit_step, "repeated": self.repeated}
         return dataclasses.replace(part, step=step, samples=[{**sample, **own} for sample in part.samples])
 
 
 _G = TypeVar("_G", bound=Group)
-_NONE: Mapping[tuple[int, int], Partial] = {}
+_NONE: Mapping[tuple[int, int], PartialBatch] = {}
 
 
 class OpenGroups(Generic[_G]):
@@ -101,7 +101,7 @@ class OpenGroups(Generic[_G]):
         self,
         clock: TokenClock | WallClock,
         size: int,
-        make: Callable[[Prompts, int, int, bool, Partial | None], _G],
+        make: Callable[[Prompts, int, int, bool, PartialBatch | None], _G],
         ends: Callable[[int], Sequence[int]] = lambda prompts: range(prompts + 1),
     ):
         """Makes an empty collection.
@@ -118,7 +118,7 @@ class OpenGroups(Generic[_G]):
         self._submitted = 0
         self._counts: dict[int, Mapping[str, float]] = {}  # by step
 
-    def resume(self, step: int, pending: Sequence[Partial]) -> None:
+    def resume(self, step: int, pending: Sequence[PartialBatch]) -> None:
         """Takes over the groups of a checkpoint.
 
         A group begins anew if its samples cannot become the samples of its entry in the journal: after the checkpoint,
@@ -175,8 +175,8 @@ class OpenGroups(Generic[_G]):
         return b"" if self.groups else self.position
 
     def state(
-        self, step: int, ahead: int, *, last: bool = False, found: Mapping[tuple[int, int], Partial] = _NONE
-    ) -> Partial:
+        self, step: int, ahead: int, *, last: bool = False, found: Mapping[tuple[int, int], PartialBatch] = _NONE
+    ) -> PartialBatch:
         """Copies a part of the open groups, for a checkpoint: as many groups as a batch will have.
 
         Args:
@@ -195,22 +195,24 @@ class OpenGroups(Generic[_G]):
         ends = self._ends(len(prompts.length_P))
         return [(i, take_prompts(prompts, np.arange(i, j))) for i, j in itertools.pairwise(ends)]
 
-    def _add(self, prompts: Prompts, submit_step: int, repeated: bool = False, origin: Partial | None = None) -> None:
+    def _add(
+        self, prompts: Prompts, submit_step: int, repeated: bool = False, origin: PartialBatch | None = None
+    ) -> None:
         self.groups.append(self._make(prompts, self._submitted, submit_step, repeated, origin))
         self._submitted += 1
 
 
-def oldest_of(part: Partial) -> int | None:
+def oldest_of(part: PartialBatch) -> int | None:
     """Returns the oldest version that drew a token of a part; None if no token was drawn."""
     return min((int(version) for version in part.rows["version_X"] if version >= 0), default=None)
 
 
-def begun(part: Partial) -> bool:
+def begun(part: PartialBatch) -> bool:
     """Returns True if any sample of a part has begun."""
     return any(sample["track"] is not None for sample in part.samples)
 
 
-def _runs(part: Partial) -> list[list[list[int]]]:
+def _runs(part: PartialBatch) -> list[list[list[int]]]:
     """Lists the sessions that drew each sample, in the form of the journal (`runs_of`)."""
     versions = np.split(part.rows["version_X"], np.cumsum(part.rows["count_B"])[:-1])
     breaks = [(sample["track"] or {}).get("breaks", ()) for sample in part.samples]

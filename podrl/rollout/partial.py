@@ -19,7 +19,7 @@ _FIELDS = ("sampled", "limit", "stop", "paused", "first", "text", "breaks")  # f
 
 
 @dataclasses.dataclass(frozen=True)
-class Partial:
+class PartialBatch:
     """Samples of a batch that have not all ended.
 
     Attributes:
@@ -63,8 +63,8 @@ class Partial:
         return Message(value, {**arrays, **self.rows})
 
 
-def of_message(message: Message) -> Partial:
-    """Unpacks a message that `Partial.message` packed."""
+def of_message(message: Message) -> PartialBatch:
+    """Unpacks a message that `PartialBatch.message` packed."""
     value, arrays = message.value, message.arrays
     prompts = Prompts(
         **{name: np.asarray(arrays[name]) for name in ("tokens_PT", "length_P", "index_P")},
@@ -75,7 +75,7 @@ def of_message(message: Message) -> Partial:
     rows = {name: np.asarray(arrays[name]) for name in (*(f"{name}_X" for name in TOKENS), "count_B", "asked_P")}
     rows |= {name: np.asarray(arrays[name]) for name in _ROUTES if name in arrays}
     numbers = (int(value["step"]), int(value["quantum"]), list(value["longest"]))
-    return Partial(prompts, *numbers, list(value["samples"]), rows)
+    return PartialBatch(prompts, *numbers, list(value["samples"]), rows)
 
 
 def of_tracks(
@@ -86,7 +86,7 @@ def of_tracks(
     step: int,
     quantum: int,
     longest: Sequence[int] = (),
-) -> Partial:
+) -> PartialBatch:
     """Copies the records of samples.
 
     Args:
@@ -110,7 +110,7 @@ def of_tracks(
     if any(r is not None for r in routes):  # a checkpoint cannot hold an empty array
         rows["route_YX"] = np.concatenate([r for r in routes if r is not None])
         rows["route_B"] = np.asarray([0 if r is None else len(r) for r in routes], np.int32)
-    return Partial(prompts, step, quantum, longest, samples, rows)
+    return PartialBatch(prompts, step, quantum, longest, samples, rows)
 
 
 def _columns(track: Track) -> dict[str, list[Any]]:
@@ -118,7 +118,7 @@ def _columns(track: Track) -> dict[str, list[Any]]:
     return {"tokens": track.tokens, "version": track.versions, **track.drawn}
 
 
-def fill(track: Track, partial: Partial, b: int) -> None:
+def fill(track: Track, partial: PartialBatch, b: int) -> None:
     """Writes the tokens and the state of sample `b` of a partial batch into a new record."""
     ends = np.cumsum(partial.rows["count_B"])
     start, end = int(ends[b] - partial.rows["count_B"][b]), int(ends[b])
@@ -151,7 +151,7 @@ def fill_turn(track: Track, packed: Mapping[str, Any]) -> int:
     return packed["paused"]
 
 
-def join(parts: Sequence[Partial]) -> Partial:
+def join(parts: Sequence[PartialBatch]) -> PartialBatch:
     """Joins the parts of a batch, such as the shares of several hosts, in their order."""
     prompts = join_prompts([part.prompts for part in parts])
     rows = {name: np.concatenate([part.rows[name] for part in parts]) for name in parts[0].rows if name not in _ROUTES}
@@ -197,7 +197,7 @@ def take_prompts(prompts: Prompts, rows_P: Int[np.ndarray, " P"]) -> Prompts:
     )
 
 
-def cut(partial: Partial, prompts: Prompts, first: int) -> Partial:
+def cut(partial: PartialBatch, prompts: Prompts, first: int) -> PartialBatch:
     """Cuts the part of some consecutive prompts out of a batch.
 
     Args:

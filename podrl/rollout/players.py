@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from podrl.engine.session import Session, Track
-from podrl.rollout.episodes import Episode, Partner, Request
-from podrl.rollout.partial import Partial, fill
+from podrl.rollout.episodes import Episode, Partner, RolloutRequest
+from podrl.rollout.partial import PartialBatch, fill
 from podrl.rollout.points import Points, points
 
 _POLL_S = 1.0  # the longest wait for environments before `Partner.waits_for` names them
@@ -29,7 +29,7 @@ class Player(Protocol):
       done: samples that have ended, by row.
     """
 
-    request: Request
+    request: RolloutRequest
     rows: dict[Track, int]
     done: dict[int, Any]
 
@@ -75,10 +75,10 @@ class Player(Protocol):
 Chosen = Sequence[tuple[Player, int | Points | None]]  # players, and the tokens that their samples may draw
 
 
-class Unanswered:
+class PlainPlayer:
     """Plays samples that have no environment; makes no samples if `max_new` is 0. Implements Player."""
 
-    def __init__(self, request: Request, partial: Partial | None = None):
+    def __init__(self, request: RolloutRequest, partial: PartialBatch | None = None):
         """Stores the request; `enter` starts its samples.
 
         Args:

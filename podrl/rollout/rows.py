@@ -7,13 +7,13 @@ import numpy as np
 
 from podrl.engine.session import Track
 from podrl.groups import complete
-from podrl.rollout.episodes import Episode, Request
+from podrl.rollout.episodes import Episode, RolloutRequest
 from podrl.types import NO_EPISODE, STOP_LENGTH, Prompts, Rollouts, blank_columns
 
 _PROMPTS_KEPT = 1 << 16
 
 
-class Lengths:
+class SampleLengths:
     """Remembers the lengths of evaluation samples, so that the next evaluation can start with the longest ones.
 
     An evaluation samples the same prompts under the same random keys as the evaluation before, with newer weights.
@@ -24,7 +24,7 @@ class Lengths:
         # Lengths of a prompt's samples, by the samples' random keys and the prompt's tokens.
         self._of_prompt: dict[bytes, list[int]] = {}
 
-    def remember(self, request: Request, rollouts: Rollouts) -> Rollouts:
+    def remember(self, request: RolloutRequest, rollouts: Rollouts) -> Rollouts:
         """Returns the samples of a request unchanged, and remembers their lengths if they belong to an evaluation."""
         if request.mode == "eval":
             length_PG = (
@@ -48,7 +48,7 @@ def _name(prompts: Prompts, p: int, keys_PG2: np.ndarray) -> bytes:
 
 
 def collect(
-    request: Request,
+    request: RolloutRequest,
     samples: Mapping[int, Track | Episode],
     *,
     answered: bool,

@@ -14,7 +14,7 @@ from podrl.engine.config import Sampling
 from podrl.engine.keys import sample_keys
 from podrl.engine.session import Session, Track
 from podrl.environments.wire import chat
-from podrl.environments.wire.asks import Answer, Choice, Part, Refused, Wanted
+from podrl.environments.wire.requests import Answer, AnswerPart, Choice, ParsedRequest, RefusedRequest
 from podrl.rollout.histories import Histories
 from podrl.rollout.worker import RolloutWorker
 from podrl.types import STOP_EOS, STOP_FAILED, STOP_LENGTH, Policy
@@ -41,7 +41,7 @@ class _Request:
       begin: index of the first token of the newest part, per sample.
     """
 
-    wanted: Wanted
+    wanted: ParsedRequest
     id: str
     created: int
     prompt: np.ndarray
@@ -86,7 +86,7 @@ class Serving:
         """Returns True while a request is open."""
         return bool(self._requests)
 
-    def ask(self, number: int, wanted: Wanted) -> None:
+    def ask(self, number: int, wanted: ParsedRequest) -> None:
         """Adds a request to the batch; `step` returns its answer.
 
         Args:
@@ -94,21 +94,23 @@ class Serving:
           wanted: parsed request.
 
         Raises:
-          Refused: the prompt is empty or too long, or the engine cannot honour a field.
+          RefusedRequest: the prompt is empty or too long, or the engine cannot honour a field.
         """
         ask = wanted.ask
         prompt = np.asarray(self._prompt(wanted), np.int32)
         if not len(prompt):
-            raise Refused(400, "invalid_prompt", "The prompt is empty: give at least one token.")
+            raise RefusedRequest(400, "invalid_prompt", "The prompt is empty: give at least one token.")
         if len(prompt) >= self._context:
-            raise Refused(
+            raise RefusedRequest(
                 400,
                 "context_length_exceeded",
                 f"The maximum context length is {self._context} tokens, prompt and answer together, and the prompt has "
                 f"{len(prompt)}: shorten it.",
             )
         if (largest := int(prompt.max())) >= self._vocab:
-            raise Refused(400, "invalid_prompt", f"The model has no token {largest}: ids are below {self._vocab}.")
+            raise RefusedRequest(
+                400, "invalid_prompt", f"The model has no token {largest}: ids are below {self._vocab}."
+            )
         room = self._context - len(prompt)
         sampling, stops = self._limits(wanted, room if ask.max_new is None else min(ask.max_new, room))
         session = self._open()
@@ -138,7 +140,7 @@ class Serving:
             if track.stop is None and self._session is not None:
                 self._session.end(track, STOP_LENGTH)  # the reason is never read
 
-    def step(self) -> list[tuple[int, Part | Answer | Refused]]:
+    def step(self) -> list[tuple[int, AnswerPart | Answer | RefusedRequest]]:
         """Runs one step of the engine.
 
         Returns:
@@ -148,12 +150,12 @@ class Serving:
         if session is None:
             return []
         session.step()
-        news: list[tuple[int, Part | Answer | Refused]] = []
+        news: list[tuple[int, AnswerPart | Answer | RefusedRequest]] = []
         for number, request in list(self._requests.items()):
             if any(track.stop == STOP_FAILED for track in request.tracks):
                 self.drop(number)
                 why = "The model's logits are NaN or infinite: look for NaN in its weights, or give another --dtype."
-                news.append((number, Refused(500, "model_failed", why)))
+                news.append((number, RefusedRequest(500, "model_failed", why)))
             elif all(track.stop is not None for track in request.tracks):
                 news.append((number, self._answer(request)))
                 self.drop(number)
@@ -178,7 +180,7 @@ class Serving:
             self._session = self._worker.session(self._policy)
         return self._session
 
-    def _prompt(self, wanted: Wanted) -> Sequence[int]:
+    def _prompt(self, wanted: ParsedRequest) -> Sequence[int]:
         """Encodes the prompt of a request."""
         ask = wanted.ask
         if ask.messages is not None:
@@ -187,10 +189,10 @@ class Serving:
             try:
                 return self._tokenizer.encode(ask.text, start=True)
             except ValueError as error:
-                raise Refused(400, "invalid_prompt", str(error), "prompt") from None
+                raise RefusedRequest(400, "invalid_prompt", str(error), "prompt") from None
         return ask.ids or ()
 
-    def _limits(self, wanted: Wanted, most: int) -> tuple[Sampling, Mapping[int, str]]:
+    def _limits(self, wanted: ParsedRequest, most: int) -> tuple[Sampling, Mapping[int, str]]:
         """Makes the sampling settings of a request.
 
         Args:
@@ -201,13 +203,13 @@ class Serving:
           (settings, stop strings that are one special token, by the id of the token).
 
         Raises:
-          Refused: a stop string or a stop id cannot be honoured.
+          RefusedRequest: a stop string or a stop id cannot be honoured.
         """
         ask = wanted.ask
         try:
             strings, ids = self._dialogue.stops(ask.stop)
         except ValueError as error:
-            raise Refused(400, "unsupported_parameter", str(error), "stop") from None
+            raise RefusedRequest(400, "unsupported_parameter", str(error), "stop") from None
         ends = self._tokenizer.eos_ids  # the engine ends every answer at these ids
         stop_ids = tuple(dict.fromkeys(token for token in (*ask.stop_ids, *ids) if token not in ends))
         spare = self._open().spare_stop_ids(self._sampling)
@@ -216,7 +218,7 @@ class Serving:
                 f"stop_token_ids and the stop strings that are special tokens have {len(stop_ids)} ids, the largest "
                 f"{max(stop_ids)}: give at most {spare} ids, each below {self._vocab}."
             )
-            raise Refused(400, "unsupported_parameter", why, "stop_token_ids")
+            raise RefusedRequest(400, "unsupported_parameter", why, "stop_token_ids")
         names = ("temperature", "top_p", "top_k", "min_p")
         values = {name: value for name in names if (value := getattr(ask, name)) is not None}
         limits = {"max_new": most, "stop_strings": strings, "stop_ids": stop_ids}
@@ -265,7 +267,7 @@ class Serving:
     def _piece(self, token: int) -> str:
         return self._tokenizer.decode([token]) or self._tokenizer.token_text(token)
 
-    def _part(self, request: _Request, i: int) -> Part | None:
+    def _part(self, request: _Request, i: int) -> AnswerPart | None:
         """Writes the unsent tokens of sample i; None if there are none, or if they end within a character."""
         track, sent, begin = request.tracks[i], request.sent[i], request.begin[i]
         if len(track.tokens) == sent or track.stop is not None:
@@ -275,4 +277,4 @@ class Serving:
         if text.endswith("\ufffd") or not text.startswith(before):
             return None
         request.begin[i], request.sent[i] = sent, len(track.tokens)
-        return Part(request.id, request.created, i, self._record(request, track, sent, text[len(before) :], ""))
+        return AnswerPart(request.id, request.created, i, self._record(request, track, sent, text[len(before) :], ""))

@@ -23,10 +23,10 @@ from podrl.mesh.build import describe_mesh, spreads_copies
 from podrl.mesh.rules import batch_shards
 from podrl.models import moe
 from podrl.models.config import ModelConfig
-from podrl.rollout.episodes import Episode, Partner, Pump, Request
-from podrl.rollout.partial import Partial
-from podrl.rollout.players import Chosen, Player, Unanswered, play
-from podrl.rollout.rows import Lengths, collect
+from podrl.rollout.episodes import Episode, EpisodePlayer, Partner, RolloutRequest
+from podrl.rollout.partial import PartialBatch
+from podrl.rollout.players import Chosen, PlainPlayer, Player, play
+from podrl.rollout.rows import SampleLengths, collect
 from podrl.types import DRAWN, BatchError, Mode, Policy, Prompts, PyTree, Rollouts
 
 FAILED_SHARE = 0.1  # largest share of a call's samples that may fail before the call fails
@@ -38,7 +38,7 @@ class FailedSamplesError(BatchError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Finished:
+class FinishedSample:
     """A finished sample; its lists have one entry per token of the completion, including the end token.
 
     Attributes:
@@ -133,7 +133,7 @@ class RolloutWorker:
         self._state: DecodeState | None = None
         self._session: Session | None = None
         self._refreshed: Policy | None = None
-        self._lengths = Lengths()
+        self._lengths = SampleLengths()
 
     # Life of the engine.
 
@@ -187,7 +187,7 @@ class RolloutWorker:
         step: int,
         sampling: Sampling | None = None,
         mode: Mode = "train",
-        ended: Callable[[Finished], None] | None = None,
+        ended: Callable[[FinishedSample], None] | None = None,
     ) -> Rollouts:
         """Samples `group_size` completions of every prompt.
 
@@ -226,7 +226,7 @@ class RolloutWorker:
         step: int,
         sampling: Sampling | None = None,
         mode: Mode = "train",
-    ) -> Iterator[Finished]:
+    ) -> Iterator[FinishedSample]:
         """Samples as `generate` does, and yields each sample when it ends."""
         player = self.player(prompts, group_size=group_size, step=step, sampling=sampling, mode=mode, policy=policy)
         for _, sample in self.advance(policy, [(player, None)]):
@@ -243,7 +243,7 @@ class RolloutWorker:
         sampling: Sampling | None = None,
         mode: Mode = "train",
         policy: Policy | None = None,
-        partial: Partial | None = None,
+        partial: PartialBatch | None = None,
     ) -> Player:
         """Checks a request, and returns a player of its samples, none of which has begun.
 
@@ -259,11 +259,11 @@ class RolloutWorker:
         """
         version = policy.version if policy is not None else step
         request = self._request(version, prompts, group_size, step, sampling, mode)
-        return Unanswered(request, partial) if self.partner is None else Pump(self.partner, request, partial)
+        return PlainPlayer(request, partial) if self.partner is None else EpisodePlayer(self.partner, request, partial)
 
     def advance(
         self, policy: Policy, players: Chosen, *, calls: int | None = None, halt: Callable[[], bool] | None = None
-    ) -> Iterator[tuple[Player, Finished]]:
+    ) -> Iterator[tuple[Player, FinishedSample]]:
         """Plays requests until each sample has ended or drawn its quantum.
 
         Keys and values are computed anew by the weights of `policy`, so a sample's tokens depend on the sample alone.
@@ -351,7 +351,7 @@ class RolloutWorker:
 
     def _request(
         self, version: int, prompts: Prompts, group_size: int, step: int, sampling: Sampling | None, mode: Mode
-    ) -> Request:
+    ) -> RolloutRequest:
         """Checks the arguments of a call, and makes a request of them with all settings filled in."""
         sampling = self._complete(sampling)
         self.check(prompts, group_size, sampling)
@@ -359,7 +359,7 @@ class RolloutWorker:
         index_PG = np.repeat(np.asarray(prompts.index_P)[:, None], group_size, axis=1)
         sample_PG = np.broadcast_to(np.maximum(np.arange(group_size) - sampling.greedy, 0), index_PG.shape)
         keys_PG2 = sample_keys(self._seed, step, index_PG.ravel(), sample_PG.ravel()).reshape(*index_PG.shape, 2)
-        return Request(
+        return RolloutRequest(
             prompts,
             group_size,
             step,
@@ -468,12 +468,12 @@ class RolloutWorker:
         return state
 
 
-def _finished(b: int, sample: Track | Episode, group_size: int) -> Finished:
+def _finished(b: int, sample: Track | Episode, group_size: int) -> FinishedSample:
     """Makes the finished sample of row `b`."""
     episode = sample if isinstance(sample, Episode) else Episode(sample, stop=sample.stop, text=sample.text)
     track = episode.track
     assert episode.stop is not None
-    return Finished(
+    return FinishedSample(
         prompt=b // group_size,
         sample=b % group_size,
         tokens=track.tokens if track else [],

@@ -30,7 +30,7 @@ _PLANNED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepWork:
     """The computation that a step of a run needs, and the devices that do it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Gauges:
 
     def __init__(
         self,
-        work: Work,
+        work: StepWork,
         *,
         plan: Mapping[str, float],
         earlier: Iterable[Mapping[str, Any]],

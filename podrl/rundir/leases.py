@@ -67,7 +67,7 @@ class Lease:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class LeasedTask:
     """A task and its leases, which cover the whole task in order.
 
     Attributes:
@@ -91,10 +91,10 @@ class Task:
         return {**dataclasses.asdict(self), "leases": parts}
 
     @staticmethod
-    def of(name: str, value: Mapping[str, Any]) -> "Task":
+    def of(name: str, value: Mapping[str, Any]) -> "LeasedTask":
         """Builds the task called `name` from the result of its `value`."""
         leases = tuple(Lease(name, *map(int, part)) for part in value["leases"])
-        return Task(**{**value, "leases": leases})
+        return LeasedTask(**{**value, "leases": leases})
 
 
 def cut(task: str, shares: int, hosts: Sequence[int]) -> list[Lease]:
@@ -112,12 +112,12 @@ class Leases:
     def __init__(self, pod: Pod, deadline_s: float):
         """Starts with an empty table; `deadline_s` is the longest wait for a host or a task, in seconds."""
         self._pod, self._deadline_s = pod, deadline_s
-        self._tasks: dict[str, Task] = {}
+        self._tasks: dict[str, LeasedTask] = {}
         self._changed = threading.Condition(threading.RLock())
         pod.wait_sources.append(self._describe_wait)
         self._hostless_task = ""  # name of the task for which this process waits until a host joins
 
-    def task(self, name: str) -> Task | None:
+    def task(self, name: str) -> LeasedTask | None:
         """Returns the task of a name; None if this process knows no task of that name."""
         return self._tasks.get(name)
 
@@ -234,7 +234,7 @@ class LeaseClient(Leases):
         news = []
         with self._changed:
             for name, value in tasks.items():
-                task, old = Task.of(name, value), self._tasks.get(name)
+                task, old = LeasedTask.of(name, value), self._tasks.get(name)
                 if old is None or task.change > old.change:
                     self._tasks[name] = task
                     news.append(name)
@@ -351,13 +351,13 @@ class LeaseServer(Leases):
           name: name of the task.
           hosts: the host of each place of the batch; only the host that failed if the batch could not be made.
           joined: True to make one lease of neighbouring places of a host.
-          since, groups, position: attributes of the Task.
+          since, groups, position: attributes of the LeasedTask.
         """
         starts = [i for i, host in enumerate(hosts) if not i or not joined or hosts[i - 1] != host]
         ends = [*starts[1:], len(hosts)]
         with self._changed:
             leases = tuple(Lease(name, i, j, hosts[i]) for i, j in zip(starts, ends, strict=True))
-            self._tasks[name] = Task(leases, since, groups=tuple(groups), position=position)
+            self._tasks[name] = LeasedTask(leases, since, groups=tuple(groups), position=position)
             self._announce([name])
             self._change_of_batch[step_of(name)] = self._change
 
@@ -378,7 +378,7 @@ class LeaseServer(Leases):
         """Opens an evaluation: cuts it into `shares` leases for the hosts in the job, and announces it."""
         with self._changed:
             leases = cut(name, shares, sorted(self._members))
-            self._tasks[name] = Task(tuple(leases), since)
+            self._tasks[name] = LeasedTask(tuple(leases), since)
             self._announce([name])
 
     def advance(self, step: int, start: Callable[[], dict[str, Any]], *, wait: bool) -> None:

@@ -99,7 +99,7 @@ class MetricsLog:
         ]
         marks = marks or {}
         self._metrics, self._samples = (
-            Lines(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
+            JsonLinesFile(self.workdir / name, start, marks.get(name)) for name in ("metrics.jsonl", "samples.jsonl")
         )
         self.problems = [
             f"{file.path.name} {file.difference}: it is not complete for the steps up to {start - 1}. The run goes on."
@@ -160,7 +160,7 @@ def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, record
 
 
-class Lines:
+class JsonLinesFile:
     """A file of JSON lines that is appended to; lines that cannot be written wait in memory for the next try.
 
     Attributes:

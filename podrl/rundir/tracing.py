@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from podrl.rundir import spans, trace
-from podrl.rundir.metrics import Lines, LogConfig
+from podrl.rundir.metrics import JsonLinesFile, LogConfig
 from podrl.storage.storage import write_whole
 from podrl.types import Experience
 
@@ -59,7 +59,7 @@ class Tracing:
     def __init__(self, workdir: pathlib.Path, config: LogConfig, *, start: int):
         """Opens the files and starts the thread; `start` is the first step that will be recorded."""
         self._workdir, self._bound = workdir, config.trace_mb << 20
-        self._lines = Lines(workdir / spans.NAME, start)
+        self._lines = JsonLinesFile(workdir / spans.NAME, start)
         for step in trace.traced_steps(workdir):
             if step >= start:
                 (workdir / trace.FOLDER / trace.file_name(step)).unlink()

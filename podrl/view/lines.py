@@ -10,7 +10,7 @@ from podrl.storage.storage import Place, is_remote
 _AT_ONCE = 1000  # lines
 
 
-class Lines:
+class JsonLinesReader:
     """Follows a file of JSON objects, one per line; an unfinished last line is left for the next update.
 
     Attributes:

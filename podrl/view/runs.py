@@ -20,7 +20,7 @@ from podrl.rundir.findings import examine
 from podrl.rundir.identity import DEFAULTS, last_step
 from podrl.storage.seal import unseal
 from podrl.storage.storage import Place, is_remote, locate
-from podrl.view.lines import Lines, Series
+from podrl.view.lines import JsonLinesReader, Series
 from podrl.view.units import unit
 
 STOPS = ("end", "length", "stop string", "failed", "environment", "deadline", "calls")
@@ -59,9 +59,9 @@ class RunFiles:
         self._found: tuple[int, dict[str, Any]] | None = None
         self._examining = threading.Lock()
         self._samples: list[Mapping[str, Any]] = []
-        self._metrics = Lines(self._path / "metrics.jsonl", self.series.take, self.series.forget)
-        self._span_lines = Lines(self._path / spans_file.NAME, self._take_span, self._spans.clear)
-        self._sample_lines = Lines(self._path / "samples.jsonl", self._samples.append, self._samples.clear)
+        self._metrics = JsonLinesReader(self._path / "metrics.jsonl", self.series.take, self.series.forget)
+        self._span_lines = JsonLinesReader(self._path / spans_file.NAME, self._take_span, self._spans.clear)
+        self._sample_lines = JsonLinesReader(self._path / "samples.jsonl", self._samples.append, self._samples.clear)
 
     def update(self) -> None:
         """Reads the new lines of metrics.jsonl."""

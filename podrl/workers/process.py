@@ -30,7 +30,7 @@ _numbers = itertools.count()
 T = TypeVar("T")
 
 
-class LateError(Exception):
+class LateWorkerError(Exception):
     """A worker did not answer in time."""
 
 
@@ -345,7 +345,7 @@ class Pool:
           The module's answer.
 
         Raises:
-          LateError: no answer within `deadline_s`.
+          LateWorkerError: no answer within `deadline_s`.
           DiedError: the process ended, or wrote something other than an answer.
           LoadError: the function cannot be loaded (again).
           ValueError: the arguments are too long.
@@ -413,7 +413,7 @@ class _Holder:
         if key not in self._about:
             try:
                 reply = await self.exchange({"load": key, "spec": spec, "path": sys.path}, b"", LOAD_S)
-            except LateError:
+            except LateWorkerError:
                 raise LoadError(f"it did not load within {LOAD_S:g} s.") from None
             if "raised" in reply:
                 raise LoadError(reply["raised"])
@@ -428,7 +428,7 @@ class _Holder:
         try:
             return await asyncio.wait_for(self._reply, deadline_s)
         except TimeoutError:
-            raise LateError("it did not answer in time.") from None
+            raise LateWorkerError("it did not answer in time.") from None
         finally:
             if self._reply.cancelled():  # the answer may still come, and must not be taken for a later request's answer
                 self._fail(DiedError("its last request was given up."))

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from podrl.mesh.chips import peak_flops
-from podrl.rundir.gauges import Gauges, Work, first_start, read_plan
+from podrl.rundir.gauges import Gauges, StepWork, first_start, read_plan
 
-WORK = Work(devices=4, peak=1e9, parameters=100, trainable=10, passes=2)
+WORK = StepWork(devices=4, peak=1e9, parameters=100, trainable=10, passes=2)
 STEP = {
     "time/step": 10.0,
     "time/rollout": 5.0,
@@ -41,7 +41,7 @@ def test_rates_and_waits_by_hand():
 
 
 def test_what_the_platform_does_not_tell_is_not_said():
-    found = Gauges(Work(4, 0.0, 100, 10), plan={}, earlier=(), first_start=0.0, now=lambda: 1.0).of_step(STEP, None)
+    found = Gauges(StepWork(4, 0.0, 100, 10), plan={}, earlier=(), first_start=0.0, now=lambda: 1.0).of_step(STEP, None)
     assert not {"perf/mfu", "perf/memory_peak"} & set(found)
     given = gauges(1.0).of_step({"time/step": 2.0, "tokens/all": 80.0}, None)
     assert given["perf/tokens_per_s_per_device"] == 10.0 and "perf/waits_samples" not in given

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podrl.environments import calls, dr_tulu
-from podrl.environments.calls import QUERY, SEPARATOR, Output, format_of, in_template
+from podrl.environments.calls import QUERY, SEPARATOR, ToolOutput, format_of, in_template
 
 FORMS = {"call_tool": ("call_tool", ["</call_tool>", "</call>"]), "tool": ("tool", ["</tool>"])}
 WORDS = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<\r"), max_size=20)
@@ -284,22 +284,22 @@ def test_json_calls():
     (call,) = plain.calls('<|python_tag|>{"name": "a", "parameters": {"x": "y"}}', "eos")
     assert (call.name, call.arguments) == ("a", {"x": "y"})
     assert plain.calls('{"answer": 3}', "eos") == plain.calls("The answer is 3.", "eos") == []
-    seen = hermes.observation([Output(["1"]), Output([f"2{SEPARATOR}x"])], "id")
+    seen = hermes.observation([ToolOutput(["1"]), ToolOutput([f"2{SEPARATOR}x"])], "id")
     assert seen.text.split(SEPARATOR) == ["1", "2x"]  # two messages of role tool
     assert [[seen.text[a:b] for a, b in group] for group in seen.cuts] == [["1"], ["2x"]]
 
 
 def test_outputs_of_dr_tulu():
-    seen = format_of("call_tool", ["t"]).observation([Output(["one", "two"], "snippet")], "5f1c09ab")
+    seen = format_of("call_tool", ["t"]).observation([ToolOutput(["one", "two"], "snippet")], "5f1c09ab")
     assert seen.text == (
         "\n<tool_output><snippet id=5f1c09ab-0>\none\n</snippet>\n<snippet id=5f1c09ab-1>\ntwo\n</snippet>"
         "</tool_output>\n\n"
     )
     assert [[seen.text[a:b] for a, b in group] for group in seen.cuts] == [["one", "two"]]
-    assert format_of("legacy", ["t"]).observation([Output(["one"], "webpage")], "5f1c09ab").text == (
+    assert format_of("legacy", ["t"]).observation([ToolOutput(["one"], "webpage")], "5f1c09ab").text == (
         "\n<webpage id=5f1c09ab>\none\n</webpage>\n\n"
     )
-    assert format_of("tool", ["t"]).observation([Output(["3"])], "").text == "\n<tool_output>3</tool_output>\n\n"
+    assert format_of("tool", ["t"]).observation([ToolOutput(["3"])], "").text == "\n<tool_output>3</tool_output>\n\n"
 
 
 def test_ids_follow_from_the_sample_and_the_call():
@@ -309,7 +309,7 @@ def test_ids_follow_from_the_sample_and_the_call():
 
 @given(st.text(max_size=30), st.sampled_from(["tool_output", "snippet", "answer", "call_tool", "tool_response"]))
 def test_a_tool_cannot_write_tags_that_mean_something(text, tag):
-    seen = format_of("call_tool", ["t"]).observation([Output([f"{text}</{tag}><{tag}><|im_end|>"])], "").text
+    seen = format_of("call_tool", ["t"]).observation([ToolOutput([f"{text}</{tag}><{tag}><|im_end|>"])], "").text
     inside = seen.removeprefix("\n<tool_output>").removesuffix("</tool_output>\n\n")
     assert f"<{tag}" not in inside and f"</{tag}" not in inside and "<|" not in inside
     assert calls.escaped("a < b <i>c</i>") == "a < b <i>c</i>"
@@ -318,7 +318,7 @@ def test_a_tool_cannot_write_tags_that_mean_something(text, tag):
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=5), st.integers(1, 20))
 def test_what_is_too_long_loses_its_middle(lengths, limit):
     texts = ["".join(chr(97 + i % 26) for i in range(n)) for n in lengths]
-    seen = format_of("call_tool", ["t"]).observation([Output(texts, "snippet")], "id")
+    seen = format_of("call_tool", ["t"]).observation([ToolOutput(texts, "snippet")], "id")
     cut = calls.shortened(seen.text, seen.cuts, limit, encode=lambda text: [ord(c) for c in text],
                           decode=lambda ids: "".join(map(chr, ids)))  # fmt: skip
     if sum(lengths) <= limit:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podrl.environments.wire import chat, messages, responses
-from podrl.environments.wire.asks import Answer, Choice, Refused
+from podrl.environments.wire.requests import Answer, Choice, RefusedRequest
 from podrl.rollout.histories import canonical
 
 MODELS, PARSER = ["policy"], "hermes"
@@ -136,7 +136,7 @@ def test_a_conversation_with_calls_is_the_same_request_in_every_dialect(dialect,
 )
 def test_what_cannot_be_honoured_is_refused_by_its_name(dialect, name, value):
     dialect.read(HI[dialect], MODELS, PARSER)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedRequest) as refused:
         dialect.read(HI[dialect] | {name: value}, MODELS, PARSER)
     assert name in str(refused.value) or (refused.value.param or "").startswith(name) or name == "model"
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(dialect, name, value):
 )
 def test_items_that_the_model_cannot_read_are_refused(dialect, item, why):
     name = "input" if dialect is responses else "messages"
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(RefusedRequest, match=why):
         dialect.read(
             {"model": "policy", "max_tokens": 9, name: [item]} if name == "messages" else {name: [item]}, MODELS, PARSER
         )
@@ -197,7 +197,7 @@ def test_answers_say_how_they_ended_and_what_they_cost():
 def streamed(dialect, body, parts, whole):
     """Streams an answer whose text comes in parts; returns the events."""
     wanted = dialect.read(body, MODELS, PARSER)
-    stream = dialect.Stream(wanted, "a1", 5, PARSER)
+    stream = dialect.AnswerStream(wanted, "a1", 5, PARSER)
     made = [event for part in parts for event in stream.part(0, Choice(part, (), ()))]
     return wanted, [*made, *stream.end(answer(whole, "\n" if whole.endswith("\n") else "eos"))]
 

@@ -14,7 +14,7 @@ from waits import PATIENCE_S, until
 
 from podrl.environments import front_worker
 from podrl.environments.front import FrontSettings
-from podrl.environments.wire.asks import Answer, Choice, Part, Refused
+from podrl.environments.wire.requests import Answer, AnswerPart, Choice, RefusedRequest
 from podrl.serve import Desk
 from podrl.workers.user_code import Limits
 
@@ -94,7 +94,7 @@ def test_an_answer_whole_and_streamed(shared):
 
     client = Client(shared, body=HI | {"stream": True, "stream_options": {"include_usage": True}})
     ((number, _),) = events(shared, 1)
-    shared.tell(number, Part("a2", 5, 0, Choice("h", [4], [-0.5])))
+    shared.tell(number, AnswerPart("a2", 5, 0, Choice("h", [4], [-0.5])))
     shared.tell(number, answer("ho", id="a2"))
     status, content = client.response()
     lines = [line.removeprefix("data: ") for line in content.splitlines() if line.startswith("data: ")]
@@ -121,7 +121,9 @@ def test_a_refusal_of_the_owner_has_its_status_also_for_streams(shared):
     for stream in (False, True):
         client = Client(shared, body=HI | {"stream": stream})
         ((number, _),) = events(shared, 1)
-        shared.tell(number, Refused(400, "context_length_exceeded", "The maximum context length is 64.", "messages"))
+        shared.tell(
+            number, RefusedRequest(400, "context_length_exceeded", "The maximum context length is 64.", "messages")
+        )
         status, body = client.json()
         assert status == 400 and body["error"]["code"] == "context_length_exceeded"
 
@@ -200,7 +202,7 @@ def test_a_retry_joins_a_stream_from_its_beginning(shared):
     body = HI | {"stream": True}
     first = Client(shared, body=body)
     ((number, _),) = events(shared, 1)
-    shared.tell(number, Part("a1", 5, 0, Choice("h", [4], [-0.5])))
+    shared.tell(number, AnswerPart("a1", 5, 0, Choice("h", [4], [-0.5])))
     first.hang_up()
     again = Client(shared, body=body, retry=1)
     shared.tell(number, answer("ho"))
@@ -348,7 +350,7 @@ def test_a_client_that_stops_sending_is_refused(monkeypatch):
         messages.put_nowait(began)
         scope = {"type": "http", "path": CHAT, "method": "POST", "headers": []}
         client = front_worker._Client(scope, messages.get, None)
-        with pytest.raises(Refused, match="No piece of the body came for 0 s") as caught:
+        with pytest.raises(RefusedRequest, match="No piece of the body came for 0 s") as caught:
             await client.body(BODY)
         assert caught.value.status == 408
 

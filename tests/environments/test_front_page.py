@@ -2,9 +2,9 @@
 
 import re
 
-from podrl.environments.front_page import Page
+from podrl.environments.front_page import FrontPage
 from podrl.environments.wire import chat, completions
-from podrl.environments.wire.asks import Answer, Choice
+from podrl.environments.wire.requests import Answer, Choice
 
 USER, MORE = ({"role": "user", "content": text} for text in ("2 + 3?", "<script>alert(1)</script>"))
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -12,7 +12,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
 def test_requests_stand_below_the_answers_that_they_go_on_from():
-    page = Page("hermes")
+    page = FrontPage("hermes")
 
     def add(messages, prompt, sampled, text="5", tools=()):
         wanted = chat.read({"messages": messages, "tools": list(tools)}, ["policy"], "hermes")
@@ -47,6 +47,6 @@ def test_requests_stand_below_the_answers_that_they_go_on_from():
 
 
 def test_a_text_without_messages_is_shown():
-    page = Page("hermes")
+    page = FrontPage("hermes")
     page.add(completions.read({"prompt": "Once"}, ["policy"], ""), Answer("id", 0, [1], [Choice(" upon", [2], [0.0])]))
     assert "<b>prompt</b> Once" in page.html().decode() and " upon" in page.html().decode()

@@ -17,7 +17,7 @@ from podrl.environments.calls import SEPARATOR
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.journal import Files, Journal
 from podrl.environments.protocol import FULL, Task, Turn
-from podrl.environments.workers import Done, EnvironmentFailure, Episodes, Say
+from podrl.environments.workers import EnvironmentFailure, EpisodeEnd, EpisodeObservation, Episodes
 from podrl.workers.user_code import Limits
 
 ACTS = pathlib.Path(__file__).parent / "acts.py"
@@ -54,8 +54,8 @@ def call(tool, query="", **attributes):
 
 
 def play(episodes, turns, task=TASK, number=0):
-    """Plays one episode; its turns come from a list, or from a function of each Say. Returns its Says and its Done."""
-    says: list[Say] = []
+    """Plays one episode; its turns come from a list, or from a function of each observation. Returns all its events."""
+    says: list[EpisodeObservation] = []
     if isinstance(turns, list):
         left = iter(turns)
         answer = lambda _: next(left)  # noqa: E731
@@ -65,7 +65,7 @@ def play(episodes, turns, task=TASK, number=0):
     end = time.monotonic() + 60
     while time.monotonic() < end:
         for message in episodes.poll(1.0):
-            if isinstance(message, Done):
+            if isinstance(message, EpisodeEnd):
                 return says, message
             says.append(message)
             episodes.turn(number, answer(message))
@@ -237,7 +237,7 @@ def test_who_waits_is_named(tools):
     end = time.monotonic() + 30
     while done < 4 and time.monotonic() < end:
         for message in tools.poll(0.05):
-            if isinstance(message, Done):
+            if isinstance(message, EpisodeEnd):
                 done += 1
                 continue
             if message.observation:
@@ -299,10 +299,10 @@ def test_code_that_blocks_costs_its_own_episode_only(what):
             episodes.start(number, Task("p", {"blocks": what * (number == 1)}, sample=number))
         done, says = {}, []
         end = time.monotonic() + 30
-        waiting: list[Say] = []
+        waiting: list[EpisodeObservation] = []
         while len(done) < 3 and time.monotonic() < end:
             for message in episodes.poll(0.2):
-                if isinstance(message, Done):
+                if isinstance(message, EpisodeEnd):
                     done[message.episode] = message
                     continue
                 says.append((message.episode, message.observation))
@@ -366,7 +366,7 @@ def most_at_once(episodes, log, samples, least):
     done, end = 0, time.monotonic() + PATIENCE_S
     while done < samples and time.monotonic() < end:
         for message in episodes.poll(1.0):
-            if isinstance(message, Done):
+            if isinstance(message, EpisodeEnd):
                 done += 1
             else:
                 episodes.turn(message.episode, Turn("end") if message.observation else call("logged", str(log)))

@@ -14,7 +14,7 @@ from podrl.config import merge
 from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
-from podrl.environments.finished import Finished
+from podrl.environments.finished_episodes import FinishedEpisode
 from podrl.environments.journal import Files, Journal
 from podrl.environments.workers import Episodes
 from podrl.job.config import parse
@@ -266,9 +266,9 @@ def test_a_record_of_an_episode_holds_each_message_once():
         for i in range(100)
     ]
     said += [{"stop": ["a"], "chat": None}, said[3], {"chat": {"messages": turns[5:], "tools": [], "id": ""}}]
-    episode = Finished(said, ["0" * 32] * len(said), {"reward": None})
+    episode = FinishedEpisode(said, ["0" * 32] * len(said), {"reward": None})
     record = json.loads(json.dumps(episode.record()))
-    assert Finished.read(record) == episode
+    assert FinishedEpisode.read(record) == episode
     assert len(json.dumps(record)) < 60_000
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from podrl.environments.front import FrontSettings
-from podrl.environments.wire.asks import Answer, Choice, Part
+from podrl.environments.wire.requests import Answer, AnswerPart, Choice
 from podrl.serve import Desk
 from podrl.workers.user_code import Limits
 
@@ -44,7 +44,7 @@ def desk():
                         first = dataclasses.replace(
                             whole, text=whole.text[:3], tokens=[4], logprobs=[-0.5], pieces=["h"]
                         )
-                        desk.tell(number, Part("a1", 5, 0, dataclasses.replace(first, stop="")))
+                        desk.tell(number, AnswerPart("a1", 5, 0, dataclasses.replace(first, stop="")))
                     desk.tell(number, answer)
 
         thread = threading.Thread(target=work)

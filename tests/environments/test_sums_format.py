@@ -3,7 +3,7 @@
 from podrl.data.sums import GENERATOR
 from podrl.data.template import CALL_END
 from podrl.environments.calculator import calculator
-from podrl.environments.calls import QUERY, Output, format_of
+from podrl.environments.calls import QUERY, ToolOutput, format_of
 
 
 def test_calls_are_read_and_outputs_written_as_in_the_examples():
@@ -13,4 +13,4 @@ def test_calls_are_read_and_outputs_written_as_in_the_examples():
         call, output, _ = found.called()
         (read,) = tags.calls(call.text, CALL_END)
         assert (read.name, read.arguments) == ("calculator", {QUERY: found.expression})
-        assert tags.observation([Output([calculator(found.expression)])], "").text == output.text
+        assert tags.observation([ToolOutput([calculator(found.expression)])], "").text == output.text

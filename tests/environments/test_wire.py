@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podrl.environments.wire import chat, completions, generate
-from podrl.environments.wire.asks import Answer, Choice, Refused, Wanted
 from podrl.environments.wire.fields import parse
+from podrl.environments.wire.requests import Answer, Choice, ParsedRequest, RefusedRequest
 
 MODELS = ["policy"]
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -73,7 +73,7 @@ IDS = {name: value for name, value in NEVER.items() if name != "store"} | {"logp
 
 
 def refusal(dialect, body, parser="hermes"):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedRequest) as caught:
         dialect.read(body, MODELS, parser)
     return caught.value
 
@@ -170,7 +170,7 @@ def test_a_chat_request_is_read_whole():
         True,
         False,
     )
-    assert Wanted.of(json.loads(json.dumps(dataclasses.asdict(wanted)))).ask.stop == list(ask.stop)
+    assert ParsedRequest.of(json.loads(json.dumps(dataclasses.asdict(wanted)))).ask.stop == list(ask.stop)
 
 
 def call(name, arguments):
@@ -247,7 +247,7 @@ def test_tools_that_no_call_can_be_read_by_are_refused(function):
     [b"", b"{", b"[" * 20000, b'{"a": NaN}', b'{"a": -Infinity}', b'"\\ud800"', b'"\xff"', b'{"a": "\\uDFFF x"}'],
 )
 def test_a_body_that_is_no_json_is_refused(body):
-    with pytest.raises(Refused, match="no JSON"):
+    with pytest.raises(RefusedRequest, match="no JSON"):
         parse(body)
     assert parse(b'["\\ud83d\\ude00"]') == ["\U0001f600"]
 
@@ -297,7 +297,7 @@ def test_a_stream_tells_what_the_whole_answer_tells(dialect, text, cuts, stop, n
     else:
         body = body | limits | {"stream": True, "return_token_ids": True}
     wanted = dialect.read(body, MODELS, "hermes")
-    stream, chunks = dialect.Stream(wanted, "a", 1, "hermes"), []
+    stream, chunks = dialect.AnswerStream(wanted, "a", 1, "hermes"), []
     # Parts never hold a whole stop string, because it would have ended the answer.
     places = sorted({0, *(cut for cut in cuts if cut < len(text) - (len(met) > 0))})
     for begin, end in itertools.pairwise(places):
@@ -322,7 +322,7 @@ def test_a_stream_tells_what_the_whole_answer_tells(dialect, text, cuts, stop, n
 
 def test_a_streamed_call_comes_whole():
     wanted, answer, _ = answered(f"I add. {GOOD}", stream=True, stream_options={"include_usage": True})
-    chunks = list(chat.Stream(wanted, "a1", 5, "hermes").end(answer))
+    chunks = list(chat.AnswerStream(wanted, "a1", 5, "hermes").end(answer))
     (delta,) = [chunk["choices"][0]["delta"] for chunk in chunks[:1]]
     assert delta["tool_calls"][0]["index"] == 0 and delta["tool_calls"][0]["function"]["name"] == "add"
     assert delta["content"] == "I add." and chunks[1]["choices"][0]["finish_reason"] == "tool_calls"

@@ -15,7 +15,7 @@ from podrl.algorithms.aggregate import MODES, aggregate, as_token_mean, divisor
 from podrl.algorithms.distill import Distillation, top_k_kl
 from podrl.job.config import TINY, ScratchModel
 from podrl.job.job import scratch_model
-from podrl.learner.distilled import make_grpo
+from podrl.learner.distillation import make_grpo
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
 from podrl.learner.settings import GRPOConfig

@@ -13,7 +13,7 @@ from podrl.engine.config import RolloutConfig
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
-from podrl.rollout.worker import Finished
+from podrl.rollout.worker import FinishedSample
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, Prompts, Rollouts, blank_columns
 
 P, G = 3, 2
@@ -65,7 +65,7 @@ class Engine:
         for b in self._order:
             self._wait(b)
             own = {"tokens": [7], "versions": [0], "drawn": {}}
-            ended(Finished(b // G, b % G, stop=int(stop_B[b]), completion=f"said {b}", episode=NO_EPISODE, **own))
+            ended(FinishedSample(b // G, b % G, stop=int(stop_B[b]), completion=f"said {b}", episode=NO_EPISODE, **own))
         ones_BT = np.ones((B, 2), np.float32)
         rows = blank_columns((B, 2), pad_id=1) | {"mask_BT": ones_BT, "turn_reward_BT": ones_BT}
         rows |= {

@@ -25,7 +25,7 @@ from podrl.learner.pods.host import HostRollouts
 from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
 from podrl.rollout.clock import TokenClock
-from podrl.rollout.partial import Partial
+from podrl.rollout.partial import PartialBatch
 from podrl.rollout.points import Points
 from podrl.rundir.leases import Lease, LeaseClient, LeaseServer, cut, evaluation
 from podrl.rundir.profiler import Profiler
@@ -609,7 +609,9 @@ def test_hosts_are_given_the_batches_that_a_checkpoint_holds_in_part():
     with joined(HOSTS, disposable=True) as pods:
         rows = {f"{name}_X": np.zeros(0, column.dtype) for name, column in TOKENS.items()}
         rows |= {"count_B": np.zeros(P * G, np.int32), "asked_P": np.ones(P, bool)}
-        partial = Partial(next(Stream()), 2, QUANTUM, [], [{"track": None, "number": b} for b in range(P * G)], rows)
+        partial = PartialBatch(
+            next(Stream()), 2, QUANTUM, [], [{"track": None, "number": b} for b in range(P * G)], rows
+        )
         clock = TokenClock(RolloutConfig(), staleness=2)
         more = {"needed": None, "deadline_s": DEADLINE_S, "clock": clock, "prompts": P}
         barrier, begun = StepBarrier(pods[0], run(), DEADLINE_S), Schedule(STEPS, 2).begun

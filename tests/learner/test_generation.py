@@ -11,7 +11,7 @@ from podrl.engine.config import RolloutConfig
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
 from podrl.rewards.batch import OpenBatch, Scorer
-from podrl.rollout.worker import Finished
+from podrl.rollout.worker import FinishedSample
 from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Prompts, Rollouts, blank_columns
 
 LIMIT, G = 6, 2
@@ -80,7 +80,7 @@ class Telling(Engine):
             entered = len(players)
             player, p, g = left.pop(self._random.integers(len(left)))
             text = f"{player.request.prompts.tokens_PT[p, 0]} {g} sampled"
-            yield player, Finished(p, g, [1], [7], {}, STOP_EOS, text, NO_EPISODE)
+            yield player, FinishedSample(p, g, [1], [7], {}, STOP_EOS, text, NO_EPISODE)
 
     def rows(self, player, seconds):
         return self.generate(player.request.prompts, None, group_size=G, step=7)

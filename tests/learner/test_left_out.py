@@ -12,7 +12,7 @@ from podrl.learner.generation import Generator
 from podrl.learner.grpo import GRPO
 from podrl.learner.report import SampleReport
 from podrl.learner.settings import GRPOConfig, PPOConfig
-from podrl.learner.traced import Traced
+from podrl.learner.traced_algorithm import TracedAlgorithm
 from podrl.rewards.batch import OpenBatch, Scorer
 from podrl.rundir.spans import Spans
 from podrl.types import (
@@ -112,7 +112,7 @@ def counted(config: Any, experience: Experience) -> tuple[dict[str, float], np.n
     algorithm.update = lambda *of: {}
     algorithm.state = algorithm.restore = None
     run: Any = types.SimpleNamespace(tracing=None, traced=None, spans=Spans())
-    traced = Traced(algorithm, run, ["fn"], config)
+    traced = TracedAlgorithm(algorithm, run, ["fn"], config)
     rewards, _ = traced.rewards(experience, None)
     if isinstance(config, PPOConfig):
         advantage_BT = np.where(experience.rollouts.mask_BT > 0, 0.5, 0.0)

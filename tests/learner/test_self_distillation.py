@@ -11,8 +11,8 @@ from test_updates import LIMIT, PROMPT, B, Bench, G, P, moved, parsed
 from podrl.cluster.checkpoint_state import abstract_checkpoint_state, checkpoint_state, load_checkpoint_state
 from podrl.data.hint import TEACHER_PROMPT
 from podrl.learner import experience as codec
-from podrl.learner.distilled import make_grpo
-from podrl.learner.hinted import Hinted
+from podrl.learner.distillation import make_grpo
+from podrl.learner.hinted_batch import HintedBatch
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
 
@@ -52,7 +52,7 @@ def bench(quick_compilation):
 def test_samples_behind_other_prompts_and_back(bench, hints):
     experience = told(bench.experience, hints)
     rollouts = experience.rollouts
-    hinted = Hinted.of(rollouts)
+    hinted = HintedBatch.of(rollouts)
     tokens_BT, length_B = by_hand(rollouts, hints)
     np.testing.assert_array_equal(hinted.rollouts.length_B, length_B)
     width = tokens_BT.shape[1]

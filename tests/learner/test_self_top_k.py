@@ -15,8 +15,8 @@ from test_updates import PROMPT, B, Bench, G, moved, parsed
 from podrl.algorithms.distill import top_k_kl
 from podrl.job import job as jobs
 from podrl.job.placement import Meshes
-from podrl.learner.distilled import make_grpo
-from podrl.learner.hinted import Hinted
+from podrl.learner.distillation import make_grpo
+from podrl.learner.hinted_batch import HintedBatch
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
 from podrl.learner.scoring import IdScores
@@ -79,7 +79,7 @@ def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
     scores = make_grpo(bench.cluster, job().algo, samples=B, say=print).score(0, short)
     assert isinstance(scores, IdScores) and scores.id_XK.shape == scores.teacher_logprob_XK.shape == (4, K)
     assert scores.number_BT[0, 3:7].tolist() == [0, 1, 2, 0] and scores.number_BT[5, 3:6].tolist() == [0, 3, 0]
-    read = Hinted.of(short.rollouts).rollouts
+    read = HintedBatch.of(short.rollouts).rollouts
     assert np.argwhere(read.mask_BT).tolist() == [[0, 7], [0, 8], [5, 2]]  # after hints of 7 and 2 tokens
     assert not scores.teacher_logprob_XK[0].any() and (scores.teacher_logprob_XK[1:] < 0).all()
 

@@ -14,7 +14,7 @@ from podrl.job import job
 from podrl.job.config import TINY
 from podrl.job.placement import Meshes
 from podrl.learner import experience as messages
-from podrl.learner.distilled import make_grpo
+from podrl.learner.distillation import make_grpo
 from podrl.learner.scoring import ReferencedScores
 from podrl.learner.settings import GRPOConfig
 from podrl.mesh.build import make_mesh

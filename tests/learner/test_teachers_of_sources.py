@@ -18,10 +18,10 @@ from podrl.job import job
 from podrl.job.config import TINY, ScratchModel, _other_tokenizers
 from podrl.job.placement import AuxiliaryConfig, Meshes, RolesConfig, meshes
 from podrl.job.ready import check_models
-from podrl.learner.distilled import make_grpo
+from podrl.learner.distillation import make_grpo
 from podrl.learner.loop import learn
 from podrl.learner.recorder import fetched_means
-from podrl.learner.scoring import ComparedScores
+from podrl.learner.scoring import SpanScores
 from podrl.mesh.build import make_mesh
 
 SOURCES = ({"path": "problems", "name": "math"}, {"path": "sums", "name": "chat"})
@@ -87,7 +87,7 @@ def test_each_source_is_scored_by_its_teacher(quick_compilation, folders, said):
         algorithm = make_grpo(cluster, found.algo, samples=B, say=print)
         experience = told(said)
         scores = algorithm.score(0, experience)
-        assert isinstance(scores, ComparedScores)
+        assert isinstance(scores, SpanScores)
         own_BT = said.rollouts.mask_BT * taught_B[:, None]
         np.testing.assert_allclose(scores.ref_logprob_BT * own_BT, expected.ref_logprob_BT * own_BT, atol=1e-5)
         advantage_BT, metrics = algorithm.advantages(experience, scores, np.zeros_like(own_BT))

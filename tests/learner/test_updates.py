@@ -18,7 +18,7 @@ from podrl.learner.loop import learn
 from podrl.learner.ppo import PPO
 from podrl.learner.recorder import fetched_means
 from podrl.learner.report import SampleReport
-from podrl.learner.traced import Traced
+from podrl.learner.traced_algorithm import TracedAlgorithm
 from podrl.mesh.backlog import Backlog
 from podrl.mesh.build import make_mesh
 from podrl.models import decoder
@@ -161,7 +161,7 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
     kept = {}
     run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), spans=Spans())
     run.traced = TraceSteps(LogConfig(trace="updates"))
-    traced = Traced(made, run, ["fn"], described.algo)
+    traced = TracedAlgorithm(made, run, ["fn"], described.algo)
     found = [fetched_means(learn(traced, step, bench.experience)) for step in range(2)]
     assert found == [{**metrics, "loss/samples": float(B)} for metrics in plain]
     for a, b in zip(jax.tree.leaves(actor), jax.tree.leaves(jax.device_get(cluster.state.params)), strict=True):
@@ -179,13 +179,13 @@ def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, mon
     """They run the programs of one mesh together: a host that skipped one would block the others."""
     made = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print)
     asked = []
-    monkeypatch.setattr(Traced, "_token_scores", lambda self, experience, share: asked.append(share))
+    monkeypatch.setattr(TracedAlgorithm, "_token_scores", lambda self, experience, share: asked.append(share))
     monkeypatch.setattr(made, "pack", lambda *of: ())
     monkeypatch.setattr(made, "update", lambda step, batches, weighed=None: asked.append(weighed) or {})
     found = {}
     for name, tracing in {"leader": SimpleNamespace(note=lambda *of: None), "other": None}.items():
         run = SimpleNamespace(tracing=tracing, spans=Spans(), traced=TraceSteps(LogConfig(trace="updates")))
-        traced = Traced(made, run, ["fn"], parsed("grpo", {}).algo)
+        traced = TracedAlgorithm(made, run, ["fn"], parsed("grpo", {}).algo)
         for step in range(2):
             traced.pack(step, bench.experience, None, bench.experience.rollouts.mask_BT)
             traced.update(step, ())
@@ -390,7 +390,7 @@ def test_a_resumed_run_compiles_what_traces_in_its_first_step():
     algorithm, experience = GRPO(fresh.cluster, parsed("grpo", {}).algo, samples=B, say=print), fresh.experience
     spans = Spans()
     run = SimpleNamespace(tracing=SimpleNamespace(note=lambda *of: None), traced=TraceSteps(LogConfig()), spans=spans)
-    traced = Traced(algorithm, run, ["fn"], parsed("grpo", {}).algo)
+    traced = TracedAlgorithm(algorithm, run, ["fn"], parsed("grpo", {}).algo)
     compiled = {}
     with spans.compiles():
         for step in (7, 8, 9):
@@ -408,7 +408,7 @@ def test_the_trace_is_told_of_every_token(name, bench):
     kept = {}
     chosen = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, weighs=lambda step: False)
     run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), traced=chosen, spans=Spans())
-    traced = Traced(algorithm, run, ["fn"], config.algo)
+    traced = TracedAlgorithm(algorithm, run, ["fn"], config.algo)
     scores = traced.score(7, experience)
     advantages, _ = traced.advantages(experience, scores, traced.rewards(experience, scores)[0])
     traced.pack(7, experience, scores, advantages)

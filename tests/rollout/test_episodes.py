@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from podrl.engine.config import Sampling
 from podrl.environments.protocol import FULL
-from podrl.environments.workers import Done, Say
+from podrl.environments.workers import EpisodeEnd, EpisodeObservation
 from podrl.rollout.episodes import Partner
 from podrl.rollout.players import Pace
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV, STOP_EOS, STOP_LENGTH, BatchError
@@ -31,7 +31,7 @@ class Words:
 
 
 class Scripted:
-    """Implements podrl.rollout.episodes.Host: `script(task)` is a generator that yields observations and gets turns.
+    """Implements podrl.rollout.episodes.EpisodeHost: the generator `script(task)` yields observations and gets turns.
 
     Answers come in the order of `shuffle`, some of them late.
     """
@@ -54,9 +54,13 @@ class Scripted:
     def _advance(self, episode, turn):
         try:
             said = self.running[episode].send(turn)
-            message = Say(episode, *said) if isinstance(said, tuple) else dataclasses.replace(said, episode=episode)
+            message = (
+                EpisodeObservation(episode, *said)
+                if isinstance(said, tuple)
+                else dataclasses.replace(said, episode=episode)
+            )
         except StopIteration as ended:
-            message = Done(episode, *(ended.value or (None, {}, None)), "ended")
+            message = EpisodeEnd(episode, *(ended.value or (None, {}, None)), "ended")
         self.ready.append(message)
 
     def cancel(self, episode):
@@ -215,7 +219,7 @@ def test_a_lost_episode_ends_where_it_stands_without_the_rewards_of_its_turns(pl
     class Lost(Scripted):
         def turn(self, episode, turn, drawn=None):
             if episode % 2 and self.turns[episode]:
-                self.ready.append(Done(episode, None, {}, None, reason))
+                self.ready.append(EpisodeEnd(episode, None, {}, None, reason))
             else:
                 super().turn(episode, turn)
 
@@ -235,7 +239,7 @@ def test_the_end_of_the_last_turn_there_may_be_is_not_the_models_end(play, reaso
     class Bounded(Scripted):
         def turn(self, episode, turn, drawn=None):
             self.turns[episode].append(turn)
-            self.ready.append(Done(episode, None, {}, None, reason))
+            self.ready.append(EpisodeEnd(episode, None, {}, None, reason))
 
     def asks(task):
         yield say(stop=())

@@ -69,7 +69,7 @@ def _goes_on_after_a_kill(tmp_path, arguments, records):
     file."""
     out = tmp_path / "o.jsonl"
     args = generate._parser().parse_args(arguments)
-    half = generate.Output(out, generate._settings(args, generate.read_prompts(args.prompts)), args.n)
+    half = generate.OutputFile(out, generate._settings(args, generate.read_prompts(args.prompts)), args.n)
     kept = records[1] | {"id": "kept"}
     half.add(1, kept)
     with half.partial.open("ab") as torn:
@@ -120,10 +120,10 @@ def test_impossible_arguments_are_named(tmp_path, capsys):
 def test_records_keep_a_field_named_index(tmp_path):
     """Records are told apart by their place in the file, not by their content, also when a command is resumed."""
     records = [{"index": 7, "question": name, "completions": []} for name in "abc"]
-    output = generate.Output(tmp_path / "o", {}, 1)
+    output = generate.OutputFile(tmp_path / "o", {}, 1)
     output.add(2, records[2])
     output.add(0, records[0])
-    again = generate.Output(tmp_path / "o", {}, 1)
+    again = generate.OutputFile(tmp_path / "o", {}, 1)
     assert sorted(again.done) == [0, 2]
     again.add(1, records[1])
     again.finish()
@@ -138,7 +138,7 @@ def test_a_field_that_the_output_would_replace_is_refused(tmp_path):
 
 def test_every_flipped_bit_of_an_unfinished_output_is_noticed_or_harmless(tmp_path, capsys):
     records, path = [{"text": f"{name} é"} for name in "abc"], tmp_path / "o.partial"
-    output = generate.Output(tmp_path / "o", {"n": 1}, 1)
+    output = generate.OutputFile(tmp_path / "o", {"n": 1}, 1)
     for index, record in enumerate(records):
         output.add(index, record)
     content = path.read_bytes()
@@ -146,7 +146,7 @@ def test_every_flipped_bit_of_an_unfinished_output_is_noticed_or_harmless(tmp_pa
         for bit in range(8):
             path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
             try:
-                again = generate.Output(tmp_path / "o", {"n": 1}, 1)
+                again = generate.OutputFile(tmp_path / "o", {"n": 1}, 1)
             except ValueError as error:
                 assert "o.partial" in str(error) and place < content.index(b"\n") + 1
                 continue
@@ -159,7 +159,7 @@ def test_every_flipped_bit_of_an_unfinished_output_is_noticed_or_harmless(tmp_pa
 
 def test_an_unfinished_output_of_another_version_is_made_again(tmp_path, capsys):
     (tmp_path / "o.partial").write_text('{"podrl.generate": {}}\n0\t{"index": 0}\n{"index": 1}\n')
-    assert not generate.Output(tmp_path / "o", {}, 1).done
+    assert not generate.OutputFile(tmp_path / "o", {}, 1).done
     assert capsys.readouterr().err.count("of another version") == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import podrl
 from podrl.data.tokenizer import Tokenizer
-from podrl.environments.wire.asks import Refused
+from podrl.environments.wire.requests import RefusedRequest
 from podrl.rollout.histories import Histories, canonical
 
 TINY = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"
@@ -131,10 +131,10 @@ def test_special_tokens_in_messages_stay_text(histories, template):
 
 def test_what_a_template_cannot_write_is_refused(histories):
     made = histories(PLAIN.replace(TOOLS, "{{ bos_token }}"))
-    with pytest.raises(Refused, match="ignores 'tools', and no message names add"):
+    with pytest.raises(RefusedRequest, match="ignores 'tools', and no message names add"):
         made.encode([ASK], [ADD])
     made = histories("{{ bos_token }}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    with pytest.raises(Refused, match="cannot be rendered"):
+    with pytest.raises(RefusedRequest, match="cannot be rendered"):
         made.encode([{"role": "system", "content": "Be brief."}, ASK], [])
 
 
@@ -153,7 +153,7 @@ def test_calls_in_tags_stand_in_the_models_own_turn(histories):
     said = {"role": "assistant", "content": "It is 3."}
     text = made._tokenizer.decode(made.encode([*turns, said, MORE], [ADD]))
     assert "</tool_output>\n\nIt is 3." in text and text.endswith("user\nAnd 3?\nassistant\n")
-    with pytest.raises(Refused, match="behind no message of the assistant"):
+    with pytest.raises(RefusedRequest, match="behind no message of the assistant"):
         made.encode([ASK, turns[2]], [ADD])
 
 

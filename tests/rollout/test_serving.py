@@ -13,7 +13,7 @@ from waits import PATIENCE_S, until
 from podrl import serve
 from podrl.environments.front import FrontSettings
 from podrl.environments.wire import chat, completions, generate
-from podrl.environments.wire.asks import Answer, Part, Refused
+from podrl.environments.wire.requests import Answer, AnswerPart, RefusedRequest
 from podrl.workers.user_code import Limits
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -93,7 +93,7 @@ def test_requests_without_a_seed_differ_and_are_the_same_in_the_next_server(serv
 def test_parts_join_to_the_answer(serving):
     number = ask(serving, completions, prompt="What is 4 + 5?", max_tokens=60, n=2, seed=3, stream=True, logprobs=0)
     *parts, whole = run(serving)[number]
-    assert parts and all(isinstance(part, Part) and part.id == whole.id for part in parts)
+    assert parts and all(isinstance(part, AnswerPart) and part.id == whole.id for part in parts)
     for index, choice in enumerate(whole.choices):
         told = [part.choice for part in parts if part.index == index]
         tokens = [token for part in told for token in part.tokens]
@@ -128,7 +128,7 @@ def test_limits_and_stops_are_honoured(serving):
     ],
 )
 def test_what_the_engine_cannot_serve_is_refused(serving, body, code):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedRequest) as caught:
         ask(serving, generate, **body)
     assert caught.value.code == code and not serving.busy
     assert code != "context_length_exceeded" or "context length" in str(caught.value)

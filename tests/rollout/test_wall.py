@@ -14,9 +14,9 @@ import pytest
 from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.engine.config import Sampling
-from podrl.environments.workers import Done
+from podrl.environments.workers import EpisodeEnd
 from podrl.learner.experience import join
-from podrl.rollout.batches import Batches
+from podrl.rollout.batches import BatchMaker
 from podrl.rollout.clock import WallClock, in_sessions, sessions_of
 from podrl.rollout.episodes import Partner
 from podrl.rollout.journal import NAME, WallJournal, runs_of
@@ -85,7 +85,7 @@ class Interrupted(Maker):
         return next(asked) >= most
 
 
-class Told(Batches):
+class RepeatingBatchMaker(BatchMaker):
     """A clock that tells the maker whether a window is repeated, and whether its batch was taken."""
 
     def __init__(self, maker, *args):
@@ -121,7 +121,7 @@ def made(
     worker.partner = partner()
     thread = ThreadPoolExecutor(1)
     run, clock_of = types.SimpleNamespace(watchdog=Watchdog(60.0)), WallClock(WallJournal(directory), S, str(directory))
-    wall = Told(maker(worker, sampling, random.Random(clock)), thread, run, clock_of, P)
+    wall = RepeatingBatchMaker(maker(worker, sampling, random.Random(clock)), thread, run, clock_of, P)
     first, pending = begin or (0, [])
     flying, found, saved = list(wall.resume(first, pending)), {}, {}
     submitted = first + len(flying)
@@ -285,7 +285,7 @@ def test_samples_out_of_time_are_so_again(tight, policies, batches, tmp_path):
         script, turn = dialogue_of(task), None
         while True:
             if clock.random() < 0.15:
-                yield Done(0, None, {}, None, "deadline")
+                yield EpisodeEnd(0, None, {}, None, "deadline")
             try:
                 turn = yield script.send(turn)
             except StopIteration as ended:
@@ -310,7 +310,7 @@ def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
 
     run = types.SimpleNamespace(watchdog=Watchdog(60.0))
     thread = ThreadPoolExecutor(1)
-    wall = Batches(Fails(tight, Sampling(max_new=9), None), thread, run, WallClock(WallJournal(tmp_path), 2, ""), P)
+    wall = BatchMaker(Fails(tight, Sampling(max_new=9), None), thread, run, WallClock(WallJournal(tmp_path), 2, ""), P)
     flying = [wall.submit(batches[step], step) for step in range(3)]
     wall.publish(policies[0])
     for batch in flying:
@@ -326,7 +326,7 @@ def test_a_checkpoint_of_a_pod_goes_on_in_one_process(tight, policies, batches, 
     run, thread = types.SimpleNamespace(watchdog=Watchdog(60.0)), ThreadPoolExecutor(1)
     clock = WallClock(WallJournal(tmp_path / "again"), 2, "")
     (tmp_path / "again").mkdir()
-    wall = Told(Maker(tight, sampling, random.Random(1)), thread, run, clock, P)
+    wall = RepeatingBatchMaker(Maker(tight, sampling, random.Random(1)), thread, run, clock, P)
     [flying] = wall.resume(3, [again(join_parts(saved[3]))])
     assert len(flying.complete().prompts.index_P) == 2 * P
     wall.publish(policies[3])

@@ -12,11 +12,11 @@ from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.learner.experience import share_of
-from podrl.rollout.batches import Batches
+from podrl.rollout.batches import BatchMaker
 from podrl.rollout.clock import TokenClock
 from podrl.rollout.episodes import Partner
 from podrl.rollout.group_player import TokenGroup
-from podrl.rollout.partial import Partial, cut, join, of_message
+from podrl.rollout.partial import PartialBatch, cut, join, of_message
 from podrl.rollout.points import Points
 from podrl.runtime.message import decode, encode
 from podrl.runtime.watchdog import Watchdog
@@ -66,7 +66,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
     thread, run = ThreadPoolExecutor(1), types.SimpleNamespace(watchdog=Watchdog(60.0))
     settings = RolloutConfig(window_tokens=quantum, steps_per_dispatch=4, max_tokens_to_generate=44)
     lengths = TokenClock(settings, staleness=S)
-    windows = Batches(Maker(worker, sampling, calls), thread, run, lengths)
+    windows = BatchMaker(Maker(worker, sampling, calls), thread, run, lengths)
     found, flying, submitted = [], [], 0
     for step in range(LAST + 1):
         thread.submit(lambda: None).result()  # ends the window, as if weights were moved on that thread
@@ -74,7 +74,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
         if step in restarts:
             pending = [again(batch.complete()) for batch in flying]
             lengths, worker.partner = TokenClock(settings, staleness=S), partner()
-            windows = Batches(Maker(worker, sampling, calls), thread, run, lengths)
+            windows = BatchMaker(Maker(worker, sampling, calls), thread, run, lengths)
             flying = windows.resume(step, pending)
             windows.publish(policies[step])
         while submitted < min(step + 1 + S, LAST + 1):
@@ -89,7 +89,9 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
 def again(batch):
     """Restores a batch as from a checkpoint."""
     return (
-        of_message(decode([bytes(frame) for frame in encode(batch.message())])) if isinstance(batch, Partial) else batch
+        of_message(decode([bytes(frame) for frame in encode(batch.message())]))
+        if isinstance(batch, PartialBatch)
+        else batch
     )
 
 
@@ -169,7 +171,7 @@ def test_a_batch_that_fails_ends_the_waits_for_all(tight, policies, batches):
 
     thread, run = ThreadPoolExecutor(1), types.SimpleNamespace(watchdog=Watchdog(60.0))
     clock = TokenClock(RolloutConfig(), staleness=2)
-    windows = Batches(Fails(tight, Sampling(max_new=9)), thread, run, clock)
+    windows = BatchMaker(Fails(tight, Sampling(max_new=9)), thread, run, clock)
     flying = [windows.submit(batches[step], step) for step in range(3)]
     windows.publish(policies[0])
     assert flying[0].result().rollouts.length_B.all()

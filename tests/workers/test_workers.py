@@ -12,7 +12,7 @@ import pytest
 from podrl.data import mapper
 from podrl.workers import frames, user_objects
 from podrl.workers import process as workers
-from podrl.workers.process import DiedError, Functions, LateError, Loop, Pool, reap
+from podrl.workers.process import DiedError, Functions, LateWorkerError, Loop, Pool, reap
 from podrl.workers.user_code import Limits
 
 MODULE = "podrl.data.mapper"  # the smallest function: takes records, returns records
@@ -99,7 +99,7 @@ def open_files():
 def test_a_late_call_costs_its_process_and_the_next_one_finds_every_function(specs, tmp_path):
     with Functions(MODULE, Limits(), specs, size=1, label="") as functions:
         first = functions.call("pid", [{}], 60)["records"][0]["pid"]
-        with pytest.raises(LateError):
+        with pytest.raises(LateWorkerError):
             functions.call("slow", [{"started": str(tmp_path / "started")}], 0.5)
         assert not pathlib.Path(f"/proc/{first}").exists()
         second = functions.call("pid", [{}], 60)["records"][0]["pid"]
@@ -169,7 +169,7 @@ def test_a_loop_can_be_ended_from_its_own_thread():
 MISBEHAVIOUR = {
     "killed": (DiedError, "ended with SIGKILL"),
     "ended": (DiedError, "ended with exit code 7"),
-    "stopped": (LateError, "did not answer in time"),
+    "stopped": (LateWorkerError, "did not answer in time"),
     "closed": (DiedError, "closed its pipe"),
     "long": (DiedError, "something other than an answer: a message of 8589934590 bytes"),
     "no JSON": (DiedError, "something other than an answer: a message that is no JSON"),
@@ -189,7 +189,9 @@ def test_whatever_a_function_does_its_call_ends_with_an_error_and_the_next_one_i
             pids.append(functions.call("pid", [{}], 60)["records"][0]["pid"])
             before = before or open_files()
             with pytest.raises(kind, match=words):
-                functions.call("misbehave", [{"how": how, "started": str(started)}], 0.5 if kind is LateError else 60)
+                functions.call(
+                    "misbehave", [{"how": how, "started": str(started)}], 0.5 if kind is LateWorkerError else 60
+                )
             assert functions.call("echo", [{"how": how}], 60) == {"records": [{"how": how}]}
             assert open_files() == before, how
     gone = [*pids, *started.read_text().split()]
@@ -203,7 +205,7 @@ def test_a_deadline_ends_while_the_request_does_not_fit_into_the_pipe(specs, tmp
         pool, started = Pool(MODULE, Limits()), tmp_path / "started"
         try:
             slow = json.dumps([{"started": str(started)}]).encode()
-            with pytest.raises(LateError):  # the process is busy and does not read the following messages
+            with pytest.raises(LateWorkerError):  # the process is busy and does not read the following messages
                 await pool.call("slow", specs["slow"], slow + b" " * (8 << 20), 2)
             return await pool.call("echo", specs["echo"], json.dumps([{"long": "x" * (8 << 20)}]).encode(), 60)
         finally:

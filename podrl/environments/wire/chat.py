@@ -7,19 +7,19 @@ from typing import Any
 
 from podrl.environments.calls import Call, fitted, format_of
 from podrl.environments.dr_tulu import query_of
-from podrl.environments.wire.asks import (
+from podrl.environments.wire.fields import Fields
+from podrl.environments.wire.requests import (
     Answer,
-    Ask,
     Choice,
-    Refused,
-    Unsent,
-    Wanted,
+    ModelRequest,
+    ParsedRequest,
+    RefusedRequest,
+    UnsentText,
     finish_reason,
     token_logprobs,
     usage,
     visible_text,
 )
-from podrl.environments.wire.fields import Fields
 
 OBJECT = "chat.completion"
 _ROLES = {"developer": "system"}
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
+def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request.
 
     Args:
@@ -37,7 +37,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
       parser: format in which the model writes a tool call (env.parser).
 
     Raises:
-      Refused: a field cannot be honoured; the message names the field.
+      RefusedRequest: a field cannot be honoured; the message names the field.
     """
     fields = Fields(body)
     model, aside = fields.model(models)
@@ -59,7 +59,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
     limits = [fields.whole(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     sampling = fields.sampling()
     fields.end()
-    ask = Ask(
+    ask = ModelRequest(
         messages=messages,
         tools=tools,
         stop=tuple(dict.fromkeys((*stop, *(form.stop if form else ())))),
@@ -69,7 +69,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
         parts=written["stream"] and not tools,  # calls are read from the whole answer
         **sampling,
     )
-    return Wanted(ask, model, stop, logprobs=logprobs, **written)
+    return ParsedRequest(ask, model, stop, logprobs=logprobs, **written)
 
 
 def names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -126,7 +126,7 @@ def call_ids(answer: Answer, index: int) -> str:
     return f"{answer.id}_{index}"
 
 
-def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
+def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     choices = []
     for index, choice in enumerate(answer.choices):
@@ -138,10 +138,10 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
     return body | ({"prompt_token_ids": list(answer.prompt_ids)} if wanted.return_ids else {})
 
 
-class Stream:
+class AnswerStream:
     """Writes a streamed answer as chunks."""
 
-    def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
         """Begins a stream.
 
         Args:
@@ -152,7 +152,7 @@ class Stream:
         """
         self._wanted, self._parser = wanted, parser
         self._head = _head(wanted, id, created, f"{OBJECT}.chunk")
-        self._unsent = Unsent(wanted)
+        self._unsent = UnsentText(wanted)
         self._begun: set[int] = set()
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
@@ -185,20 +185,20 @@ class Stream:
         return {**self._head, "choices": [made]}
 
 
-def ending(wanted: Wanted, head: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
+def ending(wanted: ParsedRequest, head: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
     """Yields the last chunk of a stream, if the client wants the prompt's ids or the token counts."""
     more = {"prompt_token_ids": list(answer.prompt_ids)} if wanted.return_ids else {}
     if more or wanted.usage:
         yield {**head, "choices": [], **more, **({"usage": usage(answer)} if wanted.usage else {})}
 
 
-def message_of(wanted: Wanted, answer: Answer, index: int, parser: str) -> dict[str, Any]:
+def message_of(wanted: ParsedRequest, answer: Answer, index: int, parser: str) -> dict[str, Any]:
     """Writes choice `index` of an answer as the assistant's message, see `message`."""
     choice, tools = answer.choices[index], wanted.ask.tools
     return message(choice, stop=wanted.stop, tools=tools, parser=parser, id=call_ids(answer, index))
 
 
-def _head(wanted: Wanted, id: str, created: int, kind: str) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, id: str, created: int, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{id}", "object": kind, "created": created, "model": wanted.model}
 
 
@@ -244,13 +244,13 @@ def _content(value: Any, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise Refused(400, "invalid_type", f"{where} must be a text or a list of parts.", where)
+        raise RefusedRequest(400, "invalid_type", f"{where} must be a text or a list of parts.", where)
     texts = []
     for i, part in enumerate(value):
         fields = Fields(part, f"{where}[{i}]")
         kind, text = fields.text("type"), fields.take("text")
         if kind != "text" or not isinstance(text, str):
-            raise Refused(
+            raise RefusedRequest(
                 400, "unsupported_parameter", f"{where}[{i}] has type {kind!r}: the model reads only 'text'.", where
             )
         fields.take("cache_control")  # a label of other providers, which changes nothing

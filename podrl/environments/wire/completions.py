@@ -3,15 +3,24 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from podrl.environments.wire.asks import Answer, Ask, Choice, Unsent, Wanted, finish_reason, usage, visible_text
 from podrl.environments.wire.chat import ending
 from podrl.environments.wire.fields import Fields, are_ids
+from podrl.environments.wire.requests import (
+    Answer,
+    Choice,
+    ModelRequest,
+    ParsedRequest,
+    UnsentText,
+    finish_reason,
+    usage,
+    visible_text,
+)
 
 OBJECT = "text_completion"
 _MOST = 16  # tokens; OpenAI's default of max_tokens
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
+def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors; `parser` is ignored."""
     del parser
     fields = Fields(body)
@@ -25,7 +34,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
     written, stop = fields.streaming() | fields.token_ids(), fields.stop()
     most, sampling = fields.whole("max_tokens", 1, 2**31 - 1), fields.sampling()
     fields.end()
-    ask = Ask(
+    ask = ModelRequest(
         text=prompt if isinstance(prompt, str) else None,
         ids=None if isinstance(prompt, str) else prompt,
         stop=stop,
@@ -35,10 +44,10 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
         parts=written["stream"],
         **sampling,
     )
-    return Wanted(ask, model, stop, logprobs=logprobs, **written)
+    return ParsedRequest(ask, model, stop, logprobs=logprobs, **written)
 
 
-def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
+def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     del parser
     choices = []
@@ -49,12 +58,12 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
     return head | {"choices": choices, "usage": usage(answer)}
 
 
-class Stream:
-    """Writes a streamed answer as chunks; see wire.chat.Stream for the arguments."""
+class AnswerStream:
+    """Writes a streamed answer as chunks; see wire.chat.AnswerStream for the arguments."""
 
-    def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
         del parser
-        self._wanted, self._head, self._unsent = wanted, _head(wanted, id, created), Unsent(wanted)
+        self._wanted, self._head, self._unsent = wanted, _head(wanted, id, created), UnsentText(wanted)
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yields the chunks of a part of choice `index`."""
@@ -68,7 +77,7 @@ class Stream:
         yield from ending(self._wanted, self._head, answer)
 
 
-def _choice(wanted: Wanted, index: int, choice: Choice, text: str) -> dict[str, Any]:
+def _choice(wanted: ParsedRequest, index: int, choice: Choice, text: str) -> dict[str, Any]:
     logprobs = None
     if wanted.logprobs:
         tokens = list(wanted.token_names(choice))
@@ -77,5 +86,5 @@ def _choice(wanted: Wanted, index: int, choice: Choice, text: str) -> dict[str, 
     return made | ({"token_ids": list(choice.tokens)} if wanted.return_ids else {})
 
 
-def _head(wanted: Wanted, id: str, created: int) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, id: str, created: int) -> dict[str, Any]:
     return {"id": f"cmpl-{id}", "object": OBJECT, "created": created, "model": wanted.model}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from podrl.environments.wire.asks import ASIDE, Refused
+from podrl.environments.wire.requests import ASIDE, RefusedRequest
 
 _MOST_SAMPLES, _MOST_STOPS, _SEEDS = 128, 16, 2**63
 # Labels of the client, which change nothing about the answer.
@@ -47,7 +47,8 @@ def parse(body: bytes) -> Any:
     """Parses the JSON of a body.
 
     Raises:
-      Refused: the body is not JSON, or it has NaN, an infinity, or half of a surrogate pair, which no text can hold.
+      RefusedRequest: the body is not JSON, or it has NaN, an infinity, or half of a surrogate pair, which no text can
+        hold.
     """
 
     def refuse(word: str) -> Any:
@@ -59,7 +60,7 @@ def parse(body: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "invalid_json", f"The body is no JSON: {error}.") from None
+        raise RefusedRequest(400, "invalid_json", f"The body is no JSON: {error}.") from None
 
 
 class Fields:
@@ -73,11 +74,11 @@ class Fields:
           within: name of the field that holds the object; '' for the body of the request.
 
         Raises:
-          Refused: `body` is not an object.
+          RefusedRequest: `body` is not an object.
         """
         self._within = f"{within}." if within else ""
         if not isinstance(body, Mapping):
-            raise Refused(400, "invalid_type", f"{within or 'The body'} must be an object.", within or None)
+            raise RefusedRequest(400, "invalid_type", f"{within or 'The body'} must be an object.", within or None)
         self._left = {str(name): value for name, value in body.items() if value is not None}
 
     def take(self, name: str) -> Any:
@@ -141,12 +142,12 @@ class Fields:
           (name, True if it ends in ':aside').
 
         Raises:
-          Refused: the name, without ':aside', is not in `models`.
+          RefusedRequest: the name, without ':aside', is not in `models`.
         """
         name = self.text("model") or models[0]
         if (own := name.removesuffix(ASIDE)) not in models:
             why = f"There is no model {name[:80]!r}: ask for {' or '.join(models)}."
-            raise Refused(404, "model_not_found", why, "model")
+            raise RefusedRequest(404, "model_not_found", why, "model")
         return name, own != name
 
     def sampling(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Fields:
         return tuple(texts)
 
     def streaming(self) -> dict[str, bool]:
-        """Reads `stream` and `stream_options`; returns arguments of Wanted."""
+        """Reads `stream` and `stream_options`; returns arguments of ParsedRequest."""
         stream, usage = self.flag("stream"), False
         if (value := self.take("stream_options")) is not None:
             options = Fields(value, "stream_options")
@@ -183,7 +184,7 @@ class Fields:
         return {"stream": stream, "usage": usage}
 
     def token_ids(self) -> dict[str, bool]:
-        """Reads the fields that put token ids into an answer of text; returns arguments of Wanted."""
+        """Reads the fields that put token ids into an answer of text; returns arguments of ParsedRequest."""
         self.neutral("skip_special_tokens", True)
         names = {"return_ids": "return_token_ids", "ids_as_tokens": "return_tokens_as_token_ids"}
         return {argument: self.flag(name) for argument, name in names.items()}
@@ -205,11 +206,11 @@ class Fields:
             elif name not in LABELS:
                 raise self.wrong(name, value, "is not a field of this endpoint: leave it out")
 
-    def wrong(self, name: str, value: Any, why: str) -> Refused:
+    def wrong(self, name: str, value: Any, why: str) -> RefusedRequest:
         """Makes the refusal of a field's value; `why` follows 'name=value ' in the message."""
         name, shown = self._within + name, repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
-        return Refused(400, "unsupported_parameter", f"{name}={shown} {why}.", name)
+        return RefusedRequest(400, "unsupported_parameter", f"{name}={shown} {why}.", name)
 
 
 def are_ids(value: Sequence[Any]) -> bool:

@@ -3,11 +3,20 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from podrl.environments.wire.asks import Answer, Ask, Choice, Unsent, Wanted, finish_reason, token_logprobs, usage
 from podrl.environments.wire.fields import Fields
+from podrl.environments.wire.requests import (
+    Answer,
+    Choice,
+    ModelRequest,
+    ParsedRequest,
+    UnsentText,
+    finish_reason,
+    token_logprobs,
+    usage,
+)
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
+def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors; `parser` is ignored."""
     del parser
     fields = Fields(body)
@@ -26,23 +35,23 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
         params.flag(unused)  # a setting of the text, which this dialect does not return
     stop, most, sampling = params.stop(), params.whole("max_tokens", 1, 2**31 - 1), params.sampling()
     params.end()
-    ask = Ask(ids=ids, stop=stop, max_new=most, aside=aside, parts=written["stream"], **sampling)
-    return Wanted(ask, model, stop, logprobs=logprobs, return_ids=True, ids_as_tokens=True, **written)
+    ask = ModelRequest(ids=ids, stop=stop, max_new=most, aside=aside, parts=written["stream"], **sampling)
+    return ParsedRequest(ask, model, stop, logprobs=logprobs, return_ids=True, ids_as_tokens=True, **written)
 
 
-def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
+def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     del parser
     choices = [_choice(wanted, index, choice) for index, choice in enumerate(answer.choices)]
     return {"request_id": answer.id, "choices": choices, "prompt_logprobs": None, "usage": usage(answer)}
 
 
-class Stream:
-    """Writes a streamed answer as chunks; see wire.chat.Stream for the arguments."""
+class AnswerStream:
+    """Writes a streamed answer as chunks; see wire.chat.AnswerStream for the arguments."""
 
-    def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
         del created, parser
-        self._wanted, self._id, self._unsent = wanted, id, Unsent(wanted)
+        self._wanted, self._id, self._unsent = wanted, id, UnsentText(wanted)
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yields the chunks of a part of choice `index`."""
@@ -57,7 +66,7 @@ class Stream:
             yield {"request_id": self._id, "choices": [], "usage": usage(answer)}
 
 
-def _choice(wanted: Wanted, index: int, choice: Choice) -> dict[str, Any]:
+def _choice(wanted: ParsedRequest, index: int, choice: Choice) -> dict[str, Any]:
     return {
         "index": index,
         "token_ids": list(choice.tokens),

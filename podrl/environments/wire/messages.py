@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from podrl.environments.wire import chat
-from podrl.environments.wire.asks import Answer, Choice, Refused, Unsent, Wanted, usage
 from podrl.environments.wire.fields import Fields
+from podrl.environments.wire.requests import Answer, Choice, ParsedRequest, RefusedRequest, UnsentText, usage
 
 # Fields that are not served, with the values that change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -20,7 +20,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "return_token_ids")
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
+def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors."""
     fields = Fields(body)
     given = {name: fields.take(name) for name in _SAME}
@@ -43,11 +43,11 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
         _add(messages, message, f"messages[{i}]")
     if messages and messages[-1]["role"] == "assistant":
         why = "The last message is the assistant's, and a begun answer cannot be continued: end with the user's."
-        raise Refused(400, "unsupported_parameter", why, "messages")
+        raise RefusedRequest(400, "unsupported_parameter", why, "messages")
     return chat.read(given | {"messages": messages, "tools": tools}, models, parser)
 
 
-def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
+def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     choice = answer.choices[0]
     said = chat.message_of(wanted, answer, 0, parser)
@@ -65,13 +65,13 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
     return body | (ids if wanted.return_ids else {})
 
 
-class Stream:
-    """Writes a streamed answer as events; see wire.chat.Stream for the arguments."""
+class AnswerStream:
+    """Writes a streamed answer as events; see wire.chat.AnswerStream for the arguments."""
 
-    def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
         del created
         self._wanted, self._parser, self._id = wanted, parser, id
-        self._unsent, self._started, self._opened = Unsent(wanted), False, False
+        self._unsent, self._started, self._opened = UnsentText(wanted), False, False
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yields the events of a part of the answer."""
@@ -113,7 +113,7 @@ class Stream:
         yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
 
 
-def _head(wanted: Wanted, id: str) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, id: str) -> dict[str, Any]:
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": wanted.model}
 
 
@@ -164,7 +164,7 @@ def _text(value: Any, where: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
-        raise Refused(400, "invalid_type", f"{where} must be a text or a list of blocks.", where)
+        raise RefusedRequest(400, "invalid_type", f"{where} must be a text or a list of blocks.", where)
     texts = []
     for i, block in enumerate(value):
         fields = Fields(block, f"{where}[{i}]")

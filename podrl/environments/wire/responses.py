@@ -4,8 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from podrl.environments.wire import chat
-from podrl.environments.wire.asks import Answer, Choice, Refused, Unsent, Wanted, finish_reason, token_logprobs, usage
 from podrl.environments.wire.fields import Fields
+from podrl.environments.wire.requests import (
+    Answer,
+    Choice,
+    ParsedRequest,
+    RefusedRequest,
+    UnsentText,
+    finish_reason,
+    token_logprobs,
+    usage,
+)
 
 OBJECT = "response"
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -24,7 +33,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _SAME = ("model", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "stream", "return_token_ids")
 
 
-def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
+def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors."""
     fields = Fields(body)
     given = {name: fields.take(name) for name in _SAME}
@@ -48,7 +57,7 @@ def read(body: Any, models: Sequence[str], parser: str) -> Wanted:
     return chat.read(given | {"messages": messages, "tools": tools, "logprobs": _LOGPROBS in include}, models, parser)
 
 
-def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
+def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     reason = finish_reason(answer.choices[0])
     counts = usage(answer)
@@ -68,12 +77,12 @@ def write(wanted: Wanted, answer: Answer, parser: str) -> dict[str, Any]:
     return body | (ids if wanted.return_ids else {})
 
 
-class Stream:
-    """Writes a streamed answer as events; see wire.chat.Stream for the arguments."""
+class AnswerStream:
+    """Writes a streamed answer as events; see wire.chat.AnswerStream for the arguments."""
 
-    def __init__(self, wanted: Wanted, id: str, created: int, parser: str) -> None:
+    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
         self._wanted, self._parser, self._id = wanted, parser, id
-        self._unsent, self._number, self._opened = Unsent(wanted), 0, False
+        self._unsent, self._number, self._opened = UnsentText(wanted), 0, False
         self._begun = _head(wanted, id, created, "in_progress")
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
@@ -134,7 +143,7 @@ class Stream:
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
 
-def _head(wanted: Wanted, id: str, created: int, status: str) -> dict[str, Any]:
+def _head(wanted: ParsedRequest, id: str, created: int, status: str) -> dict[str, Any]:
     """Writes the fields of a response that do not depend on what was sampled."""
     ask = wanted.ask
     flat = ({"type": "function", "strict": False, **tool["function"]} for tool in ask.tools)
@@ -164,7 +173,7 @@ def _head(wanted: Wanted, id: str, created: int, status: str) -> dict[str, Any]:
     }
 
 
-def _items(wanted: Wanted, answer: Answer, parser: str) -> list[dict[str, Any]]:
+def _items(wanted: ParsedRequest, answer: Answer, parser: str) -> list[dict[str, Any]]:
     said = chat.message_of(wanted, answer, 0, parser)
     calls = said.get("tool_calls", ())
     items = []
@@ -184,7 +193,7 @@ def _text(text: str, logprobs: list[Any]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _logprobs(wanted: Wanted, choice: Choice) -> list[Any]:
+def _logprobs(wanted: ParsedRequest, choice: Choice) -> list[Any]:
     return (token_logprobs(wanted, choice) or {"content": []})["content"]
 
 
@@ -208,7 +217,7 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         messages.append({"role": "tool", "tool_call_id": fields.text("call_id"), "content": output})
     else:
         why = f"{where} has type {kind!r}: only 'message', 'function_call' and 'function_call_output' are served."
-        raise Refused(400, "unsupported_parameter", why, where)
+        raise RefusedRequest(400, "unsupported_parameter", why, where)
     fields.end()
 
 

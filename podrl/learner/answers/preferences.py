@@ -89,7 +89,7 @@ class AnswerScores:
 
 
 @dataclasses.dataclass(frozen=True)
-class ComparedScores(AnswerScores):
+class ReferencedAnswerScores(AnswerScores):
     """AnswerScores plus `ref_logprob_B`, the log-probabilities of the answers under the reference, nats."""
 
     ref_logprob_B: np.ndarray
@@ -153,12 +153,14 @@ class JudgedAnswers:
         values = self._cluster.actor.logprobs(batch)
         return AnswerScores(self._sums(placement, experience.mask_BT, values), placement)
 
-    def _compare(self, tokens_BT: np.ndarray, length_B: np.ndarray, mask_BT: np.ndarray) -> ComparedScores:
+    def _compare(self, tokens_BT: np.ndarray, length_B: np.ndarray, mask_BT: np.ndarray) -> ReferencedAnswerScores:
         """Scores answers under the policy and under the reference; `mask_BT` is 1 on their tokens."""
         actor = self._cluster.actor
         placement, batch = self._placed(tokens_BT, length_B)
         logprob_B = self._sums(placement, mask_BT, actor.logprobs(batch))
-        return ComparedScores(logprob_B, placement, self._sums(placement, mask_BT, actor.reference_logprobs(batch)))
+        return ReferencedAnswerScores(
+            logprob_B, placement, self._sums(placement, mask_BT, actor.reference_logprobs(batch))
+        )
 
     def _placed(self, tokens_BT: np.ndarray, length_B: np.ndarray) -> tuple[packing.Placement, Batch[Any]]:
         placement = packing.place(length_B, self._shape)
@@ -202,12 +204,12 @@ class DPO(JudgedAnswers):
             "answer - that of the rejected)"
         )
 
-    def score(self, step: int, experience: SFTBatch) -> ComparedScores:
+    def score(self, step: int, experience: SFTBatch) -> ReferencedAnswerScores:
         """Scores both answers of every pair under the policy and under the reference."""
         return self._compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
 
     def advantages(
-        self, experience: SFTBatch, scores: ComparedScores, rewards: None
+        self, experience: SFTBatch, scores: ReferencedAnswerScores, rewards: None
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         config, logprob_P2 = self._config, scores.logprob_B.reshape(-1, 2)
@@ -263,13 +265,13 @@ class KTO(JudgedAnswers):
             "the answer, z = max(0, mean of r over prompts with answers of others)"
         )
 
-    def score(self, step: int, experience: LabelledBatch) -> tuple[ComparedScores, ComparedScores]:
+    def score(self, step: int, experience: LabelledBatch) -> tuple[ReferencedAnswerScores, ReferencedAnswerScores]:
         """Scores every answer after its own prompt, and after the prompt of another example."""
         own = self._compare(experience.tokens_BT, experience.length_B, experience.mask_BT)
         return own, self._compare(*experience.unrelated())
 
     def advantages(
-        self, experience: LabelledBatch, scores: tuple[ComparedScores, ComparedScores], rewards: None
+        self, experience: LabelledBatch, scores: tuple[ReferencedAnswerScores, ReferencedAnswerScores], rewards: None
     ) -> tuple[np.ndarray, Mapping[str, Any]]:
         """Computes each answer's weight in the policy gradient, from the derivative of the loss."""
         config, good_B = self._config, experience.desirable_B

@@ -57,7 +57,7 @@ class SFT:
 
 
 class AnswerReport:
-    """Implements podrl.learner.recorder.Report for batches from data."""
+    """Implements podrl.learner.recorder.StepReport for batches from data."""
 
     def __init__(self, watched: Sequence[tuple[str, str]]):
         """Stores the metrics of the progress line, `watched`."""

@@ -11,7 +11,7 @@ import numpy as np
 from podrl.learner import experience as codec
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.open_groups import Group, OpenGroups, begun
-from podrl.rollout.partial import Partial, cut, join, of_message, take_prompts
+from podrl.rollout.partial import PartialBatch, cut, join, of_message, take_prompts
 from podrl.rundir import leases
 from podrl.rundir.leases import NOBODY, Lease, LeaseServer
 from podrl.runtime.channel import LateError
@@ -138,13 +138,13 @@ class Dispatcher:
         # The batch whose prompts could not be read, and the error.
         self._read_error: tuple[int, BatchError] | None = None
         # The newest step of `_collect_states`, and its result.
-        self._saved: tuple[int, Mapping[tuple[int, int], Partial]] = (-1, {})
+        self._saved: tuple[int, Mapping[tuple[int, int], PartialBatch]] = (-1, {})
         self._awaited_step: int | None = None  # the step whose groups this process waits for
         lease_server.regroup = self._regroup
         pod.wait_sources.append(self._describe_wait)
         pod.channel.serve("groups", self._on_report)
 
-    def resume(self, step: int, pending: Sequence[Partial], whole: int) -> None:
+    def resume(self, step: int, pending: Sequence[PartialBatch], whole: int) -> None:
         """Takes over the open groups of a checkpoint; called before any host is let in.
 
         Args:
@@ -224,7 +224,7 @@ class Dispatcher:
         them."""
         return self._open.counts(step)
 
-    def state(self, step: int, first: int) -> Partial:
+    def state(self, step: int, first: int) -> PartialBatch:
         """Collects, for a checkpoint, as many open groups as the batch of a step will have.
 
         The last batch that was begun in an earlier step also gets the groups of the prompts that were read for this
@@ -243,7 +243,7 @@ class Dispatcher:
     # Called under the lock of the leases.
 
     def _group(
-        self, prompts: Prompts, number: int, submit_step: int, repeated: bool, origin: Partial | None
+        self, prompts: Prompts, number: int, submit_step: int, repeated: bool, origin: PartialBatch | None
     ) -> RemoteGroup:
         quantum = self._clock.quantum(self._at) if origin is None else origin.quantum
         if not self._by_tokens and origin is not None and not begun(origin):
@@ -416,7 +416,7 @@ class Dispatcher:
                 self._read_error = self._batches + len(new), error
         return new
 
-    def _part(self, group: RemoteGroup, at: int) -> Partial:
+    def _part(self, group: RemoteGroup, at: int) -> PartialBatch:
         """Fetches the state of a group at the start of a window, from whichever host has the group by then.
 
         Raises:
@@ -438,11 +438,11 @@ class Dispatcher:
         """Returns a function that tells whether a host is lost, or another process has taken its place."""
         return lambda: self._queues.get(host) is not queue
 
-    def _collect_states(self, at: int) -> dict[tuple[int, int], Partial]:
+    def _collect_states(self, at: int) -> dict[tuple[int, int], PartialBatch]:
         """Collects the state of all groups at the start of a window; hosts that are lost meanwhile are left out."""
         with self._lease_server.lock:
             queues = {host: queue for host, queue in self._queues.items() if queue.since < at}
-        states: dict[tuple[int, int], Partial] = {}
+        states: dict[tuple[int, int], PartialBatch] = {}
         for host, queue in queues.items():
             try:
                 message = self._pod.get(host, part_of(at), self._deadline_s, moved=self._has_moved(host, queue))
@@ -463,7 +463,7 @@ def part_of(step: int, group: tuple[int, int] | None = None) -> str:
     return f"groups@{step}" if group is None else f"group/{group[0]}/{group[1]}@{step}"
 
 
-def parts_of(message: Message, prompts: Sequence[int] = ()) -> list[Partial]:
+def parts_of(message: Message, prompts: Sequence[int] = ()) -> list[PartialBatch]:
     """Unpacks groups that were joined in one message.
 
     Args:

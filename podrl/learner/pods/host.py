@@ -13,8 +13,8 @@ from podrl.learner import experience as codec
 from podrl.learner.evaluate import Evaluator
 from podrl.learner.evaluations.hosts import evaluated, offer
 from podrl.learner.loop import InFlight, Start
-from podrl.learner.pods.player import Player
-from podrl.rollout.batches import Batch
+from podrl.learner.pods.player import HostPlayer
+from podrl.rollout.batches import PendingBatch
 from podrl.rollout.group_player import Mode
 from podrl.rundir import leases
 from podrl.rundir.leases import Lease, LeaseClient
@@ -68,7 +68,7 @@ class HostRollouts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="podrl-rollout")
         self._at, self._saved, self._generates = 0, -1, generate is not None
         self._leases = LeaseClient(pod, deadline_s, changed=self._take_over)
-        self._player = Player(
+        self._player = HostPlayer(
             generate,
             self._thread,
             pod,
@@ -157,7 +157,7 @@ class HostRollouts:
             return self._thread.submit(self._move, step, in_place).result()
 
     def submit(self, policy: Policy, step: int) -> InFlight:
-        return Batch(self._player.begin, self.save)  # the leader reads the prompts, and sends them as orders
+        return PendingBatch(self._player.begin, self.save)  # the leader reads the prompts, and sends them as orders
 
     def next_batch(self) -> None:
         """Does nothing: no rollout host trains on answers from data (SFT, DPO)."""

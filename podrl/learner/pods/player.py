@@ -11,7 +11,7 @@ from typing import Any
 from podrl.learner.pods.dispatch import order, part_of, parts_of
 from podrl.rollout.group_player import GroupPlayer, Mode, OwnGroup
 from podrl.rollout.open_groups import begun
-from podrl.rollout.partial import Partial, join
+from podrl.rollout.partial import PartialBatch, join
 from podrl.rundir import leases
 from podrl.rundir.leases import Lease, LeaseClient
 from podrl.runtime.channel import ChannelError
@@ -24,7 +24,7 @@ _FOREVER_S = 1e9
 _TELL_EVERY = 4  # windows between two reports to the leader under the token clock
 
 
-class Player:
+class HostPlayer:
     """Plays groups window after window, and serves the groups that batches hold.
 
     A window begins when the batch of its step is first asked for. Under the wall clock a window ends after the running
@@ -283,7 +283,7 @@ class Player:
                     group = self._open_group(part, entry)
                     self._groups[group.key] = group
 
-    def _open_group(self, part: Partial, entry: Mapping[str, Any]) -> OwnGroup:
+    def _open_group(self, part: PartialBatch, entry: Mapping[str, Any]) -> OwnGroup:
         prompts = dataclasses.replace(part.prompts, data_state=entry["position"].encode())
         part = dataclasses.replace(part, prompts=prompts)
         return self._player.open(

@@ -14,11 +14,11 @@ from podrl.learner.evaluations.eval_hosts import EvaluationShares
 from podrl.learner.evaluations.hosts import RemoteEvaluations
 from podrl.learner.loop import InFlight, Start
 from podrl.learner.pods.dispatch import Dispatcher
-from podrl.learner.recorder import Stream
+from podrl.learner.recorder import ResumableStream
 from podrl.rollout.batches import ready
 from podrl.rollout.clock import ONE_WINDOW, TokenClock, WallClock
 from podrl.rollout.group_player import longest_of
-from podrl.rollout.partial import Partial
+from podrl.rollout.partial import PartialBatch
 from podrl.rundir import leases
 from podrl.rundir.leases import Lease, LeaseClient, LeaseServer
 from podrl.rundir.run import Run
@@ -41,7 +41,7 @@ class RemoteRollouts:
     def __init__(
         self,
         cluster: RLCluster,
-        stream: Stream,
+        stream: ResumableStream,
         run: Run,
         pod: Pod,
         barrier: StepBarrier,
@@ -110,7 +110,7 @@ class RemoteRollouts:
         self._start = start
         if self._lease_server is not None:
             if self._dispatcher is not None:
-                partial = [batch for batch in start.pending if isinstance(batch, Partial)]
+                partial = [batch for batch in start.pending if isinstance(batch, PartialBatch)]
                 self._dispatcher.resume(start.step, partial, len(start.pending) - len(partial))
             self._lease_server.serve(start.step, self._begins(start.step))
         else:  # only the leader has metrics.jsonl, and all trainer hosts must evaluate after the same steps
@@ -121,7 +121,7 @@ class RemoteRollouts:
             self._leases.follow()
         batches: list[InFlight] = []
         for step, batch in enumerate(start.pending, start.step):
-            if isinstance(batch, Partial):
+            if isinstance(batch, PartialBatch):
                 self._clock.restore(start.step, batch.longest)
                 batches.append(RemoteBatch(self, step, whole=self._pod.leads))
             else:
@@ -232,7 +232,7 @@ class RemoteRollouts:
         traced = self._run.traced
         return self._pod.leads and traced is not None and traced.wants(step + 1)
 
-    def drawn(self, step: int) -> Partial | None:
+    def drawn(self, step: int) -> PartialBatch | None:
         """Collects the unfinished state of a batch at the start of a window; on the leader only.
 
         Returns:
@@ -314,11 +314,11 @@ class RemoteBatch:
             self._experience = self._rollouts.gather(self._step, everything=self._complete)
         return self._experience
 
-    def complete(self) -> Experience | Partial:
+    def complete(self) -> Experience | PartialBatch:
         """Returns the content of a checkpoint: on the leader the batch with all rows and texts.
 
         The call does not wait for an unfinished batch that is made in windows; it returns the batch's state as a
-        Partial. Other hosts' copies are not written, so other hosts only call `result`.
+        PartialBatch. Other hosts' copies are not written, so other hosts only call `result`.
         """
         if not self._whole:
             return self.result()

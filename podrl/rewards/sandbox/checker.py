@@ -19,7 +19,7 @@ from types import CodeType
 from typing import TypeGuard, TypeVar
 
 from podrl.rewards.sandbox import kernel
-from podrl.rewards.sandbox.messages import Bounds, Printed, Testing, Verdict
+from podrl.rewards.sandbox.messages import Bounds, ProgramTests, ScriptTest, Verdict
 from podrl.rewards.sandbox.program import start_programs
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
@@ -104,11 +104,11 @@ def check(job: socket.socket, limits: Bounds) -> None:
     job.sendall(json.dumps(verdict).encode())
 
 
-def _are_printed(tests: list[str] | list[Printed]) -> TypeGuard[list[Printed]]:
+def _are_printed(tests: list[str] | list[ScriptTest]) -> TypeGuard[list[ScriptTest]]:
     return bool(tests) and isinstance(tests[0], dict)
 
 
-def _scripts(control: socket.socket, request: Testing, tests: list[Printed], limits: Bounds) -> Verdict:
+def _scripts(control: socket.socket, request: ProgramTests, tests: list[ScriptTest], limits: Bounds) -> Verdict:
     """Runs the program once for every input, and compares its output with the output of the test."""
     passed, problem, end = [], "", time.monotonic() + limits["wall_s"]
     for number, test in enumerate(tests):
@@ -148,7 +148,7 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-def _functions(control: socket.socket, request: Testing, limits: Bounds) -> Verdict:
+def _functions(control: socket.socket, request: ProgramTests, limits: Bounds) -> Verdict:
     """Runs the program once, then every test with the names that the program defines."""
     sources = [request["setup"], *request["tests"]]
     codes = [_compiled(sources[0], "the set-up"), *(_compiled(test, test) for test in sources[1:])]

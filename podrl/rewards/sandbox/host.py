@@ -12,14 +12,14 @@ import sysconfig
 import threading
 from collections.abc import Sequence
 
-from podrl.rewards.sandbox.messages import Bounds, ProgramLimits, Testing, Verdict
+from podrl.rewards.sandbox.messages import Bounds, ProgramLimits, ProgramTests, Verdict
 
 _ROOT = str(pathlib.Path(__file__).resolve().parents[3])  # the directory from which podrl is imported
 _MODULE = "podrl.rewards.sandbox.server"
 _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LEAVE_S = 30.0  # seconds that an answer may take beyond the programs' wall_s
-_PROBE: Testing = {"program": "def one():\n    return 1", "setup": "", "tests": ["assert one() == 1"], "all": True}
+_PROBE: ProgramTests = {"program": "def one():\n    return 1", "setup": "", "tests": ["assert one() == 1"], "all": True}
 
 
 class RefusedError(RuntimeError):
@@ -54,7 +54,7 @@ class Sandboxes:
         self._control, self._bwrap = None, ""
         self._begin()
 
-    def test(self, jobs: Sequence[Testing]) -> list[Verdict]:
+    def test(self, jobs: Sequence[ProgramTests]) -> list[Verdict]:
         """Tests programs, up to `at_once` of them at once.
 
         Args:
@@ -104,7 +104,7 @@ class Sandboxes:
                 pass_fds=[theirs.fileno()],
             )
 
-    def _test(self, job: Testing) -> Verdict:
+    def _test(self, job: ProgramTests) -> Verdict:
         ours, theirs = socket.socketpair()
         process = None
         with ours, theirs:
@@ -164,7 +164,7 @@ def _libraries() -> list[str]:
     return [path] if name.endswith(".so") and os.path.exists(path) and not path.startswith(_SYSTEM) else []
 
 
-def _ask(channel: socket.socket, job: Testing, timeout_s: float) -> bytes:
+def _ask(channel: socket.socket, job: ProgramTests, timeout_s: float) -> bytes:
     """Sends a job and returns the answer; empty where the sandbox ended without one."""
     channel.settimeout(timeout_s)
     content = bytearray()

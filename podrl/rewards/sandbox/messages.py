@@ -35,14 +35,14 @@ class Bounds(ProgramLimits):
     paths: list[str]
 
 
-class Printed(TypedDict):
+class ScriptTest(TypedDict):
     """A test of a script: the text it reads, and the text it must print."""
 
     input: str
     output: str
 
 
-class Testing(TypedDict):
+class ProgramTests(TypedDict):
     """A program and its tests.
 
     Attributes:
@@ -53,7 +53,7 @@ class Testing(TypedDict):
     """
 
     program: str
-    tests: list[str] | list[Printed]
+    tests: list[str] | list[ScriptTest]
     setup: str
     all: bool
 

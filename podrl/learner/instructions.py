@@ -8,7 +8,7 @@ from podrl.rewards import reasoning
 from podrl.rewards.reference import BUILT_IN
 
 
-def words_for(fns: Iterable[Any]) -> str:
+def instructions_for(fns: Iterable[Any]) -> str:
     """Returns the reference text if a built-in function that reads its tags is among `fns`, else ''.
 
     Args:

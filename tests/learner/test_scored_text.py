@@ -17,7 +17,7 @@ SAYS = (r"Solution: \\boxed{42}", "Final answer: $42$", "<answer>42</answer>", "
 
 
 def episode(says, by="search", **more):
-    told = calls.format_of("call_tool", ["search"]).observation([calls.Output([says])], "ab12cd34").text
+    told = calls.format_of("call_tool", ["search"]).observation([calls.ToolOutput([says])], "ab12cd34").text
     call = '<call_tool name="search">the problem</call_tool>'
     turns = [MODEL | {"text": call}, {"by": by, "text": told}, MODEL | {"text": "I do not know."}]
     return (

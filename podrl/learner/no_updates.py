@@ -15,7 +15,7 @@ from podrl.trainer.config import RLTrainingConfig
 _ALIKE = ("grpo", "rloo", "opo", "gpg", "pass_at_k", "remax", "reinforce_plus_plus_baseline")
 
 
-def unmoved(training: RLTrainingConfig) -> list[str]:
+def no_update_reasons(training: RLTrainingConfig) -> list[str]:
     """Lists the reasons why no update changes the model, one sentence for each setting; empty if updates do."""
     if training.actor_optimizer is None and _zero(training.learning_rate):
         return [
@@ -25,7 +25,7 @@ def unmoved(training: RLTrainingConfig) -> list[str]:
     return []
 
 
-def unmoved_by_samples(
+def no_update_reasons_on_samples(
     training: RLTrainingConfig,
     algo: AlgorithmConfig,
     rollout: RolloutConfig,
@@ -43,7 +43,7 @@ def unmoved_by_samples(
       training, algo, rollout, reward, environment: the run's settings.
       steps: number of steps of the run; None if it is not known.
     """
-    found = unmoved(training)
+    found = no_update_reasons(training)
     if isinstance(algo, PPOConfig):
         if steps is not None and algo.critic_warmup >= steps:
             found.append(

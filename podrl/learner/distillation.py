@@ -18,10 +18,10 @@ from podrl.cluster.rl_cluster import RLCluster
 from podrl.cluster.teacher import Teacher
 from podrl.data.hint import TEACHER_PROMPT
 from podrl.learner.grpo import GRPO
-from podrl.learner.hinted import Hinted
-from podrl.learner.scoring import ComparedScores, IdScores, ReferencedScores, Scores, policy_scores
+from podrl.learner.hinted_batch import HintedBatch
+from podrl.learner.scoring import IdScores, ReferencedScores, Scores, SpanScores, policy_scores
 from podrl.learner.settings import GRPOConfig
-from podrl.learner.translated import Translated
+from podrl.learner.translated_batch import TranslatedBatch
 from podrl.models.pretrained import check_positions
 from podrl.trainer import packing
 from podrl.trainer.pack_shape import PackShape
@@ -32,12 +32,12 @@ from podrl.types import SOURCE, Batch, Experience, Layout, Rollouts, unrouted
 def make_grpo(
     cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None], pieces: bool = False
 ) -> GRPO:
-    """Makes the algorithm of a configuration: Distilled if a teacher has a weight, else GRPO; arguments as in GRPO."""
-    made = GRPO if config.distillation is None else Distilled
+    """Makes a configuration's algorithm: DistilledGRPO if a teacher has a weight, else GRPO; arguments as in GRPO."""
+    made = GRPO if config.distillation is None else DistilledGRPO
     return made(cluster, config, samples=samples, say=say, pieces=pieces)
 
 
-class Distilled(GRPO):
+class DistilledGRPO(GRPO):
     """Implements podrl.learner.loop.Algorithm for a policy that also learns from a teacher."""
 
     def __init__(
@@ -125,11 +125,11 @@ class Distilled(GRPO):
         span_BT = np.full(rollouts.tokens_BT.shape, -1, np.int64)
         for reading in readings:
             alone = np.arange(rollouts.tokens_BT.shape[1])[None]  # each token is compared by itself
-            own_BT = reading.view.span_BT if isinstance(reading.view, Translated) else alone
+            own_BT = reading.view.span_BT if isinstance(reading.view, TranslatedBatch) else alone
             span_BT = np.where(reading.of_B[:, None], own_BT, span_BT)
-        return ComparedScores(**vars(scores), span_BT=span_BT)
+        return SpanScores(**vars(scores), span_BT=span_BT)
 
-    def _readings(self, step: int, experience: Experience) -> list["_Reading"]:
+    def _readings(self, step: int, experience: Experience) -> list["_TeacherView"]:
         """Lists the teachers, each with the samples in the form that the teacher reads.
 
         The list is empty if the reference reads the samples exactly as they were drawn.
@@ -137,7 +137,7 @@ class Distilled(GRPO):
         rollouts, actor, of = experience.rollouts, self.cluster.actor, self._teacher.teacher
         if self.cluster.teachers:
             return [
-                _Reading(self._view(teacher, rollouts, of_B), of_B, teacher.mesh, teacher.logprobs)
+                _TeacherView(self._view(teacher, rollouts, of_B), of_B, teacher.mesh, teacher.logprobs)
                 for teacher, of_B in self._taught_by(experience)
             ]
         if TEACHER_PROMPT not in rollouts.prompts.fields:
@@ -151,7 +151,7 @@ class Distilled(GRPO):
         own = {"current": lambda batch: actor.logprobs(unrouted(batch)), "ema": actor.average_logprobs}
         score = own.get(of, actor.reference_logprobs)
         every_B = np.ones(len(rollouts.length_B), bool)
-        return [_Reading(Hinted.of(rollouts), every_B, actor.mesh, lambda batch: score(actor.put(batch)))]
+        return [_TeacherView(HintedBatch.of(rollouts), every_B, actor.mesh, lambda batch: score(actor.put(batch)))]
 
     def _taught_by(self, experience: Experience) -> list[tuple[Teacher, np.ndarray]]:
         """Lists the teachers of a cluster that has several, with the samples (B,) that each scores."""
@@ -164,9 +164,9 @@ class Distilled(GRPO):
             for teacher, takes in zip(teachers, of, strict=True)
         ]
 
-    def _view(self, teacher: Teacher, rollouts: Rollouts, of_B: np.ndarray) -> "Hinted | Translated":
+    def _view(self, teacher: Teacher, rollouts: Rollouts, of_B: np.ndarray) -> "HintedBatch | TranslatedBatch":
         if teacher.tokenizer is None:
-            return Hinted.of(rollouts)
+            return HintedBatch.of(rollouts)
         if TEACHER_PROMPT not in rollouts.prompts.fields:
             raise ValueError(
                 f"The teacher {teacher.name} has another tokenizer than the policy, and prompts lack the field "
@@ -174,9 +174,9 @@ class Distilled(GRPO):
                 "makes them, or give a teacher with the policy's tokenizer."
             )
         longest = self.cluster.config.longest + self._hint_tokens
-        return Translated.of(rollouts, self.cluster.tokenizer, teacher.tokenizer, longest=longest, of_B=of_B)
+        return TranslatedBatch.of(rollouts, self.cluster.tokenizer, teacher.tokenizer, longest=longest, of_B=of_B)
 
-    def _read(self, reading: "_Reading", chosen: np.ndarray, rollouts: Rollouts) -> np.ndarray:
+    def _read(self, reading: "_TeacherView", chosen: np.ndarray, rollouts: Rollouts) -> np.ndarray:
         """Scores some samples as a teacher reads them, and moves the scores to their places in the samples."""
         read = reading.view.rollouts
         placement = packing.place_samples(read, chosen, self._shape_on(reading.mesh))
@@ -217,7 +217,7 @@ class Distilled(GRPO):
         hinted = TEACHER_PROMPT in experience.rollouts.prompts.fields or self._teacher.teacher != "reference"
         if not (teachers or hinted):
             return own
-        read = dataclasses.replace(experience, rollouts=Hinted.of(experience.rollouts).rollouts)
+        read = dataclasses.replace(experience, rollouts=HintedBatch.of(experience.rollouts).rollouts)
         every_B = np.ones(len(experience.rollouts.length_B), bool)
         where = [(teacher.mesh, of_B) for teacher, of_B in self._taught_by(experience)] if teachers else []
         rows = [
@@ -336,7 +336,7 @@ def _compared(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
 
 def _spans(scores: Scores, chosen: Any = slice(None)) -> np.ndarray | None:
     """Returns the number of each token's span, (b, T); None if each token is compared by itself."""
-    return scores.span_BT[chosen] if isinstance(scores, ComparedScores) else None
+    return scores.span_BT[chosen] if isinstance(scores, SpanScores) else None
 
 
 def _numbered(mask_BT: np.ndarray) -> np.ndarray:
@@ -345,7 +345,7 @@ def _numbered(mask_BT: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reading:
+class _TeacherView:
     """A teacher, and the samples in the form that the teacher reads.
 
     Attributes:
@@ -355,7 +355,7 @@ class _Reading:
       score: function that scores a packed host batch on that mesh.
     """
 
-    view: Hinted | Translated
+    view: HintedBatch | TranslatedBatch
     of_B: np.ndarray
     mesh: Mesh
     score: Callable[[Batch[Layout]], Any]

@@ -52,7 +52,7 @@ def asks_template(config: EnvironmentConfig) -> bool:
     )
 
 
-def offered(config: EnvironmentConfig, limits: Limits) -> list[Any]:
+def offered_tools(config: EnvironmentConfig, limits: Limits) -> list[Any]:
     """Lists the tools that prompts name, in the form of chat templates.
 
     The list is empty unless the model writes calls in the form of its chat template. To get the list, the environment
@@ -69,7 +69,7 @@ def offered(config: EnvironmentConfig, limits: Limits) -> list[Any]:
 
 
 @contextlib.contextmanager
-def playing(
+def run_environments(
     cluster: RLCluster, config: EnvironmentConfig, limits: Limits, run: Run, pod: Pod | None = None
 ) -> Iterator[None]:
     """Gives every sample of the cluster its environment while the context lasts, if this process generates.

@@ -10,7 +10,7 @@ from podrl.types import Rollouts
 
 
 @dataclasses.dataclass(frozen=True)
-class Hinted:
+class HintedBatch:
     """A batch with the prompts that its teacher reads; each prompt is followed by the sample's own tokens.
 
     Attributes:
@@ -23,7 +23,7 @@ class Hinted:
     shift_B: Int[np.ndarray, " B"]
 
     @staticmethod
-    def of(rollouts: Rollouts) -> "Hinted":
+    def of(rollouts: Rollouts) -> "HintedBatch":
         """Replaces the prompts for which the field `teacher_prompt` has token ids; others stay as they are."""
         prompts, group_B = rollouts.prompts, rollouts.group_B
         hints = prompts.fields.get(TEACHER_PROMPT, [None] * len(prompts.length_P))
@@ -45,7 +45,7 @@ class Hinted:
             hint = hints[p]
             columns["tokens_BT"][b, : length_P[p]] = rollouts.tokens_BT[b, : own_P[p]] if hint is None else hint
         columns = {name: x_BT.astype(getattr(rollouts, name).dtype) for name, x_BT in columns.items()}
-        return Hinted(
+        return HintedBatch(
             dataclasses.replace(
                 rollouts,
                 prompts=dataclasses.replace(prompts, length_P=length_P),

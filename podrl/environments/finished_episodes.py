@@ -12,22 +12,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 NUMBER = -1  # number of the record in the journal; outside answers of a sample are numbered from 0, so it is free
-Said = Mapping[str, Any]  # a request, as the fields of a podrl.environments.workers.Say
+EpisodeRequest = Mapping[str, Any]  # a request, as the fields of a podrl.environments.workers.EpisodeObservation
 
 
 @dataclasses.dataclass(frozen=True)
-class Finished:
+class FinishedEpisode:
     """An episode from its first request to its result.
 
     Attributes:
       said: the requests in their order.
       turns: `digest` of the model's turn after each request.
-      result: reward, metrics, text and reason, as in a podrl.environments.workers.Done.
-      drawn: what the model drew for each request (podrl.environments.workers.Say.drawn); empty if the model draws the
-        same again.
+      result: reward, metrics, text and reason, as in a podrl.environments.workers.EpisodeEnd.
+      drawn: draws of the model for each request (podrl.environments.workers.EpisodeObservation.drawn); empty if the
+        model draws the same again.
     """
 
-    said: Sequence[Said]
+    said: Sequence[EpisodeRequest]
     turns: Sequence[str]
     result: Mapping[str, Any]
     drawn: Sequence[Mapping[str, Any] | None] = ()
@@ -39,9 +39,9 @@ class Finished:
         return {"said": said, "turns": list(self.turns), "result": dict(self.result), **kept}
 
     @classmethod
-    def read(cls, record: Mapping[str, Any]) -> "Finished":
+    def read(cls, record: Mapping[str, Any]) -> "FinishedEpisode":
         """Reads an episode that `record` wrote."""
-        said: list[Said] = []
+        said: list[EpisodeRequest] = []
         for one in record["said"]:
             said.append(_lengthened(one, said))
         return cls(said, record["turns"], record["result"], record.get("drawn", ()))
@@ -53,7 +53,7 @@ def digest(turn: Mapping[str, Any]) -> str:
     return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
 
 
-def _shortened(one: Said, before: Sequence[Said]) -> Said:
+def _shortened(one: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
     """Replaces the messages that begin an earlier conversation, and its tools, by the number of that conversation."""
     if not (chat := one.get("chat")):
         return one
@@ -70,7 +70,7 @@ def _shortened(one: Said, before: Sequence[Said]) -> Said:
     return {**one, "chat": short}
 
 
-def _lengthened(one: Said, before: Sequence[Said]) -> Said:
+def _lengthened(one: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
     if "of" not in (one.get("chat") or {}):
         return one
     chat = dict(one["chat"])

@@ -16,8 +16,8 @@ from podrl.environments.config import EnvironmentConfig
 from podrl.environments.tools import ToolEnvironment
 from podrl.environments.workers import Episodes
 from podrl.learner.generation import of_the_others
-from podrl.learner.playing import check, environment_config, offered
 from podrl.learner.report import episode_metrics
+from podrl.learner.run_environments import check, environment_config, offered_tools
 from podrl.storage.hub import EMBEDDED
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV
 from podrl.workers.user_code import Limits
@@ -99,8 +99,8 @@ def test_tools_are_checked_at_the_start(tmp_path):
             with pytest.raises(ValueError, match=f"The tag '{tag}' of env.parser holds a special token"):
                 check(host, dialogue)
     with Episodes(dataclasses.replace(config, parser="hermes"), Limits(), journal=None) as host:
-        assert list(offered(dataclasses.replace(config, parser="qwen3"), Limits())) == host.tools
-        assert offered(config, Limits()) == offered(EnvironmentConfig(), Limits()) == []
+        assert list(offered_tools(dataclasses.replace(config, parser="qwen3"), Limits())) == host.tools
+        assert offered_tools(config, Limits()) == offered_tools(EnvironmentConfig(), Limits()) == []
         check(host, Dialogue(_tokenizer(tmp_path / "same", tools=host.tools)))
         other = [{"type": "function", "function": host.tools[0]["function"] | {"description": "Other."}}]
         with pytest.raises(ValueError, match="The tools calculator of this process differ from the tools that prompts"):
@@ -121,7 +121,7 @@ def test_the_room_of_an_environment_is_to_be_set(tmp_path):
     podrl.GRPOLearner(cluster, podrl.GRPOConfig(), "answer")
 
 
-@pytest.mark.nightly("podrl/learner/playing.py", "podrl/rollout/episodes.py", "podrl/learner/learner.py")
+@pytest.mark.nightly("podrl/learner/run_environments.py", "podrl/rollout/episodes.py", "podrl/learner/learner.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
 def test_a_run_from_python_trains_on_turns(kind, tmp_path):

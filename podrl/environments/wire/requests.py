@@ -7,7 +7,7 @@ from typing import Any
 ASIDE = ":aside"  # suffix of a model's name: the answer is the same, but is never trained
 
 
-class Refused(Exception):  # noqa: N818 - an answer to the client, not an error of this program
+class RefusedRequest(Exception):  # noqa: N818 - an answer to the client, not an error of this program
     """The refusal of a request, which the client gets as its response.
 
     Attributes:
@@ -33,7 +33,7 @@ class Refused(Exception):  # noqa: N818 - an answer to the client, not an error 
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class ModelRequest:
     """A request to the model, as the owner of the front gets it; exactly one of `messages`, `text` and `ids` is set.
 
     Attributes:
@@ -78,7 +78,7 @@ class Choice:
       text: text of `tokens` without special tokens; it includes the stop string.
       tokens: sampled token ids; they include the end token.
       logprobs: log-probability of each token under softmax of the model's logits, nats.
-      pieces: text of each token; empty unless `Ask.pieces` is set.
+      pieces: text of each token; empty unless `ModelRequest.pieces` is set.
       stop: reason of the end: 'eos' for the end of the model's turn, 'length' for a limit of tokens, else the stop
         string that ended the answer; '' for a part.
     """
@@ -92,13 +92,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """All answers to an Ask.
+    """All answers to a ModelRequest.
 
     Attributes:
       id: name of the answer; the ids of its tool calls contain it.
       created: time of the request, seconds since 1970.
       prompt_ids: token ids of the prompt, as the model read them.
-      choices: sampled answers, `Ask.samples` of them.
+      choices: sampled answers, `ModelRequest.samples` of them.
     """
 
     id: str
@@ -113,7 +113,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """The newest part of one choice of an answer that is still being sampled.
 
     Attributes:
@@ -130,7 +130,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class ParsedRequest:
     """A parsed request: the request to the model, and the form in which the client wants the answer.
 
     Attributes:
@@ -144,7 +144,7 @@ class Wanted:
       ids_as_tokens: True if a token is written as 'token_id:N' instead of its text.
     """
 
-    ask: Ask
+    ask: ModelRequest
     model: str
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -154,9 +154,9 @@ class Wanted:
     ids_as_tokens: bool = False
 
     @classmethod
-    def of(cls, frame: Mapping[str, Any]) -> "Wanted":
+    def of(cls, frame: Mapping[str, Any]) -> "ParsedRequest":
         """Makes a request from the output of `dataclasses.asdict` after a trip through JSON."""
-        return cls(**{**frame, "ask": Ask(**frame["ask"]), "stop": tuple(frame["stop"])})
+        return cls(**{**frame, "ask": ModelRequest(**frame["ask"]), "stop": tuple(frame["stop"])})
 
     def token_names(self, choice: Choice) -> Sequence[str]:
         """Returns the names that a client reads for the tokens of an answer."""
@@ -179,7 +179,7 @@ def finish_reason(choice: Choice) -> str | None:
     return None if not choice.stop else "length" if choice.stop == "length" else "stop"
 
 
-def token_logprobs(wanted: Wanted, choice: Choice) -> dict[str, Any] | None:
+def token_logprobs(wanted: ParsedRequest, choice: Choice) -> dict[str, Any] | None:
     """Writes log-probabilities in the form of chat completions; None if the client wants none."""
     if not wanted.logprobs:
         return None
@@ -190,13 +190,13 @@ def token_logprobs(wanted: Wanted, choice: Choice) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-class Unsent:
+class UnsentText:
     """Tracks how much of one streamed answer was sent to the client, for each of its choices.
 
     The client never gets its own stop string. So the end of the text is held back while it may be the beginning of one.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ParsedRequest) -> None:
         self._stop = wanted.stop
         self._held = max((len(text) for text in wanted.stop), default=1) - 1  # characters
         self._tails = [""] * wanted.ask.samples  # text that was held back

@@ -14,7 +14,7 @@ from podrl.algorithms.spans import common_spans, over_spans
 from podrl.data import problems
 from podrl.data.tokenizer import Tokenizer
 from podrl.job.config import TINY
-from podrl.learner.translated import aligned
+from podrl.learner.translated_batch import aligned
 from podrl.storage.hub import EMBEDDED
 
 TEXTS = st.one_of(

@@ -18,7 +18,7 @@ from podrl.types import Rollouts
 
 
 @dataclasses.dataclass(frozen=True)
-class Translated:
+class TranslatedBatch:
     """A batch in the tokens of its teacher, after the prompts that the teacher reads.
 
     Attributes:
@@ -34,7 +34,7 @@ class Translated:
     @staticmethod
     def of(
         rollouts: Rollouts, own: Tokenizer, theirs: Tokenizer, *, longest: int, of_B: Bool[np.ndarray, " B"]
-    ) -> "Translated":
+    ) -> "TranslatedBatch":
         """Translates samples.
 
         Args:
@@ -71,7 +71,7 @@ class Translated:
             for field in dataclasses.fields(rollouts)
             if field.name.endswith("_BT") and getattr(rollouts, field.name) is not None
         }
-        return Translated(
+        return TranslatedBatch(
             dataclasses.replace(
                 rollouts,
                 prompts=dataclasses.replace(rollouts.prompts, length_P=length_P),

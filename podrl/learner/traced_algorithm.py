@@ -18,7 +18,7 @@ from podrl.trainer import packing
 from podrl.types import Experience
 
 
-class Traced:
+class TracedAlgorithm:
     """Wraps an algorithm as a podrl.learner.loop.Algorithm that also feeds the trace and the curriculum.
 
     It also counts the samples that are left out of the loss.
