@@ -13,13 +13,28 @@ Variants:
     grpo_gemma.py:async             two batches in flight, and the decoupled loss that is meant for them (docs/async.md)
     grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each; needs
                                     --config.model.path=DIR and --config.data.path=FILE
+
+Variants that train all weights of Gemma 4 on GSM8K, on two slices of which one trains and one generates; they need the
+same two paths. None has been run on its machine; docs/measurements/planning.md has what podrl.plan counted for each.
+    grpo_gemma.py:gemma4_e2b_v6e16      E2B on two v6e 2x4 slices
+    grpo_gemma.py:gemma4_e4b_v6e16      E4B on two v6e 2x4 slices
+    grpo_gemma.py:gemma4_26b_a4b_v5p32  26B-A4B on two v5p 2x2x4 slices; each of four chips holds a quarter of the
+                                        experts
+    grpo_gemma.py:gemma4_31b_v5p32      31B on two v5p 2x2x4 slices
 """
 
 from typing import Any
 
 from ml_collections import ConfigDict
 
-VARIANTS = ("tiny", "lora", "moe", "async", "gemma2_2b_v5e16")
+# Published size, chips of each side, and the meshes of trainer and rollout.
+_GEMMA4 = {
+    "gemma4_e2b_v6e16": ("gemma4-e2b", 8, "fsdp=8", "data=4,tensor=2"),
+    "gemma4_e4b_v6e16": ("gemma4-e4b", 8, "fsdp=8", "data=4,tensor=2"),
+    "gemma4_26b_a4b_v5p32": ("gemma4-26b-a4b", 16, "fsdp=4,expert=4", "data=4,expert=4"),
+    "gemma4_31b_v5p32": ("gemma4-31b", 16, "fsdp=16", "data=4,tensor=4"),
+}
+VARIANTS = ("tiny", "lora", "moe", "async", "gemma2_2b_v5e16", *_GEMMA4)
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -36,6 +51,8 @@ def get_config(variant: str = "tiny") -> ConfigDict:
         config.grpo.update({"max_staleness": 2, "old_logprob": "trainer", "sampler_correction": "tis"})
     if variant == "gemma2_2b_v5e16":
         _gemma2_2b(config)
+    if variant in _GEMMA4:
+        _gemma4(config, *_GEMMA4[variant])
     return config
 
 
@@ -104,3 +121,19 @@ def _gemma2_2b(config: Any) -> None:
     config.trainer.update({"warmup_fraction": 0.1, "b1": 0.9, "b2": 0.99, "weight_decay": 0.1, "max_grad_norm": 0.1})
     config.trainer.update({"train_micro_batch_size": 2, "dtype": "bfloat16", "remat": "full"})
     config.checkpoint.update({"every": 500, "keep": 4})
+
+
+def _gemma4(config: Any, size: str, chips: int, trainer: str, rollout: str) -> None:
+    """Sets GRPO on GSM8K for all weights of a Gemma 4: one pass over the problems, 16 at a time with 8 samples each."""
+    config.model.update({"path": "", "size": size})  # podrl.plan needs no weights
+    config.fake_devices = 2 * chips  # for --dry_run on a laptop
+    config.roles = ConfigDict({"colocated": False, "trainer": {"mesh": trainer}, "rollout": {"mesh": rollout}})
+    config.data.path = "gsm8k_train.jsonl"
+    config.grpo.update({"num_generations": 8, "beta": 0.0})  # no reference is held beside the policy
+    config.rollout.update({"prompts_per_step": 16, "max_prompt_length": 256, "max_tokens_to_generate": 512})
+    config.rollout.update({"data_type": "bfloat16", "kv_cache_size": 1024, "lanes": 128})
+    config.trainer = ConfigDict({"max_steps": 450, "eval_every_n_steps": 50, "learning_rate": 1e-6})
+    config.trainer.update({"schedule": "cosine", "warmup_fraction": 0.05, "max_grad_norm": 0.1, "dtype": "bfloat16"})
+    config.trainer.update({"micro_batch_sequences": chips, "remat": "full"})
+    config.eval.update({"problems": 256, "samples": 1})
+    config.checkpoint.update({"every": 25, "keep": 3})

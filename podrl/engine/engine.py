@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -110,11 +110,13 @@ class Engine:
         self.read_shape = shape.reads()
         assert bool(shape.slots) == model.recurrent, (shape.slots, model.family)
         kinds = model.alike()
-        self._attending, self._recurrent = (
-            [m for m in kinds if (m.delta is None) == attends] for attends in (True, False)
-        )
+        self._attending = [m for m in kinds if m.delta is None and not m.reuses_keys]
+        self._recurrent = [m for m in kinds if m.delta is not None]
         # Number of each kind of layers, counted among the attention kinds or among the kinds of linear attention.
+        # Layers that reuse keys have the number of the kind that lends the keys.
         self._number = [sum((m.delta is None) == (n.delta is None) for n in kinds[:k]) for k, m in enumerate(kinds)]
+        for k, kind in enumerate(model.kinds):
+            self._number[k] = self._number[kind.keys_of] if kind.keys_of >= 0 else self._number[k]
         # Place of each kind's first layer among all layers with experts, in the order of recorded routes.
         routed = [0 if m.experts is None else m.num_layers for m in kinds]
         self._first_routed = [sum(routed[:k]) for k in range(len(kinds))]
@@ -424,14 +426,20 @@ class Engine:
 
         return jax.tree.map(whole, tree, specs)
 
-    def _layers(self, params: PyTree, x: Array, carry: PyTree, layer_fn: Callable) -> tuple[Array, PyTree]:
+    def _layers(
+        self, params: PyTree, infos: Sequence[decoder.LayerInfo], x: Array, carry: PyTree, layer_fn: Callable,
+        *, with_keys: bool = False,
+    ) -> tuple[Array, PyTree]:  # fmt: skip
         """Runs `layer_fn(x, carry, layer, info, index, kind) -> (x, carry)` over the layers.
 
-        `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind.
+        `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind. With
+        `with_keys` the layers that reuse the keys of others, which come last, are left out.
         """
-        infos, specs = decoder.layer_infos(self.model), self._param_specs()["layers"]
+        specs = self._param_specs()["layers"]
         if self.unrolled:
             for (kind, i), layer, spec in zip(self.model.places(), params["layers"], specs, strict=True):
+                if with_keys and self.model.kinds and self.model.kinds[kind].keys_of >= 0:
+                    break
                 info = jax.tree.map(lambda a: a[i], infos[kind])  # noqa: B023
                 x, carry = layer_fn(x, carry, self._gathered(layer, spec), info, i, kind)
             return x, carry
@@ -456,7 +464,9 @@ class Engine:
 
             steps.append(body)
             scanned.append(({name: x for name, x in stack.items() if name not in whole}, infos[kind]))
-        return decoder.over_layers(steps, (x, carry), scanned, self.model)[0]
+        for pattern in self.model.patterns()[: 1 if with_keys else None]:
+            (x, carry), _ = decoder.over_layers(steps, (x, carry), scanned, pattern)
+        return x, carry
 
     def _routed(
         self, h_BTD: Array, layer: PyTree, info: decoder.LayerInfo, router_BTD: Array | None
@@ -602,22 +612,22 @@ class Engine:
             (key, value), recents, scratch = _of_kind(pools, number), _of_kind(added, number), scratches[number]
 
             def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo, sinks: tuple) -> tuple:
-                new = [
-                    jax.lax.dynamic_update_slice(r, kv[None, :, 0, :, None], (index, 0, 0, n, 0))
-                    for r, kv in zip(recents, (k_R1KH, v_R1KH), strict=True)
-                ]
+                new, at = recents, index
+                if alike[kind].reuses_keys:
+                    at = self._attending[number].num_layers - 1
+                else:
+                    new = [
+                        jax.lax.dynamic_update_slice(r, kv[None, :, 0, :, None], (index, 0, 0, n, 0))
+                        for r, kv in zip(recents, (k_R1KH, v_R1KH), strict=True)
+                    ]
                 limits = {"window": info.window, "softcap": model.attn_softcap}
-                recent = attention.recent_attention(
-                    q_R1NH[:, 0], new[0][index], new[1][index], n, sinks=sinks, **limits
-                )
+                recent = attention.recent_attention(q_R1NH[:, 0], new[0][at], new[1][at], n, sinks=sinks, **limits)
                 if self.kernel:
                     limits |= {"tensor": self.mesh.shape["tensor"] > 1, "gpu": on_gpu(self.mesh)}
-                    out = attention.kernel_attention(
-                        q_R1NH[:, 0], index, key, value, recent, reads, position_R, **limits
-                    )
+                    out = attention.kernel_attention(q_R1NH[:, 0], at, key, value, recent, reads, position_R, **limits)
                     return out[:, None], (tuple(new), scratch)
                 out, used = attention.decode_attention(
-                    q_R1NH[:, 0], index, key, value, recent, reads, scratch, position_R, **limits
+                    q_R1NH[:, 0], at, key, value, recent, reads, scratch, position_R, **limits
                 )
                 return out[:, None], (tuple(new), used)
 
@@ -627,8 +637,10 @@ class Engine:
             added = self._recorded(_with_kind(added, number, new), route_R1k, kind, index, n)
             return x, (added, (*scratches[:number], used, *scratches[number + 1 :]), memories)
 
-        x_R1D = decoder.embed(ends, token_R[:, None], model, self.dtype)
-        x_R1D, memory = self._layers(params, x_R1D, memory, layer_fn)
+        token_R1 = token_R[:, None]
+        x_R1D = decoder.embed(ends, token_R1, model, self.dtype)
+        infos = decoder.layer_infos(model, decoder.per_layer_embeddings(ends, token_R1, x_R1D, model))
+        x_R1D, memory = self._layers(params, infos, x_R1D, memory, layer_fn)
         return decoder.rms_norm(x_R1D, ends["final_norm"], model), memory
 
     def _recorded(
@@ -711,7 +723,8 @@ class Engine:
             return x, (self._recorded(_with_kind(fresh, number, new), route_BTk, kind, index, C), learned)
 
         x_BTD = decoder.embed(ends, tokens_BT, model, self.dtype)
-        _, (fresh, learned) = self._layers(params, x_BTD, (fresh, learned), layer_fn)
+        infos = decoder.layer_infos(model, decoder.per_layer_embeddings(ends, tokens_BT, x_BTD, model))
+        _, (fresh, learned) = self._layers(params, infos, x_BTD, (fresh, learned), layer_fn, with_keys=True)
 
         def write(i: Array, pool: Array, new_LBKTH: Array) -> Array:
             """Writes the chunk's part of one target page; places before the chunk's first token keep their content."""

@@ -193,6 +193,9 @@ class Kind:
       delta: sizes of linear attention, if the layers have it in place of attention; the two numbers above then have no
         meaning. None for attention.
       dense: whether the layers have the feed-forward of the model's `ffn_dim` in place of the model's experts.
+      keys_of: index of the kind whose last layer's keys and values these layers attend to, so that they have no
+        projections k and v of their own; -1 for own keys and values. Layers of such kinds follow all others.
+      ffn_scale: factor of the model's `ffn_dim`.
     """
 
     name: str
@@ -201,6 +204,8 @@ class Kind:
     key_is_value: bool = False
     delta: Delta | None = None
     dense: bool = False
+    keys_of: int = -1
+    ffn_scale: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +248,10 @@ class ModelConfig:
         `kinds[0]`.
       delta: sizes of linear attention in place of attention, None for attention; if layers are of several kinds, the
         value of `kinds[0]`.
+      ple_dim: size P of per-layer embeddings: each layer adds to its output a function of a vector of its own for the
+        token, from a table (V, L P), and of a projection of the token's embedding (Gemma 4 E2B, E4B); 0 for none.
+      reuses_keys: whether the layers attend to keys and values of an earlier layer, see `Kind.keys_of`; False for a
+        whole model.
       kinds: kinds of layers; () if all layers are alike.
       kind_L: index of each layer's kind; () if all layers are alike.
     """
@@ -282,6 +291,8 @@ class ModelConfig:
     gated_attention: bool = False
     key_is_value: bool = False
     delta: Delta | None = None
+    ple_dim: int = 0
+    reuses_keys: bool = False
     kinds: tuple[Kind, ...] = ()
     kind_L: tuple[int, ...] = ()
 
@@ -307,7 +318,8 @@ class ModelConfig:
         names = ATTENTION_PROJECTIONS if self.experts is not None and not self.experts.beside_dense else PROJECTIONS
         if self.delta is not None:
             return tuple(name for name in names if name not in ATTENTION_PROJECTIONS)
-        return tuple(name for name in names if name != "v" or not self.key_is_value)
+        absent = {"k", "v"} if self.reuses_keys else {"v"} if self.key_is_value else set()
+        return tuple(name for name in names if name not in absent)
 
     def alike(self) -> tuple["ModelConfig", ...]:
         """Returns, for each kind of layer, the configuration of a model that has only the layers of this kind.
@@ -325,7 +337,9 @@ class ModelConfig:
             num_layers=len(layers),
             num_kv_heads=kind.num_kv_heads,
             head_dim=kind.head_dim,
+            ffn_dim=self.ffn_dim * kind.ffn_scale,
             key_is_value=kind.key_is_value,
+            reuses_keys=kind.keys_of >= 0,
             delta=kind.delta,
             experts=None if kind.dense else self.experts,
             lora=self.lora if self.experts is None or self.experts.beside_dense else self._attention_adapters(),
@@ -346,17 +360,21 @@ class ModelConfig:
             return tuple((0, i) for i in range(self.num_layers))
         return tuple((kind, self.kind_L[:i].count(kind)) for i, kind in enumerate(self.kind_L))
 
-    def runs(self) -> tuple[tuple[tuple[int, int], ...], int]:
-        """Returns the shortest pattern of layers whose repetition is the whole model, and the number of repetitions.
+    def patterns(self) -> tuple[tuple[tuple[tuple[int, int], ...], int], ...]:
+        """Returns the layers in order as repeated patterns, each the shortest: (pattern, number of repetitions).
 
-        The pattern is a sequence of runs of equal layers: (index of the kind, number of layers).
+        A pattern is a sequence of runs of equal layers: (index of the kind, number of layers). There is one, and a
+        second one for layers that reuse the keys of others.
         """
-        kind_L = self.kind_L
         if not self.kinds:
-            return ((0, self.num_layers),), 1
-        unit = next(n for n in range(1, len(kind_L) + 1) if kind_L[:n] * (len(kind_L) // n) == kind_L)
-        runs = tuple((kind, len(list(same))) for kind, same in itertools.groupby(kind_L[:unit]))
-        return runs, len(kind_L) // unit
+            return ((((0, self.num_layers),), 1),)
+        parts = itertools.groupby(self.kind_L, lambda kind: self.kinds[kind].keys_of >= 0)
+        return tuple(_repeated(tuple(kinds)) for _, kinds in parts)
+
+    @property
+    def lenders(self) -> tuple[int, ...]:
+        """Indices of the kinds whose last layer's keys and values other layers attend to."""
+        return tuple(sorted({kind.keys_of for kind in self.kinds if kind.keys_of >= 0}))
 
     @property
     def active_ffn_dim(self) -> int:
@@ -397,6 +415,18 @@ class ModelConfig:
             raise ValueError(
                 f"num_kv_heads, head_dim, key_is_value, delta are {own}: they must be those of kinds[0], {first}."
             )
+        for kind in self.kinds:
+            lender = self.kinds[kind.keys_of] if 0 <= kind.keys_of < len(names) else None
+            if kind.keys_of >= 0 and (
+                lender is None
+                or (lender.keys_of, lender.num_kv_heads, lender.head_dim) != (-1, kind.num_kv_heads, kind.head_dim)
+                or {kind.delta, lender.delta} != {None}
+            ):
+                raise ValueError(f"{kind} must reuse the keys of a kind with keys of its own, of the same sizes.")
+        if self.lenders and (len(self.patterns()) != 2 or self.kinds[self.kind_L[0]].keys_of >= 0):
+            raise ValueError(f"kind_L={self.kind_L}: layers that reuse keys must follow all others.")
+        if self.lenders and self.experts is not None:
+            raise ValueError(f"A {self.family} model with experts and with layers that reuse keys is not computed.")
         self.alike()  # checks each kind
 
     def _check_adapters(self, experts: Experts) -> None:
@@ -446,6 +476,14 @@ class ModelConfig:
 
     def windows(self) -> Int[np.ndarray, " L"]:
         return np.asarray(self.window_L, np.int32)
+
+
+def _repeated(kinds: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Returns the shortest pattern of kinds whose repetition is `kinds`, as in `ModelConfig.patterns`."""
+    if len(set(kinds)) == 1:
+        return ((kinds[0], len(kinds)),), 1
+    unit = next(n for n in range(1, len(kinds) + 1) if kinds[:n] * (len(kinds) // n) == kinds)
+    return tuple((kind, len(list(same))) for kind, same in itertools.groupby(kinds[:unit])), len(kinds) // unit
 
 
 def quant_groups(size: int) -> int:

@@ -1,7 +1,7 @@
 """The decoder: the forward pass that training and decoding share."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from podrl.mesh import rules
 from podrl.models import delta, moe
-from podrl.models.attention import ATTENTION_NAME, attention, on_tpu
-from podrl.models.config import PROJECTIONS, ModelConfig
+from podrl.models.attention import attention, on_tpu
+from podrl.models.config import PROJECTIONS, Kind, ModelConfig
 from podrl.models.parameters import EINSUMS, grouped_dim, projection_inputs, stacks_of
+from podrl.models.remat import POLICIES, check_offload
 from podrl.types import PyTree
 
 
@@ -27,15 +28,18 @@ class LayerInfo:
       freq_H: rotary frequencies, radians per position.
       window: number of tokens that a token sees, itself included.
       rope_factor: factor of the cosines and sines of rotary positions; () if it is 1 in all layers.
+      ple: per-layer embeddings of the tokens, see `per_layer_embeddings`; () in models without them.
     """
 
     index: Int[Array, ""]
     freq_H: Float[Array, " H/2"]
     window: Int[Array, ""]
     rope_factor: tuple[Float[Array, ""], ...] = ()
+    ple: tuple[Float[Array, "B T P"], ...] = ()
 
 
 # attend(q_BTNH, k_BTKH, v_BTKH, info, sinks) -> (out_BTNH, state): queries are scaled and rotated, keys are rotated.
+# In layers that reuse keys, k_BTKH and v_BTKH are None, and `attend` takes those of the earlier layer.
 # `sinks` holds one array with the score of each head's sink, or nothing if heads have no sinks. `state` is any value
 # that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
 # In layers of linear attention: attend(h_BTD, layer) -> (out_BTD, state), with the normalised residual stream h.
@@ -45,14 +49,15 @@ Attend = Callable[..., tuple[Array, Any]]
 RoutedFeedForward = Callable[[Array, PyTree, LayerInfo, Array | None], tuple[Array, Array]]
 
 
-def layer_infos(config: ModelConfig) -> tuple[LayerInfo, ...]:
-    """Builds the stacked LayerInfo of each kind of layer."""
+def layer_infos(config: ModelConfig, ple_BTLP: tuple[Array, ...] = ()) -> tuple[LayerInfo, ...]:
+    """Builds the stacked LayerInfo of each kind of layer; `ple_BTLP` comes from `per_layer_embeddings`."""
     return tuple(
         LayerInfo(
             index=jnp.asarray(config.layers_of(k), jnp.int32) if config.kinds else jnp.arange(config.num_layers),
             freq_H=jnp.asarray(alike.inverse_frequencies()),
             window=jnp.asarray(alike.windows()),
             rope_factor=(jnp.asarray(factor_L, jnp.float32),) if set(factor_L := alike.rope_factors()) != {1.0} else (),
+            ple=tuple(jnp.moveaxis(x[:, :, jnp.asarray(config.layers_of(k))], 2, 0) for x in ple_BTLP),
         )
         for k, alike in enumerate(config.alike())
     )
@@ -205,13 +210,16 @@ def block(
         if config.gated_attention:
             q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
         q_BTNH = norm("q_norm", q_BTNH)
-        plain_BTKH = proj("k", h_BTD)
-        k_BTKH = norm("k_norm", plain_BTKH)
-        v_BTKH = plain_BTKH if config.key_is_value else proj("v", h_BTD)
-        if config.v_norm:
-            v_BTKH = rms_norm(v_BTKH, None, config)
+        k_BTKH = v_BTKH = None
+        if not config.reuses_keys:
+            plain_BTKH = proj("k", h_BTD)
+            k_BTKH = norm("k_norm", plain_BTKH)
+            v_BTKH = plain_BTKH if config.key_is_value else proj("v", h_BTD)
+            if config.v_norm:
+                v_BTKH = rms_norm(v_BTKH, None, config)
         q_BTNH = keep(rotate(q_BTNH, position_BT, info), "batch", "time", "heads", "head_dim")
-        k_BTKH = keep(rotate(k_BTKH, position_BT, info), "batch", "time", "kv_heads", "head_dim")
+        if k_BTKH is not None:
+            k_BTKH = keep(rotate(k_BTKH, position_BT, info), "batch", "time", "kv_heads", "head_dim")
         sinks = (layer["sinks"],) if config.sinks else ()
         out_BTNH, state = attend(q_BTNH * jnp.asarray(config.query_scale, q_BTNH.dtype), k_BTKH, v_BTKH, info, sinks)
         if gate_BTNH is not None:
@@ -241,6 +249,10 @@ def block(
         else:
             out_BTD, route_BTk = routed(h_BTD, layer, info, None)
     x_BTD = x_BTD + norm("post_mlp_norm", keep(out_BTD, "batch", "time", "act"))
+    for ple_BTP in info.ple:
+        gate_BTP = moe.ACTIVATIONS[config.activation](x_BTD @ layer["ple_gate"].astype(x_BTD.dtype))
+        out_BTD = (gate_BTP * ple_BTP) @ layer["ple_out"].astype(x_BTD.dtype)
+        x_BTD = x_BTD + norm("post_ple_norm", keep(out_BTD, "batch", "time", "act"))
     if config.layer_scalar:
         x_BTD = x_BTD * jax.lax.stop_gradient(layer["layer_scalar"]).astype(x_BTD.dtype)
     return x_BTD, state, route_BTk
@@ -255,6 +267,31 @@ def embed(
     # along fsdp; otherwise XLA would make the whole array on every device.
     x_BTD = rules.constrain(x_BTD, ("replica", "time", "embed"), mesh)
     return rules.constrain(x_BTD, ("batch", "time", "act"), mesh)
+
+
+def per_layer_embeddings(
+    params: PyTree, tokens_BT: Int[Array, "B T"], x_BTD: Array, config: ModelConfig, mesh: Mesh | None = None
+) -> tuple[Float[Array, "B T L P"], ...]:
+    """Computes the vector of each layer for each token: a row of the table plus a projection, over sqrt(2).
+
+    Args:
+      params: parameters of the model; only those outside the layers are read.
+      tokens_BT: tokens.
+      x_BTD: embeddings of the tokens, as `embed` returns them.
+      config: the model; without per-layer embeddings the result is ().
+      mesh: mesh on which activations are placed; None for one device.
+    """
+    if not config.ple_dim:
+        return ()
+    shape, P = (*tokens_BT.shape, config.num_layers, config.ple_dim), config.ple_dim
+    found_BTX = params["ple_table"].at[tokens_BT].get(mode="clip").astype(x_BTD.dtype) * jnp.asarray(
+        P**0.5, x_BTD.dtype
+    )
+    found_BTX = rules.constrain(found_BTX, ("replica", "time", "embed"), mesh)  # as in `embed`
+    found_BTX = rules.constrain(found_BTX, ("batch", "time", "act"), mesh)
+    made_BTX = (x_BTD @ params["ple_in"].astype(x_BTD.dtype)) * jnp.asarray(config.model_dim**-0.5, x_BTD.dtype)
+    made_BTLP = rms_norm(made_BTX.reshape(shape), params["ple_norm"], config)
+    return ((made_BTLP + found_BTX.reshape(shape)) * jnp.asarray(2**-0.5, x_BTD.dtype),)
 
 
 def output_matrix(params: PyTree) -> Float[Array, "D V"]:
@@ -273,43 +310,6 @@ def unembed(params: PyTree, hidden_BTD: Float[Array, "B T D"], config: ModelConf
     matrix_DV = output_matrix(params).astype(hidden_BTD.dtype)
     logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, matrix_DV, preferred_element_type=jnp.float32)
     return cap_logits(logits_BTV, config)
-
-
-_HOST = "pinned_host"
-
-
-def _offload(prim: Any, *args: Any, **params: Any) -> Any:
-    """Returns the remat policy that keeps the same values as "dots", but in host memory."""
-    if prim.name == "name":
-        kept = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[moe.ROUTES_NAME],
-            names_which_can_be_offloaded=[ATTENTION_NAME],
-            offload_src="device",
-            offload_dst=_HOST,
-        )
-    else:
-        kept = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", _HOST)
-    return kept(prim, *args, **params)
-
-
-_REMAT = {
-    "full": jax.checkpoint_policies.save_only_these_names(moe.ROUTES_NAME),
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, moe.ROUTES_NAME),
-    ),
-    "offload": _offload,
-}
-
-
-def _check_offload(mesh: Mesh | None) -> None:
-    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if _HOST not in kinds:
-        raise ValueError(
-            f"trainer.remat='offload' keeps activations in {_HOST} memory, which {device.device_kind} devices do not "
-            f"have ({', '.join(kinds)}): set trainer.remat='full' or 'dots'."
-        )
 
 
 def hidden(
@@ -391,14 +391,18 @@ def replayed(
         prefix_BT = None if last_BT is None else delta.prefixes(segment_BT, last_BT)
         linear = delta.cut(segment_BT, prefix_BT), delta.previous(segment_BT, prefix_BT)
 
-    def step_of(alike: ModelConfig) -> Callable:
+    def step_of(kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]]) -> Callable:
+        """Builds the step of a kind of layer; layers that reuse keys take them from `lent`, by the lending kind."""
+
         def mix(h_BTD: Array, layer: PyTree) -> tuple[Array, None]:
             assert linear is not None
             return delta.mix(h_BTD, layer, alike, *linear), None
 
         def attend(
             q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo, sinks: tuple[Array, ...]
-        ) -> tuple[Array, None]:
+        ) -> tuple[Array, tuple[Array, Array]]:
+            if alike.reuses_keys:
+                k_BTKH, v_BTKH = lent[config.kinds[kind].keys_of]
             out = attention(
                 q_BTNH,
                 k_BTKH,
@@ -411,10 +415,10 @@ def replayed(
                 mesh=mesh,
                 windows=alike.window_L,
             )
-            return out, None
+            return out, (k_BTKH, v_BTKH)
 
-        def step(x_BTD: Array, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[Array, Array | None]:
-            layer, info, given_BTk = xs
+        def step(carry: tuple, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[tuple, Array | None]:
+            (x_BTD, keys), (layer, info, given_BTk) = carry, xs
             drop = drop_nothing
             if dropping and dropout_key is not None:
                 drop = adapter_dropout(config, dropout_key, info.index)
@@ -431,25 +435,34 @@ def replayed(
                     router_BTD=router_BTD,
                 )
 
-            x_BTD, _, own_BTk = block(
+            x_BTD, made, own_BTk = block(
                 x_BTD, layer, info, position_BT, alike, attend if alike.delta is None else mix, mesh, drop, routed
             )
-            return x_BTD, None if given_BTk is None else own_BTk
+            keys = {**keys, kind: made} if kind in keys else keys
+            return (x_BTD, keys), None if given_BTk is None else own_BTk
 
-        return step if remat == "none" else jax.checkpoint(step, policy=_REMAT[remat], prevent_cse=False)
+        return step if remat == "none" else jax.checkpoint(step, policy=POLICIES[remat], prevent_cse=False)
 
     if remat == "offload":
-        _check_offload(mesh)
+        check_offload(mesh)
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
-    stacks = list(zip(stacks_of(params["layers"], config), layer_infos(config), strict=True))
-    steps = [step_of(alike) for alike in config.alike()]
-    x_BTD, owns = over_layers(
-        steps,
-        x_BTD,
-        [(*stack, route) for stack, route in zip(stacks, by_kind(route_LBTk, config), strict=True)],
-        config,
-    )
-    chosen = [own_LBTk for own_LBTk in owns if own_LBTk is not None]
+    infos = layer_infos(config, per_layer_embeddings(params, tokens_BT, x_BTD, config, mesh))
+    stacks = list(zip(stacks_of(params["layers"], config), infos, by_kind(route_LBTk, config), strict=True))
+
+    # Each lending kind hands its keys and values on from layer to layer, so that the last layer's remain. Layers that
+    # reuse them do not pass them on: what a scan passes on, it would keep once per layer for the backward pass.
+    def empty(kind: Kind) -> tuple[Array, Array]:
+        zeros = jnp.zeros((*tokens_BT.shape, kind.num_kv_heads, kind.head_dim), dtype)
+        zeros = rules.constrain(zeros, ("batch", "time", "kv_heads", "head_dim"), mesh)
+        return zeros, zeros
+
+    lent = {k: empty(config.kinds[k]) for k in config.lenders}
+    owns, alikes = {}, list(enumerate(config.alike()))
+    for number, pattern in enumerate(config.patterns()):
+        steps = [step_of(k, alike, lent) for k, alike in alikes]
+        (x_BTD, keys), own = over_layers(steps, (x_BTD, {} if number else lent), stacks, pattern)
+        lent, owns = keys or lent, owns | own
+    chosen = [own_LBTk for _, own_LBTk in sorted(owns.items()) if own_LBTk is not None]
     own_LBTk = jnp.concatenate(chosen) if len(chosen) > 1 else next(iter(chosen), None)
     return rms_norm(x_BTD, params["final_norm"], config), own_LBTk
 
@@ -465,34 +478,39 @@ def by_kind(route_LBTk: Array | None, config: ModelConfig) -> list[Array | None]
 
 
 def over_layers(
-    steps: Sequence[Callable], carry: Any, stacks: Sequence[PyTree], config: ModelConfig
-) -> tuple[Any, list[Any]]:
-    """Applies all layers in turn: a scan over each run of equal layers, inside a scan over repetitions of the pattern.
+    steps: Sequence[Callable],
+    carry: Any,
+    stacks: Sequence[PyTree],
+    pattern: tuple[tuple[tuple[int, int], ...], int],
+) -> tuple[Any, dict[int, Any]]:
+    """Applies layers in turn: a scan over each run of equal layers, inside a scan over repetitions of the pattern.
 
     Args:
       steps: function step(carry, layer) -> (carry, result) for each kind of layer.
       carry: arrays that pass from layer to layer, such as the residual stream.
       stacks: argument `layer` of `step`, stacked over the layers of a kind, for each kind.
-      config: the model.
+      pattern: an element of `ModelConfig.patterns`; only kinds of the pattern are read.
 
     Returns:
-      The final carry, and for each kind the results stacked over its layers.
+      The final carry, and for each kind of the pattern the results stacked over its layers.
     """
-    if not config.kinds:
-        carry, result = jax.lax.scan(steps[0], carry, stacks[0])
-        return carry, [result]
-    runs, times = config.runs()
+    runs, times = pattern
+    if len(runs) == times == 1:
+        kind = runs[0][0]
+        carry, result = jax.lax.scan(steps[kind], carry, stacks[kind])
+        return carry, {kind: result}
 
-    def repetition(carry: Any, stacks: Sequence[PyTree]) -> tuple[Any, list[Any]]:
-        first: list[int] = [0] * len(steps)
-        parts: list[list[Any]] = [[] for _ in steps]
+    def repetition(carry: Any, stacks: Mapping[int, PyTree]) -> tuple[Any, dict[int, Any]]:
+        first: dict[int, int] = dict.fromkeys(stacks, 0)
+        parts: dict[int, list[Any]] = {kind: [] for kind in stacks}
         for kind, count in runs:
             part = slice(first[kind], first[kind] + count)
             carry, result = jax.lax.scan(steps[kind], carry, jax.tree.map(lambda a: a[part], stacks[kind]))  # noqa: B023
             first[kind] += count
             parts[kind].append(result)
-        return carry, [jax.tree.map(lambda *each: jnp.concatenate(each), *results) for results in parts]
+        return carry, {kind: jax.tree.map(lambda *each: jnp.concatenate(each), *parts[kind]) for kind in parts}
 
-    cut = jax.tree.map(lambda a: a.reshape(times, -1, *a.shape[1:]), stacks)
+    own = {kind: stacks[kind] for kind, _ in runs}
+    cut = jax.tree.map(lambda a: a.reshape(times, -1, *a.shape[1:]), own)
     carry, results = jax.lax.scan(repetition, carry, cut)
     return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results)

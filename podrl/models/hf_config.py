@@ -68,6 +68,10 @@ _GEMMA4 = _GEMMA | {
     "sliding_window": 512,
     "attention_k_eq_v": False,
     "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -219,7 +223,7 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         raise ValueError(f"{where} has head_dim={head_dim}: it must be even, because rotary positions turn pairs.")
     window = _window(name, known, read)
     sliding = _sliding_layers(name, known, layers, window, where)
-    kinds, kind_L = _kinds(name, known, fields, sliding, where)
+    kinds, kind_L = _kinds(name, known, sliding, where)
     if name in QWEN3_5:
         kinds, kind_L = _linear_kinds(known, layers, head_dim, where)
     if name == "glm4_moe":
@@ -278,22 +282,32 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
         rotary_dim=_rotary_dim(name, known, head_dim, where) if name in PARTIAL_ROPE else 0,
         gated_attention=name in QWEN3_5,
         delta=kinds[0].delta if kinds else None,
+        ple_dim=_per_layer_dim(known, fields, where) if name == "gemma4" else 0,
         kinds=kinds,
         kind_L=kind_L,
     )
 
 
+def _per_layer_dim(known: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> int:
+    """Reads the size of a Gemma 4's per-layer embeddings; null is 0, a missing field is transformers' default."""
+    dim = fields.get("hidden_size_per_layer_input", known["hidden_size_per_layer_input"]) or 0
+    if dim and known["vocab_size_per_layer_input"] != known["vocab_size"]:
+        raise ValueError(
+            f"{where} has vocab_size_per_layer_input={known['vocab_size_per_layer_input']} and vocab_size="
+            f"{known['vocab_size']}: they must be the same."
+        )
+    return dim
+
+
 def _kinds(
-    name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
+    name: str, known: Mapping[str, Any], sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Reads the two kinds of layers of a Gemma 4: with a window, and without one but with heads of another size."""
+    """Reads the kinds of layers of a Gemma 4: with a window, and without one but with heads of another size.
+
+    The last layers may reuse keys: those of the last earlier layer of the same type, of which there must be one.
+    """
     if name != "gemma4":
         return (), ()
-    if fields.get("hidden_size_per_layer_input", 256):
-        raise ValueError(
-            f"{where} lacks hidden_size_per_layer_input=0: the model has embeddings for each layer (Gemma 4 E2B and "
-            "E4B), which podrl does not compute yet."
-        )
     if sliding[-1] or not any(sliding):
         raise ValueError(
             f"{where} has layer_types that podrl does not compute: some must slide, and the last must not."
@@ -316,7 +330,23 @@ def _kinds(
         Kind("sliding", near["num_key_value_heads"], near["head_dim"]),
         Kind("full", wide["num_key_value_heads"], wide["head_dim"], known["attention_k_eq_v"]),
     )
-    return kinds, tuple(0 if slides else 1 for slides in sliding)
+    shared = known["num_kv_shared_layers"]
+    own = [0 if slides else 1 for slides in sliding]
+    if not shared:
+        return kinds, tuple(own)
+    producing = own[: max(len(own) - shared, 0)]
+    if set(producing) != {0, 1} or known.get("enable_moe_block"):
+        raise ValueError(
+            f"{where} has num_kv_shared_layers={shared}: a sliding and a full layer must come before the layers that "
+            "share their keys, and podrl computes no experts (enable_moe_block) beside such layers."
+        )
+    scale = 2 if known["use_double_wide_mlp"] else 1
+    reusing = [k for k in (0, 1) if k in own[len(producing) :]]
+    kinds += tuple(
+        Kind(f"{kinds[k].name}_shared", kinds[k].num_kv_heads, kinds[k].head_dim, keys_of=k, ffn_scale=scale)
+        for k in reusing
+    )
+    return kinds, (*producing, *(2 + reusing.index(k) for k in own[len(producing) :]))
 
 
 _LINEAR_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
@@ -656,8 +686,10 @@ def _gemma4_fields(config: ModelConfig) -> dict[str, Any]:
         "global_head_dim": full.head_dim,
         "num_global_key_value_heads": full.num_kv_heads if full.key_is_value else None,
         "attention_k_eq_v": full.key_is_value,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": config.ple_dim,
+        "vocab_size_per_layer_input": config.vocab_size,
+        "num_kv_shared_layers": sum(config.kinds[kind].keys_of >= 0 for kind in config.kind_L),
+        "use_double_wide_mlp": any(kind.ffn_scale == 2 for kind in config.kinds),
         **({"enable_moe_block": True} if config.experts is not None else {}),
     }
 

@@ -23,6 +23,8 @@ EXPERT_FIELDS: Mapping[str, tuple[str, ...]] = {
 QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
 PARTIAL_ROPE = (*QWEN3_5, "glm4_moe")  # rotary positions turn a part of each head
 _GEMMA4 = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config")
+# Fields of Gemma 4 for embeddings for each layer, and for layers that reuse the keys of others.
+_SMALL = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 _CLAMPED = ("swiglu_limit", "swiglu_alpha")
 # Second spellings in gpt-oss's published file of fields that transformers reads elsewhere.
 _TWICE = ("experts_per_token", "initial_context_length")
@@ -35,6 +37,7 @@ COMPUTED = frozenset(
     (
         *EXPERT_FIELDS,
         *_GEMMA4,
+        *_SMALL,
         *_LINEAR,
         *_TWICE,
         "vocab_size",
@@ -105,8 +108,6 @@ _IGNORABLE = frozenset(
         "bad_words_ids",
         "length_penalty",
         "output_router_logits",
-        "vocab_size_per_layer_input",  # has no effect while hidden_size_per_layer_input is 0
-        "use_double_wide_mlp",  # has no effect while num_kv_shared_layers is 0
         "mamba_ssm_dtype",  # type of the states, which are float32 in podrl
         "num_nextn_predict_layers",  # podrl leaves these layers' tensors out
         "num_mtp_layers",
@@ -121,8 +122,6 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "attention_dropout": (0, 0.0, None),
     "mlp_bias": (False, None),
     "use_bidirectional_attention": (False, None),
-    "hidden_size_per_layer_input": (0, None),
-    "num_kv_shared_layers": (0, None),
     "enable_moe_block": (False, None),
     "swiglu_limit": (7.0, None),
     "swiglu_alpha": (1.702, None),
@@ -164,7 +163,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "_sliding_window_pattern": (),
     "use_sliding_window": (*_QWEN, "qwen3_moe"),
     "max_window_layers": _QWEN,
-    **dict.fromkeys(_GEMMA4, ("gemma4",)),
+    **dict.fromkeys((*_GEMMA4, *_SMALL), ("gemma4",)),
     **dict.fromkeys(_LINEAR, QWEN3_5),
     **dict.fromkeys(_CLAMPED, ("gpt_oss",)),
     **EXPERT_FIELDS,
@@ -182,6 +181,11 @@ def _count(key: str, value: object, where: str) -> None:
 def _layers(key: str, value: object, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{where} has {key}={value!r}: it must be a number of layers.")
+
+
+def _width(key: str, value: object, where: str) -> None:
+    if value != 0 or isinstance(value, bool):
+        _count(key, value, where)
 
 
 def _number(key: str, value: object, where: str) -> None:
@@ -242,7 +246,7 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
             *("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"),
             *("sliding_window_pattern", "_sliding_window_pattern"),
-            *("global_head_dim", "num_global_key_value_heads"),
+            *("global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input"),
             *_LINEAR,
             *_TWICE,
             *("num_experts", "num_local_experts", "num_experts_per_tok", "top_k_experts", "moe_intermediate_size"),
@@ -262,12 +266,17 @@ _TYPES: Mapping[str, Callable[[str, Any, str], None]] = {
         _positive,
     ),
     **dict.fromkeys(
-        ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "attention_k_eq_v", "use_qk_norm"), _flag
+        (
+            *("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "attention_k_eq_v", "use_qk_norm"),
+            "use_double_wide_mlp",
+        ),
+        _flag,
     ),
     **dict.fromkeys(("hidden_act", "hidden_activation"), _text),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _rope),
     "layer_types": _texts,
-    **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), _layers),
+    **dict.fromkeys(("max_window_layers", "first_k_dense_replace", "num_kv_shared_layers"), _layers),
+    "hidden_size_per_layer_input": _width,
     "per_layer_config": _overrides,
 }
 
@@ -338,6 +347,8 @@ def refuse_unread(
     def agrees(key: str, value: Any) -> bool:
         if key in EXPERT_FIELDS or key in _GEMMA4 or key in _LINEAR or key in _CLAMPED:
             return False
+        if key in _SMALL:
+            return not value or key == "vocab_size_per_layer_input"
         if key in ("attn_logit_softcapping", "final_logit_softcapping"):
             return value == 0
         if key == "partial_rotary_factor":

@@ -144,8 +144,8 @@ def _match(
     if other:
         counts = collections.Counter(other.values())
         _log.info(
-            "%s holds %d tensors of parts that podrl does not compute (images, sound, or predictions of several tokens "
-            "at once). They are skipped: %s.",
+            "%s holds %d tensors of parts that podrl does not compute (images, sound, predictions of several tokens at "
+            "once, or keys in layers that use the keys of another layer). They are skipped: %s.",
             where,
             len(other),
             ", ".join(f"{count} of {part}" for part, count in counts.items()),
@@ -194,13 +194,16 @@ def _experts_apart(name: str, tensor: StoredTensor, wanted: Container[str]) -> l
 def _other_part(name: str, config: ModelConfig) -> str:
     """Returns the name of the part that a tensor belongs to if it is not the text decoder, else ''.
 
-    GLM 4.5 predicts several tokens at once with further layers after the last.
+    GLM 4.5 predicts several tokens at once with further layers after the last. Files of small Gemma 4 models may hold
+    keys and values of layers that reuse those of others.
     """
     if match := _OTHER_PARTS.fullmatch(name):
         return match[1]
-    layer = re.match(r"model\.layers\.(\d+)\.", _plain_name(name))
+    layer = re.match(r"model\.layers\.(\d+)\.(?:(self_attn\.[kv]_(?:proj|norm))\.)?", _plain_name(name))
+    if layer is not None and layer[2] and config.lenders and int(layer[1]) < config.num_layers:
+        return layer[2] if config.kinds[config.kind_L[int(layer[1])]].keys_of >= 0 else ""
     behind = config.family == "glm4_moe" and layer is not None and int(layer[1]) >= config.num_layers
-    return layer[0].rstrip(".") if behind and layer is not None else ""
+    return f"model.layers.{layer[1]}" if behind and layer is not None else ""
 
 
 def _plain_name(name: str) -> str:

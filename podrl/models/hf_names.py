@@ -39,6 +39,16 @@ _BESIDE_DENSE = {
     "post_dense_norm": "post_feedforward_layernorm_1.weight",
 }
 
+# Per-layer embeddings, outside the layers and in each layer: leaf -> (tensor name, number of leading input dimensions).
+_PER_LAYER = {
+    "ple_table": ("model.embed_tokens_per_layer.weight", 0),
+    "ple_in": ("model.per_layer_model_projection.weight", 1),
+    "ple_norm": ("model.per_layer_projection_norm.weight", 0),
+    "ple_gate": ("model.layers.{}.per_layer_input_gate.weight", 1),
+    "ple_out": ("model.layers.{}.per_layer_projection.weight", 1),
+    "post_ple_norm": ("model.layers.{}.post_per_layer_input_norm.weight", 0),
+}
+
 # Linear attention: leaf -> (tensor name after the layer's prefix, number of leading input dimensions).
 _LINEAR = {
     "delta_in": ("linear_attn.in_proj_qkv.weight", 1),
@@ -238,6 +248,8 @@ def entries(config: ModelConfig, *, adapters: bool = False) -> list[Entry]:
     if adapters:
         return found
     head = [Entry(("embed",), "model.embed_tokens.weight", (), specs["embed"], 0)]
+    for key, (name, inputs) in _PER_LAYER.items():
+        head += [Entry((key,), name, (), specs[key], inputs)] if key in specs else []
     tail = [Entry(("final_norm",), "model.norm.weight", (), specs["final_norm"], 0)]
     if "unembed" in specs:
         tail.append(Entry(("unembed",), "lm_head.weight", (), specs["unembed"], 1))
@@ -289,6 +301,8 @@ def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:
     if key in _LINEAR:
         name, inputs = _LINEAR[key]
         return f"{prefix}{name}", inputs
+    if key in _PER_LAYER:
+        return _PER_LAYER[key]
     if key == "layer_scalar":
         return f"{prefix}layer_scalar", 0
     if key == "sinks":

@@ -70,6 +70,11 @@ def param_specs(config: ModelConfig) -> dict:
         "layers": as_layers([_layer_specs(alike) for alike in config.alike()], config),
         "final_norm": Param((config.model_dim,), ("norm",), unit),
     }
+    if config.ple_dim:
+        width = config.num_layers * config.ple_dim
+        specs["ple_table"] = Param((config.vocab_size, width), ("vocab", "embed"), config.ple_dim**-0.5)
+        specs["ple_in"] = Param((config.model_dim, width), ("embed", "norm"), config.model_dim**-0.5)
+        specs["ple_norm"] = Param((config.ple_dim,), ("norm",), unit)
     if not config.tie_embeddings:
         specs["unembed"] = Param((config.model_dim, config.vocab_size), ("embed", "vocab"), config.model_dim**-0.5)
     return specs
@@ -139,11 +144,15 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
     for name in norms:
         layer(name, (config.model_dim,), ("norm",), unit)
     if config.qk_norm and config.delta is None:
-        for name, heads in (("q", "N"), ("k", "K")):
+        for name, heads in (("q", "N"), ("k", "K"))[: 1 if config.reuses_keys else 2]:
             if config.joint_qk_norm:
                 layer(f"{name}_norm", (size[heads], config.head_dim), EINSUMS[name][2][1:], unit)
             else:
                 layer(f"{name}_norm", (config.head_dim,), ("norm",), unit)
+    if config.ple_dim:
+        layer("ple_gate", (config.model_dim, config.ple_dim), ("embed", "mlp"), config.model_dim**-0.5)
+        layer("ple_out", (config.ple_dim, config.model_dim), ("mlp", "embed"), config.ple_dim**-0.5)
+        layer("post_ple_norm", (config.model_dim,), ("norm",), unit)
     if config.layer_scalar:
         layer("layer_scalar", (1,), ("norm",), -1.0)
     return layers

@@ -67,6 +67,28 @@ def _gemma3(
     }
 
 
+def _gemma4_small(
+    dim: int, ffn: int, layers: int, kv_heads: int, *, every: int, shared: int, wide: bool
+) -> dict[str, Any]:
+    """Fields of a small Gemma 4: one layer of `every` has no window, the last `shared` reuse the keys of others."""
+    return {
+        "model_type": "gemma4_text",
+        "vocab_size": 262_144,
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "layer_types": (["sliding_attention"] * (every - 1) + ["full_attention"]) * (layers // every),
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+    }
+
+
 def _gemma4(
     dim: int, ffn: int, layers: int, heads: int, kv_heads: int, full_kv_heads: int, **experts: Any
 ) -> dict[str, Any]:
@@ -232,6 +254,8 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "gemma3-4b": _gemma3(2560, 10_240, 34, 8, 4),
     "gemma3-12b": _gemma3(3840, 15_360, 48, 16, 8),
     "gemma3-27b": _gemma3(5376, 21_504, 62, 32, 16, head_dim=128, scalar=168),
+    "gemma4-e2b": _gemma4_small(1536, 6144, 35, 1, every=5, shared=20, wide=True),
+    "gemma4-e4b": _gemma4_small(2560, 10_240, 42, 2, every=6, shared=18, wide=False),
     "gemma4-31b": _gemma4(5376, 21_504, 60, 32, 16, 4),
     "gemma4-26b-a4b": _gemma4(
         *(2816, 2112, 30, 16, 8, 2),

@@ -16,7 +16,7 @@ def least_bytes(side: str, setting: Setting) -> float:
 
     The trainer needs parameters, moments, the parameters of a reference or a teacher, and the activations that the
     backward pass keeps of every layer: the layer's input and, unless `trainer.remat` is 'full' or 'offload', the
-    projections of attention and feed-forward. The rollout needs the weights.
+    projections of attention and feed-forward; also the per-layer embeddings. The rollout needs the weights.
     """
     if side == ROLLOUT:
         mesh = setting.rollout_mesh()
@@ -27,9 +27,9 @@ def least_bytes(side: str, setting: Setting) -> float:
     tokens = shape.rows * shape.tokens / batch_shards(mesh) / time_shards(mesh)
     kept = 0.0
     for alike in model.alike():
-        width = alike.model_dim
+        width = alike.model_dim + alike.ple_dim
         if training.remat in ("none", "dots"):
-            heads = alike.num_heads + 2 * alike.num_kv_heads
+            heads = alike.num_heads + (0 if alike.reuses_keys else 2 * alike.num_kv_heads)
             width += (heads * alike.head_dim + 2 * alike.active_ffn_dim) / tensor
         kept += alike.num_layers * width
     activations = tokens * kept * jnp.dtype(training.dtype).itemsize
@@ -40,9 +40,9 @@ def _forward(model: ModelConfig) -> float:
     """Counts operations per token of a model's projections."""
     work = 0.0
     for alike in model.alike():
-        keys = alike.num_kv_heads * (1 if alike.key_is_value else 2)
+        keys = 0 if alike.reuses_keys else alike.num_kv_heads * (1 if alike.key_is_value else 2)
         weights = alike.model_dim * alike.head_dim * (2 * alike.num_heads + keys)
-        work += 2.0 * alike.num_layers * (weights + 3 * alike.active_ffn_dim * alike.model_dim)
+        work += 2.0 * alike.num_layers * (weights + 3 * (alike.active_ffn_dim + alike.ple_dim) * alike.model_dim)
     return work
 
 

@@ -192,13 +192,15 @@ def rollout_programs(setting: Setting) -> list[Program]:
 def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> HandCountedWork:
     """Counts a dispatch on one chip: each step reads weights and visible tokens once, and prompts once per group.
 
-    Along the axis expert a chip reads and computes its own experts, for the lanes of all chips along the axis. States
-    of linear attention are read and written once per step; they are not sharded over tensor.
+    The table of per-layer embeddings is not counted, because a token reads one row of it. Along the axis expert a chip
+    reads and computes its own experts, for the lanes of all chips along the axis. States of linear attention are read
+    and written once per step; they are not sharded over tensor.
     """
     model, job = setting.rollout_model, setting.job
     tensor, spread = mesh.shape["tensor"], mesh.shape.get("expert", 1)
     item = setting.rollout_dtype().itemsize
-    weights, routed = parameter_count(model) / tensor, expert_parameter_count(model) / tensor
+    table = model.vocab_size * model.num_layers * model.ple_dim
+    weights, routed = (parameter_count(model) - table) / tensor, expert_parameter_count(model) / tensor
     # Only the chosen experts compute a lane's token, and experts that no lane has chosen are not read.
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed + routed / spread * (1 - (1 - model.chosen_share) ** (lanes * spread))

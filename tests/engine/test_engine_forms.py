@@ -176,6 +176,13 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "sliding_window": 6,
 }
+# As Gemma 4 E2B: the last six of 15 layers reuse keys, and every layer has embeddings of its own.
+SMALL_GEMMA4 = {
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 300,
+    "num_kv_shared_layers": 6,
+    "use_double_wide_mlp": True,
+}
 BESIDE_DENSE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12}
 
 
@@ -184,6 +191,8 @@ BESIDE_DENSE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, 
     [
         ("fsdp=2", 15, {}),
         ("data=1", 3, BESIDE_DENSE),
+        ("fsdp=2", 15, SMALL_GEMMA4),
+        pytest.param("tensor=2", 9, SMALL_GEMMA4, marks=[FORMS, pytest.mark.slow]),
         pytest.param("tensor=2", 3, {}, marks=[FORMS, pytest.mark.slow]),
         pytest.param("data=2,fsdp=2,tensor=2", 15, BESIDE_DENSE, marks=[FORMS, pytest.mark.slow]),
     ],

@@ -204,6 +204,34 @@ GEMMA4_26B = {
     "vocab_size": 262144,
     "vocab_size_per_layer_input": 262144,
 }
+# The text parts of Gemma 4 E2B and E4B.
+GEMMA4_E4B = GEMMA4_26B | {
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "hidden_size": 2560,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 10240,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": None,
+    "num_attention_heads": 8,
+    "num_experts": None,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18,
+    "sliding_window": 512,
+    "top_k_experts": None,
+}
+GEMMA4_E2B = GEMMA4_E4B | {
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+}
 # The published config.json of GLM-4.5-Air.
 GLM45_AIR = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -262,9 +290,28 @@ def test_the_published_fields_of_gemma4_with_experts_are_read():
     config = config_from_hf(images | {"text_config": GEMMA4_26B, "tie_word_embeddings": True})
     assert config == config_of("gemma4-26b-a4b") == config_from_hf(config_to_hf(config))
     assert config.experts == Experts(128, 8, 704, beside_dense=True) and config.active_ffn_dim == 2112 + 8 * 704
-    assert config.runs() == (((0, 5), (1, 1)), 5) and moe.route_bytes(config) == 30 * 8
+    assert config.patterns() == ((((0, 5), (1, 1)), 5),) and moe.route_bytes(config) == 30 * 8
     with pytest.raises(ValueError, match="top_k_experts=500 and num_experts=128"):
         config_from_hf(GEMMA4_26B | {"top_k_experts": 500})
+
+
+def test_the_published_fields_of_small_gemma4_are_read():
+    both = {"model_type": "gemma4", "audio_config": {}, "vision_config": {"num_hidden_layers": 16}}
+    wide, narrow = (config_from_hf(both | {"text_config": raw}) for raw in (GEMMA4_E2B, GEMMA4_E4B))
+    assert (wide, narrow) == (config_of("gemma4-e2b"), config_of("gemma4-e4b"))
+    assert wide.patterns() == ((((0, 4), (1, 1)), 3), (((2, 4), (3, 1)), 4)) and wide.ple_dim == 256
+    assert narrow.patterns() == ((((0, 5), (1, 1)), 4), (((2, 5), (3, 1)), 3))
+    assert [alike.ffn_dim for alike in wide.alike()] == [6144, 6144, 12288, 12288]
+    assert [alike.ffn_dim for alike in narrow.alike()] == [10240] * 4
+    assert [(alike.head_dim, alike.windows()[0]) for alike in narrow.alike()[2:]] == [(256, 512), (512, GLOBAL_WINDOW)]
+
+
+@pytest.mark.parametrize("raw", [GEMMA4_E2B, GEMMA4_E4B], ids=["e2b", "e4b"])
+def test_a_changed_field_of_a_small_gemma4_is_honoured_or_refused(raw):
+    more = {"hidden_size_per_layer_input": 128, "vocab_size_per_layer_input": 7, "num_kv_shared_layers": 12}
+    more |= {"num_key_value_heads": 4, "use_double_wide_mlp": not raw["use_double_wide_mlp"]}
+    same = changed_without_effect(raw, **more)
+    assert same <= {"use_sliding_window", "top_k_experts", "num_experts", "moe_intermediate_size"}, same
 
 
 def test_the_published_fields_of_qwen35_with_experts_are_read():
@@ -272,7 +319,7 @@ def test_the_published_fields_of_qwen35_with_experts_are_read():
     config = config_from_hf(images | {"text_config": QWEN35_35B, "tie_word_embeddings": False})
     assert config == config_of("qwen3.5-35b-a3b") == config_from_hf(QWEN35_35B)
     assert config.experts == Experts(256, 8, 512, shared_dim=512, shared_gate=True)
-    assert config.runs() == (((1, 3), (0, 1)), 10) and config.recurrent and config.norm_plus_one
+    assert config.patterns() == ((((1, 3), (0, 1)), 10),) and config.recurrent and config.norm_plus_one
     assert moe.route_bytes(config) == 2 * 40 * 8  # with 256 or more experts a route takes two bytes
     assert config_from_hf(config_to_hf(config)) == config
 
@@ -427,13 +474,13 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
         config_from_hf(QWEN3_30B | {"num_local_experts": 4})
 
 
-def changed_without_effect(raw):
+def changed_without_effect(raw, **more):
     """Changes each field that may change the logits; returns those that neither do so nor are refused by name."""
     gemma = raw["model_type"] == "gemma4_text"
     changes = {
         **{key: 3 for key in ("decoder_sparse_step", "max_window_layers")},
         "top_k_experts": 1,
-        "enable_moe_block": not gemma,
+        "enable_moe_block": not raw.get("enable_moe_block"),
         **{key: 1 for key in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")},
         "norm_topk_prob": False,
         "mlp_only_layers": [0],
@@ -475,6 +522,7 @@ def changed_without_effect(raw):
         "experts_per_token": 3,
         "initial_context_length": 7,
         "quantization_config": {"quant_method": "gptq"},
+        **more,
     }
     same = set()
     for key, value in changes.items():
@@ -521,6 +569,8 @@ def test_published_sizes_survive_a_round_trip(name):
         ("glm-4.5-air", 106_852_251_264),
         ("gemma4-26b-a4b", 25_233_141_790),
         ("gemma4-31b", 30_697_345_340),
+        ("gemma4-e2b", 4_628_569_379),
+        ("gemma4-e4b", 7_463_013_418),
     ],
 )
 def test_published_sizes_have_the_published_number_of_parameters(name, count):

@@ -69,6 +69,17 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
     assert params["layers"]["routed"]["selection_bias"].dtype == jnp.float32
 
 
+def test_keys_of_layers_that_reuse_those_of_others_are_left_out(tmp_path, caplog):
+    directory = pathlib.Path(shutil.copytree(FIXTURES / "gemma4_small", tmp_path / "small"))
+    names = [f"model.layers.{i}.self_attn.{name}.weight" for i in (3, 5) for name in ("k_proj", "v_proj", "k_norm")]
+    unused = {name: np.ones(2) for name in names}
+    safetensors.numpy.save_file({**tensors_of(directory), **unused}, directory / "model.safetensors")
+    with caplog.at_level("INFO"):
+        trees_equal(load(directory)[1], load(FIXTURES / "gemma4_small")[1])
+    (said,) = [line for line in caplog.messages if "skipped" in line]
+    assert all(f"2 of self_attn.{name}" in said for name in ("k_proj", "v_proj", "k_norm"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_model_is_the_loaded_model(tmp_path, name):
     mesh = build.make_mesh("data=2,fsdp=2,tensor=2", jax.devices())

@@ -15,8 +15,9 @@ from podrl.models import LoraConfig, decoder, from_pretrained, parameters, peft_
 from podrl.models.hf_config import config_from_hf, config_to_hf
 
 GEMMA4 = pathlib.Path(__file__).parent / "fixtures" / "gemma4"
-EXPERTS = GEMMA4.with_name("gemma4_experts")
+EXPERTS, SMALL = (GEMMA4.with_name(name) for name in ("gemma4_experts", "gemma4_small"))
 RAW = json.loads((GEMMA4 / "config.json").read_text())
+MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def pattern(model, kind_L):
 )
 def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
     config = pattern(model, kind_L)
-    assert config.runs() == want
+    assert config.patterns() == (want,)
     params = parameters.init_params(config, jax.random.key(0))
     tokens_BT = jnp.arange(14).reshape(2, 7)
     x_BTD = decoder.embed(params, tokens_BT, config, jnp.dtype(jnp.float32))
@@ -124,7 +125,7 @@ def test_adapters_of_every_kind_merge_and_go_through_peft_files(model, tmp_path)
     np.testing.assert_array_equal(hidden(again, config, tokens_BT), want_BTD)
 
 
-@pytest.mark.parametrize("directory", [GEMMA4, EXPERTS], ids=lambda d: d.name)
+@pytest.mark.parametrize("directory", [GEMMA4, EXPERTS, SMALL], ids=lambda d: d.name)
 def test_projections_of_every_kind_are_stored_as_integers(directory):
     rounded = from_pretrained(directory, lora=LoraConfig(rank=2, base_dtype="int8"))
     for stack in rounded.params["layers"].values():
@@ -135,7 +136,7 @@ def test_projections_of_every_kind_are_stored_as_integers(directory):
     assert shapes == jax.tree.map(lambda a: a.shape, rounded.params)
 
 
-@pytest.mark.parametrize("directory", [GEMMA4, EXPERTS], ids=lambda d: d.name)
+@pytest.mark.parametrize("directory", [GEMMA4, EXPERTS, SMALL], ids=lambda d: d.name)
 def test_a_saved_model_is_read_as_the_same_on_other_devices(directory, tmp_path):
     model = from_pretrained(directory)
     model.save(tmp_path / "out")
@@ -156,8 +157,10 @@ def test_both_spellings_of_the_full_layers_are_read():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"hidden_size_per_layer_input": 16}, "hidden_size_per_layer_input=16"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2"),
+        ({"hidden_size_per_layer_input": 16}, "vocab_size_per_layer_input=262144 and vocab_size=24"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers=4: a sliding and a full layer must come before"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers=7"),
+        ({"num_kv_shared_layers": 1, **MOE}, "num_kv_shared_layers=1: .* no experts"),
         ({"enable_moe_block": True}, "lacks num_experts, which a gemma4 model needs"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
         ({"per_layer_config": {"2": {"head_dim": 16}}}, "per_layer_config"),
@@ -172,5 +175,22 @@ def test_what_podrl_does_not_compute_is_refused_by_name(changes, message):
 
 
 def test_embeddings_for_each_layer_are_what_a_missing_field_means():
-    with pytest.raises(ValueError, match="hidden_size_per_layer_input=0"):
-        config_from_hf({name: value for name, value in RAW.items() if name != "hidden_size_per_layer_input"})
+    less = {name: value for name, value in RAW.items() if name != "hidden_size_per_layer_input"}
+    assert config_from_hf(less | {"vocab_size_per_layer_input": 24}).ple_dim == 256
+    assert config_from_hf(RAW | {"hidden_size_per_layer_input": None}) == config_from_hf(RAW)
+
+
+def test_a_producing_layer_gets_the_gradients_of_the_layers_that_reuse_its_keys():
+    small = from_pretrained(SMALL)
+    assert [kind.name for kind in small.config.kinds] == ["sliding", "full", "sliding_shared", "full_shared"]
+    assert small.config.patterns() == ((((0, 2), (1, 1)), 1), (((2, 2), (3, 1)), 1))
+    # Without an output projection a layer's own queries do not reach the output, so only the last three layers use k.
+    stacks = {
+        name: {**stack, "o": stack["o"] * 0} if not name.endswith("_shared") else stack
+        for name, stack in small.params["layers"].items()
+    }
+    params, tokens_BT = {**small.params, "layers": stacks}, jnp.arange(12)[None]
+    gradient = jax.jit(jax.grad(lambda p, t: hidden(p, small.config, t).sum()))(params, tokens_BT)["layers"]
+    assert np.any(gradient["full"]["k"][-1]) and np.any(gradient["sliding"]["v"][-1])
+    assert not np.any(gradient["sliding"]["k"][0]), "only the last sliding layer lends its keys"
+    assert set(gradient["full"]) - set(gradient["full_shared"]) == {"k", "v", "k_norm"}

@@ -65,6 +65,15 @@ GEMMA4_EXPERTS = {
     "attention_k_eq_v": True,
 }
 
+# As Gemma 4 E2B: per-layer embeddings; the last three layers reuse keys and have a wider MLP.
+GEMMA4_SMALL = {
+    "hidden_size_per_layer_input": 6,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 6,
+}
+
 # Heads of size 16, 4 of which rotate; 2 key heads for 4 value heads; the runs of equal layers are 0 1 2 | 3 | 4.
 QWEN3_5 = {
     "head_dim": 16,
@@ -142,6 +151,17 @@ CASES = [
     ),
     ("gemma4_own_values", "Gemma4TextConfig", GEMMA4 | {"layer_types": ALTERNATING}),
     ("gemma4_experts", "Gemma4TextConfig", GEMMA4 | GEMMA4_EXPERTS | {"num_hidden_layers": 6}),
+    (
+        "gemma4_small",
+        "Gemma4TextConfig",
+        GEMMA4 | GEMMA4_SMALL | {"vocab_size_per_layer_input": 48, "final_logit_softcapping": 3.0},
+    ),
+    (
+        "gemma4_one_layer_reuses_keys",
+        "Gemma4TextConfig",
+        # Without per-layer embeddings, transformers 5.23 does not generate from such a model.
+        GEMMA4 | GEMMA4_SMALL | {"num_kv_shared_layers": 1, "attention_k_eq_v": True, "vocab_size_per_layer_input": 48},
+    ),
     # A small epsilon lets the gated norms magnify rounding: transformers itself then differs by 2e-4 from float64.
     ("qwen3_5_shared_heads", "Qwen3_5TextConfig", QWEN3_5 | {"num_hidden_layers": 5, "rms_norm_eps": 1e-2}),
     (
@@ -219,6 +239,13 @@ FIXTURE_CASES = [
         "gemma4_experts",
         "Gemma4TextConfig",
         GEMMA4 | GEMMA4_EXPERTS | {"layer_types": ALTERNATING[1:] * 2, "num_hidden_layers": 4, "num_experts": 4},
+    ),
+    (
+        "gemma4_small",
+        "Gemma4TextConfig",
+        GEMMA4
+        | GEMMA4_SMALL
+        | {"vocab_size_per_layer_input": 24, "hidden_size_per_layer_input": 4, "global_head_dim": 12},
     ),
     ("glm4_moe", "Glm4MoeConfig", GLM4 | {"num_key_value_heads": 1, "use_qk_norm": True}),
     ("gpt_oss", "GptOssConfig", GPT_OSS | {"num_key_value_heads": 1, "num_hidden_layers": 2, "num_local_experts": 4}),

@@ -169,11 +169,16 @@ def test_a_search_prints_the_command_that_runs_what_it_found():
         ("qwen3_32b_v5p32", "v5p:2x2x4", 32.76),
         ("qwen3_30b_a3b_v5p32", "v5p:2x2x4", 30.53),
         ("qwen3_30b_a3b_v6e64", "v6e:4x8", 30.53),
+        ("gemma4_e2b_v6e16", "v6e:2x4", 4.63),
+        ("gemma4_e4b_v6e16", "v6e:2x4", 7.46),
+        ("gemma4_26b_a4b_v5p32", "v5p:2x2x4", 25.23),
+        ("gemma4_31b_v5p32", "v5p:2x2x4", 30.70),
     ],
 )
-def test_every_size_of_qwen_has_room_on_its_chips(monkeypatch, variant, topology, billions):
+def test_every_size_of_qwen_and_gemma4_has_room_on_its_chips(monkeypatch, variant, topology, billions):
     chips = _setting(monkeypatch, topology).trainer
-    config = launch.load_config(f"{launch.find_config('grpo_qwen.py')}:{variant}").to_dict()
+    file = launch.find_config(f"grpo_{'qwen' if variant.startswith('qwen') else 'gemma'}.py")
+    config = launch.load_config(f"{file}:{variant}").to_dict()
     setting = Setting(parse(ConfigDict(complete(config)).to_dict()), chips, chips, 512)
     parameters = parameter_count(setting.model)
     assert round(parameters / 1e9, 2) == billions and setting.model.lora.rank == 0

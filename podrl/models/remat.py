@@ -1,0 +1,46 @@
+"""Values of the forward pass that are kept for the backward pass, for each value of `trainer.remat` except 'none'."""
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from podrl.models.attention import ATTENTION_NAME
+from podrl.models.moe import ROUTES_NAME
+
+_HOST = "pinned_host"
+
+
+def _offload(prim: Any, *args: Any, **params: Any) -> Any:
+    """Returns the remat policy that keeps the same values as "dots", but in host memory."""
+    if prim.name == "name":
+        kept = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[ROUTES_NAME],
+            names_which_can_be_offloaded=[ATTENTION_NAME],
+            offload_src="device",
+            offload_dst=_HOST,
+        )
+    else:
+        kept = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", _HOST)
+    return kept(prim, *args, **params)
+
+
+POLICIES = {
+    "full": jax.checkpoint_policies.save_only_these_names(ROUTES_NAME),
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, ROUTES_NAME),
+    ),
+    "offload": _offload,
+}
+
+
+def check_offload(mesh: Mesh | None) -> None:
+    """Raises ValueError if the devices of `mesh` (None: the first device) cannot reach the memory of their host."""
+    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if _HOST not in kinds:
+        raise ValueError(
+            f"trainer.remat='offload' keeps activations in {_HOST} memory, which {device.device_kind} devices do not "
+            f"have ({', '.join(kinds)}): set trainer.remat='full' or 'dots'."
+        )
