@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podrl import offload
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.engine import unrolls
 from podrl.job.config import SCRATCH, Job
@@ -100,8 +101,9 @@ def copies(job: Job, trainer: Mesh, rollout: Mesh) -> Copies:
 
 
 def device_bytes(tree: Any) -> float:
-    """Counts the bytes that one device holds of a tree of shapes with shardings."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Counts the bytes that one device holds of a tree of shapes with shardings, without those in the host's memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != offload.HOST]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _size(count: float) -> str:

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from podrl import offload
 from podrl.mesh import rules
 from podrl.models import delta, moe
 from podrl.models.attention import attention, on_tpu
 from podrl.models.config import PROJECTIONS, Kind, ModelConfig
 from podrl.models.parameters import EINSUMS, grouped_dim, projection_inputs, stacks_of
-from podrl.models.remat import POLICIES, check_offload
+from podrl.models.remat import POLICIES
 from podrl.types import PyTree
 
 
@@ -444,7 +445,7 @@ def replayed(
         return step if remat == "none" else jax.checkpoint(step, policy=POLICIES[remat], prevent_cse=False)
 
     if remat == "offload":
-        check_offload(mesh)
+        offload.check(mesh, "trainer.remat='offload'", "set trainer.remat='full' or 'dots'.")
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
     infos = layer_infos(config, per_layer_embeddings(params, tokens_BT, x_BTD, config, mesh))
     stacks = list(zip(stacks_of(params["layers"], config), infos, by_kind(route_LBTk, config), strict=True))

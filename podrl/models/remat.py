@@ -3,12 +3,10 @@
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
+from podrl import offload
 from podrl.models.attention import ATTENTION_NAME
 from podrl.models.moe import ROUTES_NAME
-
-_HOST = "pinned_host"
 
 
 def _offload(prim: Any, *args: Any, **params: Any) -> Any:
@@ -18,10 +16,10 @@ def _offload(prim: Any, *args: Any, **params: Any) -> Any:
             names_which_can_be_saved=[ROUTES_NAME],
             names_which_can_be_offloaded=[ATTENTION_NAME],
             offload_src="device",
-            offload_dst=_HOST,
+            offload_dst=offload.HOST,
         )
     else:
-        kept = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", _HOST)
+        kept = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", offload.HOST)
     return kept(prim, *args, **params)
 
 
@@ -33,14 +31,3 @@ POLICIES = {
     ),
     "offload": _offload,
 }
-
-
-def check_offload(mesh: Mesh | None) -> None:
-    """Raises ValueError if the devices of `mesh` (None: the first device) cannot reach the memory of their host."""
-    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if _HOST not in kinds:
-        raise ValueError(
-            f"trainer.remat='offload' keeps activations in {_HOST} memory, which {device.device_kind} devices do not "
-            f"have ({', '.join(kinds)}): set trainer.remat='full' or 'dots'."
-        )

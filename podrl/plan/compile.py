@@ -38,7 +38,8 @@ class CompileResult:
       capacity: bytes that a program may use.
       compile_s: seconds of tracing and compiling.
       compile_cpu_s: processor seconds of tracing and compiling, on all cores; the figure to compare on a busy machine.
-      host: bytes of host memory per chip for activations of `trainer.remat='offload'`.
+      host: bytes of host memory per chip for activations (`trainer.remat='offload'`) and optimizer state
+        (`trainer.offload='optimizer'`).
       flops: operations of one execution; 0 if the compiler refused the program.
       bytes: bytes read from and written to HBM in one execution; 0 if the compiler refused the program.
       collectives: collectives of one execution; empty if the compiler refused the program.
@@ -135,7 +136,8 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         )
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     memory = compiled.memory_analysis()
-    peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes)
+    # The compiler counts arguments in the host's memory in its peak, too.
+    peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes - memory.host_argument_size_in_bytes)
     if chip.name in GPUS:  # compiled for CPU, whose compiler's peak leaves temporaries out
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         peak = float(kept + memory.temp_size_in_bytes)
@@ -155,7 +157,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         capacity=chip.hbm,
         compile_s=seconds,
         compile_cpu_s=busy,
-        host=float(memory.host_temp_size_in_bytes),
+        host=float(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
         flops=flops,
         bytes=size,
         collectives=cost.collectives,

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as Spec
 from jaxtyping import Array, ArrayLike, UInt32
 
+from podrl import offload
 from podrl.types import PyTree
 
 Leaf = Array | jax.ShapeDtypeStruct
@@ -72,12 +73,16 @@ def _by_place(leaves: Mapping[K, Leaf]) -> dict[Place, list[K]]:
 def _summed(place: Place, leaf: Leaf) -> Callable[[Array], Array]:
     sharding = leaf.sharding
     spec = sharding.spec if isinstance(place, Mesh) and isinstance(sharding, NamedSharding) else None
-    return _compiled(place, spec, leaf.shape, jnp.dtype(leaf.dtype))
+    return _compiled(place, spec, leaf.shape, jnp.dtype(leaf.dtype), hosted=sharding.memory_kind == offload.HOST)
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Array], Array]:
+def _compiled(
+    place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np.dtype, *, hosted: bool = False
+) -> Callable[[Array], Array]:
     """Compiles a program that returns the sum of each device's shard of a leaf, on that device.
+
+    A leaf in the host's memory (`hosted`) is copied to its devices for it.
 
     There is one program per kind of leaf, not per tree, because a deep model, with the moments of its optimizer, has
     few different kinds of leaves.
@@ -97,7 +102,11 @@ def _compiled(place: Place, spec: Spec | None, shape: tuple[int, ...], dtype: np
         return jnp.where(first, shard_sum(shard, starts), jnp.uint32(0))[None]
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=Spec(mesh.axis_names), check_vma=False)
-    return jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))).compile()
+    own = NamedSharding(mesh, spec)
+    if not hosted:
+        return jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=own)).compile()
+    waiting = jax.ShapeDtypeStruct(shape, dtype, sharding=offload.on_host(own))
+    return jax.jit(lambda x: mapped(offload.to_devices(x, waiting.sharding))).lower(waiting).compile()
 
 
 @functools.lru_cache(maxsize=32)

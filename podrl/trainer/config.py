@@ -68,6 +68,9 @@ class RLTrainingConfig(AdamSettings):
       remat: values that the backward pass recomputes: 'none', 'dots' (all but projections and attention; the
         fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but the kept values wait in the host's
         memory; this saves device memory on TPU and GPU, and nothing on CPU).
+      offload: 'optimizer' keeps AdamW's moments, and its float32 copy of bfloat16 parameters, in the host's memory; an
+        update moves them to the devices and back in parts, such as a layer. 'none' keeps them on the devices. The
+        arithmetic is the same, though CPUs and GPUs may round the last bit in other places.
       warmup_fraction: share of all updates over which the learning rate rises.
       critic_learning_rate: peak learning rate of the critic.
     """
@@ -88,6 +91,7 @@ class RLTrainingConfig(AdamSettings):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full", "offload"] = "dots"
+    offload: Literal["none", "optimizer"] = "none"
     warmup_fraction: BelowOne = 0.0
     critic_learning_rate: Rate = 1e-5
 
@@ -96,6 +100,12 @@ class RLTrainingConfig(AdamSettings):
             raise ValueError(
                 f"trainer.train_micro_batch_size={self.train_micro_batch_size} counts prompts, "
                 f"trainer.micro_batch_sequences={self.micro_batch_sequences} sequences: leave one of the two out."
+            )
+        if self.offload != "none" and (self.actor_optimizer or self.critic_optimizer):
+            own = "actor_optimizer" if self.actor_optimizer else "critic_optimizer"
+            raise ValueError(
+                f"trainer.offload={self.offload!r} moves the state of podrl's AdamW in parts, and trainer.{own} may "
+                f"need its whole state at once: set trainer.offload='none', or leave trainer.{own} out."
             )
 
     def micro_sequences(self, group_size: int) -> int | None:
@@ -118,14 +128,17 @@ class RLTrainingConfig(AdamSettings):
         """
         if self.actor_optimizer is not None:
             return Optimizer(self.actor_optimizer)
-        return make_optimizer(self, **self._span())
+        return self._placed(make_optimizer(self, **self._span()))
 
     def critic(self) -> Optimizer:
         """Builds the critic's optimizer: AdamW with the actor's fields but the peak rate `critic_learning_rate`."""
         if self.critic_optimizer is not None:
             return Optimizer(self.critic_optimizer)
         settings = dataclasses.replace(self, learning_rate=self.critic_learning_rate)
-        return make_optimizer(settings, **self._span())
+        return self._placed(make_optimizer(settings, **self._span()))
+
+    def _placed(self, optimizer: Optimizer) -> Optimizer:
+        return dataclasses.replace(optimizer, on_host=self.offload == "optimizer")
 
     def _span(self) -> dict[str, int]:
         """Returns the keyword arguments of `make_schedule`: updates of the warm-up, and of the whole schedule."""

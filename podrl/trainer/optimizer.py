@@ -47,10 +47,17 @@ class AdamSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """A gradient transformation and, if known, its learning-rate schedule, which only metrics read."""
+    """A gradient transformation, with what the train step must know about it.
+
+    Attributes:
+      transform: the gradient transformation.
+      schedule: learning-rate schedule, which only metrics read; None if it is unknown.
+      on_host: whether its state waits in the host's memory between updates, except for values as small as counters.
+    """
 
     transform: optax.GradientTransformation
     schedule: Schedule | None = None
+    on_host: bool = False
 
 
 class AdamState(NamedTuple):
@@ -117,7 +124,10 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def _adamw(config: AdamSettings, schedule: Schedule) -> optax.GradientTransformation:
-    """Builds one transformation that clips gradients and updates moments and master copy in one pass."""
+    """Builds one transformation that clips gradients and updates moments and master copy in one pass.
+
+    Its update takes the gradients' global `norm` where it is called with a part of the parameters only.
+    """
     f32 = jnp.float32
 
     def init(params: PyTree) -> AdamState:
@@ -126,12 +136,15 @@ def _adamw(config: AdamSettings, schedule: Schedule) -> optax.GradientTransforma
         zeros = lambda dtype: jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)  # noqa: E731
         return AdamState(jnp.zeros([], jnp.int32), zeros(config.mu_dtype), zeros(config.nu_dtype), master)
 
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, AdamState]:
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, *, norm: Array | None = None, **_: Any
+    ) -> tuple[PyTree, AdamState]:
         rate = schedule(state.count)
         step = (state.count + 1).astype(f32)
         clip = f32(1.0)
         if config.max_grad_norm:
-            clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(global_norm(updates), 1e-30))
+            norm = global_norm(updates) if norm is None else norm
+            clip = jnp.minimum(1.0, config.max_grad_norm / jnp.maximum(norm, 1e-30))
         grads = jax.tree.map(lambda g: g.astype(f32) * clip, updates)
         mu = jax.tree.map(lambda m, g: config.b1 * m.astype(f32) + (1 - config.b1) * g, state.mu, grads)
         nu = jax.tree.map(lambda v, g: config.b2 * v.astype(f32) + (1 - config.b2) * g * g, state.nu, grads)
@@ -151,4 +164,4 @@ def _adamw(config: AdamSettings, schedule: Schedule) -> optax.GradientTransforma
         narrow = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
         return updates, AdamState(state.count + 1, narrow(mu, config.mu_dtype), narrow(nu, config.nu_dtype), master)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
+from podrl import offload
 from podrl.mesh import rules
 from podrl.models import parameters
 from podrl.models.config import ModelConfig
@@ -42,7 +43,7 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
 
     Args:
       trainable: shapes, dtypes and shardings of the trainable parameters.
-      optimizer: optimizer of these parameters.
+      optimizer: optimizer of these parameters; if its state is on the host, so are the leaves that can be cut in parts.
       mesh: mesh of the trainer, on which all other leaves are replicated.
     """
     whole = rules.replicated(mesh)
@@ -51,7 +52,10 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def like_param(leaf: Any, param: Any) -> jax.ShapeDtypeStruct:
-        return placed(leaf, param.sharding if leaf.shape == param.shape else whole)
+        if leaf.shape != param.shape:
+            return placed(leaf, whole)
+        hosted = optimizer.on_host and offload.cut(param.shape, param.sharding) is not None
+        return placed(leaf, offload.on_host(param.sharding) if hosted else param.sharding)
 
     opt_state: Any = jax.eval_shape(optimizer.transform.init, trainable)
     if isinstance(opt_state, AdamState):  # optax's tree_map_params hides dtypes, on which the master copy depends
@@ -91,7 +95,13 @@ def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: 
 
 
 def init_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) -> TrainState:
-    """Makes the state at step 0 from trainable parameters on `mesh`, without copying a parameter."""
+    """Makes the state at step 0 from trainable parameters on `mesh`, without copying a parameter.
+
+    Raises:
+      ValueError: the optimizer's state belongs in the host's memory, which the devices cannot reach.
+    """
+    if optimizer.on_host:
+        offload.check(mesh, "trainer.offload='optimizer'", "set trainer.offload='none'.")
     abstract = abstract_train_state(jax.tree.map(_abstract, trainable), optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
     opt_state = jax.jit(optimizer.transform.init, out_shardings=shardings)(trainable)

@@ -1,20 +1,21 @@
 """Compiled programs on packed batches: an optimizer update as a pure function of the state, and scoring of tokens."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from podrl import offload
 from podrl.mesh import rules
 from podrl.models import parameters
 from podrl.models.config import ModelConfig
 from podrl.trainer import state as state_lib
 from podrl.trainer.objective import Forward, Objective, TokenLoss, token_objective
-from podrl.trainer.optimizer import Optimizer, apply_updates, global_norm
+from podrl.trainer.optimizer import AdamState, Optimizer, apply_updates, global_norm
 from podrl.types import Batch, Layout, PyTree, Ratio, TrainState
 
 Metrics = dict[str, Float[Array, ""]]
@@ -102,28 +103,106 @@ def make_update(
         grads = jax.tree.map(lambda g: g / divisor, grads)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss.total)
-        with jax.numpy_dtype_promotion("standard"):  # optax transformations of users may mix dtypes
-            updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
-        params = apply_updates(state.params, updates)
-
-        def choose(new: Array, old: Array) -> Array:
-            return jnp.where(finite, new, old)
-
+        if optimizer.on_host:
+            params, opt_state = _updated_in_parts(optimizer, grads, norm, finite, state, placed.opt_state)
+        else:
+            params, opt_state = _updated(optimizer, grads, finite, state.params, state.opt_state)
         scalars = {name: ratio.mean() for name, ratio in metrics.items()}
         scalars[f"{prefix}/grad_norm"] = norm
         scalars[f"{prefix}/nonfinite"] = jnp.where(finite, 0.0, 1.0)
         if optimizer.schedule is not None:
             scalars[f"{prefix}/lr"] = optimizer.schedule(_update_count(state.opt_state, state.step))
-        new_state = TrainState(
-            jax.tree.map(choose, params, state.params),
-            jax.tree.map(choose, opt_state, state.opt_state),
-            state.step + 1,
-        )
+        new_state = TrainState(params, opt_state, state.step + 1)
         return new_state, {name: jnp.asarray(x, jnp.float32) for name, x in scalars.items()}
 
     abstract = state_lib.abstract_train_state(trainable, optimizer, mesh)
     placed = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(step, donate_argnums=0, out_shardings=(placed, rules.replicated(mesh)))
+
+
+def _updated(
+    optimizer: Optimizer, grads: PyTree, finite: Array, params: PyTree, opt_state: PyTree, **norm: Array
+) -> tuple[PyTree, PyTree]:
+    """Makes an update unless it is not `finite`: (parameters, optimizer state).
+
+    Args:
+      optimizer: optimizer of the parameters.
+      grads: gradients.
+      finite: whether the gradients and the loss are finite; if not, parameters and optimizer state keep their values.
+      params: parameters before the update.
+      opt_state: optimizer state before the update.
+      norm: `norm=` the global norm of all gradients, if these are not all of them.
+    """
+    with jax.numpy_dtype_promotion("standard"):  # optax transformations of users may mix dtypes
+        updates, new_state = optimizer.transform.update(grads, opt_state, params, **norm)
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(finite, new, old)
+
+    new_params = apply_updates(params, updates)
+    return jax.tree.map(choose, new_params, params), jax.tree.map(choose, new_state, opt_state)
+
+
+def _updated_in_parts(
+    optimizer: Optimizer, grads: PyTree, norm: Array, finite: Array, state: TrainState, placed: AdamState
+) -> tuple[PyTree, AdamState]:
+    """Makes the update of `_updated` part by part, with an AdamState that waits in the host's memory.
+
+    A loop moves the state of one part of the parameters (one layer, say) to the devices, and back after its update. No
+    compiler can move the state out of the loop, so it takes memory of the devices for one part only.
+
+    Args:
+      optimizer: AdamW.
+      grads: gradients.
+      norm: global norm of the gradients.
+      finite: see `_updated`.
+      state: state before the update.
+      placed: shardings of the optimizer state.
+    """
+    adam, tree = cast(AdamState, state.opt_state), jax.tree.structure(state.params)
+    trees = [state.params, adam.mu, adam.nu, *filter(None, [adam.master])]
+    rows = [list(row) for row in zip(*map(tree.flatten_up_to, trees), strict=True)]
+    grad_leaves, places = tree.flatten_up_to(grads), tree.flatten_up_to(placed.mu)
+    cuts = {
+        index: found
+        for index, (grad, place) in enumerate(zip(grad_leaves, places, strict=True))
+        if (found := offload.cut(grad.shape, place)) is not None
+    }
+
+    def changed(own: Sequence[Array], before: Sequence[Sequence[Array]]) -> list[list[Array]]:
+        params, mu, nu, *master = (list(column) for column in zip(*before, strict=True))
+        alone = AdamState(adam.count, mu, nu, master[0] if master else ())
+        params, alone = _updated(optimizer, list(own), finite, params, alone, norm=norm)
+        columns = [params, alone.mu, alone.nu, *filter(None, [alone.master])]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def loop(chosen: Sequence[int], parts: int) -> list[list[Array]]:
+        def body(part: Array, before: list[list[Array]]) -> list[list[Array]]:
+            pieces, own = [], []
+            for index, row in zip(chosen, before, strict=True):
+                param, *waiting = (cuts[index].read(x, part) for x in row)
+                pieces.append([param, *(offload.to_devices(x, places[index]) for x in waiting)])
+                own.append(cuts[index].read(grad_leaves[index], part))
+            after = []
+            for index, row, (param, *moments) in zip(chosen, before, changed(own, pieces), strict=True):
+                new = [param, *(jax.device_put(x, places[index]) for x in moments)]
+                after.append([cuts[index].write(x, y, part) for x, y in zip(row, new, strict=True)])
+            return after
+
+        return jax.lax.fori_loop(0, parts, body, [rows[index] for index in chosen])
+
+    for parts in sorted({cut.parts for cut in cuts.values()}):
+        chosen = [index for index, cut in cuts.items() if cut.parts == parts]
+        for index, row in zip(chosen, loop(chosen, parts), strict=True):
+            rows[index] = row
+    small = [index for index in range(len(rows)) if index not in cuts]
+    if small:
+        after = changed([grad_leaves[index] for index in small], [rows[index] for index in small])
+        for index, row in zip(small, after, strict=True):
+            rows[index] = row
+    params, mu, nu, *master = (tree.unflatten(column) for column in zip(*rows, strict=True))
+    count = jnp.where(finite, adam.count + 1, adam.count)
+    return params, AdamState(count, mu, nu, master[0] if master else ())
 
 
 def make_logprob_fn(config: ModelConfig, mesh: Mesh, *, temperature: float = 1.0, dtype: str = "float32") -> ScoreFn:

@@ -1,0 +1,61 @@
+"""The real update with its optimizer state in the host's memory, compiled for TPUs: the chips hold less by its size."""
+
+import dataclasses
+import importlib.util
+import os
+from typing import Any
+
+import jax
+import pytest
+
+from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
+from podrl.mesh.build import make_mesh
+from podrl.models.config import gemma2_config
+from podrl.offload import HOST
+from podrl.plan.chips import parse_topology, prepare
+from podrl.plan.compile import CompileResult, measure
+from podrl.plan.programs import TRAINER, Program
+from podrl.trainer import state as state_lib
+from podrl.trainer.config import RLTrainingConfig
+from podrl.trainer.pack_shape import pack_shape
+from podrl.trainer.step import make_train_step
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly("podrl/plan", "podrl/trainer", "podrl/offload.py"),
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]"),
+]
+
+
+def _measured(param_dtype: Any, *, hosted: bool) -> tuple[CompileResult, float]:
+    """Compiles an update for four chips: (its measurements, bytes per chip of optimizer state on the host)."""
+    machine = parse_topology("v5e:2x2", key="--trainer")
+    mesh = make_mesh("fsdp=4", machine.devices())
+    model = gemma2_config(
+        vocab_size=8192, num_layers=8, model_dim=1024, ffn_dim=8192, num_heads=8, num_kv_heads=4, head_dim=128
+    )
+    training = RLTrainingConfig(
+        eval_every_n_steps=0, max_steps=1, dtype="bfloat16", param_dtype=param_dtype, remat="full"
+    )
+    optimizer, loss = dataclasses.replace(training.optimizer(), on_host=hosted), PolicyLoss(KLLossSettings())
+    shape = pack_shape(training, mesh, sequences=8, max_length=512, group_size=4, max_prompt_length=128)
+    step: Any = make_train_step(
+        model, loss, optimizer, mesh, dtype="bfloat16", param_dtype=param_dtype, remat=training.remat
+    )
+    state, frozen = state_lib.abstract_state(model, optimizer, mesh, param_dtype)
+    batch = state_lib.abstract_batch(loss.rows, shape, mesh)
+    program = Program("train step", TRAINER, lambda: step.lower(state, frozen, batch), 1.0)
+    away = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == HOST]
+    return measure(program, machine.chip, quick=True), sum(x.size * x.dtype.itemsize for x in away) / mesh.size
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_the_peak_falls_by_the_state_that_is_on_the_host(monkeypatch, param_dtype):
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    (here, none), (there, away) = _measured(param_dtype, hosted=False), _measured(param_dtype, hosted=True)
+    assert none == 0 and away > 2**28
+    assert there.host == pytest.approx(away, rel=0.01)
+    assert there.peak < here.peak - 0.8 * away, (here.peak, there.peak, away)
