@@ -5,7 +5,8 @@ No variant has been run on its machine. grpo_qwen.py trains all weights of large
     python -m podrl.launch --config=grpo_real.py:qwen3_06b_gpu --config.model.path=DIR --config.data.path=train.jsonl
 
 Variants:
-    gemma3_4b_v5e16   Gemma 3 4B on one v5e 4x4 slice: hosts 0 and 1 train, hosts 2 and 3 generate
+    gemma4_e4b_v5e16  Gemma 4 E4B on one v5e 4x4 slice: hosts 0 and 1 train, hosts 2 and 3 generate
+    gemma3_4b_v5e16   Gemma 3 4B on the same machine
     qwen3_06b_gpu     Qwen 3 0.6B on one GPU that trains and generates in turn
     qwen3_06b_v6e8    Qwen 3 0.6B on one v6e-8 host: four chips train, four generate
 """
@@ -14,7 +15,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-VARIANTS = ("gemma3_4b_v5e16", "qwen3_06b_gpu", "qwen3_06b_v6e8")
+_V5E16 = {"gemma4_e4b_v5e16": "gemma4-e4b", "gemma3_4b_v5e16": "gemma3-4b"}
+VARIANTS = (*_V5E16, "qwen3_06b_gpu", "qwen3_06b_v6e8")
 
 
 def get_config(variant: str = "") -> ConfigDict:
@@ -24,8 +26,8 @@ def get_config(variant: str = "") -> ConfigDict:
     if variant not in VARIANTS:
         raise ValueError(f"grpo_real.py has no variant {variant!r}: use one of {', '.join(VARIANTS)}.")
     config: Any = _gsm8k()  # a type checker does not know a ConfigDict's keys
-    if variant == "gemma3_4b_v5e16":
-        config.model.size = "gemma3-4b"
+    if variant in _V5E16:
+        config.model.size = _V5E16[variant]
         config.fake_devices = 16  # for --dry_run on a laptop
         config.roles.update({"trainer": {"mesh": "fsdp=8"}, "rollout": {"mesh": "data=4,tensor=2"}})
         config.trainer.update({"train_micro_batch_size": 2, "remat": "full"})

@@ -39,7 +39,7 @@ def test_plans_are_of_the_meshes_and_sizes_of_their_configurations():
     for words in found:
         flags = dict(word.removeprefix("--").split("=", 1) for word in words[3:])
         values = load_config(find_config(flags["config"])).to_dict()
-        assert config_of(values["model"]["size"]).num_layers in (28, 34)
+        assert config_of(values["model"]["size"]).num_layers in (28, 42)
         for role in ("trainer", "rollout"):
             topology = parse_topology(flags[role], key=role)
             assert math.prod(parse_mesh(values["roles"][role]["mesh"])) == math.prod(topology.shape) * topology.slices
@@ -50,9 +50,9 @@ def test_launchers_take_the_commands(capsys):
     assert xpk.main(words[3:]) == 0
     (words,) = commands("python -m launch.gke ")
     assert gke.main(words[3:]) == 0
-    assert capsys.readouterr().out.count("grpo_real.py:gemma3_4b_v5e16") == 3  # xpk's command, and one command per role
+    assert capsys.readouterr().out.count("grpo_real.py:gemma4_e4b_v5e16") == 3  # xpk's command, and one command per role
     (gemma, qwen) = commands("launch/tpu_vm.sh ")
-    assert "--config=grpo_real.py:gemma3_4b_v5e16" in gemma and "--config=grpo_real.py:qwen3_06b_v6e8" in qwen
+    assert "--config=grpo_real.py:gemma4_e4b_v5e16" in gemma and "--config=grpo_real.py:qwen3_06b_v6e8" in qwen
 
 
 @pytest.mark.e2e
