@@ -66,6 +66,7 @@ CASES = {
     "teacher_top_k": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "top_k"}, programs=_UPDATE),
     "teacher_full": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "full"}, programs=_UPDATE),
     "gemma2_2b": Case("grpo_gemma.py:gemma2_2b_v5e16", hosts=2, changes=_HALVED),
+    "gemma4_e4b": Case("grpo_real.py:gemma4_e4b_v5e16", hosts=2, changes=_HALVED | {"roles.trainer.mesh": "fsdp=-1"}),
     "gemma3_4b": Case("grpo_real.py:gemma3_4b_v5e16", hosts=2, changes=_HALVED | {"roles.trainer.mesh": "fsdp=-1"}),
     "qwen3_06b": Case("grpo_real.py:qwen3_06b_v6e8", changes=_MESHES),
 }
@@ -89,6 +90,10 @@ SAME = {
     "grpo_qwen.py:qwen3_32b_v5p32": "qwen3_06b",
     "grpo_qwen.py:qwen3_30b_a3b_v5p32": "experts_grpo",
     "grpo_qwen.py:qwen3_30b_a3b_v6e64": "experts_grpo",
+    "grpo_gemma.py:gemma4_e2b_v6e16": "gemma4_e4b",
+    "grpo_gemma.py:gemma4_e4b_v6e16": "gemma4_e4b",
+    "grpo_gemma.py:gemma4_31b_v5p32": "gemma4_e4b",
+    "grpo_gemma.py:gemma4_26b_a4b_v5p32": "experts_grpo",
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_translated import bytes_tokenizer
+from test_translated_batch import bytes_tokenizer
 from test_updates import LIMIT, PROMPT, B, Bench, G, parsed
 
 from podrl.data.hint import TEACHER_PROMPT
