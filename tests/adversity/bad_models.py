@@ -94,7 +94,7 @@ def _with(*damages):
 
 
 MODELS = {
-    "nowhere": Bad([*BASE, "--config.model.path=nowhere"], ["model.path='nowhere'", "'tiny'"]),
+    "nowhere": Bad([*BASE, "--config.model.path=nowhere"], ["model.path='nowhere'", "tiny or tiny_moe"]),
     "none": Bad([*BASE, "--config.model.path="], ["model.path"]),
     "a file": Bad([*BASE, "--config.model.path=m"], ["model.path='m'", "not a directory"], files={"m": "x"}),
     "an empty directory": Bad([*BASE, "--config.model.path=m"], ["m"], files={"m": lambda path: path.mkdir()}),
