@@ -72,7 +72,7 @@ def check(mesh: Mesh | None, key: str, instead: str) -> None:
     Args:
       mesh: devices that must reach it; None for the process's own.
       key: setting that needs it, with its value.
-      instead: what to set instead.
+      instead: end of the message that names the key to turn.
 
     Raises:
       ValueError: the devices cannot.

@@ -23,8 +23,8 @@ class FinishedEpisode:
       said: the requests in their order.
       turns: `digest` of the model's turn after each request.
       result: reward, metrics, text and reason, as in a podrl.environments.workers.EpisodeEnd.
-      drawn: draws of the model for each request (podrl.environments.workers.EpisodeObservation.drawn); empty if the
-        model draws the same again.
+      drawn: packed token columns of the answer to each request (podrl.environments.workers.EpisodeObservation.drawn);
+        empty if the model draws the same again.
     """
 
     said: Sequence[EpisodeRequest]

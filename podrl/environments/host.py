@@ -48,7 +48,8 @@ class _Episode:
       home: worker of the present run.
       said: the log of observations, each the fields of a podrl.environments.workers.EpisodeObservation.
       turns: the log of the model's turns, one for each answered observation.
-      drawn: what the model drew for each turn, as far as the record of the episode needs it.
+      drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
+        for a turn of which it needs none.
       answers: the log of outside answers, by their numbers.
       whats: descriptions of the outside requests, by their numbers.
       asks: outside requests that are not answered yet: (description, start by time.monotonic()), by their numbers.

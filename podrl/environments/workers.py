@@ -37,8 +37,8 @@ class EpisodeObservation:
         is not shortened yet: the engine's side applies `podrl.environments.calls.shortened` before it encodes the text.
       chat: fields of a podrl.rollout.branches.ChatRequest, which replaces the observation; None for an observation.
       dropped: numbers of earlier requests of the episode whose answers no client received.
-      drawn: what the model drew for this request in an earlier run (podrl.rollout.partial.pack_turn), which answers it
-        again; None for a request that the model must answer.
+      drawn: packed token columns (ids, log-probabilities, versions) of the answer to this request in an earlier run
+        (podrl.rollout.partial.pack_turn), which answer it again; None for a request that the model must answer.
     """
 
     episode: int
@@ -174,8 +174,8 @@ class Episodes:
         Args:
           episode: number of the episode.
           turn: the model's turn.
-          drawn: what the model drew for the turn, JSON values that go into the record of the episode; None records only
-            a hash of the turn.
+          drawn: packed token columns (ids, log-probabilities, versions) of the turn as JSON, for the record of the
+            episode; None records only a hash of the turn.
         """
         value: dict[str, Any] = {"text": turn.text, "stop": turn.stop, "tokens": [int(token) for token in turn.tokens]}
         if turn.prompt:

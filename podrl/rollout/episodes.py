@@ -638,7 +638,8 @@ class EpisodePlayer:
         Args:
           b: row of the sample.
           turn: the turn.
-          drawn: what the engine drew for the turn, for the record of the episode (podrl.rollout.partial.pack_turn).
+          drawn: packed token columns (ids, log-probabilities, versions) of the turn for the record of the episode
+            (podrl.rollout.partial.pack_turn); None for a turn that is not recorded.
         """
         track = self._episodes[b].track
         if track is not None and self._points.late.get(b) == len(track.tokens):

@@ -1,4 +1,4 @@
-"""Says what a JobSet does when one of its pods fails, by the rules of Kubernetes and of JobSet 0.10."""
+"""Imitates Kubernetes and JobSet 0.10: applies the failure rules of a JobSet to a pod that fails."""
 
 import re
 
