@@ -427,9 +427,15 @@ class Engine:
         return jax.tree.map(whole, tree, specs)
 
     def _layers(
-        self, params: PyTree, infos: Sequence[decoder.LayerInfo], x: Array, carry: PyTree, layer_fn: Callable,
-        *, with_keys: bool = False,
-    ) -> tuple[Array, PyTree]:  # fmt: skip
+        self,
+        params: PyTree,
+        infos: Sequence[decoder.LayerInfo],
+        x: Array,
+        carry: PyTree,
+        layer_fn: Callable,
+        *,
+        with_keys: bool = False,
+    ) -> tuple[Array, PyTree]:
         """Runs `layer_fn(x, carry, layer, info, index, kind) -> (x, carry)` over the layers.
 
         `kind` is the number of the layer's kind, and `index` the layer's index among the layers of this kind. With

@@ -1,5 +1,6 @@
 """The decoder: the forward pass that training and decoding share."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -343,6 +344,70 @@ def hidden(
     return hidden_BTD
 
 
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """The arguments of `replayed` that all layers of a forward pass share, and the rows' cuts for linear attention.
+
+    Attributes:
+      linear: arguments of `podrl.models.delta.mix` for these rows; None without layers of linear attention.
+    """
+
+    config: ModelConfig
+    mesh: Mesh | None
+    remat: str
+    segment_BT: Int[Array, "B T"]
+    position_BT: Int[Array, "B T"]
+    last_BT: Int[Array, "B T"] | None
+    dropout_key: PRNGKeyArray | None
+    linear: tuple[Any, Any] | None
+
+    def step(self, kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]]) -> Callable:
+        """Builds the step of a kind of layer; layers that reuse keys take them from `lent`, by the lending kind."""
+        config, mesh, tpu = self.config, self.mesh, on_tpu(self.mesh)
+
+        def mix(h_BTD: Array, layer: PyTree) -> tuple[Array, None]:
+            assert self.linear is not None
+            return delta.mix(h_BTD, layer, alike, *self.linear), None
+
+        def attend(
+            q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo, sinks: tuple[Array, ...]
+        ) -> tuple[Array, tuple[Array, Array]]:
+            if alike.reuses_keys:
+                k_BTKH, v_BTKH = lent[config.kinds[kind].keys_of]
+            out = attention(
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                self.segment_BT,
+                window=info.window,
+                softcap=config.attn_softcap,
+                shared=None if self.last_BT is None else (self.last_BT, self.position_BT),
+                sinks=sinks,
+                mesh=mesh,
+                windows=alike.window_L,
+            )
+            return out, (k_BTKH, v_BTKH)
+
+        mixer = attend if alike.delta is None else mix
+
+        def step(carry: tuple, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[tuple, Array | None]:
+            (x_BTD, keys), (layer, info, given_BTk) = carry, xs
+            drop = drop_nothing
+            if self.dropout_key is not None:
+                drop = adapter_dropout(config, self.dropout_key, info.index)
+
+            def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
+                return moe.feed_forward(
+                    h_BTD, layer, info.index, config, mesh=mesh, tpu=tpu, route_BTk=given_BTk, router_BTD=router_BTD
+                )
+
+            x_BTD, made, own_BTk = block(x_BTD, layer, info, self.position_BT, alike, mixer, mesh, drop, routed)
+            keys = {**keys, kind: made} if kind in keys else keys
+            return (x_BTD, keys), None if given_BTk is None else own_BTk
+
+        return step if self.remat == "none" else jax.checkpoint(step, policy=POLICIES[self.remat], prevent_cse=False)
+
+
 def replayed(
     params: PyTree,
     tokens_BT: Int[Array, "B T"],
@@ -381,7 +446,6 @@ def replayed(
       ValueError: 'offload' on devices that cannot reach the host's memory; linear attention on rows cut along time.
     """
     dropping = config.lora.rank > 0 and config.lora.dropout > 0
-
     linear = None
     if config.recurrent:
         if mesh is not None and rules.axes_over("time", mesh):
@@ -391,64 +455,12 @@ def replayed(
             )
         prefix_BT = None if last_BT is None else delta.prefixes(segment_BT, last_BT)
         linear = delta.cut(segment_BT, prefix_BT), delta.previous(segment_BT, prefix_BT)
-
-    def step_of(kind: int, alike: ModelConfig, lent: Mapping[int, tuple[Array, Array]]) -> Callable:
-        """Builds the step of a kind of layer; layers that reuse keys take them from `lent`, by the lending kind."""
-
-        def mix(h_BTD: Array, layer: PyTree) -> tuple[Array, None]:
-            assert linear is not None
-            return delta.mix(h_BTD, layer, alike, *linear), None
-
-        def attend(
-            q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo, sinks: tuple[Array, ...]
-        ) -> tuple[Array, tuple[Array, Array]]:
-            if alike.reuses_keys:
-                k_BTKH, v_BTKH = lent[config.kinds[kind].keys_of]
-            out = attention(
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
-                segment_BT,
-                window=info.window,
-                softcap=config.attn_softcap,
-                shared=None if last_BT is None else (last_BT, position_BT),
-                sinks=sinks,
-                mesh=mesh,
-                windows=alike.window_L,
-            )
-            return out, (k_BTKH, v_BTKH)
-
-        def step(carry: tuple, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[tuple, Array | None]:
-            (x_BTD, keys), (layer, info, given_BTk) = carry, xs
-            drop = drop_nothing
-            if dropping and dropout_key is not None:
-                drop = adapter_dropout(config, dropout_key, info.index)
-
-            def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
-                return moe.feed_forward(
-                    h_BTD,
-                    layer,
-                    info.index,
-                    config,
-                    mesh=mesh,
-                    tpu=on_tpu(mesh),
-                    route_BTk=given_BTk,
-                    router_BTD=router_BTD,
-                )
-
-            x_BTD, made, own_BTk = block(
-                x_BTD, layer, info, position_BT, alike, attend if alike.delta is None else mix, mesh, drop, routed
-            )
-            keys = {**keys, kind: made} if kind in keys else keys
-            return (x_BTD, keys), None if given_BTk is None else own_BTk
-
-        return step if remat == "none" else jax.checkpoint(step, policy=POLICIES[remat], prevent_cse=False)
-
+    shared = _Pass(config, mesh, remat, segment_BT, position_BT, last_BT, dropout_key if dropping else None, linear)
     if remat == "offload":
         offload.check(mesh, "trainer.remat='offload'", "set trainer.remat='full' or 'dots'.")
     x_BTD = embed(params, tokens_BT, config, dtype, mesh)
     infos = layer_infos(config, per_layer_embeddings(params, tokens_BT, x_BTD, config, mesh))
-    stacks = list(zip(stacks_of(params["layers"], config), infos, by_kind(route_LBTk, config), strict=True))
+    stacks = list(zip(stacks_of(params["layers"], config), infos, moe.routes_by_kind(route_LBTk, config), strict=True))
 
     # Each lending kind hands its keys and values on from layer to layer, so that the last layer's remain. Layers that
     # reuse them do not pass them on: what a scan passes on, it would keep once per layer for the backward pass.
@@ -460,22 +472,12 @@ def replayed(
     lent = {k: empty(config.kinds[k]) for k in config.lenders}
     owns, alikes = {}, list(enumerate(config.alike()))
     for number, pattern in enumerate(config.patterns()):
-        steps = [step_of(k, alike, lent) for k, alike in alikes]
+        steps = [shared.step(k, alike, lent) for k, alike in alikes]
         (x_BTD, keys), own = over_layers(steps, (x_BTD, {} if number else lent), stacks, pattern)
         lent, owns = keys or lent, owns | own
     chosen = [own_LBTk for _, own_LBTk in sorted(owns.items()) if own_LBTk is not None]
     own_LBTk = jnp.concatenate(chosen) if len(chosen) > 1 else next(iter(chosen), None)
     return rms_norm(x_BTD, params["final_norm"], config), own_LBTk
-
-
-def by_kind(route_LBTk: Array | None, config: ModelConfig) -> list[Array | None]:
-    """Splits the routes of all layers with experts by the kind of layer; None for kinds of dense layers."""
-    found, first = [], 0
-    for alike in config.alike():
-        layers = 0 if alike.experts is None else alike.num_layers
-        found.append(route_LBTk[first : first + layers] if route_LBTk is not None and layers else None)
-        first += layers
-    return found
 
 
 def over_layers(

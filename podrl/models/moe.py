@@ -720,3 +720,13 @@ def _kernels(
         return tgmm(a_PX.T, b_PY, plan.count_E, b_PY.dtype, tiling, interpret=interpret)
 
     return _Products(dot, _biases(leaves, first + plan.block_N)), outer
+
+
+def routes_by_kind(route_LBTk: Array | None, config: ModelConfig) -> list[Array | None]:
+    """Splits the routes of all layers with experts by the kind of layer; None for kinds of dense layers."""
+    found, first = [], 0
+    for alike in config.alike():
+        layers = 0 if alike.experts is None else alike.num_layers
+        found.append(route_LBTk[first : first + layers] if route_LBTk is not None and layers else None)
+        first += layers
+    return found
