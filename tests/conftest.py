@@ -10,6 +10,7 @@ import tempfile
 import hypothesis
 import nightly
 import pytest
+from budget import leave_to_nightly
 from quick_runs import NO_EMITTERS, QUICK_RUNS
 from reach import Reach
 
@@ -120,6 +121,7 @@ def _runs_quickly(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    leave_to_nightly(item)
     if _quick(item):
         _optimised(False)
     if _runs_quickly(item):
