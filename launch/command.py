@@ -164,7 +164,7 @@ def run(
       path: folder in which the program looks first for programs that it starts; '' for none.
       missing: sentence that says how to install a program, by name of the program.
     """
-    environment = os.environ | ({"PATH": f"{path}{os.pathsep}{os.environ['PATH']}"} if path else {})
+    environment = os.environ | ({"PATH": f"{path}{os.pathsep}{os.environ.get('PATH', os.defpath)}"} if path else {})
     try:
         content = stdin.encode() if isinstance(stdin, str) else stdin
         return subprocess.run(command, input=content, env=environment, check=False).returncode

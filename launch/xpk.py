@@ -173,56 +173,70 @@ def with_rules(manifest: str) -> str:
     """Returns xpk's manifest with the rules by which restarts after a preemption are not counted.
 
     Args:
-      manifest: YAML that xpk applies; returned as it is unless it is a JobSet with xpk's rules for exit codes.
+      manifest: YAML that xpk applies for a job without Pathways. YAML that is not one JobSet is returned as it is.
     """
     import yaml
 
-    document = yaml.safe_load(manifest)
-    if not isinstance(document, dict) or document.get("kind") != "JobSet":
+    documents = list(yaml.safe_load_all(manifest))
+    if len(documents) != 1 or not isinstance(documents[0], dict) or documents[0].get("kind") != "JobSet":
         return manifest
-    for replicated in document["spec"]["replicatedJobs"]:
-        for_pods = replicated["template"]["spec"].get("podFailurePolicy")
-        if for_pods is None:  # xpk's Pathways jobs, whose restarts are not limited
-            return manifest
-        container = for_pods["rules"][0]["onExitCodes"]["containerName"]
-        for_pods["rules"] = [*command.preempted_pod_rules(container), *for_pods["rules"]]
-        for_set = document["spec"]["failurePolicy"]
-        for_set["rules"] = [command.preempted_rule(replicated["name"]), *for_set["rules"]]
-    return yaml.safe_dump(document, sort_keys=False)
+    spec = documents[0]["spec"]
+    for replicated in spec["replicatedJobs"]:
+        pod_policy = replicated["template"]["spec"]["podFailurePolicy"]
+        container = pod_policy["rules"][0]["onExitCodes"]["containerName"]
+        pod_policy["rules"] = [*command.preempted_pod_rules(container), *pod_policy["rules"]]
+        spec["failurePolicy"]["rules"] = [
+            command.preempted_rule(replicated["name"]),
+            *spec["failurePolicy"]["rules"],
+        ]
+    return yaml.safe_dump(documents[0], sort_keys=False)
 
 
-def kubectl(argv: Sequence[str]) -> int:
-    """Runs `kubectl apply` as xpk does, with our rules in the manifest of `-f FILE`; returns the exit code.
+def kubectl_apply(argv: Sequence[str], done: str) -> int:
+    """Runs `kubectl apply` as xpk does, with our rules in the JobSet of `-f FILE`; returns the exit code.
 
     Args:
       argv: path of the real kubectl, and xpk's arguments for it.
+      done: path of an empty file that is made if a JobSet got the rules.
     """
     words, content = list(argv), None
     if "-f" in words and pathlib.Path(words[at := words.index("-f") + 1]).is_file():
-        content, words[at] = with_rules(pathlib.Path(words[at]).read_text()), "-"
-    return subprocess.run(words, input=content, text=True, check=False).returncode
+        manifest = pathlib.Path(words[at]).read_text(encoding="utf-8")
+        content, words[at] = with_rules(manifest), "-"
+        if content != manifest:
+            pathlib.Path(done).touch()
+    return subprocess.run(words, input=content, encoding="utf-8", check=False).returncode
 
 
 def run_xpk(words: Sequence[str], kubectl: str) -> int:
     """Runs xpk with a kubectl of ours before the real one on PATH; returns the exit code.
 
+    It warns if xpk succeeds and no JobSet got our rules, as when another xpk than 1.16 applies the JobSet otherwise.
+
     Args:
-      words: command line of xpk.
+      words: command line of xpk for a job without Pathways.
       kubectl: path of the real kubectl.
     """
     root = str(pathlib.Path(__file__).resolve().parents[(__package__ or "").count(".") + 1])
-    program = (
-        f"import sys; sys.path.insert(0, {root!r}); from {__package__} import xpk; sys.exit(xpk.kubectl(sys.argv[1:]))"
-    )
-    ours = shlex.join([sys.executable, "-c", program])
     with tempfile.TemporaryDirectory() as folder:
-        script = pathlib.Path(folder, "kubectl")
+        done, script = pathlib.Path(folder, "done"), pathlib.Path(folder, "kubectl")
+        program = (
+            f"import sys; sys.path.insert(0, {root!r}); from {__package__} import xpk; "
+            f"sys.exit(xpk.kubectl_apply(sys.argv[1:], {str(done)!r}))"
+        )
+        ours = shlex.join([sys.executable, "-c", program])
         script.write_text(
             f'#!/bin/sh\n[ "$1" = apply ] && exec {ours} {shlex.quote(kubectl)} "$@"\n'
             f'exec {shlex.quote(kubectl)} "$@"\n'
         )
         script.chmod(0o755)
-        return command.run(words, path=folder, missing=MISSING)
+        exit_code = command.run(words, path=folder, missing=MISSING)
+        if exit_code == 0 and not done.exists():
+            sys.stderr.write(
+                "launch.xpk: xpk applied no JobSet by the kubectl that launch.xpk put on its PATH, so restarts after a "
+                f"preemption count towards --max_restarts. It must be xpk 1.16: {MISSING['xpk']}\n"
+            )
+        return exit_code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -253,7 +267,9 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"launch.xpk: kubectl is not on PATH: {MISSING['kubectl']}\n")
         return 1
     if not args.pathways and not importlib.util.find_spec("yaml"):
-        sys.stderr.write("launch.xpk: pyyaml is not installed: pip install pyyaml\n")
+        sys.stderr.write(
+            "launch.xpk: pyyaml is not installed, and the JobSet cannot be read without it: pip install pyyaml.\n"
+        )
         return 1
     if needs_secret(args) and (failed := command.run(write, stdin=secrets.token_hex(16), missing=MISSING)):
         sys.stderr.write(
@@ -263,10 +279,12 @@ def main(argv: Sequence[str]) -> int:
     if code and command.run(code.upload(args.workdir), stdin=code.archive, missing=MISSING):
         sys.stderr.write(f"launch.xpk: {code.url(args.workdir)} cannot be written; see above.\n")
         return 1
+    if args.pathways:
+        return command.run(words, missing=MISSING)
     exit_code = run_xpk(words, kubectl)
     if args.manifest and exit_code == 0:
         path = pathlib.Path(args.manifest)
-        path.write_text(with_rules(path.read_text()))
+        path.write_text(with_rules(path.read_text(encoding="utf-8")), encoding="utf-8")
     return exit_code
 
 

@@ -218,6 +218,38 @@ def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_count
     assert document == yaml.safe_load(manifest.read_text())
     check_restarts(document)
     assert document["spec"]["failurePolicy"]["maxRestarts"] == 50
+    assert "count towards" not in capfd.readouterr().err
+    # Manifests of other kinds, and several in one file, are applied as they are; a JobSet that never comes is noticed.
+    (tmp_path / "calls").unlink()
+    source.write_text(others := "kind: ConfigMap\n---\nkind: JobSet\n")
+    assert xpk.main([*FLAGS, *IMAGE]) == 0 and applied.read_text() == others
+    assert "restarts after a preemption count towards --max_restarts" in capfd.readouterr().err
+    # The exit code of the real kubectl is xpk's.
+    (tmp_path / "kubectl").write_text("#!/bin/sh\n[ $1 != apply ]\n")
+    assert xpk.main([*FLAGS, *IMAGE]) == 9
+
+
+@pytest.mark.parametrize(
+    ("pathways", "has_kubectl", "has_yaml", "message"),
+    [
+        (False, False, True, "kubectl is not on PATH: https://"),
+        (False, True, False, "pyyaml is not installed"),
+        (True, False, True, "kubectl is not on PATH: https://"),
+        (True, True, False, ""),
+    ],
+)
+def test_a_missing_program_or_package_is_named_before_anything_is_written(
+    pathways, has_kubectl, has_yaml, message, tmp_path, monkeypatch, capfd
+):
+    """Pathways jobs get no rules, so they need no pyyaml."""
+    for name in ("xpk", "gcloud", *(["kubectl"] if has_kubectl else [])):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >>{tmp_path}/calls\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if not has_yaml:
+        monkeypatch.setitem(sys.modules, "yaml", None)
+    assert xpk.main([*FLAGS, *IMAGE, *(PATHWAYS if pathways else [])]) == bool(message)
+    assert message in capfd.readouterr().err and (tmp_path / "calls").exists() != bool(message)
 
 
 def real_manifest(tmp_path: pathlib.Path, *flags: str) -> dict:
@@ -286,7 +318,6 @@ def test_real_xpk_accepts_pathways(tmp_path):
     document = real_manifest(tmp_path, *IMAGE, *PATHWAYS)
     head, worker = document["spec"]["replicatedJobs"]
     (user,) = head["template"]["spec"]["template"]["spec"]["containers"]
-    assert yaml.safe_load(xpk.with_rules(text := yaml.safe_dump(document))) == yaml.safe_load(text)
     environment = {v["name"]: v.get("value") for v in user["env"]}
     assert environment["JAX_PLATFORMS"] == "proxy" and environment["PYTHONUNBUFFERED"] == "1"
     assert environment["JAX_BACKEND_TARGET"] == "grpc://$(PATHWAYS_HEAD):29000"
