@@ -3,11 +3,19 @@
 import pytest
 
 from launch import gke, submission, xpk
+from podrl.data.config import EMBEDDED
+from podrl.job.config import SCRATCH
+from podrl.storage import hub
 
 GEMMA, PLACES = (
     "grpo_real.py:gemma3_4b_v5e16",
     ["--config.model.path=gs://b/m", "--config.data.path=gs://b/train.jsonl"],
 )
+
+
+def test_launchers_know_the_models_and_tasks_that_come_with_podrl():
+    """Their names are no paths. launch/ does not import podrl, so it has a list of its own."""
+    assert sorted(submission._SHIPPED) == sorted([*hub.EMBEDDED, SCRATCH, *EMBEDDED])
 
 
 @pytest.mark.parametrize(
