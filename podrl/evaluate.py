@@ -31,6 +31,7 @@ from podrl.rundir import intervals
 from podrl.rundir.console import make_console, print_table
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser
+from podrl.storage.regular import load_object
 from podrl.storage.storage import StorageError, locate
 
 _SETTING = "--config.reward."
@@ -58,10 +59,12 @@ def _parser() -> argparse.ArgumentParser:
         "--by", default="dataset", help="field of the records; the table has a row for each of its values"
     )
     parser.add_argument(
-        "--question_field", default="", help="field of the records that asks; default: that of the model's run"
+        "--question_field",
+        default="",
+        help="field of the records with the question; default: the field of the model's run",
     )
     parser.add_argument(
-        "--answer_field", default="", help="field of the records with the answer; default: that of the model's run"
+        "--answer_field", default="", help="field of the records with the answer; default: the field of the model's run"
     )
     parser.add_argument("--n", type=int, default=1, help="completions per record")
     parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
@@ -262,23 +265,28 @@ def _scored(
 
 def stop_strings(paths: Iterable[str]) -> list[str]:
     """Collects the stop strings of training from all models that are runs; every model is scored with all of them."""
-    runs = [pathlib.Path(path) for path in paths if (pathlib.Path(path) / "checkpoints").is_dir()]
-    settings = [json.loads((run / "config.json").read_text()).get("rollout") or {} for run in runs]
+    settings = [_settings_of_run(path, "rollout") or {} for path in paths]
     return list(dict.fromkeys(text for one in settings for text in one.get("stop_strings") or ()))
 
 
+def _settings_of_run(path: str, section: str) -> Mapping[str, Any] | None:
+    """Reads a section of a run's configuration; None if `path` is not the directory of a run."""
+    run = pathlib.Path(path)
+    return (load_object(run / "config.json").get(section) or {}) if (run / "checkpoints").is_dir() else None
+
+
 def fields_of_run(path: str) -> dict[str, str]:
-    """Finds the fields in which the records of a model's run ask and answer.
+    """Finds the names of the fields with question and answer in the records of a model's run.
 
     Args:
-      path: directory of a run or of a model; models that podrl exported know their run's question.
+      path: directory of a run or of a model; a model that podrl exported knows only the first name.
 
     Returns:
       'question_field' and 'answer_field', as in `DataConfig`.
     """
-    own: Mapping[str, Any] = generate.asked_as(path)
-    if (pathlib.Path(path) / "checkpoints").is_dir():
-        own = json.loads((pathlib.Path(path) / "config.json").read_text()).get("data") or {}
+    own = _settings_of_run(path, "data")
+    if own is None:
+        own = generate.asked_as(path)
     defaults = {"question_field": shape.QUESTION, "answer_field": shape.ANSWER}
     return {name: own.get(name) or default for name, default in defaults.items()}
 
