@@ -23,7 +23,7 @@ const podrl = (() => {
   // A text of which only the first `limit` characters show until its button is pressed.
   function long(text, limit) {
     if (text.length <= limit) return [text];
-    return [text.slice(0, limit), el("button", { type: "button", className: "more", onclick: (event) => event.target.replaceWith(text.slice(limit)) }, `… show all ${text.length} characters`)];
+    return [text.slice(0, limit), el("button", { type: "button", onclick: (event) => event.target.replaceWith(text.slice(limit)) }, `… show all ${text.length} characters`)];
   }
 
   function fill(node, ...children) {
