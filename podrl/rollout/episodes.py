@@ -224,13 +224,13 @@ class EpisodePlayer:
 
     def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
         if self._session is None:
-            # By the wall clock a record holds what the model drew, which only the same batch may take over.
+            # By the wall clock a record holds tokens of old versions, which only a repeated batch may take over.
             self._begin_all(session, recorded=points.repeated or not self._by_wall)
         self._session, self._points = session, points
         self._calls = None if points.quantum is None else calls
-        late = [b for b, drawn in points.late.items() if not drawn and b in self._episodes]
-        for b in [b for b in late if self._episodes[b].stop is None]:
-            self._run_out(b)
+        for b, drawn in points.late.items():
+            if not drawn and b in self._episodes and self._episodes[b].stop is None:
+                self._run_out(b)
         groups: dict[int, list[Track]] = {}
         for b, episode in self._episodes.items():
             episode.calls = 0
@@ -445,8 +445,8 @@ class EpisodePlayer:
             )
         if self._by_wall and request.route_bytes:
             raise BatchError(
-                f"{self._name(b)} asks by model.chat with rollout.clock='wall', whose records of episodes hold no "
-                "experts of tokens: set rollout.router_replay=False, or rollout.clock='tokens'."
+                f"{self._name(b)} asks by model.chat with rollout.clock='wall', and records of finished episodes lack "
+                "the experts that tokens took: set rollout.router_replay=False, or rollout.clock='tokens'."
             )
         self._unopened.get(p, set()).discard(b)
         if episode.branches is None:
@@ -517,8 +517,9 @@ class EpisodePlayer:
         self._join(episode)
         lost = done.reason in ("deadline", "failed")
         if lost and episode.branches is not None and self._by_wall:
-            # No record leads to these tokens again, and they leave the loss: the sample keeps none of them.
-            episode.track, episode.piece, episode.turns = None, [], []
+            # No record leads to this conversation again, and its tokens leave the loss. The sample keeps nothing of it,
+            # so that the sample of a repeated run is the same.
+            episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
         if lost:
             episode.rewards = []  # rewards that an episode got before it was lost would look like its whole reward
         self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)

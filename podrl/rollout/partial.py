@@ -134,7 +134,7 @@ def fill(track: Track, partial: PartialBatch, b: int) -> None:
 
 
 def pack_turn(track: Track) -> dict[str, Any]:
-    """Packs what the engine drew for the newest turn of a paused sample, as values for JSON."""
+    """Packs the newest turn of a paused sample as values for JSON: its token columns, and the reason of its pause."""
     columns = {
         name: base64.b64encode(np.asarray(values[track.first :], TOKENS[name].dtype).tobytes()).decode()
         for name, values in _columns(track).items()

@@ -15,7 +15,8 @@ class Points:
       late: number of tokens of a sample, including given tokens, when its environment ran out of time in the repeated
         run, by row. The environment runs out of time at the same token again.
       urgent: whether the samples get lanes before samples that are not urgent.
-      repeated: whether the samples must become the samples of a batch in the journal of the wall clock.
+      repeated: whether the batch of the samples is repeated from the wall clock's journal, so that finished episodes
+        are played from their records.
     """
 
     quantum: int | None = None

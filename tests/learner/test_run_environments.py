@@ -60,6 +60,12 @@ def test_metrics_of_episodes_count_by_tool():
     assert found["episode/seconds_p50"] == 2.0 and found["env/won"] == 0.5 and found["episode/out_of_time"] == 1.0
 
 
+def test_a_batch_that_lost_all_samples_counts_them():
+    episodes = [{"turns": [], "metrics": {"failed/agent": 1.0}, "seconds": 2.0}] * 2
+    found = episode_metrics(types.SimpleNamespace(episodes=episodes, stop_B=np.array([STOP_DEADLINE, STOP_DEADLINE])))
+    assert found["episode/out_of_time"] == 2.0 and found["env/failed/agent"] == 1.0 and found["episode/turns"] == 0.0
+
+
 def test_environments_are_given_by_name_settings_or_object():
     assert not environment_config(None).used
     assert environment_config("a.py:B") == EnvironmentConfig(environment="a.py:B")

@@ -1,5 +1,6 @@
 """Tests episodes whose requests are conversations: branches are pieces of a row, and depend only on the requests."""
 
+import dataclasses
 import math
 import shutil
 from typing import Literal
@@ -18,6 +19,7 @@ from podrl.environments.workers import EnvironmentFailure, Episodes
 from podrl.rollout.episodes import Partner
 from podrl.rollout.integrity import faults
 from podrl.rollout.partial import of_tracks
+from podrl.rollout.points import Points
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Policy, Prompts
 from podrl.view.runs import branches
 from podrl.workers.user_code import Limits
@@ -137,7 +139,15 @@ def play(serving, tmp_path):
     """Plays four samples of an agent; `asked` is the data's prompt."""
     (tmp_path / "agents.py").write_text(AGENTS.replace("RAN", f"{tmp_path}/ran").replace("GO", f"{tmp_path}/go"))
 
-    def run(name, asked=ASKED, response=100, quantum=None, clock: Literal["tokens", "wall"] = "tokens", **settings):
+    def run(
+        name,
+        asked=ASKED,
+        response=100,
+        quantum=None,
+        clock: Literal["tokens", "wall"] = "tokens",
+        route_bytes=0,
+        **settings,
+    ):
         prompts = asked_once(serving, asked)
         worker, policy = serving._worker, serving._policy
         config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:{name}", **settings)
@@ -145,6 +155,7 @@ def play(serving, tmp_path):
             worker.partner = Partner(host, Dialogue(serving._tokenizer), clock=clock)
             try:
                 player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=response))
+                player.request = dataclasses.replace(player.request, route_bytes=route_bytes)
                 for _ in worker.advance(policy, [(player, quantum)]):
                     pass
                 return worker.rows(player, 0.0)
@@ -255,12 +266,18 @@ def test_what_cannot_be_played_is_refused(play):
         play("Mixes")
     with pytest.raises(BatchError, match=r"set rollout\.clock='wall', or grpo\.max_staleness"):
         play("Forks", quantum=3)
+    with pytest.raises(BatchError, match=r"set rollout\.router_replay=False"):
+        play("Forks", clock="wall", route_bytes=4)
 
 
 def test_an_agent_that_is_lost_by_the_wall_clock_has_no_tokens(play):
     rollouts = play("Hangs", clock="wall", deadline_s=1.0)
     assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
     assert rollouts.mask_BT.any(axis=1).tolist() == [False, True, True, True]
+    repeated = play("Hangs", clock="wall", quantum=Points(late={0: 0}, repeated=True), deadline_s=1.0)
+    assert (repeated.stop_B == rollouts.stop_B).all()
+    for lost in (rollouts.episodes[0], repeated.episodes[0]):
+        assert {**lost, "seconds": 0.0} == {"turns": [], "metrics": {}, "seconds": 0.0}
 
 
 def test_by_the_wall_clock_a_killed_run_trains_each_prompt_once_and_asks_no_agent_again_for_a_batch(
@@ -314,6 +331,9 @@ def test_by_the_wall_clock_a_killed_run_trains_each_prompt_once_and_asks_no_agen
     repeated, _, ran = run(tmp_path / "two", clock=77)
     assert_same(both, repeated)
     assert not ran
+    shutil.rmtree(tmp_path / "two" / "outside")
+    with pytest.raises(ValueError, match=r"The samples of prompt \d+ in step \d+ differ"):
+        run(tmp_path / "two", clock=77)
 
 
 def test_finished_conversations_are_whole_in_a_checkpoint_and_open_ones_begin_again(play, serving, tmp_path):
