@@ -107,7 +107,7 @@ class Front:
         self._send({"close": episode})
 
     def part(self, number: int, part: AnswerPart) -> None:
-        """Sends the client the newest part of an answer; only for a request with `Ask.parts`."""
+        """Sends the client the newest part of an answer; only for a request with `ModelRequest.parts`."""
         self._send({"part": number, "said": {**vars(part), "choice": vars(part.choice)}})
 
     def answer(self, number: int, answer: Answer) -> None:

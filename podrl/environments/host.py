@@ -49,7 +49,7 @@ class _Episode:
       said: the log of observations, each the fields of a podrl.environments.workers.EpisodeObservation.
       turns: the log of the model's turns, one for each answered observation.
       drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
-        for a turn of which it needs none.
+        for a turn whose tokens the record does not need.
       answers: the log of outside answers, by their numbers.
       whats: descriptions of the outside requests, by their numbers.
       asks: outside requests that are not answered yet: (description, start by time.monotonic()), by their numbers.

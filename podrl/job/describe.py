@@ -96,12 +96,12 @@ def print_plan(
         for line in (*weight_lines(job, on, pod, dry=dry), *data_lines(job)):
             console.print(line)
     if dry:  # a run itself warns at its start
-        for text in unmoved_lines(job):
+        for text in no_update_lines(job):
             console.print(f"Warning: {text}")
     console.print(f"Run directory: {workdir}\n")
 
 
-def unmoved_lines(job: Job) -> list[str]:
+def no_update_lines(job: Job) -> list[str]:
     """Lists the reasons why the job cannot change its weights; empty if it can."""
     if job.kind.offline:
         return no_update_reasons(job.trainer)

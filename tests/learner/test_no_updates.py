@@ -9,7 +9,7 @@ import rich.console
 from ml_collections import ConfigDict
 
 from podrl.job.config import complete, parse
-from podrl.job.describe import print_plan, unmoved_lines
+from podrl.job.describe import no_update_lines, print_plan
 from podrl.job.placement import Meshes
 from podrl.learner.settings import GRPOConfig, PPOConfig
 from podrl.mesh.build import make_mesh
@@ -44,7 +44,7 @@ CASES = [
 
 @pytest.mark.parametrize(("algorithm", "changes", "words"), CASES)
 def test_a_run_that_cannot_learn_says_so(algorithm, changes, words):
-    (text,) = unmoved_lines(job(algorithm, **changes))
+    (text,) = no_update_lines(job(algorithm, **changes))
     assert words in text
 
 
@@ -64,7 +64,7 @@ def test_a_run_that_cannot_learn_says_so(algorithm, changes, words):
     ],
 )
 def test_a_run_that_can_learn_says_nothing(algorithm, changes):
-    assert unmoved_lines(job(algorithm, **changes)) == []
+    assert no_update_lines(job(algorithm, **changes)) == []
 
 
 def test_a_dry_run_prints_it():

@@ -151,7 +151,7 @@ class Fields:
         return name, own != name
 
     def sampling(self) -> dict[str, Any]:
-        """Reads the sampling settings that all dialects share; returns arguments of Ask."""
+        """Reads the sampling settings that all dialects share; returns arguments of ModelRequest."""
         top_k = self.whole("top_k", -1, 2**31 - 1)  # vLLM's clients send -1 for off
         return {
             "samples": self.whole("n", 1, _MOST_SAMPLES) or 1,
