@@ -253,8 +253,8 @@ class WallClock:
             if group is None or (over and not group.ended) or (group.ended and group.record() != record):
                 raise ValueError(
                     f"The samples of prompt {record['index']} in step {step} differ from their entry in {self._place}/"
-                    "batches.jsonl. To repeat a run, use its code, data, model and the folder outside/ (answers of tools, "
-                    "episodes of programs). Restore them, or delete the file to go on without repeating."
+                    "batches.jsonl. To repeat a run, use its code, data, model and the folder outside/ (answers of "
+                    "tools, episodes of programs). Restore them, or delete the file to go on without repeating."
                 )
             chosen.append(group)
         return chosen if all(group.ended for group in chosen) else []
