@@ -15,7 +15,8 @@ from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.loop import InFlight, Schedule, Start
 from podrl.mesh.chips import peak_flops
-from podrl.models.sizes import parameter_count
+from podrl.models.parameters import param_specs
+from podrl.models.sizes import parameters_of_a_token
 from podrl.rundir.console import Progress
 from podrl.rundir.findings import Examination
 from podrl.rundir.gauges import Gauges, StepWork, first_start
@@ -330,11 +331,10 @@ class Recorder:
         """Returns the devices and the model's sizes, from which gauges compute the utilisation."""
         meshes = (self._cluster.actor_mesh, self._cluster.rollout_mesh)
         devices = {device for mesh in meshes for device in mesh.devices.flat}
-        trainable = sum(leaf.size for leaf in jax.tree.leaves(self._cluster.state.params))
         model, passes = self._cluster.model, Past(self._run.config).setting("algo.num_iterations", 1)
-        parameters = parameter_count(model) - (0 if model.tie_embeddings else model.vocab_size * model.model_dim)
+        trainable = parameters_of_a_token(self._cluster.state.params, model)
         peak = peak_flops(next(iter(devices)).device_kind)
-        return StepWork(len(devices), peak, parameters, trainable, passes)
+        return StepWork(len(devices), peak, parameters_of_a_token(param_specs(model), model), trainable, passes)
 
     def _warn(self, *records: Record) -> None:
         """Prints what podrl/rundir/checks.py finds in records; each finding is printed once in a run."""

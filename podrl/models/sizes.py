@@ -1,7 +1,7 @@
 """Configurations of published models by name, for planning without weights."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from podrl.config import nearest
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.models.parameters import is_param, param_specs, stacks_of
+from podrl.types import PyTree
 
 
 def _gemma2(dim: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int) -> dict[str, Any]:
@@ -305,3 +306,28 @@ def expert_parameter_count(config: ModelConfig) -> int:
     """Counts the parameters of all routed experts; a token uses the share `config.chosen_share` of them."""
     stacks = stacks_of(param_specs(config)["layers"], config)
     return sum(math.prod(spec.shape) for stack in stacks for n, spec in stack.items() if n.startswith("expert_"))
+
+
+def table_parameter_count(config: ModelConfig) -> int:
+    """Counts the parameters of the table of per-layer embeddings, of which a token reads one row and computes none."""
+    return config.vocab_size * config.num_layers * config.ple_dim
+
+
+def parameters_of_a_token(params: PyTree, config: ModelConfig) -> int:
+    """Counts the parameters whose products compute one token.
+
+    The token's share of the routed experts counts. Tables of which a token reads one row do not: per-layer embeddings,
+    and embeddings that are not the output layer, too.
+
+    Args:
+      params: the parameters, or a part of them, laid out like `param_specs(config)`.
+      config: the model.
+    """
+
+    def count(path: Sequence[Any], leaf: Any) -> float:
+        name = path[-1].key
+        if name == "ple_table" or (name == "embed" and not config.tie_embeddings):
+            return 0.0
+        return math.prod(leaf.shape) * (config.chosen_share if name.startswith("expert_") else 1.0)
+
+    return round(sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(count, params, is_leaf=is_param))))

@@ -22,7 +22,13 @@ from podrl.models import delta, parameters
 from podrl.models.config import ModelConfig
 from podrl.models.hf_config import read_config
 from podrl.models.moe import check_mesh
-from podrl.models.sizes import SIZES, config_of, expert_parameter_count, parameter_count
+from podrl.models.sizes import (
+    SIZES,
+    config_of,
+    expert_parameter_count,
+    parameter_count,
+    table_parameter_count,
+)
 from podrl.plan.chips import Topology
 from podrl.plan.hlo import Trips
 from podrl.rollout.worker import pieces_per_prompt
@@ -199,8 +205,8 @@ def _decode_work(setting: Setting, mesh: Mesh, steps: int, lanes: float) -> Hand
     model, job = setting.rollout_model, setting.job
     tensor, spread = mesh.shape["tensor"], mesh.shape.get("expert", 1)
     item = setting.rollout_dtype().itemsize
-    table = model.vocab_size * model.num_layers * model.ple_dim
-    weights, routed = (parameter_count(model) - table) / tensor, expert_parameter_count(model) / tensor
+    weights = (parameter_count(model) - table_parameter_count(model)) / tensor
+    routed = expert_parameter_count(model) / tensor
     # Only the chosen experts compute a lane's token, and experts that no lane has chosen are not read.
     active = weights - routed * (1 - model.chosen_share)
     touched = weights - routed + routed / spread * (1 - (1 - model.chosen_share) ** (lanes * spread))

@@ -10,7 +10,8 @@ import pytest
 from podrl.models import moe
 from podrl.models.config import GLOBAL_WINDOW, Experts, RopeScaling
 from podrl.models.hf_config import config_from_hf, config_to_hf, read_config
-from podrl.models.sizes import SIZES, config_of, parameter_count
+from podrl.models.parameters import param_specs
+from podrl.models.sizes import SIZES, config_of, parameter_count, parameters_of_a_token
 
 FIXTURES = sorted((pathlib.Path(__file__).parent / "fixtures").iterdir())
 LLAMA = {
@@ -575,6 +576,15 @@ def test_published_sizes_survive_a_round_trip(name):
 )
 def test_published_sizes_have_the_published_number_of_parameters(name, count):
     assert parameter_count(config_of(name)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 3.0), ("gpt-oss-20b", 3.6), ("glm-4.5-air", 12.8), ("gemma4-e4b", 4.6), ("qwen3-8b", 7.6)],
+)
+def test_a_token_passes_its_experts_and_no_table_that_it_only_reads(name, billions):
+    config = config_of(name)
+    assert round(parameters_of_a_token(param_specs(config), config) / 1e9, 1) == billions
 
 
 def test_gemma3_sizes_have_the_numbers_of_their_names():
