@@ -217,8 +217,9 @@ def _pack(sample: dict[str, np.ndarray], placement: Any) -> Any:
         "advantage_BT": placement.scatter(advantage_BT, where_BT=sample["mask_BT"]),
         "kl_scale": 1.0,
     }
-    # All that remains are numbers like log-probabilities.
-    others = {field.name: logprob_BT for field in dataclasses.fields(ReferencedRows) if field.name not in given}
+    # All other arrays that the loss requires are numbers like log-probabilities.
+    required = [field.name for field in dataclasses.fields(ReferencedRows) if field.default is dataclasses.MISSING]
+    others = {name: logprob_BT for name in required if name not in given}
     return placement.batch(ReferencedRows(**given, **others))
 
 

@@ -13,7 +13,7 @@ from podrl.algorithms import aggregate as aggregation
 from podrl.algorithms import kl, surrogates
 from podrl.algorithms.corrections import CORRECTIONS, SAMPLE_CORRECTIONS, importance_weight, stale_weight
 from podrl.algorithms.mismatch import mismatch, mismatch_by_age, ratios_by_age
-from podrl.algorithms.policy_rows import AgedReferencedRows, AgedRows, PolicyRows, ReferencedRows
+from podrl.algorithms.policy_rows import PolicyRows, ReferencedRows
 from podrl.algorithms.segments import masked, sequence_mean
 from podrl.config import Finite, NonNegative, Positive, Range, Share, group_of, section
 from podrl.types import Mask, Ratio
@@ -313,9 +313,12 @@ class PolicyLoss:
     @property
     def rows(self) -> type[PolicyRows]:
         """The class of the rows that the loss reads, with reference log-probabilities if the loss needs them."""
-        kinds = {(False, False): PolicyRows, (False, True): ReferencedRows}
-        kinds |= {(True, False): AgedRows, (True, True): AgedReferencedRows}
-        return kinds[self.by_age, self.needs_reference()]
+        return ReferencedRows if self.needs_reference() else PolicyRows
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the optional arrays of floats in the rows that the settings of the loss make it read."""
+        return ("age_BT",) if self.by_age else ()
 
     @property
     def batch_dependent(self) -> bool:
@@ -469,7 +472,7 @@ class PolicyLoss:
         }
         metrics |= self.distances(old_BT, rows)
         if self.by_age:
-            assert isinstance(rows, AgedRows), f"oldest={self.oldest} needs ages"
+            assert rows.age_BT is not None, f"oldest={self.oldest} needs ages"
             of_tokens = (surrogate.ratio_BT, surrogate.clipped_BT, mask_BT, rows.age_BT)
             metrics |= ratios_by_age(*of_tokens, self.oldest)
         return self._reduce(loss_BT, mask_BT, length_BT), jax.lax.stop_gradient(metrics)
@@ -512,7 +515,7 @@ class PolicyLoss:
         low, high = settings.correction_bounds
         weight_BT = importance_weight(old_BT, rows.sampler_logprob_BT, *where, settings.correction, low=low, high=high)
         if self.stale_bound is not None:
-            assert isinstance(rows, AgedRows), f"stale_bound={self.stale_bound} needs ages"
+            assert rows.age_BT is not None, f"stale_bound={self.stale_bound} needs ages"
             weight_BT = weight_BT * stale_weight(rows.age_BT, rows.mask_BT, self.stale_bound)
         found = self._weighed(logprob_BT, old_BT, rows, weight_BT, 0)
         for number, other in enumerate(self.others, 1):
@@ -543,7 +546,7 @@ class PolicyLoss:
         """
         found = mismatch(logprob_BT, rows.sampler_logprob_BT, rows.mask_BT)
         if self.by_age:
-            assert isinstance(rows, AgedRows), f"oldest={self.oldest} needs ages"
+            assert rows.age_BT is not None, f"oldest={self.oldest} needs ages"
             found |= mismatch_by_age(logprob_BT, rows.sampler_logprob_BT, rows.mask_BT, rows.age_BT, self.oldest)
         return found
 

@@ -1,4 +1,4 @@
-"""Packed rows that the policy loss reads, with reference log-probabilities or ages of tokens if it needs them.
+"""Packed rows that the policy loss reads, with reference log-probabilities if it needs them.
 
 An update whose loss has further terms wraps these rows (`ExtraTermRows`), once for each further term.
 """
@@ -32,6 +32,8 @@ class PolicyRows:
       weight_BT: factor on the token's loss; None if all tokens weigh the same.
       loss_BT: number of the token's surrogate: 0 for the loss's own, n for `PolicyLoss.others[n - 1]`; None if the loss
         has one surrogate.
+      age_BT: number of updates between the weights that sampled the token and the weights of the step; None unless
+        `PolicyLoss.reads` names it.
     """
 
     layout: Layout
@@ -43,6 +45,7 @@ class PolicyRows:
     kl_scale: Float[Array, ""] | float
     weight_BT: Float[Array, "B T"] | None = flax.struct.field(default=None, kw_only=True)
     loss_BT: Int[Array, "B T"] | None = flax.struct.field(default=None, kw_only=True)
+    age_BT: Float[Array, "B T"] | None = flax.struct.field(default=None, kw_only=True)
 
     @property
     def alone(self) -> "PolicyRows":
@@ -102,22 +105,3 @@ class ReferencedRows(PolicyRows):
     """PolicyRows for a loss with a KL to the reference: `ref_logprob_BT` has log-probabilities under it, nats."""
 
     ref_logprob_BT: Float[Array, "B T"]
-
-
-@flax.struct.dataclass
-class AgedRows(PolicyRows):
-    """PolicyRows for a loss that depends on the ages of tokens.
-
-    Attributes:
-      age_BT: number of updates between the weights that sampled the token and the weights of the step.
-    """
-
-    age_BT: Float[Array, "B T"]
-
-    def with_reference(self, ref_logprob_BT: Float[Array, "B T"]) -> ReferencedRows:
-        return AgedReferencedRows(**vars(self), ref_logprob_BT=ref_logprob_BT)
-
-
-@flax.struct.dataclass
-class AgedReferencedRows(AgedRows, ReferencedRows):
-    """Rows with ages of tokens and log-probabilities under the reference."""

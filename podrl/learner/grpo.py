@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from podrl.algorithms.echo import ObservedRows, with_observations
 from podrl.algorithms.gae import outcome_reward
 from podrl.algorithms.policy_loss import starting_from, with_old
-from podrl.algorithms.policy_rows import AgedRows, PolicyRows
+from podrl.algorithms.policy_rows import PolicyRows
 from podrl.cluster.rl_cluster import RLCluster
 from podrl.learner.control import LossKL, RewardKL
 from podrl.learner.scoring import ReferencedScores, Scores, policy_scores
@@ -228,7 +228,7 @@ class GRPO:
                 rows = dataclasses.replace(rows, loss_BT=placement.scatter(loss_BT))
             if self._loss.by_age:
                 age_BT = (step - rollouts.version_BT[chosen]).astype(np.float32)
-                rows = AgedRows(**vars(rows), age_BT=put(age_BT))
+                rows = dataclasses.replace(rows, age_BT=put(age_BT))
             if self._config.observed_weight:
                 weight_BT = self._of_samples("observation_coef", experience) * self._config.observed(experience)
                 scale = self._loss.divisor(loss_mask_BT[chosen]) / max(float((weight_BT[chosen] > 0).sum()), 1.0)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from podrl.algorithms.distill import Distillation, IdRows, TaughtRows, TopKRows
 from podrl.algorithms.echo import ObservedRows, with_observations
-from podrl.algorithms.policy_loss import with_old
+from podrl.algorithms.policy_loss import PolicyLoss, with_old
 from podrl.algorithms.policy_rows import PolicyRows
 from podrl.algorithms.value_loss import CriticRows, value_loss
 from podrl.job.weights import device_bytes
@@ -67,7 +67,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     whole = parameters.join_trainable(state.params, frozen)
     held, teacher = setting.reference_params(mesh), algo.distillation
     joined: Any = with_old(loss, old)
-    batch = _of_sources(batch, algo, several=bool(loss.others))
+    batch = _with_optional(batch, algo, loss)
     if algo.observed_weight:
         joined = with_observations(joined)
         batch = Batch(ObservedRows(batch.rows, batch.rows.mask_BT, batch.rows.kl_scale), batch.micro_batches)
@@ -149,11 +149,13 @@ def _layout(batch: Batch[Any]) -> Batch[Layout]:
     return Batch(batch.rows.layout, batch.micro_batches)
 
 
-def _of_sources(batch: Batch[PolicyRows], algo: AlgorithmConfig, *, several: bool) -> Batch[PolicyRows]:
-    """Adds the arrays of data sources with settings of their own to a batch; `several`: their losses differ."""
+def _with_optional(batch: Batch[PolicyRows], algo: AlgorithmConfig, loss: PolicyLoss) -> Batch[PolicyRows]:
+    """Adds the optional arrays that the loss reads, and those of data sources with settings of their own, to a
+    batch."""
     rows = batch.rows
-    given: Any = {"weight_BT": rows.mask_BT} if len(algo.parts) > 1 else {}
-    given |= {"loss_BT": rows.layout.segment_BT} if several else {}
+    given: Any = dict.fromkeys(loss.reads, rows.mask_BT)
+    given |= {"weight_BT": rows.mask_BT} if len(algo.parts) > 1 else {}
+    given |= {"loss_BT": rows.layout.segment_BT} if loss.others else {}
     return Batch(dataclasses.replace(rows, **given), batch.micro_batches)
 
 

@@ -1,7 +1,7 @@
 """The interface of a decoding engine: the methods that podrl calls, and which of them an engine may lack.
 
 podrl's own engine is podrl.rollout.worker.RolloutWorker. Another engine is a class that is constructed with the same
-arguments and has these attributes and methods. It is named in podrl.cluster.worker.ENGINES or passed as
+arguments and has these attributes and methods. It is named in podrl.cluster.engines.ENGINES or passed as
 `ClusterConfig(rollout_engine=...)`.
 """
 

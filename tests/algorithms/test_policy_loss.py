@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as Spec
 from podrl import testing
 from podrl.algorithms.mismatch import divided
 from podrl.algorithms.policy_loss import KINDS, PENALISED, KLLossSettings, LossSettings, PolicyLoss, with_old
-from podrl.algorithms.policy_rows import AgedReferencedRows
 from podrl.testing import lay_out, packed_layout, policy_rows, sequences
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -427,7 +426,7 @@ def aged(tokens):
     logprob_BT, entropy_BT, rows = lay_out(tokens, layout)
     age_BT = np.full(rows.mask_BT.shape, np.nan)
     age_BT[layout.row, layout.column] = ages
-    return (logprob_BT, entropy_BT, AgedReferencedRows(**vars(rows), age_BT=jnp.asarray(age_BT))), ages
+    return (logprob_BT, entropy_BT, dataclasses.replace(rows, age_BT=jnp.asarray(age_BT))), ages
 
 
 @pytest.mark.parametrize("old", ["trainer", "sampler"])
