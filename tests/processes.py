@@ -237,8 +237,8 @@ def listening(pids: Sequence[int]) -> list[tuple[str, int]]:
 
 
 def wall_clock_kept(workdir: pathlib.Path, *flags: str, prompts: int, staleness: int) -> None:
-    """Asserts the promises of a run by the wall clock: each prompt is trained once, no token is too old, podrl.replay
-    agrees.
+    """Asserts the promises of a run by the wall clock: each prompt is trained or dropped once, no token is too old,
+    podrl.replay agrees.
 
     `flags` are the flags of the run's processes; the replay needs them too.
     """
@@ -246,8 +246,14 @@ def wall_clock_kept(workdir: pathlib.Path, *flags: str, prompts: int, staleness:
     assert steps == list(range(1, steps[-1] + 1))
     assert not any("rollout/stale_tokens" in record or "rollout/faulty_tokens" in record for record in records)
     lines = [json.loads(line) for line in (workdir / "batches.jsonl").read_text().splitlines()]
-    batches = {line["step"]: line["groups"] for line in lines if "groups" in line}
-    assert sorted(group["index"] for groups in batches.values() for group in groups) == [*range(prompts * steps[-1])]
+    decided = {line["step"]: line for line in lines if "groups" in line}
+    batches = {step: line["groups"] for step, line in decided.items()}
+    ended = [group["index"] for groups in batches.values() for group in groups]
+    if any("dropped" in line for line in decided.values()):  # dynamic sampling leaves gaps, the prompts in reserve
+        ended += [index for line in decided.values() for index, _ in line["dropped"]]
+        assert len(ended) == len(set(ended)) > prompts * steps[-1]
+    else:
+        assert sorted(ended) == [*range(prompts * steps[-1])]
     for step, groups in batches.items():
         versions = {version for group in groups for runs in group["runs"] for version, _ in runs}
         assert step - staleness <= min(versions) and max(versions) <= step

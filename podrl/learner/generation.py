@@ -82,6 +82,8 @@ class Generator:
         settings: Any = config
         self._cluster, self._rewards, self._config = cluster, rewards, config
         self._group_size: int = settings.num_generations
+        # By the wall clock, groups without a signal leave the queue before a batch is made of it (WallClock).
+        self._refills = config.dynamic_sampling and cluster.config.rollout().clock == "tokens"
         self._greedy = config.estimator().needs_greedy
         beside = self._greedy and able(cluster.config.rollout_engine, "greedy_members")
         self._beside = int(beside)  # number of greedy samples at the front of each group, drawn with the others
@@ -128,7 +130,7 @@ class Generator:
         """Opens a batch that is sampled under several policies.
 
         Args:
-          prompts: prompts of `config.prompt_batches` batches.
+          prompts: prompts of `config.prompt_batches` batches; by the wall clock, the prompt of a group.
           step: part of every sample's random key.
           partial: samples of the batch that another process began; None if there are none.
 
@@ -164,15 +166,29 @@ class Generator:
 
         Args:
           in_flight: the batches, each with the number of tokens that a sample draws (None for all its remaining
-            tokens), or with the points where its samples stop.
+            tokens), or with the points where its samples stop. `halt` and `on_ended` may append further batches, which
+            are played, too.
           policy: weights on the rollout mesh.
           halt: function called between dispatches; the call ends when it returns True. None never ends the call early.
           on_ended: function called when samples of a batch have ended and have been passed to the reward functions.
         """
         started = time.monotonic()
-        by_player = {id(group.player): group for group, _ in in_flight}
-        players = [(group.player, quantum) for group, quantum in in_flight]
-        for player, sample in self._cluster.rollout.advance(policy, players, calls=self._calls, halt=halt):
+        players: list[tuple[Player, int | Points | None]] = []
+        by_player: dict[int, GroupInFlight] = {}
+
+        def add() -> None:
+            new = in_flight[len(players) :]
+            players.extend((group.player, quantum) for group, quantum in new)
+            by_player.update((id(group.player), group) for group, _ in new)
+
+        def halted() -> bool:
+            stops = halt is not None and halt()
+            add()
+            return stops
+
+        add()
+        stop = None if halt is None else halted
+        for player, sample in self._cluster.rollout.advance(policy, players, calls=self._calls, halt=stop):
             group = by_player[id(player)]
             self._take(group.rewards, sample, self._beside + self._group_size)
             group.scored_count += 1
@@ -181,6 +197,7 @@ class Generator:
             # Further samples may have ended at the same time; they come next.
             if group.scored_count == len(player.done):
                 on_ended()
+                add()
         for group, _ in in_flight:
             group.seconds, group.worked = time.monotonic() - started, self._cluster.rollout.stats.metrics()
         self._note("rollout", started, in_flight[0][0].step)
@@ -232,6 +249,23 @@ class Generator:
         rollouts = dataclasses.replace(join(parts, prompts), seconds=seconds)
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
+    def signal(self, group: GroupInFlight) -> bool | None:
+        """Returns whether the rewards of a request of one prompt differ, or True without dynamic sampling.
+
+        Returns:
+          None as long as a sample has not ended or a reward is not known.
+
+        Raises:
+          BatchError: a reward function failed.
+        """
+        if not self._config.dynamic_sampling:
+            return True
+        if group.scored_count < group.player.request.samples or not group.rewards.settled():
+            return None
+        rollouts = self._cluster.rollout.rows(group.player, 0.0)
+        reward_FB = self._scores(rollouts, group.rewards, group.model_reward_B, beside=self._beside)
+        return bool(self._signal(reward_FB, rollouts.group_B)[0])
+
     def give_up(self, group: GroupInFlight) -> None:
         """Cancels the open samples of a batch, and the reward calls that have not begun."""
         group.player.abandon()
@@ -243,7 +277,8 @@ class Generator:
 
     def _first_prompts(self, prompts: Prompts) -> Prompts:
         """Returns the prompts of a batch that are sampled first; the others are in reserve for dynamic sampling."""
-        return take_prompts(prompts, np.arange(len(prompts.length_P) // self._config.prompt_batches))
+        batches = self._config.prompt_batches if self._refills else 1
+        return take_prompts(prompts, np.arange(len(prompts.length_P) // batches))
 
     def _complete(
         self, prompts: Prompts, policy: Policy, step: int, first: tuple[Rollouts, np.ndarray, float]
@@ -254,7 +289,7 @@ class Generator:
         """
         rollouts, reward_FB, seconds = first
         counts: dict[str, float] = {}
-        if self._config.dynamic_sampling:
+        if self._refills:
             rollouts, reward_FB, seconds, counts = self._refill(prompts, policy, step, first)
         rollouts, reward_FB, greedy_P = self._without_greedy(rollouts, reward_FB)
         counts |= self._worked
@@ -433,7 +468,7 @@ class Generator:
 
     def _sees_signals(self) -> bool:
         """True if all rewards of a group can be known while other groups are still sampled."""
-        if not self._config.dynamic_sampling or self._cluster.reward_model or self._cluster.partner:
+        if not self._refills or self._cluster.reward_model or self._cluster.partner:
             return False
         return able(self._cluster.config.rollout_engine, "windows")
 

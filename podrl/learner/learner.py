@@ -315,7 +315,8 @@ class SampleLearner:
             workload = Workload(
                 self._generate,
                 evaluator,
-                prompts=train_ds.prompts_per_step,
+                prompts=prompts,
+                replaced=self.config.num_generations if self.config.dynamic_sampling else 0,
                 group_size=self.config.num_generations + int(self.config.estimator().needs_greedy),
                 whole=self._whole(),
                 curriculum=curriculum,

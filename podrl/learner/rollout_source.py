@@ -29,8 +29,11 @@ class Workload:
     Attributes:
       generate: function that makes experience from prompts; None if this process does not generate.
       evaluator: scores the policy on (this process's share of) held-out prompts; None disables evaluation.
-      prompts: number of prompts per generated batch; 0 if batches are answers from data.
+      prompts: number of prompts per generated batch, without prompts in reserve for dynamic sampling; 0 if batches are
+        answers from data.
       group_size: number of samples per prompt, including a greedy sample that is drawn with the others.
+      replaced: number of samples that the loss loses with a group that dynamic sampling replaces; 0 without dynamic
+        sampling.
       whole: True if a share of a batch must be made by one host as a whole, because reward functions or dynamic
         sampling compare the prompts of a share.
       curriculum: chooses the prompts by their past rewards; None without a curriculum.
@@ -40,6 +43,7 @@ class Workload:
     evaluator: Any
     prompts: int = 0
     group_size: int = 0
+    replaced: int = 0
     whole: bool = False
     curriculum: Curriculum | None = None
 
@@ -71,7 +75,7 @@ def rollout_source(
       The source, and a function that returns True once the run was asked to stop.
     """
     deadline_s = 4 * run.log_config.stall_s
-    clock = _clock(cluster, schedule, run, pod, offline=offline)
+    clock = _clock(cluster, schedule, run, pod, replaced=workload.replaced, offline=offline)
     if pod is None:
         assert stream is not None and clock is not None
         source: Any = LocalRollouts(
@@ -120,7 +124,7 @@ def rollout_source(
 
 
 def _clock(
-    cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, offline: bool
+    cluster: RLCluster, schedule: Schedule, run: Run, pod: Pod | None, *, replaced: int = 0, offline: bool
 ) -> TokenClock | WallClock | None:
     """Makes the clock that `rollout.clock` names; None for the wall clock if another process keeps it.
 
@@ -137,7 +141,8 @@ def _clock(
     if pod is not None and not pod.leads:
         return None
     assert run.workdir is not None
-    return WallClock(WallJournal(run.workdir, run.hurry), schedule.max_staleness, str(run.place))
+    journal = WallJournal(run.workdir, run.hurry)
+    return WallClock(journal, schedule.max_staleness, str(run.place), replaced=replaced)
 
 
 def evaluate_alone(cluster: RLCluster, evaluator: Any, run: Run, pod: Pod) -> int:

@@ -246,9 +246,6 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         name = self.section
         refused = {
             f"{name}.max_staleness=0: there is nothing for a clock to decide, set at least 1": not self.max_staleness,
-            f"{name}.dynamic_sampling=True: groups without a signal are not replaced, set it to False": (
-                self.dynamic_sampling
-            ),
             f"rollout.window_tokens={rollout.window_tokens}: windows end by the clock, leave it out": (
                 rollout.window_tokens is not None
             ),

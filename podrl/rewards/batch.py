@@ -222,7 +222,7 @@ class OpenBatch:
         """
         assert not self.missing(), self.missing()
         with self._changed:
-            self._changed.wait_for(lambda: self._failed() is not None or all(map(self._is_done, self._lines)))
+            self._changed.wait_for(self.settled)
             if (failed := self._failed()) is not None:
                 self.cancel()
                 failed.result()
@@ -231,6 +231,12 @@ class OpenBatch:
             for rows, job in line.jobs:
                 reward_B[rows] = job.result()
         return _whole(reward_FB)
+
+    def settled(self) -> bool:
+        """Returns True if `result` would not wait: all samples are scored, or a function has failed."""
+        with self._changed:
+            done = not self.missing() and all(map(self._is_done, self._lines))
+            return done or self._failed() is not None
 
     def known(self) -> tuple[Float[np.ndarray, "F B"], Bool[np.ndarray, " B"]]:
         """Reads the rewards that are known so far, without waiting.

@@ -184,7 +184,7 @@ class BatchMaker:
             self._open.resubmit(self._clock.stale(step, self._open.groups), step, self._player.give_up)
             repeats = self._clock.known(step) > step
             self._take()
-            self._player.play(self._open.groups, step, halt=self._halted, repeats=repeats)
+            self._player.play(lambda: self._open.groups, step, halt=self._halted, repeats=repeats)
             if not self._closing.is_set():
                 self._take(over=True)
         except BaseException as error:  # noqa: BLE001 - raised where the batches are waited for
@@ -197,7 +197,7 @@ class BatchMaker:
         return self._halt.is_set() or self._closing.is_set()
 
     def _take(self, *, over: bool = False) -> None:
-        """Makes the batch of this window's step, if enough groups have ended and the clock waits for no other group.
+        """Makes the batch of this window's step, if enough groups are ready and the clock waits for no other group.
 
         Args:
           over: whether sampling for the batch has ended (`WallClock.batch`).
@@ -206,6 +206,7 @@ class BatchMaker:
         future = self._waited.get(step)
         if future is None or future.done():
             return
+        self._open.replace(step, self._player.give_up)
         if chosen := self._clock.batch(step, self._open.groups, self._size, over=over):
             self._open.decide(step, chosen)
             future.set_result(chosen)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from podrl.engine.config import RolloutConfig
 from podrl.rollout.journal import WallJournal
 from podrl.rollout.points import Points
+from podrl.types import LeftOut
 
 _LOOKED_AT = 4  # number of batches whose longest sample sets the quantum
 # The quantum is this share of the longest sample, divided by S. A smaller share leaves more tokens to the last windows;
@@ -93,6 +94,10 @@ class TokenClock:
 
     stale_since = stale
 
+    def without_signal(self, step: int, groups: Sequence["_C"], most: int) -> list["_C"]:
+        """Returns no groups: by this clock the sampling of a batch replaces them itself (dynamic sampling)."""
+        return []
+
     def batch(self, step: int, groups: Sequence["_C"], size: int, *, over: bool = False) -> list["_C"]:
         """Returns the groups that were opened for a step, in their order; an empty list until all of them have
         ended."""
@@ -127,6 +132,9 @@ class Candidate(Protocol):
       number: place of the group in the order of submission.
       repeated: whether the prompt was submitted before, and its earlier samples became too old.
       ended: whether all samples have ended.
+      ready: whether a step may train on the group: all samples have ended and, with dynamic sampling, all their rewards
+        are known.
+      signal: whether the rewards of a ready group differ; always True without dynamic sampling.
       drawn: oldest version known to have drawn a token of the group; None if no token is known.
       oldest: `drawn`, or if that is not known, the oldest version that may have drawn a token.
     """
@@ -145,6 +153,12 @@ class Candidate(Protocol):
 
     @property
     def ended(self) -> bool: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def signal(self) -> bool | None: ...
 
     @property
     def drawn(self) -> int | None: ...
@@ -166,22 +180,28 @@ class WallClock:
 
     After step s, a group with a token older than version s - S is dropped, and its prompt is asked again under new
     random keys. The last step that may train on such a repeated group waits for it, so no prompt is repeated for ever.
+
+    With dynamic sampling, a group whose rewards are all equal is dropped, and the batch's step opens a prompt in
+    reserve in its place. The journal has the dropped groups with the batch.
     """
 
     anew = True  # a host that takes a group over begins it again, unless the journal has the group
     mode: Literal["wall"] = "wall"
     used = False  # samples have no quantum of tokens
 
-    def __init__(self, journal: WallJournal, staleness: int, place: str):
+    def __init__(self, journal: WallJournal, staleness: int, place: str, *, replaced: int = 0):
         """Stores the arguments.
 
         Args:
           journal: file of decisions; decisions in it are repeated, new decisions are added.
           staleness: S, the age in versions that a token may have.
           place: directory of the run, for messages.
+          replaced: number of samples that the loss loses with a group that dynamic sampling replaces; 0 without dynamic
+            sampling.
         """
-        self._journal, self._staleness, self._place = journal, staleness, place
-        self._cancelled = 0  # number of groups dropped for the newest step
+        self._journal, self._staleness, self._place, self._replaced = journal, staleness, place, replaced
+        self._cancelled = 0  # number of groups that became too old for the newest step
+        self._dropped: list[tuple[int, int]] = []  # groups without a signal that left the queue in the newest step
 
     def known(self, step: int) -> int:
         """Returns the first step, from `step` on, whose batch is not decided; the steps before it are repeated."""
@@ -211,6 +231,7 @@ class WallClock:
 
     def stale(self, step: int, groups: Sequence[_C]) -> list[_C]:
         """Returns the groups that are dropped when `step` steps are done, and writes the decision to the journal."""
+        self._dropped = []
         if self._journal.batch(step) is not None:
             old = set(self._journal.again(step))
         else:
@@ -233,8 +254,26 @@ class WallClock:
         self._cancelled = len(old)
         return late
 
+    def without_signal(self, step: int, groups: Sequence[_C], most: int) -> list[_C]:
+        """Returns the groups that leave the queue in a step because their rewards are all equal (dynamic sampling).
+
+        The journal gets them together with the batch of the step, because until then no step trains on the groups that
+        are opened in their place.
+
+        Args:
+          step: the newest step, whose batch is not decided or is repeated.
+          groups: the open groups.
+          most: number of prompts that can be opened in place of such groups.
+        """
+        if (known := self._journal.batch(step)) is not None:
+            keys = {(index, submit_step) for index, submit_step in known.get("dropped", ())}
+            return [group for group in groups if (group.index, group.submit_step) in keys]
+        gone = [group for group in groups if group.ready and group.signal is False][:most]
+        self._dropped += [(group.index, group.submit_step) for group in gone]
+        return gone
+
     def batch(self, step: int, groups: Sequence[_C], size: int, *, over: bool = False) -> list[_C]:
-        """Returns the groups of a step's batch; an empty list as long as too few have ended.
+        """Returns the groups of a step's batch; an empty list as long as too few are ready.
 
         Args:
           step: the step that trains on the batch.
@@ -268,18 +307,33 @@ class WallClock:
           left: the other open groups.
 
         Returns:
-          The metrics of the queue (`queue/`) at the time when the batch was decided.
+          The metrics of the queue (`queue/`) at the time when the batch was decided, and of dynamic sampling.
         """
         if (known := self._journal.batch(step)) is None:
-            ready = sum(group.ended for group in left)
+            ready = sum(group.ready for group in left)
             queue = {
                 "queue/running": float(len(left) - ready),
                 "queue/ready": float(ready),
                 "queue/cancelled": float(self._cancelled),
             }
             known = {"step": step, "groups": [group.record() for group in chosen], "queue": queue}
+            if self._replaced:
+                queue |= self._replacements(chosen)
+                known["dropped"] = self._dropped
             self._journal.write(known)
         return known["queue"]
+
+    def _replacements(self, chosen: Sequence[Candidate]) -> dict[str, float]:
+        """Returns the metrics of dynamic sampling for a batch; they have the same names as by tokens."""
+        count = len(self._dropped)
+        metrics = {
+            "dynamic_sampling/groups_drawn": float(len(chosen) + count),
+            "dynamic_sampling/groups_replaced": float(count),
+            "dynamic_sampling/groups_left_without_signal": float(sum(group.signal is False for group in chosen)),
+        }
+        if count:
+            metrics[f"loss/left_out/{LeftOut.DYNAMIC_SAMPLING.name.lower()}"] = float(count * self._replaced)
+        return metrics
 
     def _too_old(self, step: int, groups: Sequence[_C]) -> list[_C]:
         least = step - self._staleness
@@ -287,11 +341,11 @@ class WallClock:
 
 
 def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_C]:
-    """Chooses the groups of a step's batch; returns an empty list if too few have ended or the step must wait for a
+    """Chooses the groups of a step's batch; returns an empty list if too few are ready or the step must wait for a
     group.
 
-    The last step that may train on a repeated group waits for it. Of the other groups that have ended, groups with
-    older tokens go first; of equally old groups, the group submitted first.
+    The last step that may train on a repeated group waits for it. Of the other groups that are ready, groups with a
+    signal go first, then groups with older tokens; of equally old groups, the group submitted first.
 
     Args:
       groups: the open groups.
@@ -299,12 +353,12 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
       size: number of groups of the batch.
       staleness: S, the age in versions that a token may have.
     """
-    ages = {group: group.oldest for group in groups if group.ended or group.repeated}
+    ages = {group: group.oldest for group in groups if group.ready or group.repeated}
     due = [g for g, v in ages.items() if g.repeated and v is not None and v <= step - staleness][:size]
-    if not all(group.ended for group in due):
+    if not all(group.ready for group in due):
         return []
-    others = [group for group in ages if group.ended and group not in due]
-    others.sort(key=lambda group: (step if (v := ages[group]) is None else v, group.number))
+    others = [group for group in ages if group.ready and group not in due]
+    others.sort(key=lambda group: (group.signal is False, step if (v := ages[group]) is None else v, group.number))
     chosen = [*due, *others][:size]
     return chosen if len(chosen) == size else []
 

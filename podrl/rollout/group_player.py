@@ -16,6 +16,7 @@ from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 # 'wall': the wall clock. 'windows': the token clock when several versions draw a sample. 'whole': the token clock when
 # one version draws all samples of a batch in one call.
 Mode = Literal["wall", "windows", "whole"]
+_LOOK_S = 0.01  # pause between two looks at rewards while no sample is open
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,6 +47,10 @@ class OwnGroup(Group):
     @property
     def ended(self) -> bool:
         return len(self.samples.player.done) == self.samples.player.request.samples
+
+    @property
+    def ready(self) -> bool:
+        return self.ended and (self.fixed or self.signal is not None)
 
     @property
     def drawn(self) -> int | None:
@@ -149,7 +154,7 @@ class GroupPlayer:
             batch.
           mode: clock, and number of versions that draw a sample (`Mode`).
           weights: function that returns the weights of a version.
-          on_ended: function that is called when a group may have ended.
+          on_ended: function that is called when a group may have ended, or the rewards of a group have become known.
           closed: function that returns True when playing must stop for good.
         """
         self._generator, self._mode = generator, mode
@@ -157,6 +162,7 @@ class GroupPlayer:
         self._joined_at = time.monotonic()
         self._began: float | None = None  # time at which the present window began
         self._window_s: float | None = None  # seconds of the window before the present one
+        self._unscored: list[OwnGroup] = []  # groups whose samples have ended and some of whose rewards are not known
 
     def open(
         self,
@@ -215,21 +221,22 @@ class GroupPlayer:
 
     # Methods for the thread that uses the rollout mesh.
 
-    def play(self, groups: Iterable[OwnGroup], version: int, *, halt: Callable[[], bool], repeats: bool) -> None:
+    def play(
+        self, groups: Callable[[], Iterable[OwnGroup]], version: int, *, halt: Callable[[], bool], repeats: bool
+    ) -> None:
         """Plays the groups through a window: the fixed groups first, then the others.
 
         Args:
-          groups: the open groups.
+          groups: function that returns the open groups. `on_ended` may open further groups, which are played, too.
           version: version of the weights.
           halt: function that returns True once the samples of groups that are not fixed must stop; they stop after the
             launched dispatches.
           repeats: whether the window is repeated from the journal, so that only fixed groups are played.
         """
-        groups = list(groups)
-        for together in self._in_order(groups, version):
+        for together in self._in_order(list(groups()), version):
             self.repeat(together, version)
         if not repeats:
-            self._play_on([group for group in groups if not group.fixed and not group.ended], version, halt)
+            self._play_on(groups, version, halt)
 
     def repeat(self, groups: Sequence[OwnGroup], version: int) -> None:
         """Plays fixed groups through a window, session by session, without other interruptions.
@@ -251,10 +258,54 @@ class GroupPlayer:
                 self._finish(group, policy)
                 group.since = version + 1
 
-    def _play_on(self, groups: Sequence[OwnGroup], version: int, halt: Callable[[], bool]) -> None:
-        rows = [group.row(Points(urgent=group.oldest is not None)) for group in groups]
-        if rows:
-            self._generator.play(rows, self._weights(version), halt=halt, on_ended=self._on_ended)
+    def _play_on(self, groups: Callable[[], Iterable[OwnGroup]], version: int, halt: Callable[[], bool]) -> None:
+        """Plays the groups that are not fixed until all are ready, or until `halt` returns True.
+
+        A group that is opened meanwhile joins the session that plays the others, because a further session would
+        prefill all open samples again.
+        """
+        rows: list[tuple[Any, Points]] = []
+        begun: set[OwnGroup] = set()
+
+        def add() -> None:
+            new = [group for group in groups() if not (group.fixed or group.ended or group in begun)]
+            rows.extend(group.row(Points(urgent=group.oldest is not None)) for group in new)
+            begun.update(new)
+
+        def ended() -> None:
+            self._look_up_signals(groups())
+            self._on_ended()
+            add()
+
+        def halted() -> bool:
+            if self._look_up_signals(self._unscored):
+                self._on_ended()
+                add()
+            return halt()
+
+        if self._look_up_signals(groups()):
+            self._on_ended()
+        add()
+        while rows or self._unscored:
+            if rows:
+                self._generator.play(rows, self._weights(version), halt=halted, on_ended=ended)
+                rows.clear()
+            else:
+                time.sleep(_LOOK_S)
+            if halted():
+                return
+
+    def _look_up_signals(self, groups: Iterable[OwnGroup]) -> bool:
+        """Looks up whether the rewards of groups that have ended differ; returns True if that became known of a group.
+
+        Raises:
+          BatchError: a reward function failed.
+        """
+        ended = [group for group in groups if group.ended and not group.ready]
+        for group in ended:
+            group.signal = self._generator.signal(group.samples)
+        self._unscored = [group for group in ended if not group.ready]
+        return len(self._unscored) < len(ended)
 
     def _in_order(self, groups: Sequence[OwnGroup], version: int) -> list[list[OwnGroup]]:
         """Splits the fixed groups into sets that are played together, and puts these in order.

@@ -18,7 +18,9 @@ class WallJournal:
 
       {"step": 7, "again": [12]}                prompts that are asked again when 7 steps are done; no step trains on
                                                 their old samples
-      {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue
+      {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue. With
+                                                dynamic sampling also "dropped": [[12, 5], ...], `index` and `asked` of
+                                                the groups without a signal that left the queue in step 7
 
     The fields of a group are:
 

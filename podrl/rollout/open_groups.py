@@ -28,6 +28,7 @@ class Group(abc.ABC):
       origin: the samples in the state of a checkpoint or another host; None if they begin here, or have continued
         since.
       looked_up: oldest version known to have drawn a token; None if no token is known.
+      signal: whether the samples' rewards differ, or dynamic sampling is off; None as long as a reward is not known.
     """
 
     prompts: Prompts
@@ -36,6 +37,7 @@ class Group(abc.ABC):
     repeated: bool
     origin: PartialBatch | None
     looked_up: int | None = dataclasses.field(init=False, default=None)
+    signal: bool | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.looked_up = None if self.origin is None else oldest_of(self.origin)
@@ -54,6 +56,11 @@ class Group(abc.ABC):
     @abc.abstractmethod
     def ended(self) -> bool:
         """True once all samples have ended."""
+
+    @property
+    def ready(self) -> bool:
+        """True once a step may train on the group (podrl.rollout.clock.Candidate.ready)."""
+        return self.ended
 
     @property
     def drawn(self) -> int | None:
@@ -116,6 +123,8 @@ class OpenGroups(Generic[_G]):
         self.groups: list[_G] = []
         self.position = b""
         self._submitted = 0
+        # Prompts that take the places of groups without a signal, each with the only step that may open it.
+        self._reserve: list[tuple[int, Prompts]] = []
         self._counts: dict[int, Mapping[str, float]] = {}  # by step
 
     def resume(self, step: int, pending: Sequence[PartialBatch]) -> None:
@@ -129,20 +138,53 @@ class OpenGroups(Generic[_G]):
           pending: parts of the open groups, one for each batch in flight.
         """
         self._clock.forget(step)
+        reserve: list[Prompts] = []
         for part in pending:
             self.position = part.prompts.data_state
             for first, prompts in self._cut(part.prompts):
                 origin = cut(part, prompts, first)
+                if self._keeps_reserve and not origin.samples:
+                    reserve.append(prompts)
+                    continue
                 values = {"asked": part.step, "repeated": False, **origin.samples[0]}
                 record = self._clock.recorded(int(prompts.index_P[0]), int(values["asked"]), step)
                 known = record is None or agrees(record, _runs(origin), step)
                 self._add(prompts, int(values["asked"]), bool(values["repeated"]), origin if known else None)
+        # Every batch has equally many prompts in reserve, and a step opens them only after its checkpoint.
+        for i, prompts in enumerate(reserve):
+            self._reserve.append((step + i * (len(self.groups) // self._size) // len(reserve), prompts))
 
     def submit(self, prompts: Prompts, step: int) -> None:
-        """Opens the groups of a step's batch, made from its prompts."""
+        """Opens the groups of a step's batch, made from its prompts.
+
+        Under the wall clock, prompts after the first `size` prompts are the step's reserve for dynamic sampling.
+        """
         self.position = prompts.data_state
-        for _, part in self._cut(prompts):
+        parts = [part for _, part in self._cut(prompts)]
+        count = self._size if self._keeps_reserve else len(parts)
+        for part in parts[:count]:
             self._add(part, step)
+        self._reserve += [(step, part) for part in parts[count:]]
+
+    def replace(self, step: int, give_up: Callable[[_G], None]) -> bool:
+        """Drops groups without a signal, and opens a prompt of the step's reserve for each of them (dynamic sampling).
+
+        Args:
+          step: the step whose batch is to be decided next.
+          give_up: function that cancels the open samples of a group.
+
+        Returns:
+          Whether groups were opened.
+        """
+        opened = False
+        # In a step that is repeated, groups that are opened here may be among the groups to drop.
+        while gone := self._clock.without_signal(step, self.groups, sum(s == step for s, _ in self._reserve)):
+            for group in gone:
+                give_up(group)
+                self.groups.remove(group)
+                self._add(self._reserve.pop(0)[1], step)
+            opened = True
+        return opened
 
     def resubmit(self, old: Sequence[_G], step: int, give_up: Callable[[_G], None]) -> None:
         """Cancels groups that are too old for a step, and asks their prompts again in new groups at the same places.
@@ -164,6 +206,7 @@ class OpenGroups(Generic[_G]):
         left = [group for group in self.groups if group not in chosen]
         self._counts[step] = self._clock.decide(step, chosen, left)
         self.groups = left
+        self._reserve = [(s, prompts) for s, prompts in self._reserve if s > step]
 
     def counts(self, step: int) -> Mapping[str, float]:
         """Returns the metrics of the queue at the time when a step's batch was decided; a second call returns an empty
@@ -177,18 +220,25 @@ class OpenGroups(Generic[_G]):
     def state(
         self, step: int, ahead: int, *, last: bool = False, found: Mapping[tuple[int, int], PartialBatch] = _NONE
     ) -> PartialBatch:
-        """Copies a part of the open groups, for a checkpoint: as many groups as a batch will have.
+        """Copies a part of the open groups, for a checkpoint: as many groups as a batch will have, with its reserve.
 
         Args:
           step: the step of the batch.
           ahead: number of batches in flight before this batch, whose parts come first.
-          last: whether the part has all remaining groups.
+          last: whether the part has all remaining groups and reserves.
           found: samples in the state of other hosts, by the group's key.
         """
         own = self.groups[ahead * self._size : None if last else (ahead + 1) * self._size]
         parts = [group.marked(found[group.key], step) if group.key in found else group.part(step) for group in own]
+        reserve = [prompts for s, prompts in self._reserve if s == step or (last and s > step)]
+        parts += [of_tracks(prompts, (), prompt_count=0, step=step, quantum=0) for prompts in reserve]
         whole = join(parts)
         return dataclasses.replace(whole, prompts=dataclasses.replace(whole.prompts, data_state=self.position))
+
+    @property
+    def _keeps_reserve(self) -> bool:
+        """True under the wall clock; under the token clock a group holds the prompts in reserve of its batch itself."""
+        return self._clock.mode == "wall"
 
     def _cut(self, prompts: Prompts) -> list[tuple[int, Prompts]]:
         """Cuts prompts into groups; returns (index of the first prompt, prompts) of each group."""

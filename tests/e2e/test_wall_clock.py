@@ -40,8 +40,9 @@ def test_two_hosts_that_hold_a_copy_of_the_weights_keep_what_is_promised(tmp_pat
 
 
 @pytest.mark.nightly("podrl/learner/generation.py", "podrl/rollout/batches.py")
-def test_remax_keeps_what_is_promised(tmp_path):
+def test_remax_with_dynamic_sampling_keeps_what_is_promised(tmp_path):
     remax = ("--config.algorithm=remax", f"--config.grpo.max_staleness={S}", "--config.eval.problems=0")
+    remax += ("--config.grpo.dynamic_sampling=True",)
     finished = run(tmp_path / "run", TWO_DEVICES, *_SLOW, *remax)
     assert any(record.get("rollout/mixed_samples", 0) > 0 for record in finished.records())
     wall_clock_kept(tmp_path / "run", TWO_DEVICES, prompts=4, staleness=S)

@@ -10,9 +10,10 @@ import pytest
 from podrl.engine.config import RolloutConfig
 from podrl.learner.generation import Generator
 from podrl.learner.settings import GRPOConfig
-from podrl.rewards.batch import OpenBatch, Scorer
+from podrl.rewards.batch import OpenBatch, RewardError, Scorer
+from podrl.rollout.partial import take_prompts
 from podrl.rollout.worker import FinishedSample
-from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Prompts, Rollouts, blank_columns
+from podrl.types import NO_EPISODE, STOP_EOS, STOP_FAILED, STOP_LENGTH, Policy, Prompts, Rollouts, blank_columns
 
 LIMIT, G = 6, 2
 
@@ -162,6 +163,67 @@ def test_the_groups_kept_do_not_depend_on_when_others_are_found_without_signal(d
         assert asked == list(range(len(asked))) and engine.asked[0][0] == [100, 101, 102, 103]
         early += engine.meanwhile
     assert (early > 0) == (len(differ) < 12)
+
+
+class Windowed(Telling):
+    """An engine whose samples end one after the other, and which asks before each sample whether it must stop."""
+
+    def player(self, asked, *, group_size, step, sampling, partial):
+        request = types.SimpleNamespace(prompts=asked, samples=len(asked.length_P) * group_size)
+        return types.SimpleNamespace(request=request, done={})
+
+    def advance(self, policy, players, *, calls, halt):
+        for player, _ in players:  # the caller appends further players
+            for b in range(player.request.samples):
+                assert not halt()
+                player.done[b] = b
+                text = f"{player.request.prompts.tokens_PT[0, 0]} {b} sampled"
+                yield player, FinishedSample(0, b, [1], [7], {}, STOP_EOS, text, NO_EPISODE)
+
+
+class Late(Grader):
+    """Rewards that are known after `release`, or fail."""
+
+    def __init__(self, differ):
+        super().__init__(differ)
+        self._waiting = []
+
+    def _submit(self, part):
+        known, job = super()._submit(part), Future()
+        self._waiting.append((job, known.result()))
+        return job
+
+    def release(self, error=None):
+        for job, rewards in self._waiting:
+            job.set_result(rewards) if error is None else job.set_exception(error)
+        self._waiting = []
+
+
+def test_by_the_wall_clock_a_group_has_a_signal_once_its_rewards_are_known():
+    engine: Any = Windowed(0)
+    engine.config.rollout = lambda: RolloutConfig(max_tokens_to_generate=LIMIT, clock="wall")
+    grader: Any = Late({1})
+    config = GRPOConfig(num_generations=G, dynamic_sampling=True, max_staleness=1)
+    generator = Generator(engine, grader, config)
+    flying: Any = [(generator.begin(take_prompts(prompts(3), np.array([p])), 7), None) for p in range(3)]
+    groups, playing = [group for group, _ in flying], flying[:1]
+
+    def ended():
+        playing.extend(flying[len(playing) : len(playing) + 1])  # as the queue does when it drops a group
+
+    generator.play(playing, Policy({}, 7), halt=lambda: False, on_ended=ended)
+    assert [group.scored_count for group in groups] == [G] * 3 and playing == flying
+    assert [generator.signal(group) for group in groups] == [None] * 3
+    grader.release()
+    assert [generator.signal(group) for group in groups] == [False, True, False]
+    found = generator.gather(groups[1:2], 7, 0.0)
+    np.testing.assert_array_equal(found.reward_B, [0, 2])
+    assert not any(name.startswith("dynamic_sampling/") for name in found.counts), "the clock counts"
+    failing = generator.begin(take_prompts(prompts(1), np.array([0])), 7)
+    generator.play([(failing, None)], Policy({}, 7), halt=lambda: False)
+    grader.release(RewardError("no reward"))
+    with pytest.raises(RewardError, match="no reward"):
+        generator.signal(failing)
 
 
 def test_the_search_is_bounded_and_open_places_are_filled():

@@ -1,6 +1,7 @@
 """Groups by the wall clock on hosts that come and go: every prompt once, ages within the bound, exact repetition."""
 
 import contextlib
+import dataclasses
 import json
 import random
 import shutil
@@ -12,6 +13,7 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 from endpoints import joined
+from replaced_groups import assert_replaced
 from test_elastic_hosts import DEADLINE_S, HOSTS, G, P, Stream, T, Weights, experience_of, run
 
 from podrl.engine.config import RolloutConfig
@@ -105,8 +107,34 @@ class Sampler:
         prompts = join_prompts([making.player.request.prompts for making in makings])
         return experience_of(prompts, tokens_BT, version_BT, np.zeros(B), seconds)
 
+    def signal(self, making):
+        return True
+
     def give_up(self, making):
         return
+
+
+class Judging(Sampler):
+    """Knows the rewards of a group when it is asked a second time; about half of the groups have equal rewards."""
+
+    def signal(self, making):
+        if not hasattr(making, "asked"):
+            making.asked = True
+            return None
+        return differ(sum(track.sampled for track in making.player.tracks))
+
+
+def differ(tokens: int) -> bool:
+    """Tells from a group's number of tokens whether its rewards differ."""
+    return tokens % 2 == 0
+
+
+class Ample(Stream):
+    """Numbered prompts, with two batches in reserve for each batch."""
+
+    def __next__(self):
+        parts = [super(Ample, self).__next__() for _ in range(3)]
+        return dataclasses.replace(join_prompts(parts), data_state=parts[-1].data_state)
 
 
 class Member:
@@ -145,7 +173,19 @@ def impatient(monkeypatch):
 
 
 def train_through(
-    directory, *, staleness, seed, steps, kills=0, start=None, hosts=HOSTS, until=None, sampler=Sampler, every=3
+    directory,
+    *,
+    staleness,
+    seed,
+    steps,
+    kills=0,
+    start=None,
+    hosts=HOSTS,
+    until=None,
+    sampler=Sampler,
+    every=3,
+    stream=Stream,
+    replaced=0,
 ):
     """Trains up to a step; kills hosts after random steps, and adds as many.
 
@@ -160,8 +200,8 @@ def train_through(
     schedule, weights = Schedule(steps, staleness, save_every=every), Weights(staleness)
     with joined(hosts, disposable=True) as pods:
         there = [Member(pod, weights, schedule, sampler(seed + i)) for i, pod in enumerate(pods) if i in hosts.rollout]
-        here, clock = run(), WallClock(WallJournal(directory), staleness, str(directory))
-        stream = Stream()
+        here, clock = run(), WallClock(WallJournal(directory), staleness, str(directory), replaced=replaced)
+        stream = stream()
         if begin.data_state:
             stream.restore(begin.data_state)
         needed = lambda step, experience: np.arange(len(experience.rollouts.length_B))  # noqa: E731
@@ -292,6 +332,18 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tmp_path, seed):
         assert_whole(both, 14, 2)
         assert_equal({step: found[step] for step in range(saved_after, 10)}, {s: lived[s] for s in found if s in lived})
         assert_equal(both, repeated(directory, seed=98, **more))
+
+
+def test_groups_of_equal_rewards_are_replaced_while_hosts_are_lost_and_all_of_it_is_repeated(tmp_path):
+    more = {"staleness": 2, "steps": 12, "sampler": Judging, "stream": Ample, "replaced": G}
+    lived, saved, _ = train_through(tmp_path / "run", seed=1, until=8, kills=2, **more)
+    start = Start(6, saved[6][-1].data_state, saved[6], set())
+    found, _, _ = train_through(tmp_path / "run", seed=50, start=start, kills=2, **more)
+    assert_equal({step: found[step] for step in (6, 7)}, {step: lived[step] for step in (6, 7)})
+    both = {step: lived[step] for step in range(6)} | found
+    assert_equal(both, repeated(tmp_path / "run", seed=98, **more))
+    stream, journal = Ample(), WallJournal(tmp_path / "run")
+    assert_replaced(both, journal, [next(stream) for _ in range(12)], size=P, group_size=G, differ=differ)
 
 
 def test_a_host_that_is_asked_to_stop_leaves_its_groups_to_others_and_the_last_one_stops_the_job(tmp_path, monkeypatch):

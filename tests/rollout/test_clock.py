@@ -20,6 +20,11 @@ class Group:
     drawn: int | None = None
     ended: bool = False
     repeated: bool = False
+    signal: bool | None = True
+
+    @property
+    def ready(self):
+        return self.ended and self.signal is not None
 
     @property
     def oldest(self):
@@ -117,6 +122,28 @@ def test_a_group_that_becomes_another_is_refused(tmp_path):
         ):
             clock.batch(0, [other], 1, over=over)
     assert clock.batch(0, [Group(4, 0, 0)], 1) == []  # this group may still end
+
+
+def test_groups_of_equal_rewards_are_dropped_as_long_as_others_can_take_their_places(tmp_path):
+    clock = WallClock(WallJournal(tmp_path), 1, "run", replaced=4)
+    signals = [False, None, True, False, True]
+    groups = [Group(i, 0, i, drawn=0, ended=True, signal=signal) for i, signal in enumerate(signals)]
+    clock.stale(0, groups)
+    assert clock.without_signal(0, groups, 1) == [groups[0]]
+    left = groups[1:]
+    assert clock.without_signal(0, left, 0) == []
+    assert clock.batch(0, left, 4) == [], "the rewards of group 1 are not known"
+    chosen = clock.batch(0, left, 3)
+    assert [group.index for group in chosen] == [2, 4, 3], "a group of equal rewards fills the batch"
+    expected = {"groups_drawn": 4.0, "groups_replaced": 1.0, "groups_left_without_signal": 1.0}
+    found = clock.decide(0, chosen, [groups[1]])
+    assert {f"dynamic_sampling/{name}": value for name, value in expected.items()}.items() <= found.items()
+    assert found["loss/left_out/dynamic_sampling"] == 4.0 and found["queue/ready"] == 0.0
+    again = WallClock(WallJournal(tmp_path), 1, "run", replaced=4)
+    for group in groups:
+        group.ended, group.signal = False, None
+    assert again.without_signal(0, groups, 0) == [groups[0]], "it is dropped again before it is played"
+    assert again.decide(0, chosen, []) == found
 
 
 def test_groups_found_too_old_in_a_step_are_repeated_as_if_known_at_its_begin(tmp_path):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from replaced_groups import assert_replaced
 from test_episodes import Scripted, Words, dialogue_of
 
 from podrl.engine.config import Sampling
@@ -45,15 +46,24 @@ class Maker:
 
     def play(self, makings, policy, *, halt, on_ended):
         """Plays a window; if it is not repeated, halts some dispatches after its batch was taken."""
-        left, taken = self._clock.randint(0, 3), [0]
+        left, taken, rows = self._clock.randint(0, 3), [0], []
+
+        def add():
+            rows.extend((making.player, points) for making, points in makings[len(rows) :])
 
         def halted():
+            stops = halt()  # it may open groups
+            add()
             taken[0] += self.done()
-            return taken[0] > left
+            return stops if self.repeats() else taken[0] > left
 
-        rows = [(making.player, points) for making, points in makings]
-        for _ in self._worker.advance(policy, rows, halt=halt if self.repeats() else halted):
+        add()
+        for _ in self._worker.advance(policy, rows, halt=halted):
             on_ended()
+            add()
+
+    def signal(self, making):
+        return True
 
     def gather(self, makings, step, seconds):
         del step
@@ -85,6 +95,25 @@ class Interrupted(Maker):
         return next(asked) >= most
 
 
+class Judging(Maker):
+    """Knows the rewards of a group when it is asked a second time; about half of the groups have equal rewards."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._asked = set()
+
+    def signal(self, making):
+        if making.player not in self._asked:
+            self._asked.add(making.player)
+            return None
+        return differ(sum(len(track.tokens) for track in making.player.done.values()))
+
+
+def differ(tokens):
+    """Tells from a group's number of tokens whether its rewards differ."""
+    return tokens % 2 == 0
+
+
 class RepeatingBatchMaker(BatchMaker):
     """A clock that tells the maker whether a window is repeated, and whether its batch was taken."""
 
@@ -111,6 +140,7 @@ def made(
     until=LAST,
     partner=lambda: None,
     maker=Maker,
+    replaced=0,
 ):
     """Plays steps of a run in `directory` from its beginning, or from (step, open groups), up to the step `until`.
 
@@ -120,7 +150,8 @@ def made(
     directory.mkdir(exist_ok=True)
     worker.partner = partner()
     thread = ThreadPoolExecutor(1)
-    run, clock_of = types.SimpleNamespace(watchdog=Watchdog(60.0)), WallClock(WallJournal(directory), S, str(directory))
+    run = types.SimpleNamespace(watchdog=Watchdog(60.0))
+    clock_of = WallClock(WallJournal(directory), S, str(directory), replaced=replaced)
     wall = RepeatingBatchMaker(maker(worker, sampling, random.Random(clock)), thread, run, clock_of, P)
     first, pending = begin or (0, [])
     flying, found, saved = list(wall.resume(first, pending)), {}, {}
@@ -264,6 +295,24 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, 
         begin = (saved_after + 1, again[saved_after + 1])  # saved while steps were repeated and groups were held back
         third, _ = made(tight, policies, batches, sampling, directory, clock=51, begin=begin, **more)
         assert_equal(third, {step: found[step] for step in third})
+
+
+@pytest.mark.parametrize("S", [1, 2])
+def test_groups_of_equal_rewards_are_replaced_and_all_of_it_is_repeated(tight, policies, prompts_of, tmp_path, S):
+    """A step may open the prompts that its batch has in reserve; a killed run and a replay drop the same groups."""
+    asked = [prompts_of([5, 17, 9] * 3, index=np.arange(3 * P) + 3 * P * b) for b in range(LAST + 1)]
+    asked = [dataclasses.replace(batch, data_state=str(b).encode()) for b, batch in enumerate(asked)]
+    play = functools.partial(made, tight, policies, asked, Sampling(max_new=30, stop_ids=(17, 250)), S=S)
+    play = functools.partial(play, maker=Judging, replaced=G)
+    lived, saved = play(tmp_path / "one", clock=S, until=4)
+    found, _ = play(tmp_path / "one", clock=50, begin=(3, saved[3]))
+    assert_equal({step: found[step] for step in (3, 4)}, {step: lived[step] for step in (3, 4)})
+    whole = {step: lived[step] for step in range(3)} | found
+    (tmp_path / "two").mkdir()
+    shutil.copy(tmp_path / "one" / NAME, tmp_path / "two")
+    assert_equal(whole, play(tmp_path / "two", clock=99)[0])
+    assert (tmp_path / "two" / NAME).read_bytes() == (tmp_path / "one" / NAME).read_bytes()
+    assert_replaced(whole, WallJournal(tmp_path / "one"), asked, size=P, group_size=G, differ=differ)
 
 
 def test_a_journal_of_other_samples_is_refused(tight, policies, batches, tmp_path):

@@ -117,7 +117,7 @@ class Dispatcher:
           pod: the job's processes.
           lease_server: table of the leases, and of the rollout hosts in the job.
           clock: decides which groups make a batch, and which prompts are asked again.
-          size: number of prompts in a batch.
+          size: number of prompts in a batch, without prompts in reserve for dynamic sampling.
           group_size: number of samples per prompt.
           shares: number of groups that a batch is cut into under the token clock; 0 for one group per host.
           deadline_s: the longest wait for a batch, in seconds.
@@ -153,7 +153,7 @@ class Dispatcher:
           whole: number of batches in the checkpoint that are complete.
         """
         self._start = self._at = step
-        self._batches = step + sum(len(part.prompts.length_P) for part in pending) // self._size
+        self._batches = step + sum(int(part.rows["asked_P"].sum()) for part in pending) // self._size
         if self._by_tokens:  # complete batches count as read; no host makes them again
             self._batches = step + whole + len(pending)
         self._clock_from = self._clock.known(step)
@@ -267,6 +267,8 @@ class Dispatcher:
         """Returns the groups of a step's batch; an empty list as long as the batch has to wait."""
         if late := self._clock.stale_since(step, self._open.groups):
             self._open.resubmit(late, step, self._give_up)
+            self._assign()
+        if self._open.replace(step, self._give_up):
             self._assign()
         return self._clock.batch(step, self._open.groups, self._size)
 
@@ -382,9 +384,10 @@ class Dispatcher:
             for index, submit_step, version in report["drawn"]:
                 if (group := mine.get((index, submit_step))) is not None:
                     group.looked_up = version
+            without_signal = {(index, submit_step) for index, submit_step in report["without_signal"]}
             for record in report["ended"]:
                 if (group := mine.get((record["index"], record["asked"]))) is not None:
-                    group.entry = record
+                    group.entry, group.signal = record, group.key not in without_signal
                     group.looked_up = min((runs[0][0] for runs in record.get("runs", ()) if runs), default=None)
             if report["failed"]:
                 self._failed = host

@@ -230,9 +230,7 @@ class HostPlayer:
                     return
                 self._carry_out(version)
                 self._catch_up(version)
-                self._player.play(
-                    self._groups.values(), version, halt=lambda: self._must_pause(version), repeats=repeats
-                )
+                self._player.play(self._groups.values, version, halt=lambda: self._must_pause(version), repeats=repeats)
                 if self._has_work(version):
                     continue
                 self._close_window(version)
@@ -338,13 +336,15 @@ class HostPlayer:
             if last and self._window_count % _TELL_EVERY == 0:
                 self._send_report()
             return
-        ended = [group for group in self._groups.values() if not group.ended_reported and group.ended]
+        ended = [group for group in self._groups.values() if not group.ended_reported and group.ready]
         for group in ended:
             group.check()
         drawn = [g for g in self._groups.values() if last and not g.oldest_reported and g.oldest is not None]
         if ended or drawn or (last and self._quiet):
             self._send_report(
-                ended=[group.record() for group in ended], drawn=[[g.index, g.submit_step, g.oldest] for g in drawn]
+                ended=[group.record() for group in ended],
+                without_signal=[group.key for group in ended if group.signal is False],
+                drawn=[[g.index, g.submit_step, g.oldest] for g in drawn],
             )
         for group in ended:
             group.ended_reported = True
@@ -353,10 +353,16 @@ class HostPlayer:
         if last:
             self._quiet = True
 
-    def _send_report(self, *, ended: Sequence[Any] = (), drawn: Sequence[Any] = (), failed: bool = False) -> None:
+    def _send_report(self, *, failed: bool = False, **groups: Sequence[Any]) -> None:
+        """Sends a report to the leader.
+
+        Args:
+          failed: whether this host cannot go on.
+          groups: `ended`, `without_signal` and `drawn`, lists of groups; those left out are empty.
+        """
         self._quiet = False
         about = {"address": self._pod.channel.address, "orders": self._order_count, "change": self._leases.change}
-        value = {**about, "ended": list(ended), "drawn": list(drawn), "failed": failed}
+        value = {**about, "ended": [], "without_signal": [], "drawn": [], "failed": failed, **groups}
         self._pod.channel.request(self._pod.address(LEADER), "call", "groups", Message(value))
 
     def _give_up(self, keys: Sequence[tuple[int, int]]) -> None:
