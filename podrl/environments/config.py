@@ -115,7 +115,7 @@ class EnvironmentConfig:
       program: command of an agent program, such as 'python agent.py', which asks the model over HTTP; '' for none. See
         docs/agents.md. `python` as the first word is the interpreter that runs podrl.
       processes: number of processes of `program` in each worker. A process runs one episode at a time; other episodes
-        wait for a free process.
+        wait for a free process. Episodes that have paused at the end of a window of tokens keep theirs, beside these.
       failed_share: largest share of the samples of a batch whose programs may fail; more failures end the job.
       tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in tool.
       mcp: servers that offer tools, each an MCPServer or only its target.

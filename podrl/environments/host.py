@@ -59,6 +59,7 @@ class _Episode:
       spent_s: time of the environment and its tools up to `since`, seconds.
       since: start of the present work of the environment, by time.monotonic(); 0 while the model samples.
       timer: timer of env.deadline_s; None while the model samples.
+      rested: whether it does not count towards env.processes (podrl.environments.workers.Episodes.rest).
       finished: record of the whole episode from an earlier run, played instead of starting the episode in a worker;
         None if there is no such record.
     """
@@ -79,6 +80,7 @@ class _Episode:
     spent_s: float = 0.0
     since: float = 0.0
     timer: asyncio.TimerHandle | None = None
+    rested: bool = False
     finished: FinishedEpisode | None = None
 
 
@@ -104,7 +106,8 @@ class _Home:
 class EnvironmentHost:
     """Runs all episodes of a process; podrl.environments.workers.Episodes calls it and documents its methods.
 
-    Every method but `waiting` must be called on one event loop. `turn` and `cancel` ignore an episode that has ended.
+    Every method but `waiting` must be called on one event loop. `turn`, `rest` and `cancel` ignore an episode that has
+    ended.
     """
 
     def __init__(
@@ -183,6 +186,12 @@ class EnvironmentHost:
                 self._say_on(episode, episode.finished)
             else:
                 self._begin_anew(episode)
+
+    def rest(self, number: int) -> None:
+        if (episode := self._episodes.get(number)) is not None and not episode.rested:
+            episode.rested = True
+            if episode.life in self._lives:
+                self._send(episode, {"rest": episode.life})
 
     def cancel(self, number: int) -> None:
         if (episode := self._episodes.get(number)) is not None:
@@ -294,7 +303,8 @@ class EnvironmentHost:
         episode.life, self._next_life, episode.at = self._next_life, self._next_life + 1, 0
         self._episodes[episode.number] = self._lives[episode.life] = episode
         episode.home.episodes.add(episode.number)
-        self._send(episode, {"start": episode.life, "task": dataclasses.asdict(episode.task)})
+        task = dataclasses.asdict(episode.task)
+        self._send(episode, {"start": episode.life, "task": task, "rested": episode.rested})
         if len(episode.turns) == len(episode.said):
             self._run_clock(episode)
 
@@ -432,7 +442,7 @@ class EnvironmentHost:
                     why = f"cannot be loaded again: {frame['raised']}"
                     self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
             case {"say": life, "said": said, "records": records} if life in self._lives:
-                self._said(self._lives[life], said, records)
+                self._said(self._lives[life], said, records, overlaps=frame.get("overlaps", False))
             case {"ask": life, "n": number} if life in self._lives:
                 self._asked(self._lives[life], number, frame)
             case {"clock": runs, "of": life} if life in self._lives:
@@ -446,7 +456,7 @@ class EnvironmentHost:
                 self._leave(episode)
                 self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {why}"))
 
-    def _said(self, episode: _Episode, said: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    def _said(self, episode: _Episode, said: dict[str, Any], records: list[dict[str, Any]], *, overlaps: bool) -> None:
         at, episode.at = episode.at, episode.at + 1
         if at < len(episode.said):
             if episode.said[at] != said and self._config.program:  # a program may behave differently on a replay
@@ -467,7 +477,7 @@ class EnvironmentHost:
             episode.said.append(said)
             episode.lives = 1
             self._stop_clock(episode)
-            self._emit({"say": episode.number, **said, "records": records})
+            self._emit({"say": episode.number, **said, "records": records, "overlaps": overlaps})
         self._give(episode)
 
     def _give(self, episode: _Episode) -> None:

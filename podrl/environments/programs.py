@@ -12,7 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Literal, Protocol
 
 from podrl.environments.config import EnvironmentConfig
@@ -52,10 +52,12 @@ class AgentFailure(Exception):  # noqa: N818 - a lost sample, not an error of th
 class EndpointModel(Protocol):
     """The model as programs need it; podrl.environments.worker.RemoteModel implements it, and documents the methods."""
 
+    rested: asyncio.Event
+
     @property
     def answers(self) -> int: ...
 
-    async def answer(self, wanted: ParsedRequest) -> Answer: ...
+    async def answer(self, wanted: ParsedRequest, *, overlaps: bool = False) -> Answer: ...
 
     def drop(self, request: int) -> None: ...
 
@@ -142,7 +144,7 @@ class ProgramEnvironment:
             it ends the episode.
         """
         model.clock(runs=False)  # the wait for a free process does not count as time of the episode
-        async with self._free:
+        async with self._place(model):
             front = await self._started()
             runner = self._idle.pop() if self._idle else await _Runner.start(self._command, front.address, self._log)
             name = str(next(self._numbers))
@@ -171,6 +173,20 @@ class ProgramEnvironment:
                     self._of.pop(number, None)
                     job.cancel()
                 session.lost.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _place(self, model: EndpointModel) -> AsyncIterator[None]:
+        """Waits until fewer than env.processes episodes are open; episodes that have rested do not count."""
+        if model.rested.is_set():
+            yield
+            return
+        await self._free.acquire()
+        leaving = asyncio.ensure_future(model.rested.wait())
+        leaving.add_done_callback(lambda _: self._free.release())  # called once, also if it is cancelled
+        try:
+            yield
+        finally:
+            leaving.cancel()
 
     async def _result(self, runner: "_Runner", session: _Session, line: Mapping[str, Any]) -> Result:
         """Gives a task to a process, and waits until it has answered and every answer of the model has arrived."""
@@ -203,7 +219,7 @@ class ProgramEnvironment:
                 self._front = front
             return self._front
 
-    async def _answer(self, session: _Session, number: int, wanted: ParsedRequest) -> None:
+    async def _answer(self, session: _Session, number: int, wanted: ParsedRequest, *, overlaps: bool) -> None:
         front = self._front
         assert front is not None
         try:
@@ -212,7 +228,7 @@ class ProgramEnvironment:
                 if number in session.dropped:
                     return
                 session.numbers[number] = session.model.answers
-                answer = await session.model.answer(wanted)
+                answer = await session.model.answer(wanted, overlaps=overlaps)
             session.overridden += any(getattr(wanted.ask, name) is not None for name in _RESENT)
             front.answer(number, answer)
         except (RefusedRequest, Ended) as error:
@@ -230,9 +246,10 @@ class ProgramEnvironment:
         """Answers a request as soon as the model is free."""
         if (session := self._sessions.get(episode)) is None:
             return  # the front refused the request when the episode's key was closed
+        overlaps = bool(session.open)
         session.open.add(number)
         self._of[number] = session
-        session.jobs[number] = asyncio.create_task(self._answer(session, number, wanted))
+        session.jobs[number] = asyncio.create_task(self._answer(session, number, wanted, overlaps=overlaps))
 
     def dropped(self, number: int) -> None:
         """Removes the answer to a request from the sample if its client hung up, because nobody acted on the answer."""

@@ -24,7 +24,7 @@ from podrl.workers.frames import pack
 from podrl.workers.user_objects import explain, extend_path, load, short
 
 BEAT_S = 0.2  # time between two frames that show the host that the event loop runs
-_OF_EPISODES = ("start", "turn", "answer", "cancel")  # kinds of frames that belong to one episode
+_OF_EPISODES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
 _YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episode runs before the next frame is read
 
 
@@ -36,6 +36,7 @@ class RemoteModel:
         self._asked, self._turns = 0, 0
         self.over = False  # whether the environment asked for a turn beyond env.max_turns
         self.spent = False  # whether the model made a call beyond env.max_tool_calls
+        self.rested = asyncio.Event()  # set once the episode does not count towards env.processes any more
         self._turn: asyncio.Future[Turn] | None = None
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._records: list[dict[str, Any]] = []
@@ -65,6 +66,7 @@ class RemoteModel:
         cut_tokens: int = 0,
         records: Sequence[Mapping[str, Any]] = (),
         chat: Mapping[str, Any] | None = None,
+        overlaps: bool = False,
     ) -> Turn:
         """Does the work of `say` and `chat`; arguments are the fields of podrl.environments.workers.EpisodeObservation.
 
@@ -88,7 +90,8 @@ class RemoteModel:
             "cut_tokens": cut_tokens,
         } | ({} if chat is None else {"chat": chat, "dropped": self.dropped()})
         self._turn = asyncio.get_running_loop().create_future()
-        self._send({"say": self._life, "said": said, "records": [*self._records, *records]})
+        frame = {"say": self._life, "said": said, "records": [*self._records, *records]}
+        self._send(frame | ({"overlaps": True} if overlaps else {}))
         self._records = []
         try:
             turn = await self._turn
@@ -118,8 +121,12 @@ class RemoteModel:
         id_ = wire_chat.call_ids(answer, 0)
         return wire_chat.message(answer.choices[0], stop=wanted.stop, tools=wanted.ask.tools, parser=parser, id=id_)
 
-    async def answer(self, wanted: ParsedRequest) -> Answer:
-        """Answers a parsed request of the wire like `chat`; the request must ask for one answer.
+    async def answer(self, wanted: ParsedRequest, *, overlaps: bool = False) -> Answer:
+        """Answers a parsed request of the wire like `chat`.
+
+        Args:
+          wanted: request for one answer.
+          overlaps: whether it came while an earlier request of the episode was open.
 
         Raises:
           RefusedRequest: the request cannot be rendered as a prompt.
@@ -130,7 +137,8 @@ class RemoteModel:
         asked = {name: getattr(ask, name) for name in names} | {"stop": wanted.stop, "logprobs": wanted.logprobs}
         asked |= {"parser": self._config.parser, "id": wire_chat.call_ids(answer, 0)}
         asked = json.loads(json.dumps(asked))  # lists instead of tuples, as the host receives them
-        turn = await self.observe("", role="raw", stop=ask.stop, max_new=ask.max_new, reward=0.0, chat=asked)
+        limits = {"stop": ask.stop, "max_new": ask.max_new}
+        turn = await self.observe("", role="raw", reward=0.0, **limits, chat=asked, overlaps=overlaps)
         choice = Choice(turn.text, turn.tokens, turn.logprobs, turn.pieces, turn.stop)
         return dataclasses.replace(answer, prompt_ids=turn.prompt, choices=[choice])
 
@@ -253,13 +261,17 @@ class _Worker:
                 extend_path(path)
                 self._folder = folder
                 self._load(specs, EnvironmentConfig(**config))
-            case {"start": life, "task": task}:
-                self._models[life] = RemoteModel(self.send, life, self._config)
+            case {"start": life, "task": task, "rested": rested}:
+                model = self._models[life] = RemoteModel(self.send, life, self._config)
+                if rested:
+                    model.rested.set()
                 self._tasks[life] = asyncio.create_task(self._play(life, Task(**task)))
             case {"turn": life, "value": turn} if life in self._models:
                 self._models[life].turned(Turn(**turn))
             case {"answer": life, "n": number, "reply": reply} if life in self._models:
                 self._models[life].answered(number, reply)
+            case {"rest": life} if life in self._models:
+                self._models[life].rested.set()
             case {"cancel": life} if life in self._tasks:
                 self._tasks[life].cancel()
 

@@ -37,6 +37,7 @@ class EpisodeObservation:
         is not shortened yet: the engine's side applies `podrl.environments.calls.shortened` before it encodes the text.
       chat: fields of a podrl.rollout.branches.ChatRequest, which replaces the observation; None for an observation.
       dropped: numbers of earlier requests of the episode whose answers no client received.
+      overlaps: whether the episode made this request while an earlier request of it was open.
       drawn: packed token columns (ids, log-probabilities, versions) of the answer to this request in an earlier run
         (podrl.rollout.partial.pack_turn), which answer it again; None for a request that the model must answer.
     """
@@ -52,6 +53,7 @@ class EpisodeObservation:
     cut_tokens: int = 0
     chat: Mapping[str, Any] | None = None
     dropped: Sequence[int] = ()
+    overlaps: bool = False
     drawn: Mapping[str, Any] | None = None
 
 
@@ -183,6 +185,13 @@ class Episodes:
         if turn.logprobs:
             value |= {"logprobs": [float(logprob) for logprob in turn.logprobs], "pieces": list(turn.pieces)}
         self._loop.soon(self._host.turn, episode, value, drawn)
+
+    def rest(self, episode: int) -> None:
+        """Notes that the model answers an episode only after it has answered others.
+
+        The episode's program keeps its process, but no longer counts towards env.processes, so that those others start.
+        """
+        self._loop.soon(self._host.rest, episode)
 
     def cancel(self, episode: int) -> None:
         """Ends an episode without an EpisodeEnd; `poll` may still return messages that the episode sent before."""

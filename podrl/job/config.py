@@ -513,7 +513,6 @@ def parse(values: Mapping[str, Any]) -> Job:
     if not job.kind.offline:
         job.reward.require(environment=job.env.used)
         job.algo.check_clock(job.rollout, job.env.calls_per_window)
-        _check_program(job)
     return job
 
 
@@ -533,16 +532,6 @@ def _with_sources(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
             "data.sources."
         )
     return {**settings, "sources": own} if own else settings
-
-
-def _check_program(job: Job) -> None:
-    """Refuses agent programs (env.program) in a job that cuts samples into windows of tokens."""
-    staleness = getattr(job.algo, "max_staleness", 0) or 0
-    if job.env.program and job.rollout.clock == "tokens" and staleness >= 2:
-        raise ValueError(
-            f"env.program={job.env.program!r} with {job.section}.max_staleness={staleness} and rollout.clock='tokens': "
-            "set rollout.clock='wall', or a max_staleness of 0 or 1."
-        )
 
 
 def _check_environments(job: Job) -> None:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -15,7 +16,7 @@ from podrl.environments.protocol import Turn
 from podrl.environments.wire import chat
 from podrl.environments.wire.requests import Choice, RefusedRequest, visible_text
 from podrl.rollout.histories import Histories
-from podrl.rollout.partial import fill_turn
+from podrl.rollout.partial import fill_turn, pack_turn
 from podrl.types import DRAWN, STOP_ENV
 
 # The reason why a request opened a branch. "history": it repeats no earlier answer. "tools": it repeats an answer to a
@@ -92,6 +93,25 @@ class _Branch:
         return list(values[: self.count])
 
 
+@dataclasses.dataclass
+class _Answer:
+    """An answer to a request, in the order of requests.
+
+    Attributes:
+      track: record of the branch that it belongs to.
+      first: index of its first token in the track.
+      request: hash of the request (`_digest`).
+      end: index after its last token in the track; None while the model samples it.
+      paused: reason why it ended, with the values of `Track.paused`; None while the model samples it.
+    """
+
+    track: Track
+    first: int
+    request: str
+    end: int | None = None
+    paused: int | None = None
+
+
 class Branches:
     """The branches of one episode.
 
@@ -106,6 +126,7 @@ class Branches:
       dropped: number of answers that no client received.
       text: text of the newest answer that is trained.
       read: token ids of the newest request.
+      repeated: whether the answer to the newest request, or its beginning, comes from a record.
     """
 
     def __init__(
@@ -135,7 +156,9 @@ class Branches:
         self._response, self._head, self._recording = response, head, recording
         self._histories: dict[str, Histories] = {}
         self._branches: list[_Branch] = []
-        self._asides: list[Track] = []
+        self._tracks: list[Track] = []  # of all branches, also of asides and of branches without answers
+        self._answers: list[_Answer] = []
+        self._asides = 0
         self._opened: collections.Counter[bytes] = collections.Counter()
         self._newest: ChatRequest | None = None
         self._requests = 0
@@ -145,6 +168,12 @@ class Branches:
         self.current: _Branch | None = None
         self.text = ""
         self.read: Sequence[int] = ()
+        self.repeated = False
+
+    @property
+    def drawn(self) -> int:
+        """Number of tokens that the model has drawn in all branches, with asides and answers that were dropped."""
+        return sum(track.sampled for track in self._tracks)
 
     def ask(
         self,
@@ -154,6 +183,7 @@ class Branches:
         ids: Sequence[int],
         *,
         urgent: bool,
+        leaves: int | None = None,
         drawn: Mapping[str, Any] | None = None,
     ) -> list[int] | None:
         """Continues a branch, or opens one.
@@ -164,8 +194,10 @@ class Branches:
           strings: stop strings of ordinary text.
           ids: token ids that end the answer, besides the end of the model's turn.
           urgent: whether a new branch gets a lane before samples that are not urgent.
-          drawn: answer that was drawn in an earlier run (podrl.rollout.partial.pack_turn), which the branch takes over
-            without the engine; None to sample an answer.
+          leaves: value of `drawn` at which the episode leaves the session; None for never.
+          drawn: answer that was drawn before (podrl.rollout.partial.pack_turn), which the branch takes over without the
+            engine; the engine goes on with an answer that has not ended. None to sample an answer. An answer with the
+            fields of `read_record` is taken over only if it answers this request.
 
         Returns:
           The request's tokens that the branch did not have; None if there is no room for them and an answer.
@@ -188,9 +220,13 @@ class Branches:
         if min(most) <= 0:
             return None
         opening = Opening(tokens[known:], strings, tuple(ids), min(most))
+        digest = _digest(tokens, [request.aside, min(most), strings, list(ids)])
+        if drawn is not None and drawn.get("request", digest) != digest:
+            drawn = None
         if branch is not None:
             branch.request, branch.before = self._requests, (len(branch.track.tokens), len(branch.turns))
-            branch.track.leave_at(None if drawn is None else branch.track.sampled, recorded=False)
+            hold = self._hold(branch.track, leaves) if drawn is None else branch.track.sampled
+            branch.track.leave_at(hold, recorded=False)
             session.extend(branch.track, opening)
         else:
             head = self._prompt if first else np.asarray(tokens[: self._head], np.int32)
@@ -200,11 +236,14 @@ class Branches:
             track = session.track(head, key_2, self._sampling, opening, recording=recording)
             if not track.limit:
                 return None
+            self._tracks.append(track)
             if drawn is None:
-                session.seat([track], urgent=urgent, shared=True)
+                self._seat(session, track, leaves, urgent=urgent)
+            else:
+                track.routes = drawn.get("routes")
             branch = _Branch(track, self._requests)
             if request.aside:
-                self._asides.append(track)
+                self._asides += 1
             else:
                 if self._branches:
                     branch.why, branch.like = self._reason(request, tokens), self._like(tokens)
@@ -212,14 +251,41 @@ class Branches:
                 self._branches.append(branch)
         self.current, self._newest, self.read = branch, request, tokens
         self._requests += 1
-        if drawn is not None:
-            session.pause(branch.track, fill_turn(branch.track, drawn))
+        self._answers.append(_Answer(branch.track, branch.track.first, digest))
+        self.repeated = drawn is not None
+        if drawn is None:
+            return tokens[known:]
+        if (paused := fill_turn(branch.track, drawn)) is None:
+            self._seat(session, branch.track, leaves, urgent=urgent)
+        else:
+            session.pause(branch.track, paused)
         return tokens[known:]
+
+    def enter(self, session: Session, leaves: int | None, *, urgent: bool) -> None:
+        """Goes on with the newest answer in a session, if it has not ended; arguments are those of `ask`."""
+        if self.current is not None and self.current.track.paused is None and self.current.track.stop is None:
+            self._seat(session, self.current.track, leaves, urgent=urgent)
+
+    def leave(self, session: Session) -> None:
+        """Takes all branches out of the session, so that another session goes on with them."""
+        for track in self._tracks:
+            if track.stop is None:
+                session.hold(track)
+
+    def _seat(self, session: Session, track: Track, leaves: int | None, *, urgent: bool) -> None:
+        track.leave_at(self._hold(track, leaves), recorded=False)
+        if track.sampled < track.until:
+            session.seat([track], urgent=urgent, shared=True)
+
+    def _hold(self, track: Track, leaves: int | None) -> int | None:
+        """Returns the number of sampled tokens of a branch at which it leaves the session; None for never."""
+        return None if leaves is None else track.sampled + leaves - self.drawn
 
     def take_answer(self, session: Session, turn: Turn) -> None:
         """Takes the answer to the last request."""
         assert self.current is not None and self._newest is not None
-        request, track = self._newest, self.current.track
+        request, track, answer = self._newest, self.current.track, self._answers[-1]
+        answer.end, answer.paused = len(track.tokens), track.paused
         if request.aside:
             session.end(track, STOP_ENV)
             return
@@ -257,8 +323,8 @@ class Branches:
 
     def metrics(self) -> dict[str, float]:
         """Counts all requests, requests that are not trained, forks by reason, and answers that no client received."""
-        forks, asides = max(len(self._branches) - 1, 0), len(self._asides)
-        counts = {"chat_requests": self._requests, "chat_forks": forks, "chat_asides": asides}
+        forks = max(len(self._branches) - 1, 0)
+        counts = {"chat_requests": self._requests, "chat_forks": forks, "chat_asides": self._asides}
         counts |= {f"front/forks/{reason}": self.forks[reason] for reason in get_args(Fork)}
         return {name: float(count) for name, count in {**counts, "front/dropped": self.dropped}.items()}
 
@@ -272,7 +338,7 @@ class Branches:
           number of its piece, the reason why it was opened (`Fork`), the piece of the earlier branch that shares the
           most first tokens with it (None for none), and their number.
         """
-        for track in (*self._asides, *(branch.track for branch in self._branches)):
+        for track in self._tracks:
             if track.stop is None:
                 paused = track.paused
                 session.end(track, STOP_ENV)
@@ -300,6 +366,31 @@ class Branches:
         whole.paused = self._branches[-1].track.paused
         self._join_routes(session, whole)
         return whole, piece_X, [turn for branch in self._branches for turn in branch.turns]
+
+    def record(self, session: Session) -> tuple[list[list[Any]], Track]:
+        """Records the answers so far, for a checkpoint of the open episode (`read_record`).
+
+        Returns:
+          ([hash of the request, number of tokens, reason of the end or None, number of tokens with routes] of each
+          answer, record with the tokens of all answers, one after the other). The routes are those of the branch that
+          the request opened; a request that continued a branch has none.
+        """
+        whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
+        rows, routes, seen = [], [], set[Track]()
+        for answer in self._answers:
+            track = answer.track
+            places = slice(answer.first, len(track.tokens) if answer.end is None else answer.end)
+            whole.tokens += track.tokens[places]
+            whole.versions += track.versions[places]
+            for name, values in whole.drawn.items():
+                values += track.drawn[name][places]
+            new = [track.routes] if track.routes is not None and track not in seen else []
+            seen.add(track)
+            routes += new
+            rows.append([answer.request, len(track.tokens[places]), answer.paused, sum(map(len, new))])
+        whole.sampled = len(whole.tokens)
+        whole.routes = np.concatenate(routes) if routes else None
+        return rows, whole
 
     def _join_routes(self, session: Session, whole: Track) -> None:
         """Gives the sample the routes of its branches, which may still be on their way from the device to the host."""
@@ -389,3 +480,26 @@ class Branches:
         count, self._opened[digest.digest()] = self._opened[digest.digest()], self._opened[digest.digest()] + 1
         digest.update(count.to_bytes(4, "little"))
         return np.frombuffer(digest.digest(), np.uint32)
+
+
+def read_record(rows: Sequence[Sequence[Any]], record: Track) -> list[Mapping[str, Any]]:
+    """Reads the answers that `Branches.record` recorded.
+
+    Returns:
+      Each answer as `Branches.ask` takes it over: as podrl.rollout.partial.pack_turn packs it, with `request`, the hash
+      of the request, and `routes`, the routes of the branch that it opened, or None.
+    """
+    answers, first, known = [], 0, 0
+    for request, count, paused, routed in rows:
+        routes = None if record.routes is None or not routed else record.routes[known : known + routed]
+        turn = pack_turn(record, slice(first, first + count), paused)
+        answers.append({**turn, "request": request, "routes": routes})
+        first, known = first + count, known + routed
+    return answers
+
+
+def _digest(tokens: Sequence[int], more: Sequence[Any]) -> str:
+    """Hashes a request: its tokens and its limits."""
+    digest = hashlib.blake2b(json.dumps(more).encode(), digest_size=16)
+    digest.update(np.asarray(tokens, np.int32).tobytes())
+    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -16,7 +17,7 @@ from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.requests import RefusedRequest
 from podrl.environments.workers import EpisodeEnd, EpisodeEvent, EpisodeObservation, EpisodeRestart
-from podrl.rollout.branches import Branches, ChatRequest
+from podrl.rollout.branches import Branches, ChatRequest, read_record
 from podrl.rollout.partial import PartialBatch, fill, pack_turn
 from podrl.rollout.points import Points
 from podrl.types import (
@@ -33,6 +34,7 @@ from podrl.types import (
 )
 
 _STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "heard", "seconds", "piece")
+_log = logging.getLogger("podrl.environments")
 
 
 class EpisodeHost(Protocol):
@@ -41,6 +43,8 @@ class EpisodeHost(Protocol):
     def start(self, episode: int, task: Task, *, recorded: bool = True) -> None: ...
 
     def turn(self, episode: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None: ...
+
+    def rest(self, episode: int) -> None: ...
 
     def cancel(self, episode: int) -> None: ...
 
@@ -146,6 +150,9 @@ class Episode:
       calls: number of turns that the sample has ended in the present session.
       branches: branches of the conversation, if the environment asks by Model.chat. `track` is then the record of the
         newest request's branch, and after the end a record that joins all branches.
+      entered: value of `Branches.drawn` when the sample entered the present session.
+      answers: answers of a checkpoint (podrl.rollout.branches.read_record), which the requests of an environment that
+        began again get before the model answers.
       piece: number of the piece of each token of the completion; empty if there is one piece.
       started: time of the start, seconds of `time.monotonic`.
       seconds: seconds from the start to the end of the episode.
@@ -168,6 +175,8 @@ class Episode:
     repeated: int | None = None
     calls: int = 0
     branches: Branches | None = None
+    entered: int = 0
+    answers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     piece: list[int] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.monotonic)
     seconds: float = 0.0
@@ -219,6 +228,8 @@ class EpisodePlayer:
         self._points = Points()
         self._calls: int | None = None
         self._failed = 0
+        self._windows = partial is not None and not self._by_wall  # whether windows of tokens cut the samples
+        self._warned = False
         self._first = partner.started
         partner.started += len(self._episodes)
 
@@ -227,6 +238,7 @@ class EpisodePlayer:
             # By the wall clock a record holds tokens of old versions, which only a repeated batch may take over.
             self._begin_all(session, recorded=points.repeated or not self._by_wall)
         self._session, self._points = session, points
+        self._windows |= points.quantum is not None
         self._calls = None if points.quantum is None else calls
         for b, drawn in points.late.items():
             if not drawn and b in self._episodes and self._episodes[b].stop is None:
@@ -234,12 +246,10 @@ class EpisodePlayer:
         groups: dict[int, list[Track]] = {}
         for b, episode in self._episodes.items():
             episode.calls = 0
-            if (track := episode.track) is None or track.stop is not None:
-                continue
-            if episode.branches is not None:  # only the branch of the newest request may be running
-                if track.paused is None:
-                    session.seat([track], urgent=points.urgent, shared=True)
-            else:
+            if episode.branches is not None:
+                episode.entered = episode.branches.drawn
+                episode.branches.enter(session, self._leaves(episode), urgent=points.urgent)
+            elif (track := episode.track) is not None and track.stop is None:
                 track.leave_at(points.hold(b, track.sampled), recorded=b in points.recorded)
                 if track.paused is None and track.sampled < track.until:
                     groups.setdefault(b // self.request.group_size, []).append(track)
@@ -271,8 +281,12 @@ class EpisodePlayer:
     def _restore(self, session: Session, b: int, episode: Episode, partial: PartialBatch) -> None:
         state = partial.samples[b]
         episode.restore(state["episode"])
-        if state["track"] is not None:
-            p, g = divmod(b, self.request.group_size)
+        p, g = divmod(b, self.request.group_size)
+        if "answers" in state:
+            record = self._track(session, p, g, Opening())
+            fill(record, partial, b)
+            episode.entered, episode.answers = len(record.tokens), read_record(state["answers"], record)
+        elif state["track"] is not None:
             opening = Opening((), episode.strings, tuple(episode.stops))
             track = self._track(session, p, g, opening)
             fill(track, partial, b)
@@ -280,19 +294,27 @@ class EpisodePlayer:
 
     def state(self) -> list[tuple[dict[str, Any], Track | None]]:
         every = [self.done[b] if b in self.done else self._episodes[b] for b in range(self.request.samples)]
-        # A sample whose environment has not opened it begins again; so does a sample with open branches, because an
-        # agent program cannot be brought back to the point that it had reached.
-        kept = [each.stop is not None or (each.track and each.branches is None) for each in every]
-        every = [each if keep else Episode() for each, keep in zip(every, kept, strict=True)]
-        return [({"episode": episode.state()}, episode.track) for episode in every]
+        return [self._state(episode) for episode in every]
+
+    def _state(self, episode: Episode) -> tuple[dict[str, Any], Track | None]:
+        if episode.stop is not None or (episode.track is not None and episode.branches is None):
+            return {"episode": episode.state()}, episode.track
+        # The environment begins again. If it asks the same again, it gets the same answers; by the wall clock, where
+        # the answers depend on time, it may as well get newer ones.
+        begun = {"episode": Episode().state()}
+        if episode.branches is None or self._by_wall:
+            return begun, None
+        answers, record = episode.branches.record(self._session)
+        return {**begun, "answers": answers}, record
 
     def resting(self) -> bool:
         return all(self._rests(b, episode) for b, episode in self._episodes.items())
 
     def _rests(self, b: int, episode: Episode) -> bool:
         """Returns True if a sample has left the session: within a turn, or to get its answer in the next session."""
-        left = episode.track is not None and episode.track.held and episode.track.stop is None
-        return left and (b not in self._waiting or self._parked(episode))
+        if episode.track is None or not episode.track.held:
+            return False
+        return self._parked(episode) if b in self._waiting else episode.track.stop is None
 
     def _parked(self, episode: Episode) -> bool:
         """Returns True if messages of the sample's environment wait for the next session."""
@@ -438,10 +460,11 @@ class EpisodePlayer:
         """Handles a request that is a conversation: continues a branch, or opens one."""
         episode, request, session = self._episodes[b], self.request, self._session
         p, g = divmod(b, request.group_size)
-        if self._points.quantum is not None or (self._partial is not None and not self._by_wall):
+        if message.overlaps and self._windows:
             raise BatchError(
-                f"{self._name(b)} asks by model.chat, and its samples are cut into windows of tokens: set "
-                "rollout.clock='wall', or grpo.max_staleness to 0 or 1, or ask by model.say."
+                f"{self._name(b)} opened a request while an earlier one was open, and its samples are cut into windows "
+                "of tokens, which need an order of its tokens: await each answer before the next request, or set "
+                "rollout.clock='wall', or grpo.max_staleness to 0 or 1."
             )
         if self._by_wall and request.route_bytes:
             raise BatchError(
@@ -474,8 +497,9 @@ class EpisodePlayer:
                     f"{most} are possible: give fewer."
                 )
                 raise RefusedRequest(400, "unsupported_parameter", why, "stop_token_ids")
-            drawn = message.drawn if self._by_wall else None
-            new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=self._points.urgent, drawn=drawn)
+            drawn = message.drawn if self._by_wall else next(iter(episode.answers), None)
+            leaves, urgent = self._leaves(episode), self._points.urgent
+            new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=urgent, leaves=leaves, drawn=drawn)
         except RefusedRequest as error:
             self._send_turn(b, Turn(json.dumps(error.fields()), REFUSED))
             return
@@ -488,8 +512,33 @@ class EpisodePlayer:
         self._record_observation(
             episode, dataclasses.replace(message, observation=self._dialogue.decode(new_tokens)), len(new_tokens)
         )
-        if drawn is not None:
-            self.event(branch.track)
+        if episode.answers:
+            del episode.answers[0]
+            if not episode.branches.repeated:
+                self._asks_otherwise(b)
+        if branch.track.paused is not None:
+            self._take_turn(b, branch.track)
+        elif branch.track.held:
+            self._leave(b, episode.branches)
+
+    def _leave(self, b: int, branches: Branches) -> None:
+        branches.leave(self._session)
+        self._host.rest(self._first + b)
+
+    def _leaves(self, episode: Episode) -> int | None:
+        """Returns how many tokens the branches of an episode have drawn when it leaves the session; None for never."""
+        return None if self._points.quantum is None else episode.entered + self._points.quantum
+
+    def _asks_otherwise(self, b: int) -> None:
+        """Drops the recorded answers that are left, because the environment does not ask the same again."""
+        if not self._warned:
+            _log.warning(
+                "%s was open when the run was saved. It began again, and now it asks otherwise (after request %d): it "
+                "gets new answers from there on, and the run will differ from the earlier one. A run repeats itself "
+                "only if its agents are functions of their tasks and of the answers.",
+                *(self._name(b), len(self._episodes[b].sent_turns)),
+            )
+        self._warned, self._episodes[b].answers = True, []
 
     @property
     def _by_wall(self) -> bool:
@@ -516,6 +565,8 @@ class EpisodePlayer:
                 episode.branches.drop(self._session, number)
         self._join(episode)
         lost = done.reason in ("deadline", "failed")
+        if episode.answers and not lost:
+            self._asks_otherwise(b)
         if lost and episode.branches is not None and self._by_wall:
             # No record leads to this conversation again, and its tokens leave the loss. The sample keeps nothing of it,
             # so that the sample of a repeated run is the same.
@@ -586,9 +637,10 @@ class EpisodePlayer:
     def event(self, track: Track) -> None:
         b = self.rows[track]
         episode = self._episodes[b]
-        if track.paused is None and track.stop is None:
-            return  # the sample left the session within a turn
-        tokens = track.tokens[track.first :]
+        if track.paused is None and track.stop is None:  # the sample left the session within a turn
+            if episode.branches is not None:
+                self._leave(b, episode.branches)
+            return
         if track.stop is not None:
             assert track.stop == STOP_FAILED, track.stop
             self._host.cancel(self._first + b)
@@ -597,6 +649,17 @@ class EpisodePlayer:
                 episode.track.stop = STOP_FAILED
             self._end(b, STOP_FAILED, None)
             return
+        episode.calls += 1
+        if self._parked(episode) and episode.branches is not None:
+            self._leave(b, episode.branches)
+        elif self._parked(episode):
+            self._session.hold(track)
+        self._take_turn(b, track)
+
+    def _take_turn(self, b: int, track: Track) -> None:
+        """Passes a turn of the model, which the engine has sampled or a record has, to the environment."""
+        episode = self._episodes[b]
+        tokens = track.tokens[track.first :]
         text, stop = track.text, "length"
         if track.paused == STOP_EOS:
             stop = episode.stops.get(tokens[-1], "eos")
@@ -607,12 +670,9 @@ class EpisodePlayer:
         episode.turns.append(
             {"by": "model", "text": text, "tokens": len(tokens), "versions": versions, "stop": stop, "reward": 0.0}
         )
-        episode.calls += 1
-        if self._parked(episode):
-            self._session.hold(track)
         turn, drawn = Turn(text, stop, tuple(tokens)), None
         if episode.branches is not None:
-            drawn = pack_turn(track) if self._by_wall else None
+            drawn = pack_turn(track, slice(track.first, None), track.paused) if self._by_wall else None
             episode.branches.take_answer(self._session, turn)
             turn = dataclasses.replace(
                 turn, prompt=episode.branches.read, **self._answer_details(episode.branches.newest, track)

@@ -133,17 +133,23 @@ def fill(track: Track, partial: PartialBatch, b: int) -> None:
         track.finder.restart(track.first)
 
 
-def pack_turn(track: Track) -> dict[str, Any]:
-    """Packs the newest turn of a paused sample as values for JSON: its token columns, and the reason of its pause."""
+def pack_turn(track: Track, places: slice, paused: int | None) -> dict[str, Any]:
+    """Packs a turn of a sample as values for JSON.
+
+    Args:
+      track: record of the sample.
+      places: indices of the turn's tokens in the record.
+      paused: reason why the sample paused after the turn; None for a turn that has not ended.
+    """
     columns = {
-        name: base64.b64encode(np.asarray(values[track.first :], TOKENS[name].dtype).tobytes()).decode()
+        name: base64.b64encode(np.asarray(values[places], TOKENS[name].dtype).tobytes()).decode()
         for name, values in _columns(track).items()
     }
-    return {"columns": columns, "paused": track.paused}
+    return {"columns": columns, "paused": paused}
 
 
-def fill_turn(track: Track, packed: Mapping[str, Any]) -> int:
-    """Adds a turn that `pack_turn` packed to the record of a sample; returns the reason of its pause."""
+def fill_turn(track: Track, packed: Mapping[str, Any]) -> int | None:
+    """Adds a turn that `pack_turn` packed to the record of a sample; returns the reason of the pause after it."""
     before = len(track.tokens)
     for name, values in _columns(track).items():
         values.extend(np.frombuffer(base64.b64decode(packed["columns"][name]), TOKENS[name].dtype).tolist())

@@ -186,7 +186,16 @@ def play(serving, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(serve.__file__).parent.parent))
     (tmp_path / "agent.py").write_text(AGENT.replace("PIDS", f"{tmp_path}/pids").replace("ASKED", f"{tmp_path}/asked"))
 
-    def run(name, failed_share=0.25, processes=2, journal=None, temperature=1.0, response=100, **settings):
+    def run(
+        name,
+        failed_share=0.25,
+        processes=2,
+        journal=None,
+        temperature=1.0,
+        response=100,
+        windows=(None,),
+        **settings,
+    ):
         tokens_P = np.asarray([serving._tokenizer.encode(ASKED, start=True)], np.int32)
         prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [ASKED], {}, b"")
         worker, policy = serving._worker, serving._policy
@@ -198,8 +207,9 @@ def play(serving, tmp_path, monkeypatch):
                 player = worker.player(
                     prompts, group_size=4, step=1, sampling=Sampling(max_new=response, temperature=temperature)
                 )
-                for _ in worker.advance(policy, [(player, None)]):
-                    pass
+                for quantum in windows:
+                    for _ in worker.advance(policy, [(player, quantum)]):
+                        pass
                 return worker.rows(player, 0.0)
             finally:
                 worker.partner = None
@@ -293,6 +303,17 @@ def test_requests_that_open_a_branch_are_counted_by_their_reason_and_twins_draw_
         assert drawn[0] == drawn[1]
 
 
+def test_windows_refuse_a_second_open_request_by_name(play):
+    with pytest.raises(BatchError, match=r"while an earlier one was open.*rollout\.clock='wall', or grpo\.max_stale"):
+        play("twins", response=140, windows=(8,))
+
+
+def test_a_program_whose_sample_waits_for_the_next_window_keeps_no_other_from_starting(play):
+    rollouts = play("forks", processes=1, windows=(4, 4, None))
+    assert not faults(rollouts, step=1, max_staleness=1)
+    assert all(metrics_of(rollouts, b)["chat_requests"] == 4.0 for b in range(4))
+
+
 def test_an_answer_that_nobody_received_leaves_the_row(play):
     rollouts = play("hangs_up", processes=4)
     assert not faults(rollouts, step=1, max_staleness=1)
@@ -376,6 +397,7 @@ MIXED = ({"path": "sums", "name": "by_heart", "env": "none"}, {"path": "sums"})
         {"algorithm": "ppo"},
         {"roles": {"colocated": False}, "grpo": {"max_staleness": 1}},
         {"rollout": {"clock": "wall"}, "grpo": {"max_staleness": 2}},
+        {"rollout": {"clock": "tokens"}, "grpo": {"max_staleness": 2}},
         {"env": {"others": ("none",)}, "data": {"path": "", "sources": MIXED}},
         {"env": {"others": ("none",)}, "eval": {"sets": ({"name": "by_heart", "path": "sums", "env": "none"},)}},
     ],
@@ -385,10 +407,3 @@ def test_what_goes_with_programs_is_accepted(more):
     if "algorithm" in more:
         del given["grpo"]
     assert parse(merge(given, more)).env.choices[0] == "program"
-
-
-def test_windows_are_refused_before_the_run_starts():
-    given = load_config(find_config("grpo_agents.py")).to_dict()
-    assert parse(given).env.choices == ("program",)
-    with pytest.raises(ValueError, match=r"set rollout\.clock='wall', or a max_staleness of 0 or 1"):
-        parse(merge(given, {"grpo": {"max_staleness": 2}}))

@@ -3,12 +3,15 @@
 import dataclasses
 import math
 import shutil
+import types
 from typing import Literal
 
 import jax
 import numpy as np
 import pytest
 from test_wall import LAST, P, again, assert_equal, assert_whole, made, mixed
+from test_windows import LAST as NEWEST
+from test_windows import made as in_windows
 
 from podrl import serve
 from podrl.data.dialogue import Dialogue
@@ -264,10 +267,73 @@ def test_a_crash_names_the_agent(play):
 def test_what_cannot_be_played_is_refused(play):
     with pytest.raises(BatchError, match=r"model\.chat and by model\.say"):
         play("Mixes")
-    with pytest.raises(BatchError, match=r"set rollout\.clock='wall', or grpo\.max_staleness"):
-        play("Forks", quantum=3)
     with pytest.raises(BatchError, match=r"set rollout\.router_replay=False"):
         play("Forks", clock="wall", route_bytes=4)
+
+
+def of_versions(serving, count):
+    """Makes policies, of which those of odd versions draw all tokens alike."""
+    params = [serving._policy.params, jax.tree.map(lambda x: 0 * x, serving._policy.params)]
+    return [Policy(params[version % 2], version) for version in range(count)]
+
+
+@pytest.mark.parametrize("calls", [None, 1])
+def test_windows_of_conversations_are_the_same_in_a_run_that_is_killed_at_every_step(play, serving, tmp_path, calls):
+    """The windows of an episode end after a number of its tokens, in the order of its requests, asides included."""
+    S, K = 3, 4
+    batches = [dataclasses.replace(asked_once(serving), index_P=np.asarray([b])) for b in range(NEWEST + 1)]
+    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
+        partner = Partner(host, Dialogue(serving._tokenizer))
+        run = (serving._worker, of_versions(serving, NEWEST + 1), batches, Sampling(max_new=100))
+        how = {"S": S, "quantum": K, "calls": calls, "partner": lambda: partner}
+        whole, killed = in_windows(*run, **how), in_windows(*run, **how, restarts=range(1, NEWEST + 1))
+    for b, (mine, theirs) in enumerate(zip(whole, killed, strict=True)):
+        for name in ("tokens_BT", "piece_BT", "mask_BT", "raw_logprob_BT", "version_BT", "turn_reward_BT", "stop_B"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), err_msg=name)
+        for one, other in zip(mine.episodes, theirs.episodes, strict=True):
+            assert (one["turns"], one["metrics"]) == (other["turns"], other["metrics"])
+        assert not faults(mine, step=b, max_staleness=S)
+        for row, episode in enumerate(mine.episodes):
+            if calls is not None:
+                continue
+            counts = [turn["tokens"] for turn in episode["turns"] if turn["by"] == "model"]
+            drawn = np.split(mine.version_BT[row][mine.mask_BT[row] > 0], np.cumsum(counts)[:-1])
+            first, last, other = (part.tolist() for part in drawn)
+            expected = [min(max(b - S, 0) + i // K, max(b - 1, 0)) for i in range(sum(counts) + 4)]
+            n, rest = len(first), len(other) + len(last)
+            aside = range(1, 5)  # the row does not show how many tokens the aside has
+            assert first == expected[:n] and other + last in [expected[n + a : n + a + rest] for a in aside]
+    assert mixed({b: types.SimpleNamespace(rollouts=rollouts) for b, rollouts in enumerate(whole)})
+
+
+def test_an_agent_that_asks_otherwise_after_a_kill_is_named_and_goes_on_from_its_first_difference(
+    play, serving, tmp_path, caplog
+):
+    worker, prompts = serving._worker, asked_once(serving)
+    how = {"group_size": 4, "step": 3, "sampling": Sampling(max_new=100)}
+    policies = of_versions(serving, 3)
+    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Chance"), Limits(), journal=None) as host:
+        worker.partner = Partner(host, Dialogue(serving._tokenizer))
+        try:
+            before = worker.player(prompts, **how)
+            for _ in worker.advance(policies[1], [(before, 8)]):
+                pass
+            part = again(of_tracks(prompts, before.state(), prompt_count=1, step=3, quantum=8))
+            before.abandon()
+            after = worker.player(prompts, **how, partial=part)
+            for _ in worker.advance(policies[2], [(after, None)]):
+                pass
+            rollouts = worker.rows(after, 0.0)
+        finally:
+            worker.partner = None
+    assert "asks otherwise (after request 1)" in caplog.text
+    assert not faults(rollouts, step=3, max_staleness=2)
+    assert part.rows["count_B"].tolist() == [8] * 4 and (part.rows["version_X"] == 1).all()
+    for b, tokens in enumerate(part.rows["tokens_X"].reshape(4, 8)):
+        _, count, *_ = part.samples[b]["answers"][0]
+        drawn_T = rollouts.mask_BT[b] > 0
+        assert rollouts.tokens_BT[b][drawn_T][:count].tolist() == tokens[:count].tolist()
+        assert rollouts.version_BT[b][drawn_T].tolist() == [1] * count + [2] * (int(drawn_T.sum()) - count)
 
 
 def test_an_agent_that_is_lost_by_the_wall_clock_has_no_tokens(play):
@@ -285,9 +351,7 @@ def test_by_the_wall_clock_a_killed_run_trains_each_prompt_once_and_asks_no_agen
 ):
     """Agents draw random numbers, so only records lead to the samples of a batch again. Versions with odd numbers draw
     all tokens alike, so the log-probability of a token shows which version drew it."""
-    vocab = serving._worker.model.vocab_size
-    params = [serving._policy.params, jax.tree.map(lambda x: 0 * x, serving._policy.params)]
-    policies = [Policy(params[version % 2], version) for version in range(LAST + 1)]
+    vocab, policies = serving._worker.model.vocab_size, of_versions(serving, LAST + 1)
     tokens = serving._tokenizer.encode(ASKED, start=True)
     rows = {"tokens_PT": np.asarray([tokens] * P, np.int32), "length_P": np.full(P, len(tokens)), "text": [ASKED] * P}
     batches = [

@@ -63,6 +63,9 @@ class Scripted:
             message = EpisodeEnd(episode, *(ended.value or (None, {}, None)), "ended")
         self.ready.append(message)
 
+    def rest(self, episode):
+        pass
+
     def cancel(self, episode):
         self.cancelled.add(episode)
 

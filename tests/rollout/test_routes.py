@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_branches import AGENTS, ASKED
-from test_windows import G, made
+from test_windows import G, again, made
 
 from podrl.data.dialogue import Dialogue
 from podrl.data.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ from podrl.models import decoder, moe
 from podrl.models.config import LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.rollout.episodes import Partner
+from podrl.rollout.partial import of_tracks
 from podrl.storage.hub import EMBEDDED
 from podrl.trainer.objective import Forward
 from podrl.trainer.pack_shape import PackShape
@@ -276,9 +277,8 @@ def test_layers_of_several_kinds_record_their_experts(
     assert len({tuple(layer) for layer in routes_L}) == layers
 
 
-@FORMS
-@pytest.mark.parametrize("asked", [ASKED, "Else"])
-def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, tight_config, tmp_path, asked):
+def chats(tiny_on, tight_config, tmp_path, asked):
+    """Makes a model with experts that speaks, its worker, the prompt `asked` and the tokenizer; writes agents.py."""
     tokenizer = Tokenizer(EMBEDDED["tiny_tools"])
     chatty = tiny_on("data=1", 1, dataclasses.replace(model(), vocab_size=tokenizer.vocab_size))
     config = dataclasses.replace(tight_config, max_prompt_length=40, kv_cache_size=160, pool_tokens=6 * 160)
@@ -286,6 +286,13 @@ def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, t
     (tmp_path / "agents.py").write_text(AGENTS)
     tokens_P = np.asarray([tokenizer.encode(asked, start=True)], np.int32)
     prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [asked], {}, b"")
+    return chatty, worker, prompts, tokenizer
+
+
+@FORMS
+@pytest.mark.parametrize("asked", [ASKED, "Else"])
+def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, tight_config, tmp_path, asked):
+    chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, asked)
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
         worker.partner = Partner(host, Dialogue(tokenizer))
         player = worker.player(prompts, group_size=2, step=1, sampling=Sampling(max_new=100))
@@ -304,3 +311,30 @@ def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, t
             want_TX = own_routes(chatty, chatty.params, piece)[0, : rows_T.sum() - 1]
             np.testing.assert_array_equal(rollouts.route_BTX[b, rows_T][:-1], want_TX)
             assert not rollouts.route_BTX[b, rows_T][-1].any()
+
+
+@FORMS
+def test_branches_that_windows_cut_keep_their_routes_in_a_run_that_is_killed(tiny_on, tight_config, tmp_path):
+    chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, ASKED)
+    policies = [Policy(chatty.make_params(version), version) for version in (1, 2)]
+    how = {"group_size": 2, "step": 3, "sampling": Sampling(max_new=100)}
+    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
+        worker.partner = Partner(host, Dialogue(tokenizer))
+
+        def drawn(*, kill):
+            player = worker.player(prompts, **how)
+            for _ in worker.advance(policies[0], [(player, 16)]):  # only the first branch goes on afterwards
+                pass
+            if kill:
+                part = again(of_tracks(prompts, player.state(), prompt_count=1, step=3, quantum=16))
+                player.abandon()
+                player = worker.player(prompts, **how, partial=part)
+            for _ in worker.advance(policies[1], [(player, None)]):
+                pass
+            return worker.rows(player, 0.0)
+
+        one, other = drawn(kill=False), drawn(kill=True)
+    for name in ("tokens_BT", "piece_BT", "version_BT", "raw_logprob_BT", "route_BTX"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    assert set(one.version_BT[one.piece_BT == 1]) == {-1, 1} and one.version_BT.max() == 2
+    assert one.route_BTX is not None and one.route_BTX[one.version_BT == 1].any()
