@@ -262,10 +262,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"# Rollout hosts: this launch.xpk with --join={args.name} --env={secret} and another --name, --machine")
     if args.dry_run:
         return 0
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        sys.stderr.write(f"launch.xpk: kubectl is not on PATH: {MISSING['kubectl']}\n")
-        return 1
+    paths = {name: shutil.which(name) for name in MISSING}
+    for name, path in paths.items():
+        if path is None:
+            sys.stderr.write(f"launch.xpk: {name} is not on PATH: {MISSING[name]}\n")
+            return 1
     if not args.pathways and not importlib.util.find_spec("yaml"):
         sys.stderr.write(
             "launch.xpk: pyyaml is not installed, and the JobSet cannot be read without it: pip install pyyaml.\n"
@@ -281,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     if args.pathways:
         return command.run(words, missing=MISSING)
-    exit_code = run_xpk(words, kubectl)
+    exit_code = run_xpk(words, str(paths["kubectl"]))
     if args.manifest and exit_code == 0:
         path = pathlib.Path(args.manifest)
         path.write_text(with_rules(path.read_text(encoding="utf-8")), encoding="utf-8")

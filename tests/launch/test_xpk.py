@@ -230,23 +230,26 @@ def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_count
 
 
 @pytest.mark.parametrize(
-    ("pathways", "has_kubectl", "has_yaml", "message"),
+    ("pathways", "lacks", "message"),
     [
-        (False, False, True, "kubectl is not on PATH: https://"),
-        (False, True, False, "pyyaml is not installed"),
-        (True, False, True, "kubectl is not on PATH: https://"),
-        (True, True, False, ""),
+        (False, "kubectl", "kubectl is not on PATH: https://"),
+        (False, "xpk", "xpk is not on PATH: pip install xpk"),
+        (False, "gcloud", "gcloud is not on PATH: https://"),
+        (False, "yaml", "pyyaml is not installed"),
+        (True, "kubectl", "kubectl is not on PATH: https://"),
+        (True, "yaml", ""),
+        (True, "", ""),
     ],
 )
 def test_a_missing_program_or_package_is_named_before_anything_is_written(
-    pathways, has_kubectl, has_yaml, message, tmp_path, monkeypatch, capfd
+    pathways, lacks, message, tmp_path, monkeypatch, capfd
 ):
     """Pathways jobs get no rules, so they need no pyyaml."""
-    for name in ("xpk", "gcloud", *(["kubectl"] if has_kubectl else [])):
+    for name in {"xpk", "gcloud", "kubectl"} - {lacks}:
         (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >>{tmp_path}/calls\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    if not has_yaml:
+    if lacks == "yaml":
         monkeypatch.setitem(sys.modules, "yaml", None)
     assert xpk.main([*FLAGS, *IMAGE, *(PATHWAYS if pathways else [])]) == bool(message)
     assert message in capfd.readouterr().err and (tmp_path / "calls").exists() != bool(message)
