@@ -1,7 +1,8 @@
 """Memory of the host as a place for arrays of a mesh that its devices do not need all the time."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -13,6 +14,34 @@ HOST = "pinned_host"  # the kind of the host's memory that devices read and writ
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """Returns the same placement in the host's memory."""
     return sharding.with_memory_kind(HOST)
+
+
+def tree_on_host(tree: Any, mesh: Mesh, key: str) -> Any:
+    """Moves a tree of arrays, or of their shapes with placements, from a mesh's devices to the memory of their hosts.
+
+    Args:
+      tree: the arrays or shapes.
+      mesh: the devices.
+      key: setting that needs the host's memory, with its value.
+
+    Raises:
+      ValueError: the devices cannot reach the host's memory.
+    """
+    check(mesh, key, "set trainer.offload='none'.")
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree)):
+        return jax.tree.map(lambda x: placed(x, on_host(x.sharding)), tree)
+    return jax.jit(lambda tree: tree, out_shardings=jax.tree.map(lambda x: on_host(x.sharding), tree))(tree)
+
+
+def copier(tree: Any) -> Callable[[Any], Any]:
+    """Builds the program that copies a tree like `tree`, which is in the host's memory, to its devices."""
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    return jax.jit(lambda tree: jax.tree.map(to_devices, tree, shardings))
+
+
+def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array at another place."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def to_devices(x: jax.Array, sharding: NamedSharding) -> jax.Array:

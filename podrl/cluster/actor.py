@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from podrl import offload
 from podrl.algorithms.distill import Distillation, IdRows, Teacher
 from podrl.mesh.backlog import Backlog
 from podrl.models import parameters
@@ -47,7 +48,8 @@ class Actor:
       optimizer: optimizer of the trainable parameters.
       state: trainable parameters, optimizer state and step.
       frozen: parameters that are not trained (empty without LoRA).
-      reference: parameters of the reference policy; None before `keep_reference`.
+      reference: parameters of the reference policy, perhaps in the host's memory (`trainer.offload`); None before
+        `keep_reference`.
       reference_model: configuration of the reference policy; that of the actor before `keep_reference`.
       average: moving average of the trainable parameters, in float32; None before `keep_average`.
     """
@@ -91,6 +93,7 @@ class Actor:
         else:
             self.state, self.frozen = abstract_state(self.model, self.optimizer, mesh, training.param_dtype)
         self.reference: PyTree | None = None
+        self._reference_copy: Callable[[PyTree | None], PyTree] = lambda params: params
         self.average: PyTree | None = None
         self.reference_model = self.model
         self._step: Callable | None = None
@@ -143,6 +146,14 @@ class Actor:
         else:
             copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
             self.reference = parameters.join_trainable(copy, self.frozen)
+        if self.training.hosts_reference and self.reference is not self.frozen:
+            key = f"trainer.offload={self.training.offload!r}"
+            self.reference = offload.tree_on_host(self.reference, self.mesh, key)
+            self._reference_copy = offload.copier(self.reference)
+
+    def _reference_on_devices(self) -> PyTree:
+        """Returns the weights of the reference; copies them to the devices if they wait in the host's memory."""
+        return self._reference_copy(self.reference)
 
     def keep_average(self) -> None:
         """Begins a moving average of the trainable parameters at their present values; the average is in float32."""
@@ -199,7 +210,7 @@ class Actor:
         """
         if self._step is None:
             raise ValueError("The actor needs a loss: call RLCluster.actor.prepare(loss) first; learners do.")
-        fixed = (self.frozen, self.reference) if self._teacher_parts.whole else self.frozen
+        fixed = (self.frozen, self._reference_on_devices()) if self._teacher_parts.whole else self.frozen
         self.state, metrics = self._step(self.state, fixed, batch)
         self._backlog.add(metrics)
         return metrics
@@ -220,7 +231,7 @@ class Actor:
     def teaching(self, batch: Batch[Layout]) -> Any:
         """Returns the policy's likeliest ids at every token's place, with their log-probabilities under the teacher."""
         assert self._teacher_parts.score is not None, "prepare(loss, weigh, teacher) comes first"
-        return self._noted(self._teacher_parts.score(self.params(), self.reference, batch))
+        return self._noted(self._teacher_parts.score(self.params(), self._reference_on_devices(), batch))
 
     def likely_ids(self, batch: Batch[Layout]) -> Any:
         """Returns the policy's K likeliest ids at every token's place: (A, B, T, K)."""
@@ -231,7 +242,7 @@ class Actor:
         """Scores the K ids at every token's place under a teacher, which reads its own prompts: (A, B, T, K), nats."""
         assert self._teacher_parts.score_ids is not None, "prepare(loss, weigh, teacher) comes first"
         own = {"current": self.params, "ema": self._average}
-        return self._noted(self._teacher_parts.score_ids(own.get(teacher, lambda: self.reference)(), batch))
+        return self._noted(self._teacher_parts.score_ids(own.get(teacher, self._reference_on_devices)(), batch))
 
     def _average(self) -> PyTree:
         """Returns the whole parameter tree, with the moving average in the place of the trainable leaves."""
@@ -248,7 +259,7 @@ class Actor:
         """
         if self.reference is None:
             raise ValueError(_NO_REFERENCE)
-        return self._noted(self._reference_logprobs(self.reference, unrouted(batch)))
+        return self._noted(self._reference_logprobs(self._reference_on_devices(), unrouted(batch)))
 
     def average_logprobs(self, batch: Batch[Layout]) -> Any:
         """Scores every packed token under the moving average of the policy: log p (A, B, T), nats.

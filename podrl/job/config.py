@@ -563,6 +563,11 @@ def _check_models(job: Job) -> None:
             "stay as they are learn nothing of use. Set model.lora.rank=0, or give model.path=DIR."
         )
     _check_teacher(job)
+    if job.trainer.hosts_reference and (reason := _no_reference(job)):
+        raise ValueError(
+            f"trainer.offload={job.trainer.offload!r} keeps the weights of a reference in the host's memory, and "
+            f"{reason}: set trainer.offload={'optimizer' if job.trainer.hosts_optimizer else 'none'!r}."
+        )
     if job.section == "grpo" and job.algo.observed_weight and not job.env.used:
         raise ValueError(
             f"grpo.observation_coef={job.algo.observed_weight:g} learns what an environment answers, and there is "
@@ -584,6 +589,23 @@ def _check_models(job: Job) -> None:
             f"roles.reward.mesh={reward!r} sets devices aside for a reward model, and there is none: say {ROLLOUT!r}, "
             "or give reward.model=DIR."
         )
+
+
+def _no_reference(job: Job) -> str:
+    """Says why a job has no weights that only a reference needs; empty if it has."""
+    if job.model.reference:
+        return ""
+    taught = job.section == "grpo" and job.algo.distillation
+    if job.model.teachers or (taught and taught.teacher in ("current", "ema")):
+        return "the job's teachers are not model.reference"
+    if job.kind.offline:
+        compared = job.section in ("dpo", "kto")
+    else:
+        loss = job.algo.policy_loss(job.rollout.max_tokens_to_generate)
+        compared = bool(taught) or loss.needs_reference() or bool(job.algo.reward_kl.coef)
+    if not compared:
+        return f"algorithm={job.algorithm} with these settings compares with none"
+    return "under adapters the reference is their base, which every update needs" if job.model.lora.rank else ""
 
 
 def _check_teacher(job: Job) -> None:

@@ -23,8 +23,8 @@ _SMALL = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Chip("h100", 989e12, int(79.1 * GIB), 3350e9, 450e9, 50e9, 1, 8),
-        Chip("l4", 121e12, int(22.1 * GIB), 300e9, 32e9, 12.5e9, 1, 8),
+        Chip("h100", 989e12, int(79.1 * GIB), 3350e9, 450e9, 50e9, 1, 8, host_rate=64e9),
+        Chip("l4", 121e12, int(22.1 * GIB), 300e9, 32e9, 12.5e9, 1, 8, host_rate=32e9),
     )
 }
 

@@ -38,12 +38,13 @@ class CompileResult:
       capacity: bytes that a program may use.
       compile_s: seconds of tracing and compiling.
       compile_cpu_s: processor seconds of tracing and compiling, on all cores; the figure to compare on a busy machine.
-      host: bytes of host memory per chip for activations (`trainer.remat='offload'`) and optimizer state
-        (`trainer.offload='optimizer'`).
+      host: bytes of host memory per chip for activations (`trainer.remat='offload'`), optimizer state and the reference
+        (`trainer.offload`).
       flops: operations of one execution; 0 if the compiler refused the program.
       bytes: bytes read from and written to HBM in one execution; 0 if the compiler refused the program.
       collectives: collectives of one execution; empty if the compiler refused the program.
-      compute_s, memory_s, network_s: least seconds of one execution for its operations, HBM traffic and collectives.
+      compute_s, memory_s, network_s, host_s: least seconds of one execution for its operations, HBM traffic,
+        collectives, and copies from and to the host's memory.
       uncounted: names of kernels whose operations are not in `flops`.
     """
 
@@ -63,19 +64,23 @@ class CompileResult:
     compute_s: float = 0.0
     memory_s: float = 0.0
     network_s: float = 0.0
+    host_s: float = 0.0
     uncounted: tuple[str, ...] = ()
     at_least: bool = False
 
     @property
     def seconds(self) -> float:
         """Least seconds of one execution: the roofline."""
-        return max(self.compute_s, self.memory_s, self.network_s)
+        return max(self._parts.values())
 
     @property
     def bound(self) -> str:
         """The resource that bounds the roofline."""
-        parts = {"compute": self.compute_s, "memory": self.memory_s, "network": self.network_s}
-        return max(parts, key=lambda name: parts[name]) if self.seconds else ""
+        return max(self._parts, key=lambda name: self._parts[name]) if self.seconds else ""
+
+    @property
+    def _parts(self) -> dict[str, float]:
+        return {"compute": self.compute_s, "memory": self.memory_s, "network": self.network_s, "host": self.host_s}
 
     @property
     def missing(self) -> float:
@@ -145,6 +150,9 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     flops, size = cost.flops, cost.bytes
     if program.by_hand is not None:
         flops, size = program.by_hand.flops, program.by_hand.bytes
+    # Arguments are read and results written once; activations are written and read. Both directions work at a time.
+    kept = memory.host_temp_size_in_bytes
+    copied = max(memory.host_argument_size_in_bytes, memory.host_output_size_in_bytes) + kept
     inside = sum(c.bytes for c in cost.collectives if not c.crosses)
     across = sum(c.bytes for c in cost.collectives if c.crosses)
     return CompileResult(
@@ -157,13 +165,14 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         capacity=chip.hbm,
         compile_s=seconds,
         compile_cpu_s=busy,
-        host=float(memory.host_temp_size_in_bytes + memory.host_argument_size_in_bytes),
+        host=float(kept + memory.host_argument_size_in_bytes),
         flops=flops,
         bytes=size,
         collectives=cost.collectives,
         compute_s=flops / chip.flops,
         memory_s=size / chip.hbm_rate,
         network_s=inside / chip.ici_rate + across / chip.dcn_rate,
+        host_s=copied / chip.host_rate,
         uncounted=cost.uncounted if program.by_hand is None else (),
     )
 

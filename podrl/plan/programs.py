@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from podrl import offload
 from podrl.engine.engine import Engine
 from podrl.engine.sizes import engine_shape
 from podrl.job.config import Job
@@ -112,7 +113,8 @@ class Setting:
     def reference_params(self, mesh: Mesh) -> PyTree | None:
         """Shapes of the parameters that only the reference has, on a trainer mesh; None if there are none.
 
-        A moving average of the policy has the trainable parameters in float32; under adapters it shares the base.
+        With `trainer.offload='reference'` they are placed in the memory of the hosts. A moving average of the policy
+        has the trainable parameters in float32; under adapters it shares the base.
         """
         model, teacher = self.reference, self.job.algo.distillation
         if teacher is not None and teacher.teacher == "ema":
@@ -122,7 +124,10 @@ class Setting:
             return None
         if model.lora.rank and not self.job.model.reference:
             return None
-        return parameters.abstract_params(model, mesh, jnp.dtype(self.job.trainer.param_dtype))
+        params = parameters.abstract_params(model, mesh, jnp.dtype(self.job.trainer.param_dtype))
+        if not self.job.trainer.hosts_reference:
+            return params
+        return offload.tree_on_host(params, mesh, f"trainer.offload={self.job.trainer.offload!r}")
 
     def teachers(self) -> list[tuple[str, ModelConfig]]:
         """The directory (or published size) and the model of each of `model.teachers`."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from podrl import offload
 from podrl.algorithms.distill import Distillation, IdRows, TaughtRows, TopKRows
 from podrl.algorithms.echo import ObservedRows, with_observations
 from podrl.algorithms.policy_loss import PolicyLoss, with_old
@@ -65,7 +66,10 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     route_bytes = moe.route_bytes(model) if job.rollout.router_replay else 0
     batch = state_lib.abstract_batch(loss.rows, shape, mesh, route_bytes=route_bytes)
     whole = parameters.join_trainable(state.params, frozen)
-    held, teacher = setting.reference_params(mesh), algo.distillation
+    waiting, teacher = setting.reference_params(mesh), algo.distillation
+    held = waiting
+    if training.hosts_reference:
+        held = jax.tree.map(lambda x: offload.placed(x, x.sharding.with_memory_kind("device")), waiting)
     joined: Any = with_old(loss, old)
     batch = _with_optional(batch, algo, loss)
     if algo.observed_weight:
@@ -90,7 +94,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     logprobs: Any = functools.partial(
         make_logprob_fn, mesh=mesh, temperature=job.rollout.temperature, dtype=training.dtype
     )
-    reference, moments = device_bytes(held), device_bytes(state.opt_state)
+    reference, moments = device_bytes(waiting), device_bytes(state.opt_state)
     several = setting.teachers()
     weights = [parameters.abstract_params(other, mesh, jnp.dtype(training.param_dtype)) for _, other in several]
     reference += sum(map(device_bytes, weights))
@@ -101,6 +105,9 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     programs = [
         _update_program("train step", update, (state, fixed, batch), setting, resident=0.0 if how.whole else reference)
     ]
+    if waiting is not None and training.hosts_reference:
+        copy = lambda: cast(Any, offload.copier(waiting)).lower(waiting)  # noqa: E731
+        programs.append(Program("copy of the reference", TRAINER, copy, passes, resident=device_bytes((state, frozen))))
     likely = how.score is not None and job.data.hinted
     if setting.reference is not None and (teacher is None or teacher.sampled or likely):
         compared = logprobs(setting.reference)

@@ -69,8 +69,10 @@ class RLTrainingConfig(AdamSettings):
         fastest on CPU too), 'full' (whole layers) or 'offload' (as 'dots', but the kept values wait in the host's
         memory; this saves device memory on TPU and GPU, and nothing on CPU).
       offload: 'optimizer' keeps AdamW's moments, and its float32 copy of bfloat16 parameters, in the host's memory; an
-        update moves them to the devices and back in parts, such as a layer. 'none' keeps them on the devices. The
-        arithmetic is the same, though CPUs and GPUs may round the last bit in other places.
+        update moves them to the devices and back in parts, such as a layer. The arithmetic is the same, though CPUs and
+        GPUs may round the last bit in other places. 'reference' keeps the weights of the reference (or of the teacher
+        in its place) in the host's memory, and copies them to the devices for each scoring. 'all' is both; 'none' keeps
+        everything on the devices.
       warmup_fraction: share of all updates over which the learning rate rises.
       critic_learning_rate: peak learning rate of the critic.
     """
@@ -91,7 +93,7 @@ class RLTrainingConfig(AdamSettings):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "dots", "full", "offload"] = "dots"
-    offload: Literal["none", "optimizer"] = "none"
+    offload: Literal["none", "optimizer", "reference", "all"] = "none"
     warmup_fraction: BelowOne = 0.0
     critic_learning_rate: Rate = 1e-5
 
@@ -101,11 +103,12 @@ class RLTrainingConfig(AdamSettings):
                 f"trainer.train_micro_batch_size={self.train_micro_batch_size} counts prompts, "
                 f"trainer.micro_batch_sequences={self.micro_batch_sequences} sequences: leave one of the two out."
             )
-        if self.offload != "none" and (self.actor_optimizer or self.critic_optimizer):
+        if self.hosts_optimizer and (self.actor_optimizer or self.critic_optimizer):
             own = "actor_optimizer" if self.actor_optimizer else "critic_optimizer"
+            rest = "reference" if self.hosts_reference else "none"
             raise ValueError(
                 f"trainer.offload={self.offload!r} moves the state of podrl's AdamW in parts, and trainer.{own} may "
-                f"need its whole state at once: set trainer.offload='none', or leave trainer.{own} out."
+                f"need its whole state at once: set trainer.offload={rest!r}, or leave trainer.{own} out."
             )
 
     def micro_sequences(self, group_size: int) -> int | None:
@@ -137,8 +140,18 @@ class RLTrainingConfig(AdamSettings):
         settings = dataclasses.replace(self, learning_rate=self.critic_learning_rate)
         return self._placed(make_optimizer(settings, **self._span()))
 
+    @property
+    def hosts_optimizer(self) -> bool:
+        """Whether the optimizer's state waits in the host's memory."""
+        return self.offload in ("optimizer", "all")
+
+    @property
+    def hosts_reference(self) -> bool:
+        """Whether the weights of the reference wait in the host's memory."""
+        return self.offload in ("reference", "all")
+
     def _placed(self, optimizer: Optimizer) -> Optimizer:
-        return dataclasses.replace(optimizer, on_host=self.offload == "optimizer")
+        return dataclasses.replace(optimizer, on_host=self.hosts_optimizer)
 
     def _span(self) -> dict[str, int]:
         """Returns the keyword arguments of `make_schedule`: updates of the warm-up, and of the whole schedule."""

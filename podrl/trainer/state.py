@@ -48,27 +48,24 @@ def abstract_train_state(trainable: PyTree, optimizer: Optimizer, mesh: Mesh) ->
     """
     whole = rules.replicated(mesh)
 
-    def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
     def like_param(leaf: Any, param: Any) -> jax.ShapeDtypeStruct:
         if leaf.shape != param.shape:
-            return placed(leaf, whole)
+            return offload.placed(leaf, whole)
         hosted = optimizer.on_host and offload.cut(param.shape, param.sharding) is not None
-        return placed(leaf, offload.on_host(param.sharding) if hosted else param.sharding)
+        return offload.placed(leaf, offload.on_host(param.sharding) if hosted else param.sharding)
 
     opt_state: Any = jax.eval_shape(optimizer.transform.init, trainable)
     if isinstance(opt_state, AdamState):  # optax's tree_map_params hides dtypes, on which the master copy depends
         trees = {name: jax.tree.map(like_param, getattr(opt_state, name), trainable) for name in ("mu", "nu")}
         master = jax.tree.map(like_param, opt_state.master, trainable) if opt_state.master else ()
-        opt_state = AdamState(cast(Any, placed(opt_state.count, whole)), **trees, master=master)
+        opt_state = AdamState(cast(Any, offload.placed(opt_state.count, whole)), **trees, master=master)
     else:
         opt_state = optax.tree_utils.tree_map_params(
             optimizer.transform,
             like_param,
             opt_state,
             trainable,
-            transform_non_params=lambda leaf: placed(leaf, whole),
+            transform_non_params=lambda leaf: offload.placed(leaf, whole),
         )
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return TrainState(trainable, opt_state, step)
