@@ -25,11 +25,11 @@ def tree_on_host(tree: Any, mesh: Mesh, key: str) -> Any:
       key: setting that needs the host's memory, with its value.
 
     Raises:
-      ValueError: the devices cannot reach the host's memory.
+      ValueError: the arrays' devices cannot reach the host's memory.
     """
-    check(mesh, key, "set trainer.offload='none'.")
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(tree)):
         return jax.tree.map(lambda x: placed(x, on_host(x.sharding)), tree)
+    check(mesh, key, "set trainer.offload='none'.")
     return jax.jit(lambda tree: tree, out_shardings=jax.tree.map(lambda x: on_host(x.sharding), tree))(tree)
 
 

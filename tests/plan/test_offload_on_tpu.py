@@ -1,4 +1,4 @@
-"""The real update with its optimizer state in the host's memory, compiled for TPUs: the chips hold less by its size."""
+"""Optimizer state and reference in the host's memory, compiled for TPUs: the chips hold less, and copies take time."""
 
 import dataclasses
 import importlib.util
@@ -9,9 +9,11 @@ import jax
 import pytest
 
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
+from podrl.job.weights import device_bytes
 from podrl.mesh.build import make_mesh
 from podrl.models.config import gemma2_config
-from podrl.offload import HOST
+from podrl.models.parameters import abstract_params
+from podrl.offload import HOST, copier, tree_on_host
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import CompileResult, measure
 from podrl.plan.programs import TRAINER, Program
@@ -27,13 +29,16 @@ pytestmark = [
 ]
 
 
+MODEL = gemma2_config(
+    vocab_size=8192, num_layers=8, model_dim=1024, ffn_dim=8192, num_heads=8, num_kv_heads=4, head_dim=128
+)
+
+
 def _measured(param_dtype: Any, *, hosted: bool) -> tuple[CompileResult, float]:
     """Compiles an update for four chips: (its measurements, bytes per chip of optimizer state on the host)."""
     machine = parse_topology("v5e:2x2", key="--trainer")
     mesh = make_mesh("fsdp=4", machine.devices())
-    model = gemma2_config(
-        vocab_size=8192, num_layers=8, model_dim=1024, ffn_dim=8192, num_heads=8, num_kv_heads=4, head_dim=128
-    )
+    model = MODEL
     training = RLTrainingConfig(
         eval_every_n_steps=0, max_steps=1, dtype="bfloat16", param_dtype=param_dtype, remat="full"
     )
@@ -47,6 +52,22 @@ def _measured(param_dtype: Any, *, hosted: bool) -> tuple[CompileResult, float]:
     program = Program("train step", TRAINER, lambda: step.lower(state, frozen, batch), 1.0)
     away = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == HOST]
     return measure(program, machine.chip, quick=True), sum(x.size * x.dtype.itemsize for x in away) / mesh.size
+
+
+def test_a_copy_of_the_reference_takes_the_seconds_of_its_bytes(monkeypatch):
+    env = dict(os.environ)
+    prepare(env)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    machine = parse_topology("v5e:2x2", key="--trainer")
+    params = abstract_params(MODEL, make_mesh("fsdp=4", machine.devices()), "float32")
+    waiting = tree_on_host(params, make_mesh("fsdp=4", machine.devices()), "trainer.offload='reference'")
+    copy: Any = copier(waiting)
+    found = measure(Program("copy", TRAINER, lambda: copy.lower(waiting), 1.0), machine.chip, quick=True)
+    size = device_bytes(params)
+    assert device_bytes(waiting) == 0 and size > 2**27
+    assert (found.host, found.peak) == (pytest.approx(size, rel=0.01), pytest.approx(size, rel=0.01))
+    assert found.bound == "host" and found.seconds == pytest.approx(size / machine.chip.host_rate, rel=0.01)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
