@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from podrl.algorithms.policy_loss import KLLossSettings, PolicyLoss
@@ -60,7 +61,7 @@ def test_a_copy_of_the_reference_takes_the_seconds_of_its_bytes(monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     machine = parse_topology("v5e:2x2", key="--trainer")
-    params = abstract_params(MODEL, make_mesh("fsdp=4", machine.devices()), "float32")
+    params = abstract_params(MODEL, make_mesh("fsdp=4", machine.devices()), jnp.dtype("float32"))
     waiting = tree_on_host(params, make_mesh("fsdp=4", machine.devices()), "trainer.offload='reference'")
     copy: Any = copier(waiting)
     found = measure(Program("copy", TRAINER, lambda: copy.lower(waiting), 1.0), machine.chip, quick=True)
