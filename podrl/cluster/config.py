@@ -51,8 +51,8 @@ class ClusterConfig:
         rollout's.
       training_config: steps, optimizer, batch sizes.
       rollout_config: sampling and engine settings; a mapping gives training and evaluation settings of their own.
-      rollout_engine: 'vanilla' or 'podrl' (two names of podrl's engine), or a class with
-        the methods of podrl.rollout.interface.RolloutEngine.
+      rollout_engine: name of an engine in podrl.cluster.engines.ENGINES ('vanilla' and 'podrl' are names of podrl's
+        engine), or a class with the methods of podrl.rollout.interface.RolloutEngine.
     """
 
     role_to_mesh: Mapping[Role, Mesh]
@@ -95,8 +95,9 @@ class ClusterConfig:
             )
         if isinstance(self.rollout_engine, str) and self.rollout_engine not in ENGINES:
             raise ValueError(
-                f"rollout_engine={self.rollout_engine!r} is not an engine podrl has: use 'vanilla' or a class with the "
-                "methods of podrl.rollout.interface.RolloutEngine."
+                f"rollout_engine={self.rollout_engine!r} is not an engine podrl has: use "
+                f"{', '.join(map(repr, ENGINES))}, or a class with the methods of "
+                "podrl.rollout.interface.RolloutEngine."
             )
 
     def roles_of(self, process: int) -> tuple[bool, bool]:

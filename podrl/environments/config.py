@@ -16,6 +16,11 @@ TOOLS, NONE, PROGRAM = "tools", "none", "program"  # names of the environments t
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
 
 
+def is_own(name: str) -> bool:
+    """Returns whether an environment's name is a place in code of the user: 'file.py:Name' or 'package.module:Name'."""
+    return ":" in name
+
+
 @section("env.mcp")
 @dataclasses.dataclass(frozen=True)
 class MCPServer:
@@ -183,13 +188,13 @@ class EnvironmentConfig:
         if TOOLS in (self.environment, *self.others) and not self.tools and not self.mcp:
             raise ValueError("environment 'tools' has no tools: name some in env.tools or servers in env.mcp.")
         self._check_program()
-        if self.environment not in ("", TOOLS, PROGRAM) and ":" not in self.environment:
+        if self.environment not in ("", TOOLS, PROGRAM) and not is_own(self.environment):
             raise ValueError(
                 f"env.environment={self.environment!r} must be '' (none), 'tools', 'file.py:Name' or "
                 "'package.module:Name'."
             )
         for other in self.others:
-            if other not in (TOOLS, NONE) and ":" not in other:
+            if other not in (TOOLS, NONE) and not is_own(other):
                 raise ValueError(
                     f"env.others: {other!r} must be 'none', 'tools', 'file.py:Name' or 'package.module:Name'."
                 )

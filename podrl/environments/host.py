@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from podrl.environments import worker as worker_module
 from podrl.environments.calls import in_template
-from podrl.environments.config import NONE, PROGRAM, TOOLS, EnvironmentConfig
+from podrl.environments.config import EnvironmentConfig, is_own
 from podrl.environments.finished_episodes import NUMBER, FinishedEpisode, digest
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Task
@@ -133,9 +133,7 @@ class EnvironmentHost:
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
         self._called, self._folder = called, said
-        self._specs = {
-            name: None if name in (TOOLS, NONE, PROGRAM) else spec_at(*name.rsplit(":", 1)) for name in config.choices
-        }
+        self._specs = {name: spec_at(*name.rsplit(":", 1)) if is_own(name) else None for name in config.choices}
         self._toolbox = Toolbox(limits, config.server_deadline_s, emit, said)
         self._homes: list[_Home] = []
         self._episodes: dict[int, _Episode] = {}

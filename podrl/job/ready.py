@@ -12,6 +12,7 @@ from podrl.data.mixture import OpenedSource, split
 from podrl.data.pipeline import PartRenderer
 from podrl.data.tokenizer import Tokenizer
 from podrl.environments import dr_tulu
+from podrl.environments.config import is_own
 from podrl.environments.workers import Episodes
 from podrl.job.config import SCRATCH, Job
 from podrl.job.evaluation import held_out
@@ -130,8 +131,8 @@ def check_all(job: Job) -> None:
     env = environment_config(job.env)
     # Names of tools that servers offer are not known without them.
     tools = tuple(tool for tool in env.tools if not (env.mcp and tool in dr_tulu.TOOLS))
-    if tools or env.program or any(":" in name for name in env.choices):
-        named = {"environment": env.environment if tools or env.program else _own(env.choices)}
+    if tools or env.program or any(map(is_own, env.choices)):
+        named = {"environment": env.environment if tools or env.program else next(filter(is_own, env.choices))}
         local = dataclasses.replace(env, tools=tools, mcp=(), max_calls_per_tool={}, arguments={}, **named)
         # Servers may be elsewhere when a dry run is made: they are asked when the run starts.
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
@@ -145,11 +146,6 @@ def check_all(job: Job) -> None:
             for part in () if job.env.used else split(job.data).parts:
                 for place, fields in _shown(part, tokenizer)[:1]:
                     rewards.try_own(str(fields.get("question", "")), place, fields)
-
-
-def _own(choices: Collection[str]) -> str:
-    """Returns the first environment among `choices` that is code of the user."""
-    return next(name for name in choices if ":" in name)
 
 
 def _shown(part: OpenedSource, tokenizer: Tokenizer) -> list[tuple[str, dict[str, Any]]]:
