@@ -10,7 +10,7 @@ import tempfile
 import hypothesis
 import nightly
 import pytest
-from budget import leave_to_nightly
+from budget import NEAR, leave_to_nightly
 from quick_runs import NO_EMITTERS, QUICK_RUNS
 from reach import Reach
 
@@ -66,14 +66,19 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests that do not depend on any file changed since all tests passed."""
+    """Leaves out tests that do not depend on any file changed since all tests passed, and sorts the others by the time
+    that is left to them."""
     commit = config.getoption("since")
     changed = nightly.changed_since(commit, config.rootpath) if commit else None
     reach = None if changed is None else Reach(config.rootpath)
     left_out = {item for item in items if not nightly.touched(item, changed, reach, config.rootpath)}
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
-        items[:] = [item for item in items if item not in left_out]
+    near = {item for item in items if nightly.near(item, changed, reach, config.rootpath)}
+    for item in items:
+        item.stash[NEAR] = item in near
+    if commit:
+        items[:] = nightly.nearest_first([item for item in items if item not in left_out], near)
 
 
 def pytest_configure(config):

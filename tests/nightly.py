@@ -1,9 +1,9 @@
-"""Chooses the tests that a change touches; .ci/nightly runs all tests."""
+"""Chooses the tests that a change touches, and those of them that run first; .ci/nightly runs all tests."""
 
 import ast
 import pathlib
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -68,7 +68,36 @@ def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root:
         raise pytest.UsageError(f"{item.nodeid} is marked nightly({missing[0]!r}), which is no path of the checkout.")
     if changed is None or reach is None:
         return True
-    own = item.path.relative_to(root).as_posix()
+    own = _own(item, root)
     if not marks:
         return not reach.untouched(own, changed)
     return any(path == name or path.startswith(f"{name}/") for path in changed for name in (own, *named))
+
+
+def near(item: Any, changed: Sequence[str] | None, reach: Reach | None, root: pathlib.Path) -> bool:
+    """True if a test examines a changed file: its own file or, for default tests, a file that it imports directly.
+
+    Args:
+      item: collected test.
+      changed: files that have changed; None if they are not known.
+      reach: dependencies of test files; None if the changed files are not known.
+      root: directory of the checkout.
+    """
+    if changed is None or reach is None:
+        return False
+    own, stages = _own(item, root), ("nightly", "e2e", "parity", "slow")
+    examined = {own} if any(map(item.get_closest_marker, stages)) else {own, *reach.imports(own)}
+    return not examined.isdisjoint(changed)
+
+
+def nearest_first(items: Sequence[Any], near: Collection[Any]) -> list[Any]:
+    """Sorts tests by files: files with a test in `near` come first, then files with many tests, which are short."""
+    files: dict[pathlib.Path, list[Any]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    order = sorted(files.values(), key=lambda tests: (not any(test in near for test in tests), -len(tests)))
+    return [test for tests in order for test in tests]
+
+
+def _own(item: Any, root: pathlib.Path) -> str:
+    return item.path.relative_to(root).as_posix()

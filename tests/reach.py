@@ -49,6 +49,11 @@ class Reach:
         packages = {f"{folder}/__init__.py" for path in found for folder in _around(path)} & self._paths
         return frozenset(found | packages | self._imports(_SETS_UP))
 
+    def imports(self, test: str) -> frozenset[str]:
+        """Lists the files that a test file and the conftest.py files of its folders import directly."""
+        fixtures = {f"{folder}/conftest.py" for folder in _around(test)} & self._paths - {_SETS_UP}
+        return frozenset().union(*map(self._imports, (test, *fixtures)))
+
     def _source(self, path: str) -> str:
         return (self._root / path).read_text()
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from nightly import changed_since, touched
+from nightly import changed_since, near, nearest_first, touched
 from reach import Reach
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -17,13 +17,16 @@ class Item:
 
     nodeid = "test_y"
 
-    def __init__(self, *marks, path=None):
+    def __init__(self, *marks, path=None, stage=""):
         self.path = path or ROOT / "tests" / "x" / "test_y.py"
-        self._marks = [pytest.mark.nightly(*paths).mark for paths in marks]
+        self._marks, self._stage = [pytest.mark.nightly(*paths).mark for paths in marks], stage
 
     def iter_markers(self, name):
         assert name == "nightly"
         return iter(self._marks)
+
+    def get_closest_marker(self, name):
+        return name if name == self._stage or (self._marks and name == "nightly") else None
 
 
 @pytest.mark.parametrize(
@@ -182,6 +185,32 @@ def test_a_test_runs_unless_all_it_depends_on_is_as_it_was(changed, left_out, ch
     assert {test for test in tests if not touched(Item(path=checkout / test), changed, reach, checkout)} == {
         test for test in tests if test.partition("/test_")[2].removesuffix(".py") in left_out
     }
+
+
+@pytest.mark.parametrize(
+    ("test", "changed", "stage", "is_near"),
+    [
+        ("y/test_helped.py", "tests/y/test_helped.py", "slow", True),
+        ("y/test_helped.py", "tests/helper.py", "", True),
+        ("y/test_helped.py", "tests/helper.py", "e2e", False),
+        ("y/test_helped.py", "podrl/plain.py", "", False),
+        ("x/test_late.py", "podrl/start.py", "", True),  # imported by the folder's fixtures
+        ("x/test_late.py", "tests/setup_of_all.py", "", False),
+        ("x/test_late.py", "pyproject.toml", "", False),
+    ],
+)
+def test_a_test_is_near_a_change_of_what_it_imports_directly(test, changed, stage, is_near, checkout):
+    item = Item(path=checkout / "tests" / test, stage=stage)
+    assert near(item, [changed], Reach(checkout), checkout) == is_near
+    assert not near(item, None, None, checkout)
+
+
+def test_near_tests_come_first_and_then_files_with_many_tests(checkout):
+    late, none, helped = (
+        Item(path=checkout / "tests" / name) for name in ("x/test_late.py", "y/test_none.py", "y/test_helped.py")
+    )
+    more = Item(path=none.path)
+    assert nearest_first([late, none, helped, more], {helped}) == [helped, none, more, late]
 
 
 def test_what_is_imported_is_found():
