@@ -98,8 +98,9 @@ class LossSettings:
       policy_loss_fn: clip (grpo, ppo), gspo, gspo_token, cispo, sapo, gmpo, clip_cov, kl_cov, dppo, ipo, dro or
         reinforce (gpg); or a function of the user's, 'file.py:function' (docs/algorithms.md).
       policy_loss_args: numbers passed to the user's loss function, by the names of its keywords.
-      epsilon: largest distance of the ratio from 1 on either side, beyond which it is clipped; for gmpo, of the log of
-        the ratio from 0; for dppo and ipo, of a token's probability from its old one.
+      epsilon: largest distance of the ratio from 1 on either side, beyond which it is clipped; for gmpo, the
+        distance of the log of the ratio from 0; for dppo and ipo, the distance of a token's probability from its old
+        probability.
       epsilon_low: distance on the lower side, if it differs; None for epsilon.
       epsilon_high: distance on the upper side, if it differs (clip-higher); None for epsilon.
       epsilon_c: largest ratio that counts where the advantage is negative (dual clip); None for no bound; `clip` only.

@@ -50,7 +50,7 @@ class Actor:
       frozen: parameters that are not trained (empty without LoRA).
       reference: parameters of the reference policy, perhaps in the host's memory (`trainer.offload`); None before
         `keep_reference`.
-      reference_model: configuration of the reference policy; that of the actor before `keep_reference`.
+      reference_model: configuration of the reference policy; before `keep_reference`, the actor's configuration.
       average: moving average of the trainable parameters, in float32; None before `keep_average`.
     """
 

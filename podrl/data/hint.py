@@ -13,13 +13,13 @@ _ASKED = "prompt"  # name of the slot that stands for the text of the question
 
 
 def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, question_field: str) -> shape.Record:
-    """Returns the record with a hint in the text that asks: its last user's turn, its prompt, or its question.
+    """Returns the record with a hint in its question: the last turn of the user, the prompt, or the field `question`.
 
     Args:
-      record: record that asks (podrl.data.shape).
+      record: record with a question (podrl.data.shape).
       fields: fields that the hint may name, as reward functions get them.
-      hint: text with names of fields in braces. The hint follows the text that asks, after an empty line. A hint with
-        `{prompt}` replaces the text that asks, which is then filled in for `{prompt}`.
+      hint: text with names of fields in braces. The hint follows the question, after an empty line. A hint with
+        `{prompt}` replaces the question instead, and the question takes the place of `{prompt}`.
       question_field: name of the field with the question; shape.asked says which field asks.
 
     Raises:

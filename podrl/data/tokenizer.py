@@ -26,7 +26,7 @@ FILES = (
     "additional_chat_templates/tool_use.jinja",
 )
 ORDINARY = -1  # stands for any token that is not special
-_ANCHORS = ("\n", "0", ".", "a")  # a text is encoded after the first of these characters that forms no token with it
+_ANCHORS = ("\n", "0", ".", "a")  # a continuation is encoded after the first of these that shares no token with it
 _WORD = "zq0x"  # stands for the model's words, or for a call's name, in a rendering that shows how a turn ends
 _ASK = {"role": "user", "content": "ask"}
 _SAID = {"role": "assistant", "content": _WORD}

@@ -141,7 +141,8 @@ def _corpus() -> list[str]:
 def _texts_of_facts() -> list[str]:
     """Lists texts of the task 'facts', with a line's end inside each town's name, so that its halves are pieces."""
     texts = [facts.GENERATOR.problem("train", index).question for index in range(CORPUS_PROBLEMS)]
-    # A query begins with a building, and a statement with a word of its own: no space stands before these words.
+    # A query begins with the building, and a statement with its verb. Both stand right after a tag, without a space, so
+    # the corpus also has them at the beginning of a text.
     texts += [text for one in facts.documents() for text in (one.shown, one.building)]
     texts += [facts.GENERATOR.problem("train", index).statement for index in range(CORPUS_PROBLEMS)]
     names = re.compile(f"({'|'.join(facts.BEGINNINGS)})({'|'.join(facts.ENDS)})")

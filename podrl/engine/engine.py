@@ -678,7 +678,7 @@ class Engine:
     # Prefill.
 
     def _prefill(self, bucket: int, params: PyTree, state: DecodeState, flat_BI: Int[Array, "B I"]) -> DecodeState:
-        """Computes keys, values and memories of given tokens, but no logits; `flat_BI` comes from `pack_chunks`."""
+        """Computes keys, values and memories of tokens, but no logits; `flat_BI` comes from `pack_chunks`."""
         model, s = self.model, self.shape
         J, C, B = s.max_pages, s.page_tokens, s.prefill_rows(bucket)
         length_B = begins_B = ends_B = jnp.zeros(B, jnp.int32)

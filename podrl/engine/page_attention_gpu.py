@@ -21,7 +21,7 @@ from podrl.models.attention import NEG_INF
 _ROWS = 16  # smallest number of rows of a matrix product
 _PROGRAMS = 512  # about the number of programs that keep a GPU with 132 processors busy
 _PARTS = 16  # largest number of parts of a lane's reads
-_SCORES = 1 << 16  # largest number of bytes of a page's keys of one head, which a program holds
+_SCORES = 1 << 16  # largest size, in bytes, of one head's keys in a page: a program holds all of them
 
 
 def takes(device: Any, page_tokens: int, head_dim: int, dtype: jnp.dtype) -> bool:

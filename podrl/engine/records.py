@@ -120,7 +120,7 @@ class DispatchPlan:
       spills: stores to copy to the host; their pages and places may be overwritten afterwards.
       restores: stores to copy back, with their new pages and places.
       prefills: prompts to prefill.
-      feeds: prefills of samples' given tokens, which run after the prompts' prefills.
+      feeds: prefills of the tokens appended to samples; they run after the prefills of prompts.
       frees: (shard, lane) of lanes to stop.
       copies: (shard, place, lane) of prompts' memories to copy to lanes, where newly seated samples begin from them.
       seats: samples to put into lanes; each has its shard and lane.

@@ -23,7 +23,7 @@ _AHEAD = 2
 
 
 class _Fit(NamedTuple):
-    """Counts of the pages and tokens that are needed to prefill a sample's given tokens.
+    """Counts of the pages and tokens that are needed to prefill the tokens appended to a sample.
 
     Attributes:
       keep: number of the sample's first pages that stay; the last of them is filled up first.
@@ -206,7 +206,7 @@ class Scheduler:
         return [sample.store]
 
     def give(self, handle: int, tokens: int) -> None:
-        """Appends a number of given tokens to a sample that is not in a lane."""
+        """Counts tokens that were appended to a sample outside of a lane; they must be fed before it samples again."""
         sample = self.samples[handle]
         sample.unfed += tokens
         sample.position += tokens
@@ -222,10 +222,10 @@ class Scheduler:
         assigned.insert(sum(s.grown > 0 for s in assigned), sample)
 
     def _fit(self, sample: Sample, *, compact: bool) -> _Fit:
-        """Counts the pages that a sample's given tokens need when they are fed after its last page.
+        """Counts the pages that a sample's appended tokens need when they are fed after the sample's last page.
 
-        With `compact` they are fed after its first page that is not full, and the tokens of all later pages are fed
-        again.
+        With `compact` they are fed after the sample's first page that is not full, and the tokens of all later pages
+        are fed again.
         """
         C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
         keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
@@ -236,7 +236,7 @@ class Scheduler:
         return _Fit(keep, tokens, -(-end // C) - 1, -end % C)
 
     def _room(self, sample: Sample, *, compact: bool) -> int:
-        """Counts the tokens that a sample can still sample, after its given tokens, in the pages it may hold."""
+        """Counts the tokens that a sample can still sample after its appended tokens, in the pages it may hold."""
         fit = self._fit(sample, compact=compact)
         left = self.shape.sample_pages - self._prompt_pages(sample) - fit.keep - fit.new
         return left * self.shape.page_tokens + fit.rest // self.shape.steps * self.shape.steps
@@ -547,7 +547,7 @@ class Scheduler:
             plan.prefills.append(Fill(sample.prompt, shard.index, new, row.store.place))
 
     def _feed(self, shard: _Shard, sample: Sample) -> Feed:
-        """Finds places for a sample's given tokens: the free places of the last page that stays, then new pages."""
+        """Finds places for a sample's appended tokens: the free places of the last page that stays, then new pages."""
         C, pages = self.shape.page_tokens, sample.store.pages
         fit = self._fit(sample, compact=sample.compact)
         shard.give([page.index for page in pages[fit.keep :]])

@@ -27,7 +27,7 @@ class Opening:
     """The continuation of a sample: tokens to append without sampling, and the limits of the sampling after them.
 
     Attributes:
-      tokens: token ids to append ("given tokens").
+      tokens: token ids to append ("appended tokens": text of tools, environments and requests).
       stop_strings, stop_ids: texts and ids that pause the sample, besides the ids that end every sample.
       max_new: largest number of tokens to sample before the sample pauses; None for all its remaining tokens.
     """
@@ -51,9 +51,9 @@ class Track:
       pauses: whether the sample pauses where other samples end; its caller then extends or ends it.
       finder: search for stop strings in the completion; None without stop strings.
       expected: estimate of how many tokens the sample will sample; None without an estimate.
-      tokens: ids of sampled and given tokens.
-      versions: version of the weights that sampled each token; -1 for a given token.
-      drawn: a list over the tokens for each name of `podrl.types.DRAWN`; a given token has the column's fill.
+      tokens: ids of the sampled and the appended tokens (`Opening.tokens`).
+      versions: version of the weights that sampled each token; -1 for an appended token.
+      drawn: a list over the tokens for each name of `podrl.types.DRAWN`; an appended token has the column's fill.
       sampled: number of tokens sampled so far.
       limit: value of `sampled` at which the sample ends or pauses.
       hold: value of `sampled` at which the sample leaves the session, to continue in another; None for never.
@@ -321,7 +321,7 @@ class Session:
         return self._read(self._flights.pop(0)) if self._flights else []
 
     def extend(self, track: Track, opening: Opening) -> None:
-        """Appends given tokens to a paused sample and lets it go on; ends the sample if it may sample no more tokens.
+        """Appends tokens to a paused sample and lets it go on; ends the sample if it may sample no more tokens.
 
         If the sample has sampled all that it may in this session, it leaves the session. If it had left before the
         answer came, it is seated again.
@@ -389,7 +389,7 @@ class Session:
         return self._cache_tokens - len(track.prompt) - len(track.tokens)
 
     def _open(self, track: Track, opening: Opening) -> None:
-        """Appends the given tokens; sets the limits and stops of the sampling after them."""
+        """Appends the tokens of an opening; sets the limits and stops of the sampling after them."""
         count = len(opening.tokens)
         track.tokens.extend(int(token) for token in opening.tokens)
         for name, column in DRAWN.items():

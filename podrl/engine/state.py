@@ -224,7 +224,7 @@ class LaneUpdates:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChunk:
-    """Consecutive given tokens to prefill for one sequence.
+    """Consecutive tokens of one sequence to prefill.
 
     Attributes:
       shard: number of the shard whose pool holds the sequence.

@@ -71,7 +71,7 @@ class Stats:
       dispatches: number of calls of `generate`.
       decode_steps: decode steps of the busiest shard, summed over dispatches.
       lane_steps: decode steps times lanes, summed over shards and dispatches; idle lanes count.
-      prefill_tokens: number of prompt and given tokens that prefill computed, padding excluded.
+      prefill_tokens: number of prompt tokens and appended tokens that prefill computed, padding excluded.
       spills: number of stores moved to the host.
       failed: number of samples that ended because logits were NaN or infinite, by version of the weights.
       host_seconds: seconds without a dispatch in flight, each time from the last read to the next launch.
@@ -100,7 +100,7 @@ class RolloutStats:
       seconds: wall time of the call.
       decode_steps: decode steps of the busiest shard, summed over dispatches.
       lane_utilisation: sampled tokens divided by decode steps times lanes, 0 to 1.
-      prefill_tokens: number of prompt and given tokens that prefill computed.
+      prefill_tokens: number of prompt tokens and appended tokens that prefill computed.
       prefill_calls: number of device calls of prefill.
       dispatches: number of device calls of `generate`.
       spills: number of caches moved to the host because the pool ran out of pages.

@@ -12,7 +12,7 @@ class StopFinder:
     """Looks for any of several stop strings in one sample's completion, decoding only its tail.
 
     A stop string may begin and end inside tokens, and a character may take several tokens, so the tail that is decoded
-    is bounded by its text, not by its tokens. Given tokens (tool output) are not searched.
+    is bounded by its text, not by its tokens. Appended tokens, such as a tool's output, are not searched.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]):

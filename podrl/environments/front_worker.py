@@ -419,7 +419,7 @@ class Endpoint:
 async def _news(turn: _Turn, gone: "asyncio.Future[None]", seconds: float | None) -> bool:
     """Waits for news of a request, at most some seconds; returns False if there were none.
 
-    One future for each wait, where asyncio.wait makes a task: a wait is a large part of what a request costs.
+    It makes one future for each wait. asyncio.wait would make a task, and waits are a large part of a request's cost.
 
     Args:
       turn: the request.

@@ -59,7 +59,7 @@ class _Episode:
       spent_s: time of the environment and its tools up to `since`, seconds.
       since: start of the present work of the environment, by time.monotonic(); 0 while the model samples.
       timer: timer of env.deadline_s; None while the model samples.
-      rested: whether it does not count towards env.processes (podrl.environments.workers.Episodes.rest).
+      rested: whether the episode does not count towards env.processes (podrl.environments.workers.Episodes.rest).
       finished: record of the whole episode from an earlier run, played instead of starting the episode in a worker;
         None if there is no such record.
     """
@@ -352,8 +352,8 @@ class EnvironmentHost:
     def _keeps(self, task: Task) -> bool:
         """Returns True if the whole episode is recorded at its end (`_returned`).
 
-        An agent program may behave differently on a replay. If a run that is started again draws other samples, a
-        conversation of an environment cannot be drawn again either.
+        An agent program may behave differently on a replay, so its episodes are recorded. So are all conversations if a
+        run that is started again draws other samples: the replay would meet other answers of the model.
         """
         if self._journal is None or task.fields.get("env") in self._config.others:
             return False

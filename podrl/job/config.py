@@ -82,7 +82,7 @@ class ModelSource:
         section `scratch`).
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy, or a name as for `path`; '' for the starting weights.
-      teachers: teachers of distillation, instead of `reference`; `grpo.teacher_coef` is its weight.
+      teachers: teachers of distillation, instead of `reference`; `grpo.teacher_coef` is the weight of distillation.
       critic: directory of the critic's starting weights; '' for a copy of the policy with a value head.
       lora: adapters; rank 0 trains all parameters.
     """
@@ -195,7 +195,7 @@ class JobKind:
       algorithm: algorithm that the loop trains with (podrl.learner.loop.Algorithm).
       stream: function (job, tokenizer) -> stream of batches of data.
       form: function that refuses records of another form than the algorithm learns from; None for prompts.
-      answers: number of given sequences in each item of a batch; 0 if sequences are generated.
+      answers: number of sequences from data in each item of a batch; 0 if sequences are generated.
       base: values of keys, in nested mappings, that a configuration of this kind starts from instead of the defaults.
     """
 
@@ -256,8 +256,8 @@ def _labels(job: "Job", tokenizer: Tokenizer) -> LabelStream:
     return LabelStream(job.data, tokenizer, answers=job.algo.batch_size, max_length=job.algo.max_length)
 
 
-# Given answers are to be learned by the model's own distribution. With another rollout temperature, the distribution
-# at that temperature would learn them.
+# Training computes log-probabilities at the rollout temperature. Answers from data must train the model's own
+# distribution, so the temperature is 1.
 _PLAIN = {"rollout": {"temperature": 1.0}}
 KINDS: Mapping[str, JobKind] = {
     "grpo": JobKind(GRPOConfig, make_grpo, _prompts),
@@ -296,8 +296,8 @@ class Job:
       tokenizer: directory of the tokenizer, or the name of a checkpoint that comes with podrl; '' for the tokenizer of
         the model ('tiny' with model.path='scratch').
       scratch: sizes of the model that is trained if model.path is 'scratch'.
-      reward: rewards of generated samples; jobs on given answers have none.
-      env: environment of generated samples, in evaluations, too.
+      reward: rewards of generated samples; jobs on answers from data have none.
+      env: environment of generated samples, those of evaluations included.
     """
 
     trainer: RLTrainingConfig
@@ -685,8 +685,8 @@ def _check_teachers(job: Job) -> None:
 def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Decides each system_prompt='auto': the reference text if a reward function reads its tags, else no text.
 
-    A record that only the user's functions score gets only words that the user wrote; the same holds for given answers
-    and embedded tasks.
+    A record that only the user's functions score gets only words that the user wrote; the same holds for answers
+    from data and for embedded tasks.
     """
     if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         return dict(values)

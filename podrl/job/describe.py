@@ -245,7 +245,7 @@ def _guarantee(job: Job) -> str:
 
 
 def offline_rows(job: Job, on: Meshes) -> list[list[str]]:
-    """Explains how given answers become updates."""
+    """Explains how answers from data become updates."""
     section, batch, shape = job.section, job.algo.batch_size, job.pack_shape(on.trainer)
     what = "pairs" if job.kind.answers == 2 else "examples"
     return [
@@ -259,7 +259,7 @@ def offline_rows(job: Job, on: Meshes) -> list[list[str]]:
 
 
 def offline_lines(job: Job) -> list[str]:
-    """Describes the loss of given answers, and the parameters it trains."""
+    """Describes the loss of a job on answers from data, and the parameters it trains."""
     rank = job.model.lora.rank
     trained = f"adapters of rank {rank}" if rank else "all parameters"
     return [f"Algorithm {job.section}: {job.kind.algorithm.formula(job.algo)}; trains {trained} of {job.model.path}."]

@@ -30,8 +30,8 @@ from podrl.runtime.service import ServiceError
 from podrl.storage import hub, storage
 
 _LOOK = 256  # records of a source whose fields are checked
-# Records of a source that are rendered as for training: by the start of a run, and by a dry run. A conversation of six
-# turns takes 10 ms, and a very long one a second.
+# Number of records of each source that are rendered as for training: at the start of a run, and in a dry run. To render
+# a conversation of six turns takes 10 ms, a very long one a second.
 _FEW, _MANY = 32, 10_000
 
 

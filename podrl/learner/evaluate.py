@@ -134,7 +134,7 @@ class HeldOut:
       batches: prompts of the set; empty if other hosts evaluate all of them.
       sampled: sampling settings of the completions other than the greedy one.
       samples: number of sampled completions per prompt.
-      scorer: accuracies of a completion against the record's `answer`; None if the task has no answers.
+      scorer: function that computes a completion's accuracies against the record's `answer`; None without answers.
       name: name of a set of eval.sets; '' for the records held out of the training data.
       every: number n; the set is scored in every n-th evaluation.
     """
@@ -180,7 +180,7 @@ class Evaluator:
           cluster: the cluster that generates.
           batches: the prompts.
           config: numbers of completions per prompt and of samples to show.
-          scorer: accuracies of a completion against the record's `answer`; None if the task has no answers.
+          scorer: function that computes a completion's accuracies against the record's `answer`; None without answers.
           rewards: scores samples by reward functions; `learner.rewards_of` scores as that learner trains.
           sets: further prompts, opened from `config.sets`.
           nth: function from a step to the number of the evaluation after it, from 0 on; 0 also for the last evaluation,

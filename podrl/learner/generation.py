@@ -272,7 +272,7 @@ class Generator:
         group.rewards.cancel()
 
     def _index(self, prompts: Prompts, group_size: int = 0) -> np.ndarray:
-        """Returns the row of each sample's prompt, `group_B`, for equally many samples of each prompt."""
+        """Returns `group_B`, the row of each sample's prompt in `prompts`; all prompts have equally many samples."""
         return groups.complete(len(prompts.length_P), group_size or self._beside + self._group_size)
 
     def _first_prompts(self, prompts: Prompts) -> Prompts:
@@ -580,7 +580,7 @@ def apart(group_B: np.ndarray, beside: int) -> np.ndarray:
 
 
 def of_the_others(reward_XB: np.ndarray, stop_B: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-    """Replaces the reward of a sample out of time by the mean of its group's other samples, which keeps the baseline.
+    """Gives a sample out of time the mean reward of its group's other samples, so that it does not move the baseline.
 
     Args:
       reward_XB: rewards of B samples; X stands for any leading axes.

@@ -328,7 +328,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
     def formula(self, max_tokens: int) -> str:
         """Writes the advantage and the loss with their numbers in plain text, a teacher's part included."""
         rewards, policy, teacher = self.estimator().formula(), self.policy_loss(max_tokens), self.distillation
-        if teacher is None or not teacher.coef:  # here only sources have a teacher, and `describe` names them
+        if teacher is None or not teacher.coef:  # only some sources of a mixture have a teacher; `describe` names them
             return f"{rewards}\n{policy.formula()}"
         if teacher.sampled or teacher.reward_coef:
             return teacher.formula(rewards, policy.formula())

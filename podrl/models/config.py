@@ -23,11 +23,11 @@ class RopeScaling:
     """Settings of rotary-frequency scaling for long contexts.
 
     Attributes:
-      kind: 'none'; 'linear', which divides all frequencies by `factor`; 'llama3', which divides those of long
-        wavelengths, with a smooth transition; 'yarn', which does the same with a transition that is linear in the
-        number of the frequency, and multiplies cosines and sines by `attention_factor` (arXiv 2309.00071); or
-        'proportional', which divides the highest frequencies, the share `turned` of all, and sets the others to 0
-        (Gemma 4).
+      kind: 'none'; 'linear', which divides all frequencies by `factor`; 'llama3', which divides the
+        frequencies of long wavelengths, with a smooth transition; 'yarn', which does the same with a transition that
+        is linear in the number of the frequency, and multiplies cosines and sines by `attention_factor` (arXiv
+        2309.00071); or 'proportional', which divides the share `turned` of the frequencies, the highest ones, and
+        sets the others to 0 (Gemma 4).
       factor: divisor of the frequencies, by which wavelengths are stretched.
       low_freq_factor: number that sets the upper end of llama3's transition: wavelengths above
         `original_length / low_freq_factor` are stretched fully.
@@ -190,8 +190,8 @@ class Kind:
       name: key of the kind's parameters under 'layers'.
       num_kv_heads, head_dim: number of key/value heads, K, and head dimension, H.
       key_is_value: whether values are the keys before norm and rotation, so that there is no projection v.
-      delta: sizes of linear attention, if the layers have it in place of attention; the two numbers above then have no
-        meaning. None for attention.
+      delta: sizes of linear attention, if the layers have it in place of attention; `num_kv_heads` and `head_dim` then
+        have no meaning. None for attention.
       dense: whether the layers have the feed-forward of the model's `ffn_dim` in place of the model's experts.
       keys_of: index of the kind whose last layer's keys and values these layers attend to, so that they have no
         projections k and v of their own; -1 for own keys and values. Layers of such kinds follow all others.
@@ -363,8 +363,8 @@ class ModelConfig:
     def patterns(self) -> tuple[tuple[tuple[tuple[int, int], ...], int], ...]:
         """Returns the layers in order as repeated patterns, each the shortest: (pattern, number of repetitions).
 
-        A pattern is a sequence of runs of equal layers: (index of the kind, number of layers). There is one, and a
-        second one for layers that reuse the keys of others.
+        A pattern is a sequence of runs of equal layers: (index of the kind, number of layers). There is one
+        pattern, and a second one for layers that reuse the keys of others.
         """
         if not self.kinds:
             return ((((0, self.num_layers),), 1),)

@@ -152,7 +152,8 @@ def project(
     einsum = EINSUMS[name][0]
     split = projection_inputs(name)
     weight = dense_weight(name, layer, x.dtype)
-    # A matrix product: the weight's gradient then needs no transposed copy of its operands (a third of a step on CPU).
+    # One matrix product over rows and time together: for the weight's gradient an einsum over two axes would copy and
+    # transpose its operands, which took a third of a step on CPU.
     lead = x.shape[:2] if cut else (math.prod(x.shape[:2]),)
     y_XY = x.reshape(*lead, -1) @ weight.reshape(math.prod(weight.shape[:split]), -1)
     y = y_XY.reshape(*x.shape[:2], *weight.shape[split:])
@@ -265,8 +266,9 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """Looks up token embeddings times `embed_scale`, in the compute dtype."""
     x_BTD = params["embed"].at[tokens_BT].get(mode="clip").astype(dtype) * jnp.asarray(config.embed_scale, dtype)
-    # First only rows over data, as D is still cut over fsdp. The step to the final sharding is then one all-to-all
-    # along fsdp; otherwise XLA would make the whole array on every device.
+    # The table is cut over fsdp along D, so at first the rows are cut over data alone and D stays cut over fsdp. The
+    # step to the final sharding is then one all-to-all along fsdp; otherwise XLA would make the whole array on every
+    # device.
     x_BTD = rules.constrain(x_BTD, ("replica", "time", "embed"), mesh)
     return rules.constrain(x_BTD, ("batch", "time", "act"), mesh)
 
@@ -436,7 +438,7 @@ def replayed(
       mesh: mesh on which activations are placed; None for one device.
       dropout_key: random key of the adapters' dropout (training only); None for no dropout.
       last_BT: last segment that sees the token, see `podrl.types.Layout`; None if segments share no tokens. Layers of
-        linear attention take one level only: a segment that others go on from goes on from none.
+        linear attention support one level only: a segment that other segments continue continues no segment itself.
       route_LBTk: recorded experts of each token, see `podrl.models.moe.routes_of`; None lets every token choose.
 
     Returns:

@@ -304,7 +304,7 @@ def _kinds(
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
     """Reads the kinds of layers of a Gemma 4: with a window, and without one but with heads of another size.
 
-    The last layers may reuse keys: those of the last earlier layer of the same type, of which there must be one.
+    The last layers may reuse the keys of the last earlier layer of the same type; there must be such a layer.
     """
     if name != "gemma4":
         return (), ()
@@ -526,7 +526,7 @@ def _rope(
     local = known.get("rope_local_base_freq")
     full = {"rope_theta": theta, **_given(known.get("rope_scaling"))}
     near = {"rope_theta": float(local)} if local is not None else full
-    if name == "olmo3":  # rope_scaling is that of the layers without a window
+    if name == "olmo3":  # rope_scaling applies to the layers without a window only
         near = {"rope_theta": theta}
     old = {True: near, False: full}
     kinds = {"full_attention", "sliding_attention"}
@@ -631,7 +631,7 @@ def _yarn(given: Mapping[str, Any], theta: float, limit: int | None, where: str)
 
 
 def _stretched(scaling: RopeScaling) -> int:
-    """Returns the length, tokens, that YaRN stretches a model to; files may give the length before it elsewhere."""
+    """Returns the context length after YaRN, tokens; other fields of a file may give the length before it."""
     return round(scaling.factor * scaling.original_length) if scaling.kind == "yarn" else 0
 
 

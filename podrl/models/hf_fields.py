@@ -139,7 +139,7 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 }
 # Further values that podrl computes for one family.
 _FIXED_OF: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    # Gemma 4 is bidirectional on the tokens of images only, so text is computed as without; Gemma 3 is on all tokens.
+    # In Gemma 4 the field changes tokens of images only, and so no text. In Gemma 3 it changes all tokens.
     "gemma4": {"use_bidirectional_attention": ("vision",), "enable_moe_block": (True,)},
     "gpt_oss": {"attention_bias": (True,)},
     "glm4_moe": {"attention_bias": (True,)},

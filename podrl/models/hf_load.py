@@ -261,7 +261,7 @@ class _Staging:
 def _stored_sharding(entry: Entry, target: NamedSharding) -> NamedSharding:
     """Derives the sharding of a stored tensor from its leaf's sharding, so that devices read only their final part.
 
-    Every device reads the whole extent of dimensions that do not correspond in the two.
+    A dimension of the stored tensor without a counterpart in the leaf is not cut: every device reads all of it.
     """
     axes = list(target.spec) + [None] * (len(entry.param.shape) - len(target.spec))
     axes = entry.unstacked(axes)

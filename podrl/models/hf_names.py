@@ -138,8 +138,8 @@ class Entry:
         tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
       permuted: dimensions, without the stacked ones, in the order in which a matrix is stored; () for outputs before
         inputs.
-      whole: whether the file has all experts of a layer in one tensor of three dimensions: the first of `order`, all
-        between the first and the last as one, and the last.
+      whole: whether the file has all experts of a layer in one tensor of three dimensions: the first of `order`, the
+        product of those between the first and the last, and the last.
     """
 
     leaf: tuple[str, ...]

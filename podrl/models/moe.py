@@ -28,7 +28,7 @@ ROUTES_NAME = "routes"
 UNKNOWN = 0  # entry of a route for which no expert is recorded; expert e is recorded as e + 1
 _LEAST, _MOST = 8, 128  # bounds of the rows in a block: with fewer, reads of weights dominate; with more, padding does
 _BIASES = ("expert_in_bias", "expert_out_bias")
-_LIMIT, _GAIN = 7.0, 1.702  # of the activation 'clamped_silu', see `gated`
+_LIMIT, _GAIN = 7.0, 1.702  # constants of the activation 'clamped_silu', see `gated`
 _TILE = 512  # rows of a tile of the TPU kernel; the number of rows is padded to a multiple of it
 
 # name: (shape letters, logical axes)
@@ -202,13 +202,13 @@ def feed_forward(
 
     Args:
       x_BTD: normalised residual stream that the experts read.
-      layer: leaves of the layer. Those of experts may be of all layers, (L, E, ...), so that no copy of one layer's
+      layer: leaves of the layer. The leaves of experts may hold all layers, (L, E, ...), so that no copy of one layer's
         weights is made.
-      index: number of the layer; read only if leaves are those of all layers.
+      index: number of the layer; read only if leaves hold all layers.
       config: the model.
       mesh: mesh on which each device computes its own rows, with weights gathered over fsdp and outputs summed over
-        tensor. Over the axis expert, devices gather each other's tokens, compute those of their own experts, and sum
-        the outputs. None if the calling device has the rows and the whole weights.
+        tensor. Over the axis expert, devices gather each other's tokens, compute the tokens of their own experts, and
+        sum the outputs. None if the calling device has the rows and the whole weights.
       inside: whether the caller is in a shard_map of `mesh` over all axes but a tensor larger than 1, with weights
         already gathered over fsdp.
       tpu: whether the TPU kernel computes the products.
@@ -216,8 +216,8 @@ def feed_forward(
       router_BTD: normalised residual stream that the router reads; None for `x_BTD`.
 
     Returns:
-      The output in x's dtype, and the routes that the router chooses, as expert numbers plus 1. Tokens without a
-      recorded route are computed by the latter.
+      The output in x's dtype, and the routes that the router chooses, as expert numbers plus 1. A token
+      without a recorded route is computed by the experts that the router chooses.
     """
     experts = config.experts
     assert experts is not None
@@ -686,9 +686,9 @@ def _kernels(
 ) -> tuple[_Products, Callable[[Array | None, Array], Array]]:
     """Builds the TPU products: of rows with a leaf's matrices, and outer products of rows summed by expert.
 
-    The kernel takes all matrices of the leaves as groups; matrices of other layers have 0 rows, so no matrix is copied;
-    of integer weights, only this layer's become dense, all experts at once. Rows after the last group are not computed.
-    Only `outer` reads them, and it stops at the last group.
+    The kernel takes all matrices of the leaves as groups. Matrices of other layers are groups of 0 rows, so no matrix
+    is copied. Integer weights become dense for this layer only, all experts at once. Rows after the last group are not
+    computed. Only `outer` reads them, and it stops at the last group.
     """
     # This import takes a fifth of a second, so only programs that use the kernel pay for it.
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm

@@ -49,7 +49,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
 }
 
-# PEFT's names of the parameters of all experts in `transformers`; a shorter name, as Gemma 4's, is a part of its own.
+# PEFT's names of the parameters of all experts in `transformers`; Gemma 4's shorter names are the ends of these.
 _PARAMETERS = {name: f"mlp.experts.{parameter}" for name, parameter in EXPERT_PROJECTIONS.items()}
 
 

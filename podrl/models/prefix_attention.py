@@ -349,7 +349,7 @@ def _backward_keys(
 # --- calls ---
 
 
-# The description of the tokens, the window, and the pairs ordered by query blocks and by key blocks.
+# (description of the tokens, window, pairs ordered by query blocks, the same pairs ordered by key blocks).
 Where = tuple[Array, Array, BlockPairs, BlockPairs]
 
 

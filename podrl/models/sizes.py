@@ -309,15 +309,15 @@ def expert_parameter_count(config: ModelConfig) -> int:
 
 
 def table_parameter_count(config: ModelConfig) -> int:
-    """Counts the parameters of the table of per-layer embeddings, of which a token reads one row and computes none."""
+    """Counts the parameters of the table of per-layer embeddings; a token reads one row of it."""
     return config.vocab_size * config.num_layers * config.ple_dim
 
 
 def parameters_of_a_token(params: PyTree, config: ModelConfig) -> int:
     """Counts the parameters whose products compute one token.
 
-    The token's share of the routed experts counts. Tables of which a token reads one row do not: per-layer embeddings,
-    and embeddings that are not the output layer, too.
+    The token's share of the routed experts counts. A table of which a token only reads a row does not count: the
+    per-layer embeddings, and the token embeddings unless they are also the output layer.
 
     Args:
       params: the parameters, or a part of them, laid out like `param_specs(config)`.

@@ -81,7 +81,7 @@ class Setting:
 
     Attributes:
       job: configuration of the job.
-      trainer, rollout: topology of each side; with `job.roles.colocated` the trainer's is that of both.
+      trainer, rollout: topology of each side; with `job.roles.colocated` both sides have the trainer's topology.
       completion: planned tokens of every completion.
     """
 

@@ -225,7 +225,7 @@ class Outlook:
       mean, longest: mean and largest length in tokens, each length cut to `rollout.max_tokens_to_generate`.
       chips: chips of trainer and rollout, as planned.
       planned: a step on these chips.
-      best: (number of trainer chips that makes a step shortest with the same total of chips, that step).
+      best: (number of trainer chips, step) of the split of the same chips with the shortest step.
     """
 
     lengths: int

@@ -167,7 +167,7 @@ def _with_optional(batch: Batch[PolicyRows], algo: AlgorithmConfig, loss: Policy
 
 
 def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch[Any]:
-    """Adds to a packed batch, as shapes, the arrays that the update reads of a teacher besides its weights."""
+    """Adds to a packed batch, as shapes, the arrays from a teacher that the update reads besides its weights."""
     rows, alone = batch.rows, batch.rows.alone
     if teacher.sampled:
         return batch

@@ -59,7 +59,7 @@ class RewardConfig:
         training waits for the call. A function without a file and a name, such as a lambda, always gets whole batches.
       deadline_s: seconds that a call of a function may take. A call that takes longer is repeated sample by sample; a
         sample that exceeds the deadline alone gets the reward of an empty completion. A function whose service is away
-        is called again for as long.
+        is called again until this time has passed.
       workers: number of processes that run the functions.
       dataset_field: the record's field with the name of its data set.
       model: directory of a reward model (sequence classification with one label) whose score is added; '' for none.
@@ -190,8 +190,8 @@ class Rewards:
 
         Args:
           config: the functions and their settings.
-          others: weights, by name, of further rows that the caller of `combine` adds after the rows of the functions
-            and of the reward model.
+          others: weights of further rows, by their names. The caller of `combine` adds these rows after the rows of the
+            functions and of the reward model.
 
         Raises:
           ValueError: a function cannot be found or loaded, or a setting would have no effect.

@@ -156,7 +156,7 @@ _REWRITTEN = [
     (re.compile(r"((?:\A|[=:(]) ?-) ?\( ?(\$?[.\d][\d.,/ ]{0,50})\)"), r"\1\2"),
     (re.compile(r"(?<=\d) and (?:a|one) half\b"), " 1/2"),
     (re.compile(r"\b[A-Za-z]'?\([^()]{1,50}\)"), " f"),
-    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),  # a factorial becomes a power that is no number
+    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),  # '5! = 120' becomes '5^n = 120': a factorial is no number
 ]
 
 

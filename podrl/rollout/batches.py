@@ -58,8 +58,8 @@ class BatchMaker:
             batch.
           thread: the one thread that uses the rollout mesh.
           run: the run, whose watchdog observes the waits.
-          clock: clock that decides at which tokens samples stop, which groups make a batch, and which prompts are asked
-            again.
+          clock: clock that decides at which tokens samples stop, which groups make a batch, and which prompts are
+            submitted again.
           size: number of prompts of a batch.
         """
         self._thread, self._run, self._clock, self._size = thread, run, clock, size

@@ -148,8 +148,8 @@ class Branches:
           prompt: tokens of the data's prompt, with which the sample's row begins.
           sampling: settings of the sample; `max_new` bounds the sampled tokens of all branches together.
           response: largest number of tokens of the row after the prompt, in all branches together.
-          head: largest number of tokens of a branch that the engine takes as the branch's prompt; the other tokens are
-            given tokens.
+          head: largest number of tokens of a branch that the engine takes as the branch's prompt; further tokens of the
+            first request are appended (`Opening.tokens`).
           recording: whether to record the experts that tokens take (`Track`).
         """
         self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
@@ -195,9 +195,9 @@ class Branches:
           ids: token ids that end the answer, besides the end of the model's turn.
           urgent: whether a new branch gets a lane before samples that are not urgent.
           leaves: value of `drawn` at which the episode leaves the session; None for never.
-          drawn: answer that was drawn before (podrl.rollout.partial.pack_turn), which the branch takes over without the
-            engine; the engine goes on with an answer that has not ended. None to sample an answer. An answer with the
-            fields of `read_record` is taken over only if it answers this request.
+          drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; the engine samples its
+            remaining tokens if it has not ended. An answer with a hash of its request (`read_record`) is taken over
+            only if it answers this request. None to sample the whole answer.
 
         Returns:
           The request's tokens that the branch did not have; None if there is no room for them and an answer.

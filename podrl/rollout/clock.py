@@ -178,7 +178,7 @@ _G = TypeVar("_G")
 class WallClock:
     """Makes each batch of the groups that end first, and repeats the decisions that are in its journal.
 
-    After step s, a group with a token older than version s - S is dropped, and its prompt is asked again under new
+    After step s, a group with a token older than version s - S is dropped, and its prompt is submitted again under new
     random keys. The last step that may train on such a repeated group waits for it, so no prompt is repeated for ever.
 
     With dynamic sampling, a group whose rewards are all equal is dropped, and the batch's step opens a prompt in

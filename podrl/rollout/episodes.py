@@ -97,7 +97,7 @@ class RolloutRequest:
       prompts, group_size, step, sampling: arguments of `RolloutWorker.generate`.
       keys_PG2: random keys of the samples, uint32.
       pieces: number of pieces that each group is cut into (`Scheduler.add`).
-      response: largest number of tokens of a sample after its prompt, sampled and given tokens together.
+      response: largest number of tokens of a sample after its prompt, sampled and appended tokens together.
       mode: 'train' or 'eval'.
       of_step: training step that environments are told. In an evaluation it is the version of the weights, not `step`.
       expected: expected number of tokens of samples by row, for the rows for which it is known.
@@ -151,8 +151,8 @@ class Episode:
       branches: branches of the conversation, if the environment asks by Model.chat. `track` is then the record of the
         newest request's branch, and after the end a record that joins all branches.
       entered: value of `Branches.drawn` when the sample entered the present session.
-      answers: answers of a checkpoint (podrl.rollout.branches.read_record), which the requests of an environment that
-        began again get before the model answers.
+      answers: recorded answers of a checkpoint (podrl.rollout.branches.read_record). An environment that began again
+        gets them for its first requests; the model answers the later requests.
       piece: number of the piece of each token of the completion; empty if there is one piece.
       started: time of the start, seconds of `time.monotonic`.
       seconds: seconds from the start to the end of the episode.
@@ -235,7 +235,8 @@ class EpisodePlayer:
 
     def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
         if self._session is None:
-            # By the wall clock a record holds tokens of old versions, which only a repeated batch may take over.
+            # By the wall clock the tokens in a record come from old versions of the weights. Only a batch that is
+            # repeated from the journal may use them.
             self._begin_all(session, recorded=points.repeated or not self._by_wall)
         self._session, self._points = session, points
         self._windows |= points.quantum is not None

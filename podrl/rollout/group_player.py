@@ -120,7 +120,7 @@ class TokenGroup(OwnGroup):
     def part(self, step: int) -> PartialBatch:
         """Copies the present state of the samples, for a checkpoint.
 
-        With dynamic sampling the last prompts may not have been asked yet, and have no samples.
+        With dynamic sampling the last prompts may not have been submitted yet, and have no samples.
         """
         del step
         prompt_count = len(self.samples.player.request.prompts.length_P)
@@ -296,7 +296,7 @@ class GroupPlayer:
                 return
 
     def _look_up_signals(self, groups: Iterable[OwnGroup]) -> bool:
-        """Looks up whether the rewards of groups that have ended differ; returns True if that became known of a group.
+        """Looks up whether the rewards of groups that have ended differ; returns True if this became known for a group.
 
         Raises:
           BatchError: a reward function failed.

@@ -16,8 +16,8 @@ _UNSEALED = ({"step": int, "again": list}, {"step": int, "groups": list, "queue"
 class WallJournal:
     """The decisions of the wall clock. Each is one JSON line with a checksum, on disk before it is acted on.
 
-      {"step": 7, "again": [12]}                prompts that are asked again when 7 steps are done; no step trains on
-                                                their old samples
+      {"step": 7, "again": [12]}                prompts that are submitted again when 7 steps are done; no step trains
+                                                on their old samples
       {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue. With
                                                 dynamic sampling also "dropped": [[12, 5], ...], `index` and `asked` of
                                                 the groups without a signal that left the queue in step 7
@@ -25,11 +25,11 @@ class WallJournal:
     The fields of a group are:
 
       index   position of the prompt in the data
-      asked   step at which the prompt was asked
+      asked   step at which the prompt was submitted
       runs    for each sample [[version, tokens], ...], one pair per session: the version of the weights, and the number
               of tokens sampled in all when the sample left the session. A version whose window was interrupted has
               several pairs
-      tokens  for each sample the number of its tokens, including given tokens
+      tokens  for each sample the number of its tokens, including appended tokens
       late    rows of the samples whose environments ran out of time
 
     If two lines have the same step and kind, the later one counts: a killed run may not have used its last decision.
@@ -69,7 +69,7 @@ class WallJournal:
         return step
 
     def again(self, step: int) -> Sequence[int]:
-        """Returns the data positions of the prompts that are asked again when `step` steps are done."""
+        """Returns the data positions of the prompts that are submitted again when `step` steps are done."""
         return self._again.get(step, ())
 
     def group(self, index: int, submit_step: int, step: int) -> Mapping[str, Any] | None:
@@ -77,7 +77,7 @@ class WallJournal:
 
         Args:
           index: position of the prompt in the data.
-          submit_step: the step at which the prompt was asked.
+          submit_step: the step at which the prompt was submitted.
           step: the first step whose batch is looked at.
         """
         later = (batch for s, batch in self._batches.items() if s >= step)
@@ -124,7 +124,7 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
     """Lists the sessions that drew a sample: [[version, sampled tokens at the session's end], ...].
 
     Args:
-      versions: version that drew each token; -1 for a given token.
+      versions: version that drew each token; -1 for an appended token.
       breaks: numbers of sampled tokens at which another session went on under the same version (`Track.breaks`).
     """
     runs: list[list[int]] = []

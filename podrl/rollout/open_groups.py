@@ -114,10 +114,11 @@ class OpenGroups(Generic[_G]):
         """Makes an empty collection.
 
         Args:
-          clock: clock that decides which groups make a batch, and which prompts are asked again.
+          clock: clock that decides which groups make a batch, and which prompts are submitted again.
           size: number of groups of a batch.
           make: function that makes a group from the values of the fields of `Group`, in their order.
-          ends: function that cuts a number of prompts into groups; it returns 0 and the end of each group.
+          ends: function from a number of prompts to the boundaries of their groups, indices of prompts that begin with
+            0; by default each prompt is a group.
         """
         self._clock, self._size, self._make, self._ends = clock, size, make, ends
         self.groups: list[_G] = []
@@ -187,7 +188,7 @@ class OpenGroups(Generic[_G]):
         return opened
 
     def resubmit(self, old: Sequence[_G], step: int, give_up: Callable[[_G], None]) -> None:
-        """Cancels groups that are too old for a step, and asks their prompts again in new groups at the same places.
+        """Cancels groups that are too old for a step, and submits their prompts again, in new groups at their places.
 
         Args:
           old: the groups.

@@ -27,11 +27,11 @@ class PartialBatch:
       step: the step that trains on the batch.
       quantum: number of tokens that each sample draws in a window.
       longest: number of tokens of the longest sample in each recent batch; the next quanta follow from these numbers.
-      samples: JSON values of each sample, group-major, for the prompts asked so far. Dynamic sampling may ask the other
-        prompts later.
+      samples: JSON values of each sample, group-major, for the prompts submitted so far. Dynamic sampling may submit
+        the other prompts later.
       rows: per-token arrays by name, all samples one after the other; `count_B` has the number of tokens of each
-        sample, `asked_P` whether each prompt was asked. If routes are recorded, `route_YX` has `Track.routes` of all
-        samples, one after the other, and `route_B` the number of tokens with routes in each sample, because samples
+        sample, `asked_P` whether each prompt was submitted. If routes are recorded, `route_YX` has `Track.routes` of
+        all samples, one after the other, and `route_B` the number of tokens with routes in each sample, because samples
         that have ended are not computed again.
     """
 
@@ -92,7 +92,7 @@ def of_tracks(
     Args:
       prompts: prompts of the batch.
       states: values and records of the samples, as `Player.state` returns them.
-      prompt_count: number of prompts that were asked, which are the first ones.
+      prompt_count: number of prompts that were submitted, which are the first ones.
       step: the step that trains on the batch.
       quantum: number of tokens that each sample draws in a window.
       longest: number of tokens of the longest sample in each recent batch.

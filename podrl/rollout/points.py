@@ -12,8 +12,8 @@ class Points:
       quantum: number of tokens that each sample may draw in the session; None for all its remaining tokens.
       recorded: number of sampled tokens at which a sample left the session in the repeated run, by row. Samples without
         an entry leave after `quantum` tokens.
-      late: number of tokens of a sample, including given tokens, when its environment ran out of time in the repeated
-        run, by row. The environment runs out of time at the same token again.
+      late: number of tokens of a sample, including appended tokens, when its environment ran out of time in the
+        repeated run, by row. The environment runs out of time at the same token again.
       urgent: whether the samples get lanes before samples that are not urgent.
       repeated: whether the batch of the samples is repeated from the wall clock's journal, so that finished episodes
         are played from their records.

@@ -44,8 +44,8 @@ class FinishedSample:
     Attributes:
       prompt: index of its prompt among the request's prompts.
       sample: index of the sample in its group.
-      tokens: ids of sampled and given tokens.
-      versions: version of the weights that sampled each token; -1 for a given token.
+      tokens: ids of the sampled tokens and of the tokens that the environment appended.
+      versions: version of the weights that sampled each token; -1 for an appended token.
       drawn: a list for each name of `podrl.types.DRAWN`.
       stop: reason why it ended, as in `Rollouts.stop_B`.
       completion: text of the completion.

@@ -98,7 +98,7 @@ class LeasedTask:
 
 
 def cut(task: str, shares: int, hosts: Sequence[int]) -> list[Lease]:
-    """Cuts a task into one lease per share, for neighbouring shares of each host in the order of `hosts`.
+    """Cuts a task into one lease per share; each host gets neighbouring shares, in the order of `hosts`.
 
     Without hosts every lease belongs to NOBODY.
     """
@@ -276,7 +276,7 @@ class LeaseServer(Leases):
         Args:
           pod: the job's processes.
           deadline_s: the longest wait for a host to join or to reach a step, in seconds.
-          ending: function that returns whether the job was asked to stop; while it is, no host may leave.
+          ending: function that returns whether the job was asked to stop; after that no host may leave.
         """
         super().__init__(pod, deadline_s)
         self._ending = ending

@@ -1,4 +1,4 @@
-"""A run's trace: one columnar file per step with every token of its samples and the numbers of each, and its reader."""
+"""Writes and reads a run's trace: one columnar file per step, with all tokens of its samples and numbers of each."""
 
 import dataclasses
 import io

@@ -29,12 +29,12 @@ from podrl.runtime.watchdog import EXIT_DONE, EXIT_INFRASTRUCTURE, EXIT_PREEMPTE
 
 LEADER = 0
 _log = logging.getLogger("podrl.pod")
-_FAREWELL_S = 5.0
-_LAST_WORDS_S = 15.0
-_OVER_S = 30 * 86400.0  # the leader may wait this long for a last evaluation; its loss is noticed in another way
+_FAREWELL_S = 5.0  # longest wait for the leader's answer to a process that ends; grace for the leader's own report
+_LAST_WORDS_S = 15.0  # time for the others to print why they end, before a failed leader ends
+_OVER_S = 30 * 86400.0  # no real limit: the last evaluation may be long, and a lost leader is noticed anyway
 _OVER_LATE_S = 5.0  # time for a process that takes part in the job to leave by itself
-_LAST_S = 10.0
-_OTHERS_S = 30.0
+_LAST_S = 10.0  # time for the thread that knows the job's end to end this process
+_OTHERS_S = 30.0  # time for the other processes to leave after the job is over; longest wait for an address
 _LAST_STEP_S = 0.2  # time that a process needs to end after it has closed its connections
 _LOOK_S = 0.5  # time between two checks of a process's address, and of whether another process must be asked
 

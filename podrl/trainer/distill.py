@@ -44,7 +44,7 @@ class TeacherParts:
 
 
 def teacher_parts(how: Distillation, forward: Forward, teacher: ModelConfig) -> TeacherParts:
-    """Builds the parts that an update with a teacher needs; nothing changes if the KL is of the sampled token.
+    """Builds the parts that an update with a teacher needs; a KL estimated on the sampled token changes nothing.
 
     Args:
       how: form of the KL and the ids that it compares.

@@ -92,8 +92,8 @@ class Placement:
     Sequences that begin with the same tokens form a tree: a sequence shares its first tokens with its parent, a
     sequence of the same row, and goes on with tokens of its own. Every token lies in the row once, as a token of one
     sequence, and has a loss only there. The sequences of a row are numbered along their trees, parents first; among the
-    children of one parent, a child that shares more tokens comes first. So the sequences that begin with a given token
-    have consecutive numbers.
+    children of one parent, a child that shares more tokens comes first. So the sequences that share a token have
+    consecutive numbers.
 
     Methods take and return per-token values in the sample layout: one right-padded row per sample, in which the
     sample's sequences lie as `pieces` says.

@@ -94,8 +94,8 @@ class Dispatcher:
 
     Under the wall clock a group has one prompt. Its host keeps the group until all trainers have its batch, and tells
     the leader when the group has ended. The leader writes to the journal which groups each batch holds, and which
-    prompts are asked again, before it tells any other process. A group that is taken over is begun anew, under the same
-    keys. If the journal already records the group (some trainer has not fetched its batch yet, or the steps are
+    prompts are submitted again, before it tells any other process. A group that is taken over is begun anew, under the
+    same keys. If the journal already records the group (some trainer has not fetched its batch yet, or the steps are
     repeated after a restart), the group is drawn under the recorded versions.
     """
 
@@ -116,7 +116,7 @@ class Dispatcher:
         Args:
           pod: the job's processes.
           lease_server: table of the leases, and of the rollout hosts in the job.
-          clock: decides which groups make a batch, and which prompts are asked again.
+          clock: decides which groups make a batch, and which prompts are submitted again.
           size: number of prompts in a batch, without prompts in reserve for dynamic sampling.
           group_size: number of samples per prompt.
           shares: number of groups that a batch is cut into under the token clock; 0 for one group per host.
@@ -160,7 +160,7 @@ class Dispatcher:
         self._open.resume(step, pending)
 
     def advance(self, step: int, batches: int) -> dict[str, int]:
-        """Advances to a step: asks the prompts of groups that are too old again, and hands out the prompts of new
+        """Advances to a step: submits again the prompts of groups that are too old, and hands out the prompts of new
         batches.
 
         If the prompts of a batch cannot be read, `decide` raises the error once the batches before it are trained on.

@@ -26,7 +26,7 @@ from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import BatchError, Experience, Policy
 
 _LAST_WORDS_S = 300.0
-_VERDICT_S = 30 * 86400.0  # trainers may wait for an evaluation before they save; lost trainers are noticed anyway
+_VERDICT_S = 30 * 86400.0  # no real limit: trainers may wait for a long evaluation; lost trainers are noticed anyway
 _log = logging.getLogger("podrl.hosting")
 
 
@@ -84,7 +84,7 @@ class HostRollouts:
         self._tasks: set[str] = set()  # evaluations begun here
         self._accepted: set[Lease] = set()  # leases of these evaluations that are begun
         self._batches: dict[Lease, Experience] = {}  # parts of batches that trainers may fetch rows of
-        self._offered: list[tuple[int, str]] = []  # (step, key) of each offered state that a checkpoint after it holds
+        self._offered: list[tuple[int, str]] = []  # (step, key) of each state offered for the checkpoint after the step
         self._evaluations: list[tuple[int, str]] = []  # (step, key) of the scores that are offered
         self._policy: Policy | None = None  # the policy on the rollout mesh; used on the rollout thread only
         self._replica = ReplicaHead(pod, stops=run.stop) if pod.seat.hosts.replica > 1 else None

@@ -72,7 +72,7 @@ class HostPlayer:
             closed=lambda: self._closed,
         )
         self._serving = ThreadPoolExecutor(1, thread_name_prefix="podrl-serving")
-        self._more = threading.Condition()  # protects the next eleven attributes
+        self._more = threading.Condition()  # protects the attributes from `_orders` to `_groups`
         self._orders: list[Message] = []  # orders that still have to be carried out
         self._unfinished: int | None = None  # version of the newest window; None once it has ended
         self._asides: list[Callable[[], None]] = []  # work that waits for the gap between two dispatches

@@ -286,7 +286,7 @@ class _PullPlan:
 
     Attributes:
       versions: versions that trainer 0 offered when this process joined.
-      trainers: fields of every request to a trainer process, by that process: its session, this receiver's number.
+      trainers: fields of every request to a trainer process, by process: the process's session, this receiver's number.
       plan: the transfer plan.
       joiner: joins pulled boxes into shards.
       mine: numbers of the boxes to pull from a trainer process, by process and leaf.

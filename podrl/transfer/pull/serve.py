@@ -192,7 +192,7 @@ class ServedTree:
             self._pinned = version
 
     def join(self, target: Side, process: int) -> dict[str, Any]:
-        """Registers a receiver; returns its number as 'receiver' and the source's description, from which it plans."""
+        """Registers a receiver; returns its number, the source's description, the bucket size and the versions."""
         with self._lock:
             same = (r for r in self._receivers.values() if (r.target, r.process) == (target, process))
             receiver = next(same, None) or _Receiver(self._side, target, process, self._mesh, self._bucket_bytes)
