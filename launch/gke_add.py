@@ -11,8 +11,8 @@ What happens to the added pods:
   a pod ends      it is restarted in place, as a rollout pod of the job: also while the trainers are recreated, and
                   where its machine is taken away. After gke.ROLLOUT_RETRIES restarts per host these pods are given up:
                   then the job does not run any more.
-  the job's end   the added set is complete; when the job's set is deleted, the added set is also deleted. fewer hosts
-  `kubectl delete jobset NAME`: each pod gets SIGTERM, leaves after its step, and the job goes on.
+  the job's end   the added set is complete; when the job's set is deleted, the added set is also deleted.
+  fewer hosts     after `kubectl delete jobset NAME` each pod gets SIGTERM and leaves after its step; the job goes on.
 """
 
 import argparse
