@@ -47,7 +47,7 @@ def test_a_tail_leaves_lanes_idle_and_windows_cut_it():
 
 
 def test_windows_take_the_decode_steps_that_the_engine_takes():
-    # Log-normal lengths, 128 samples on 64 lanes: docs/async.md has 1,168, 666 and 570 steps of the engine itself.
+    # Log-normal lengths, 128 samples on 64 lanes: docs/measurements/rollout.md has the engine's own 1,168, 666 and 570.
     lengths_N = np.clip(np.random.default_rng(0).lognormal(5.0, 0.9, 4096).astype(int), 1, 1024)
     load = dataclasses.replace(LOAD, samples=128, lanes=64, group_size=8)
     for staleness, measured in ((1, 1168), (2, 666), (3, 570)):
