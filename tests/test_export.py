@@ -132,7 +132,7 @@ def test_the_export_lists_every_end_of_a_turn(tmp_path):
         rest = {"bos_token_id": 2, "pad_token_id": 0} if kept is None else {"temperature": 0.6}
         assert written == {"eos_token_id": ends, **rest}
         named = Tokenizer(out).apply_chat_template([], tools=[{"function": {"name": "calc"}}])
-        assert named == "calc"  # from the template for tools, which has a file of its own
+        assert named == "calc"  # the template for tools wrote this, which the export keeps in a file of its own
 
 
 def test_an_export_knows_how_its_run_put_questions(tmp_path):

@@ -193,7 +193,7 @@ def test_an_owner_whose_lease_was_taken_over_ends(shared):
 
 
 def test_a_lease_of_elsewhere_that_is_given_back_is_free_before_it_expires(tmp_path, monkeypatch):
-    """Its file is gone then; a process that waited for it takes the new file at the path."""
+    """The file of the lease is gone then; a process that waited for the lease makes a new file at the path."""
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     proc = lock._proc
     mounts = f"server:/x {tmp_path} nfs4 rw 0 0\n"
@@ -215,8 +215,8 @@ def test_a_lease_of_elsewhere_that_is_given_back_is_free_before_it_expires(tmp_p
 
 
 def test_of_those_that_claim_a_free_bucket_at_once_one_gets_it(bucket, quick, tmp_path):
-    """All have read before the first writes; a bucket accepts a write only over the version that its writer has
-    read."""
+    """All claimants read before the first one writes; a bucket accepts a write only over the version that its writer
+    has read."""
     place = locate(f"gs://bucket/runs/{tmp_path.name}")
     claims = [(lock._Object(place), dataclasses.replace(Owner.me(), token=str(n), shown=f"host {n}")) for n in range(4)]
     assert [held.read() for held, _ in claims] == [None] * 4

@@ -102,14 +102,14 @@ def test_a_key_the_saved_run_does_not_know_had_its_default_there():
 
 @pytest.mark.parametrize("algorithm", [*PRESETS, "sft", "dpo", "orpo", "kto", "reward_model"])
 def test_any_section_may_be_new_whatever_the_algorithm_makes_its_defaults(algorithm):
-    """This also holds if a preset, or training on given answers, has other defaults than the sections themselves."""
+    """Presets, and training on given answers, have other defaults than the sections themselves."""
     given = {"algorithm": algorithm, "trainer": {"eval_every_n_steps": 0, "max_steps": 6}}
     filled = complete(given | ({"model": {"reference": "teacher"}} if algorithm == "opd" else {}))
     mine, known = (
         json.loads(json.dumps(values))
         for values in (parse(ConfigDict(filled).to_dict()).as_mapping(), unset(algorithm))
     )
-    mine["model"]["reference"] = ""  # a teacher has no default
+    mine["model"]["reference"] = ""  # the key of the teacher has no default
     sections = [name for name, value in mine.items() if isinstance(value, dict) and name != "trainer"]
     assert len(sections) >= 8
     for name in sections:

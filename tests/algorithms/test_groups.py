@@ -45,7 +45,7 @@ def test_an_estimator_sees_each_group_alone(group_B, seed, name):
             expected_B[own] = advantages.opo(reward_B[own], lengths_B[own], group_B=alone)
         else:
             expected_B[own] = ESTIMATORS[name](reward_B[own], group_B=alone)
-    if name == "gpg":  # its factor depends on the whole batch
+    if name == "gpg":  # gpg's factor depends on the whole batch, so no group can be computed alone
         centred_B = advantages.group_relative(reward_B, group_B=group_B, scale="none")
         useful = (groups.spread(reward_B, group_B) > 0).sum()
         expected_B = centred_B * len(reward_B) / max(useful, 1)

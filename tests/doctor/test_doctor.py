@@ -264,7 +264,7 @@ def test_a_run_that_grows_is_watched_to_its_end(tmp_path):
 
 
 def test_a_step_without_a_token_is_told_as_that_alone(tmp_path):
-    """Its ratio is 0, which tells nothing about the sampler."""
+    """The ratio of a step without a token is 0, which tells nothing about the sampler."""
     run = recorded.run("dr_grpo")
     for name, value in {"actor/ratio": 0.0, "loss/samples": 0.0, "loss/left_out/no_tokens": 64.0}.items():
         put(run, name, value, 3, 3)

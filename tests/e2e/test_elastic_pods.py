@@ -153,7 +153,7 @@ get_config = runpy.run_path(BASE)["get_config"]
 
 
 def test_the_only_rollout_host_pauses_until_it_is_given_up_and_the_job_goes_on(tmp_path):
-    """It wakes up as if the leader still waited for it, learns otherwise, exits with 42 and is started again."""
+    """When the host wakes up, its next message tells it that it was given up: it exits 42 and is started again."""
     (tmp_path / "impatient.py").write_text(f"BASE = {find_config('grpo_gemma.py')!r}\n{_IMPATIENT}")
     flags = ("--local_processes=2", "--topology=split", "--fake_devices=1", "--config=impatient.py", "--restarts=1")
     flags += ("--config.trainer.max_steps=4", "--config.eval.problems=0", "--config.log.stall_s=300")

@@ -152,7 +152,7 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
 
 @pytest.mark.nightly("podrl/rollout/group_player.py")
 def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process(tmp_path):
-    """This also holds after a kill, when each host gets its share of the open samples back.
+    """The pod is killed once; each host then gets its share of the open samples back.
 
     A teacher pulls the policy back to its beginning, while rewards draw it away.
     """
@@ -173,7 +173,7 @@ def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process
 @pytest.mark.nightly("podrl/trainer/divergence.py", "podrl/learner/scoring.py", "podrl/cluster/scorer.py")
 @pytest.mark.optimised
 def test_the_divergence_from_a_teacher_in_pods_of_two_is_that_of_one_process(tmp_path):
-    """The divergence is taken over the policy's likeliest ids, beside rewards, and after a kill too. The teacher has
+    """The divergence is taken over the policy's likeliest ids, beside rewards; the pod is killed once. The teacher has
     two narrow layers."""
     mesh, ids = make_mesh("fsdp=1", jax.devices()[:1]), read_config(TINY).vocab_size
     size = ScratchModel(num_layers=2, model_dim=64, ffn_dim=96, num_heads=2, num_kv_heads=1)
@@ -238,7 +238,7 @@ def stopping(tmp_path_factory) -> Callable[[str], pathlib.Path]:
 @pytest.mark.nightly("podrl/learner/evaluations", "podrl/learner/evaluate.py")
 @pytest.mark.parametrize("topology", ["shared", "split"])
 def test_the_evaluations_of_a_pod_are_those_of_one_process(stopping, evaluated, topology):
-    """This also holds after a kill, and for eval.sets of different sizes."""
+    """The pod was killed and started again; eval.sets have different sizes."""
     ours, theirs = on_any_mesh(stopping(topology)), on_any_mesh(evaluated)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-5), mine["step"]
@@ -266,9 +266,9 @@ def test_a_host_that_evaluates_alone_is_killed_and_all_is_as_where_rollout_hosts
 def test_trainer_hosts_steer_the_kl_alike_and_choose_the_same_prompts(tmp_path):
     """Two trainer hosts move the coefficient of the KL in the loss as one process does, before and after a kill.
 
-    This also holds with adapters; with a curriculum, with which the rollout hosts choose the prompts that the trainers
-    tell them; and if each trainer holds only some samples of a prompt: two passes, each over mini-batches in an order
-    of its own. The recorded weights of the tokens are the same.
+    The run has adapters, and a curriculum, under which rollout hosts use the prompts that the trainers name. Each
+    trainer holds only some samples of a prompt, in two passes over mini-batches, each pass in an order of its own. The
+    recorded weights of the tokens are the same as in one process.
     """
     steered = ("--config.grpo.beta=0.1", "--config.grpo.kl_target=0.001", "--config.grpo.kl_horizon=50.0")
     steered += ("--config.trainer.max_steps=16", "--config.eval.problems=0")  # updates: four steps

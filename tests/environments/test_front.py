@@ -342,7 +342,7 @@ def test_requests_beyond_the_most_of_a_key_wait(monkeypatch):
 
 
 def test_a_client_that_stops_sending_is_refused(monkeypatch):
-    """Otherwise its request would count as open for as long as the connection lasts."""
+    """Without this limit an unfinished request would count as open for as long as its connection lasts."""
     monkeypatch.setattr(front_worker, "_SILENT_S", 0.0)
 
     async def run():

@@ -14,7 +14,7 @@ GEMMA, PLACES = (
 
 
 def test_launchers_know_the_models_and_tasks_that_come_with_podrl():
-    """Their names are no paths. launch/ does not import podrl, so it has a list of its own."""
+    """A name on this list is not refused as a relative path. launch/ does not import podrl, so it has its own list."""
     assert sorted(submission._SHIPPED) == sorted([*hub.EMBEDDED, SCRATCH, *EMBEDDED])
 
 

@@ -1,4 +1,4 @@
-"""Hosts that only evaluate: the hosts that are left make every share, or the job ends with an error."""
+"""Evaluation hosts: after a loss the remaining hosts make every share, or the job ends with an error."""
 
 import contextlib
 import threading

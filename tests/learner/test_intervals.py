@@ -52,7 +52,7 @@ def test_nineteen_in_twenty_paired_intervals_hold_the_change():
 
 @pytest.mark.parametrize(("value", "records"), [(2 / 3, 10), (0.1, 6), (0.7, 12)])
 def test_equal_values_are_as_uncertain_as_their_number_says(value, records):
-    """Their standard error is the rounding's, not 0."""
+    """The computed standard error of equal values is a rounding error, not 0."""
     error = float(np.std([value] * records, ddof=1) / math.sqrt(records))
     assert intervals.share(value, error, records) == pytest.approx(intervals.share(value, 0.0, records))
     assert intervals.mean(value, error) is None is intervals.mean(0.0, 0.0)

@@ -194,7 +194,7 @@ def test_a_silent_sample_counts_in_its_group_and_takes_nobody_out(estimator):
     expected = {
         "grpo": [0.0, -1.0, -1.0],
         "rloo": [0.0, -4 / 3, -4 / 3],
-        "opo": [0.5, -0.5, -0.5],  # its length is 0, so its weight in the baseline is 0
+        "opo": [0.5, -0.5, -0.5],  # the empty sample has length 0, so it has no weight in opo's baseline
         "gpg": [0.0, -1.0, -1.0],
         "remax": [1.0, 0.0, 0.0],
     }[estimator]

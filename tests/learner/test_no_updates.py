@@ -54,7 +54,7 @@ def test_a_run_that_cannot_learn_says_so(algorithm, changes, words):
         ("grpo", {}),
         ("ppo", {}),
         ("ppo", {"ppo": {"critic_warmup": 9}}),
-        ("ppo", {"rollout": {"top_k": 1}}),  # a critic's advantages differ even then
+        ("ppo", {"rollout": {"top_k": 1}}),  # equal samples still get different advantages from a critic
         ("grpo", {"trainer": {"learning_rate": 1e-30, "schedule": "cosine", "warmup_fraction": 0.9}}),
         ("grpo", {"reward": {"fns": ("answer", "number"), "weights": (0.0, -1.0)}}),
         ("grpo", {"reward": {"fns": ("answer",), "weights": (0.0,)}, "grpo": {"entropy_coef": 0.01}}),
@@ -83,4 +83,4 @@ def test_what_is_no_diagnosis_is_refused():
         job(trainer={"max_steps": 0})
     with pytest.raises(ValueError, match="alpha"):
         job(model={"lora": {"rank": 4, "alpha": 0.0}})
-    assert PPOConfig(num_generations=1).num_generations == 1  # its advantages come from the critic
+    assert PPOConfig(num_generations=1).num_generations == 1  # PPO needs no group: its advantages come from the critic

@@ -100,7 +100,7 @@ def test_the_table_has_every_reward_function_whatever_its_name():
 
 
 def test_a_run_that_more_passes_a_step_make_too_long_is_told_in_updates():
-    """Under `podrl.replay --change=grpo.num_iterations=2` it said "holds 11 steps, more than trainer.max_steps=12"."""
+    """The message must compare max_steps, which counts updates, with updates, not with the 11 steps of the run."""
     watchdog = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     checkpoints = types.SimpleNamespace(restore_latest=lambda *_: types.SimpleNamespace(step=11, host={}))
     run = types.SimpleNamespace(config={}, watchdog=watchdog, checkpoints=checkpoints, place="runs/x")

@@ -176,7 +176,7 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
 
 
 def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, monkeypatch):
-    """They run the programs of one mesh together: a host that skipped one would block the others."""
+    """Trainer hosts run the programs of one mesh together: a host that skipped one would block the others."""
     made = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print)
     asked = []
     monkeypatch.setattr(TracedAlgorithm, "_token_scores", lambda self, experience, share: asked.append(share))
@@ -241,7 +241,7 @@ MISMATCH = [f"sampler/{name}" for name in ("abs_diff", "exp_diff", "kl", "kl_rev
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.0, "num_iterations": 1, "old_logprob": "sampler"}])
 def test_the_sampler_is_compared_while_only_the_critic_learns(changes, bench):
-    """Its metrics equal those that an update of the actor would give."""
+    """The metrics of the comparison equal those that an update of the actor gives."""
     _, plain, *_ = bench.train("ppo", **changes)
     _, records, actor, critic = bench.train("ppo", **changes, critic_warmup=2)
     assert not moved(bench.start.params, actor) and np.any(critic["score"] != 0.0)

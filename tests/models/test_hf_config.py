@@ -429,7 +429,7 @@ def test_the_published_fields_of_olmo3_are_read():
     assert config_from_hf(plain | spelled) == config and config_from_hf(OLMO3_7B | spelled) == config
     with pytest.raises(ValueError, match=r"rope_parameters=.*always in an olmo3 model"):
         config_from_hf(plain | {"rope_parameters": OLMO3_7B["rope_scaling"]})
-    assert changed_without_effect(OLMO3_7B) == {"use_sliding_window"}  # which says what layer_types says
+    assert changed_without_effect(OLMO3_7B) == {"use_sliding_window"}  # layer_types decides, whatever this flag is
 
 
 def test_the_published_fields_of_gpt_oss_are_read():

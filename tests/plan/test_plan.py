@@ -195,7 +195,7 @@ def test_a_search_says_its_best_from_the_start_and_keeps_to_the_keys_of_the_conf
     seconds = iter(range(100, 0, -1))
 
     def total(side: str, variant: Variant, known: object) -> Trial:
-        """Simulates trials that fit, each faster than the one before."""
+        """Returns a trial that fits and is faster than the trial before."""
         return Trial(variant.keys, "", True, 1.0, 0.0, float(next(seconds)))
 
     monkeypatch.setattr(variants, "_total", total)
@@ -461,8 +461,7 @@ def test_what_full_takes_for_certain_is_counted_and_left_out_where_that_is_too_l
         tried, said, known = [], [], {}
 
         def total(side: str, variant: Variant, given: dict) -> Trial:
-            """Simulates trials that fit and take `times` the least possible seconds; recomputation of 'full' does not
-            count."""
+            """Returns a trial that fits and takes `times` the seconds of its matrix products at the chip's peak."""
             assert given is known  # noqa: B023
             tried.append(variant.keys[:2])  # noqa: B023
             return Trial(variant.keys, "", True, 1.0, 0.0, times * least_trainer_seconds(variant.setting))  # noqa: B023

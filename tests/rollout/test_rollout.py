@@ -102,7 +102,7 @@ def test_prompt_is_prefilled_once_per_group(tight, policy, prompts_of):
 def test_greedy_samples_beside_those_of_a_group_change_no_bit_and_prefill_nothing(
     tight, policy, prompts_of, monkeypatch, ahead
 ):
-    """This also holds if each dispatch is read before the next launch, so that lanes are reused at once."""
+    """With `ahead` False each dispatch is read before the next launch, so that lanes are reused at once."""
     monkeypatch.setattr(Pace, "refills", lambda pace: not ahead and pace._session.flying > 0)
     prompts, sampling = prompts_of([20, 13, 5, 2]), Sampling(max_new=30)
     alone = [

@@ -129,8 +129,7 @@ def test_every_token_that_was_fed_has_the_routes_it_was_computed_with(
 
 @FORMS
 def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, worker, tiny_on, tight_config, prompts_of):
-    """This also holds with fewer samples than shards of lanes: a shard without live lanes still computes its
-    experts."""
+    """Some calls have fewer samples than shards of lanes: a shard without live lanes still computes its experts."""
     spread = tiny_on("expert=2", 2, model())
     other = spread.worker(tight_config, warm=False)
     for lengths, group_size in (([5, 20, 9, 1], 4), ([11], 1)):

@@ -159,7 +159,7 @@ def made(
     try:
         for step in range(first, until + 1):
             wall.end_window()
-            thread.submit(lambda: None).result()  # weights are moved on that thread
+            thread.submit(lambda: None).result()  # wait: publish() moves weights on this thread, after the window
             wall.publish(policies[step])
             if step > first:
                 saved[step] = [again(batch.complete()) for batch in flying]
@@ -326,8 +326,8 @@ def test_a_journal_of_other_samples_is_refused(tight, policies, batches, tmp_pat
 
 
 def test_samples_out_of_time_are_so_again(tight, policies, batches, tmp_path):
-    """The clock ended them before their first turn, or while they waited for an answer; the repetition has time for
-    all."""
+    """Samples ran out of time before their first turn, or while they waited for an answer; the repetition would have
+    time for all."""
     clock = random.Random(3)
 
     def late(task):

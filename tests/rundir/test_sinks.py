@@ -223,7 +223,7 @@ def test_a_tracker_is_told_how_the_run_ended(tmp_path, mlflow, error, status):
     assert mlflow.calls[-1] == ("terminated", "0" * 32, status)
 
 
-@pytest.mark.filterwarnings("ignore")  # of its own
+@pytest.mark.filterwarnings("ignore")  # warnings of MLflow
 def test_the_client_of_mlflow_reads_back_what_was_written(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'podrl[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -239,7 +239,7 @@ def test_the_client_of_mlflow_reads_back_what_was_written(tmp_path, monkeypatch)
     assert json.loads(file.read_text())["data"] == [["p", _EVIL, 0.5]]
 
 
-@pytest.mark.filterwarnings("ignore")  # of its own
+@pytest.mark.filterwarnings("ignore")  # warnings of W&B
 def test_the_client_of_wandb_writes_names_and_tables_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="W&B is not installed: pip install 'podrl[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")

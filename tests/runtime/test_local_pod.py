@@ -175,7 +175,7 @@ while index == 0 and not (started.exists() and len(started.read_text()) == 3):
 
 
 def test_a_job_that_hosts_may_join_goes_on_without_any_of_its_own(monkeypatch, tmp_path):
-    """They join with the secret of the user who started the job; the leader knows whether any host is left."""
+    """Hosts join with the secret of the user who started the job; the leader knows whether any host is left."""
     gone = "turns({folder!r}, [1] * 6)\nsys.exit(42 if index else 0)"  # a first start, and five more
     program = _TURNS + gone.format(folder=str(tmp_path / "alone"))
     code, _, err = _run(program, replace_rollouts=True, grace_s=0.3, rollouts=1)

@@ -43,7 +43,7 @@ def test_a_leader_that_goes_while_others_join_is_noticed_long_before_the_deadlin
 
 
 def test_a_leader_that_is_not_there_yet_is_waited_for(monkeypatch):
-    """Also longer than a connection may be broken, which is looked at several times here."""
+    """A process waits for its leader longer than a connection may be broken; four checks of the connection show it."""
     looks, check = [], channel._Link.check
     (port,) = free_ports(1)
     hosts = Hosts((0,), (1,))
@@ -73,7 +73,7 @@ def test_a_leader_that_is_not_there_yet_is_waited_for(monkeypatch):
     ],
 )
 def test_a_process_of_another_job_is_refused_by_name_and_ends_the_job(hosts, split, said, monkeypatch):
-    """It would wait for processes that do other work than it expects."""
+    """A process of another job would wait for processes that do other work than it expects."""
     (port,) = free_ports(1)
     leader = Pod(Seat(0, Hosts((0,), (1, 2)), f"127.0.0.1:{port}", "s"), host="127.0.0.1")
     ended: list[tuple[int, str]] = []
@@ -129,7 +129,7 @@ def test_the_leader_stays_until_the_others_have_closed_their_connections(three):
 
 
 def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch):
-    """For example it was frozen, and other hosts have its work when it wakes up."""
+    """For example a process was frozen, and other hosts have its work when it wakes up."""
     leader, _, rollout = three
     ended: list[int] = []
     monkeypatch.setattr(leader, "_end", lambda code, text, **_: ended.append(code))
@@ -143,7 +143,7 @@ def test_what_a_process_says_that_is_lost_already_ends_no_job(three, monkeypatch
 
 @pytest.mark.parametrize("process", [1, 2], ids=["its own", "another's"])
 def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
-    """Otherwise the leader would take its request for the dead process's second one, and no roster would list it."""
+    """If the leader took the new process's request for the dead one's second, no roster would list the new one."""
     with joined(Hosts((0,), (1, 2)), disposable=True) as (leader, first, _):
         port = int(first.channel.address.rpartition(":")[2])
         me = {"process": 1, "address": first.channel.address, "host": "h", "pid": 7, "job": first.seat.describe()}

@@ -282,7 +282,7 @@ def test_host_values_and_arrays_are_checked_too(tmp_path):
 
 
 def test_an_older_checkpoint_in_the_place_of_a_newer_one_is_noticed_and_set_aside(tmp_path, caplog):
-    """All of it is unchanged, except for the name of its directory."""
+    """The older checkpoint is undamaged: only the name of its directory is wrong."""
     _saved(tmp_path / "c", [1, 2]).close()
     shutil.rmtree(tmp_path / "c" / "2")
     shutil.copytree(tmp_path / "c" / "1", tmp_path / "c" / "2")

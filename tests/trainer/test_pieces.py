@@ -177,7 +177,7 @@ def test_samples_of_one_piece_are_placed_as_before():
 
 
 def test_a_batch_without_pieces_has_the_arrays_of_every_other_batch():
-    """So the update is compiled once, whichever batch has the first sample of several pieces."""
+    """With the same arrays the update is compiled once, whichever batch has the first sample of several pieces."""
     mesh = make_mesh("fsdp=1", jax.devices()[:1])
     for shared, whole, tree in itertools.product([False, True], repeat=3):
         shape = PackShape(4, 2, 48, shared=shared, whole=whole, tree=tree)

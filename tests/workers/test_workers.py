@@ -182,7 +182,7 @@ MISBEHAVIOUR = {
 
 
 def test_whatever_a_function_does_its_call_ends_with_an_error_and_the_next_one_is_well(specs, tmp_path):
-    """It leaves no process and no open file."""
+    """A function that misbehaves leaves no process and no open file."""
     started, before, pids = tmp_path / "started", 0, []
     with Functions(MODULE, Limits(), specs, size=1, label="") as functions:
         for how, (kind, words) in MISBEHAVIOUR.items():
