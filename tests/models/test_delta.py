@@ -173,7 +173,7 @@ def test_every_mesh_without_seq_computes_what_one_device_does(model, mesh):
 
 
 def test_memory_of_a_sequence_in_the_published_35b_a3b_is_61_mib(model):
-    """Each of 30 layers has 32 heads of 128 x 128 numbers in float32, and three inputs of 8,192 channels in bfloat16."""
+    """Each of 30 layers has 32 heads of 128 x 128 numbers in float32 and three inputs of 8,192 channels in bfloat16."""
     config = dataclasses.replace(model.config.alike()[1], delta=Delta(16, 32, 128, 128, 4))
     state, inputs = map(math.prod, delta.memory_shapes(config))
     assert 30 * (4 * state + 2 * inputs) / 2**20 == pytest.approx(61.4, abs=0.01)
