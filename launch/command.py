@@ -160,7 +160,7 @@ def run(
 
     Args:
       command: program and arguments.
-      stdin: standard input of the program; None leaves it that of this process.
+      stdin: standard input of the program; None for the standard input of this process.
       path: folder in which the program looks first for programs that it starts; '' for none.
       missing: sentence that says how to install a program, by name of the program.
     """

@@ -86,7 +86,7 @@ def group_relative(
       scale: "std" divides by the group's standard deviation + eps; "batch" divides by the standard deviation of all
         rewards + eps (arXiv 2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
       ddof: 1 for the sample standard deviation (Tunix, TRL, verl), 0 for the population's (NumPy, open-instruct).
-      eps: added to the standard deviation; a group of equal rewards gives exactly 0.
+      eps: number added to the standard deviation; a group of equal rewards gives exactly 0.
       singleton: advantage of a group of one: "zero", or "raw" for the reward, which "std" divides by 1 + eps and
         "batch" by the standard deviation of all rewards + eps.
 
@@ -161,7 +161,7 @@ def leave_one_out(
     Args:
       scale: "std" also divides by the sample standard deviation of the other samples' rewards + eps, unless these
         rewards are equal or there is only one (NeMo-RL's GRPO); "none" does not divide.
-      eps: added to the standard deviation.
+      eps: number added to the standard deviation.
 
     Returns:
       Advantages, in reward units under "none"; under "std" unitless where they were divided.
@@ -184,7 +184,7 @@ def _spread_of_others(reward_PG: Groups, mean_PG: Groups, eps: float) -> Groups:
     Args:
       reward_PG: rewards of P groups of G samples, G at least 3.
       mean_PG: mean of the other rewards of each sample's group.
-      eps: added to the standard deviation.
+      eps: number added to the standard deviation.
     """
     xp, size = namespace(reward_PG), reward_PG.shape[1]
     other_GG = ~np.eye(size, dtype=bool)
@@ -252,7 +252,7 @@ def pass_at_k(
     Args:
       group_B: number of each sample's group; every group has at least 2 samples.
       scale: "std" divides by the group's sample standard deviation + eps, "none" does not divide.
-      eps: added to the standard deviation.
+      eps: number added to the standard deviation.
 
     Returns:
       Advantages, 0 or more; unitless under "std", in reward units under "none".

@@ -260,7 +260,8 @@ def ipo(
 def _moved(
     logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"], epsilon_low: float, epsilon_high: float
 ) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
-    """Marks tokens whose probability fell by more than epsilon_low, and tokens whose rose by more than epsilon_high."""
+    """Marks tokens whose probability fell by more than epsilon_low, and tokens with a rise of more than
+    epsilon_high."""
     moved_BT = jax.lax.stop_gradient(jnp.exp(logprob_BT) - jnp.exp(old_logprob_BT))
     return moved_BT < -epsilon_low, moved_BT > epsilon_high
 
@@ -289,8 +290,8 @@ def dro(
 ) -> Surrogate:
     """Computes -A logprob + beta / 2 (log r)^2, a policy gradient with a quadratic penalty (DRO, arXiv 2405.19107).
 
-    A has no ratio, so the loss can be used on samples of any policy; only the penalty keeps the trained policy near the
-    policy that sampled. Per token, as in Tinker's loss of this name.
+    A is not multiplied by a ratio, so the loss can be used on samples of any policy; only the penalty keeps the trained
+    policy near the policy that sampled. Per token, as in Tinker's loss of this name.
 
     Args:
       beta: twice the weight of (log r)^2.

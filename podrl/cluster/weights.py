@@ -45,8 +45,8 @@ class WeightSync:
         Args:
           actor: the actor whose weights move.
           mesh: mesh of the rollout, over all its processes.
-          local: mesh of this process's part of `mesh`; `mesh` itself if the process has all of it.
-          config: rollout settings, which say the dtype of the weights (by default that of training) and whether
+          local: mesh of this process's part of `mesh`; `mesh` itself if the process has all its devices.
+          config: rollout settings, which say the dtype of the weights (by default the dtype of training) and whether
             adapters are merged.
           generates: whether this process has devices of `mesh`.
           link: connection between trainers and rollouts if they are separate clusters; None for one cluster.

@@ -1,6 +1,6 @@
 """Made-up facts about towns: the embedded task 'facts', which needs a search, its corpus, and its first examples.
 
-A document tells two facts of a building in a town; a question asks for one of the two, whose answer is a number. The
+A document tells two facts of a building in a town; a question asks for one of the two, and its answer is a number. The
 key of a question is its building, its town and the fact. A model cannot know the answers of held-out questions: it has
 to search the corpus, podrl/assets/facts.jsonl, which `python -m podrl.data.facts --out=FILE` writes. The search server
 is podrl/environments/search_server.py.
@@ -18,7 +18,7 @@ from podrl.data import template
 from podrl.data.problem_generator import ProblemGenerator, RandomDraws
 from podrl.data.template import TextPart
 
-# A town is called by a beginning and an end.
+# The name of a town is a beginning and an end.
 BEGINNINGS = (
     *("Bel", "Dor", "Fen", "Gal", "Hol", "Ist", "Kar", "Lem", "Mar", "Nor", "Ost", "Pel"),
     *("Quin", "Ros", "Sel", "Tor", "Ulm", "Ver", "Wal", "Yor", "Zan", "Bri", "Cas", "Dun"),
@@ -49,8 +49,8 @@ class Document:
     Attributes:
       town: name of the town, which is the text's title.
       building: kind of the building.
-      year: year in which it was built.
-      number: value of its other fact.
+      year: year in which the building was built.
+      number: value of the building's other fact.
     """
 
     town: str

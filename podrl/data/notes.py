@@ -43,8 +43,8 @@ class Notes:
         self._note(record, answered=shape.answers(record, place, self._answer))
 
     def note_any_answer(self, record: Record, place: str) -> None:
-        """Adds the notes of a record with its own completion; its answer field may have any content, as no one trains
-        on it."""
+        """Adds the notes of a record with its own completion; its answer field may have any content, because nothing
+        trains on the field."""
         try:
             answered = shape.answers(record, place, self._answer)
         except ValueError:

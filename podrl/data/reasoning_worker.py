@@ -13,7 +13,7 @@ from podrl.data.problem_generator import RandomDraws, Split, held_out
 from podrl.workers import child
 from podrl.workers.user_objects import explain
 
-_TRIES = 1000  # candidates for one problem of a split
+_TRIES = 1000  # largest number of candidates for one problem of a split
 
 
 @functools.lru_cache(maxsize=16)

@@ -62,7 +62,7 @@ class SFTBatch:
     Attributes:
       tokens_BT: token ids of prompt and target, right-padded with the pad id to the stream's max_length.
       length_B: number of tokens of each example.
-      mask_BT: 1 on the tokens to learn, which are those of the target, its end mark included; 0 on the others.
+      mask_BT: 1 on the tokens to learn: the target, its end mark included; 0 on the other tokens.
       text: texts of the examples.
       data_state: state of the stream after this batch, as JSON bytes.
     """

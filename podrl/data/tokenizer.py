@@ -626,8 +626,8 @@ class _SentencePiece:
             pieces of the model.
 
         Raises:
-          ValueError: the file is no SentencePiece model, or the id of an added token is neither that of its piece nor,
-            for a text that is no piece, beyond all pieces.
+          ValueError: the file is no SentencePiece model, or the id of an added token contradicts its pieces: a
+            token that is a piece must have the piece's id, and any other token an id beyond all pieces.
         """
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=regular(path).read_bytes())

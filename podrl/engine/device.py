@@ -77,7 +77,7 @@ class Device:
           wait: whether to wait until the call is done, so that calls do not pile up.
         """
         self.state = self.engine.prefills[bucket](self._params, self.state, self.engine.put_rows(flat_BI))
-        if wait:  # not by a Backlog: the next call donates this state, so nothing could wait for it afterwards
+        if wait:  # now, and not later by a mesh.backlog.Backlog, because the next call donates the state
             jax.block_until_ready(self.state.token_R)
 
     @_told

@@ -288,7 +288,7 @@ class Session:
     def slack_s(self) -> float:
         """Seconds for which the device still has work, so that `step` need not be called yet; 0 if it may be idle.
 
-        A sample that is extended within this time runs in the next dispatch, not in the one after it.
+        A sample that is extended within this time runs in the next dispatch, and need not wait for the one after that.
         """
         if not self._flights or not self.took:
             return 0.0

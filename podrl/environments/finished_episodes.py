@@ -54,7 +54,7 @@ def digest(turn: Mapping[str, Any]) -> str:
 
 
 def _shortened(one: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
-    """Replaces the messages that begin an earlier conversation, and its tools, by the number of that conversation."""
+    """Cuts off the messages that repeat an earlier conversation; `of` is its number, `keep` the number of messages."""
     if not (chat := one.get("chat")):
         return one
     shared = [

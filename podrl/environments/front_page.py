@@ -29,9 +29,9 @@ class _Node:
       wanted: the request.
       answers: the answers as messages of the assistant.
       ends: tokens of the prompt with each answer, 4 bytes each.
-      of: number of the request whose answer this request goes on from; 0 if there is none.
-      why: reason why it began a branch; '' if it went on with one.
-      tokens: numbers of tokens of the prompt, of the prompt without what it goes on from, and of the answers.
+      of: number of the earlier request whose answer this request continues; 0 if it continues none.
+      why: reason why the request began a branch; '' if it continues one.
+      tokens: number of tokens of the prompt, of the prompt after the continued answer, and of the answers.
     """
 
     number: int

@@ -264,7 +264,7 @@ class EnvironmentHost:
         if culprit is not None:
             self._end(culprit, "deadline")
         for episode in [self._episodes[number] for number in sorted(home.episodes)]:
-            episode.lives += culprit is None
+            episode.lives += culprit is None  # an episode that blocks its worker does not count against the others
             if episode.lives > _LIVES:
                 self._emit(EnvironmentFailure(f"{self._name(episode)} lost {_LIVES} workers in a row: {why}"))
                 return
@@ -307,7 +307,7 @@ class EnvironmentHost:
             self._run_clock(episode)
 
     def _drop_life(self, episode: _Episode) -> None:
-        self._stop_clock(episode, counts=False)
+        self._stop_clock(episode, counts=False)  # a replay does this work again, and its time counts then
         for job in episode.jobs.values():
             job.cancel()
         episode.jobs.clear()
@@ -405,6 +405,7 @@ class EnvironmentHost:
     def _returned(self, episode: _Episode, result: Mapping[str, Any]) -> None:
         """Ends an episode whose environment has returned; an episode that asked by conversations is recorded first."""
         kept = self._keeps(episode.task) and (self._config.program or any(one.get("chat") for one in episode.said))
+        # A request that the environment left without an answer cannot be played from a record.
         if not kept or result["reason"] == "failed" or len(episode.turns) < len(episode.said):
             self._end(episode, "ended", result)
             return
@@ -444,7 +445,7 @@ class EnvironmentHost:
             case {"ask": life, "n": number} if life in self._lives:
                 self._asked(self._lives[life], number, frame)
             case {"clock": runs, "of": life} if life in self._lives:
-                self._stop_clock(self._lives[life], counts=False)
+                self._stop_clock(self._lives[life], counts=False)  # the wait for a process is not the episode's time
                 if runs:
                     self._run_clock(self._lives[life])
             case {"done": life, **result} if life in self._lives:

@@ -50,8 +50,8 @@ class Turn:
 
     Attributes:
       text: the sampled text, including the stop string.
-      stop: why the turn ended: the stop string that was met, 'eos' for the end of the model's turn, or 'length' for a
-        limit of tokens.
+      stop: reason why the turn ended: the stop string that was met, 'eos' for the end of the model's turn, or 'length'
+        for a limit of tokens.
       tokens: the sampled token ids.
       calls: tool calls that the model made on the way to this turn, including refused ones; empty without a
         ToolEnvironment.

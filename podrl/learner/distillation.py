@@ -211,8 +211,8 @@ class DistilledGRPO(GRPO):
         """Lists the samples whose rows lie on this process's devices, in the policy's packing or in a teacher's."""
         own, teachers = super().needed(step, experience), self.cluster.teachers
         if any(teacher.tokenizer is not None for teacher in teachers):
-            # Every sample is needed: its row depends on its length in the teacher's tokens, which follows only from its
-            # text.
+            # Which sample lies in which row depends on the lengths in the teacher's tokens, and these follow only from
+            # the texts of all samples.
             return np.arange(len(experience.rollouts.length_B))
         hinted = TEACHER_PROMPT in experience.rollouts.prompts.fields or self._teacher.teacher != "reference"
         if not (teachers or hinted):

@@ -216,6 +216,7 @@ class Generator:
           seconds: wall time that sampling the batch took.
         """
         prompts = join_prompts([group.player.request.prompts for group in in_flight])
+        # No weights are needed: only podrl's engine serves the wall clock, and it drew greedy samples with the others.
         return self._gather(in_flight, prompts, Policy({}, step), step, seconds, {})
 
     def _gather(

@@ -121,7 +121,7 @@ def prefixes(segment_BT: Int[Array, "B T"], last_BT: Int[Array, "B T"]) -> Int[A
 
     Args:
       segment_BT: number of each token's segment, 0 on padding.
-      last_BT: last segment that sees the token, see `podrl.types.Layout`. All tokens of a segment have the same one.
+      last_BT: last segment that sees the token, see `podrl.types.Layout`. It is the same for all tokens of a segment.
     """
     B, T = segment_BT.shape
     row_B1, number_S = jnp.arange(B)[:, None], jnp.arange(T + 1)

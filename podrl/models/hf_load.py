@@ -195,7 +195,7 @@ def _other_part(name: str, config: ModelConfig) -> str:
     """Returns the name of the part that a tensor belongs to if it is not the text decoder, else ''.
 
     GLM 4.5 predicts several tokens at once with further layers after the last. Files of small Gemma 4 models may hold
-    keys and values of layers that reuse those of others.
+    projections of keys and values for layers that reuse the keys and values of other layers.
     """
     if match := _OTHER_PARTS.fullmatch(name):
         return match[1]

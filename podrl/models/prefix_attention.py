@@ -202,7 +202,8 @@ def _decode(code: Array) -> tuple[Array, Array, Array]:
 
 
 def _turn(code_ref: Any) -> tuple[Array, Array, Array, Array]:
-    """Reads the pair of this step: (block that stays, block that changes, first step, last step of the former)."""
+    """Reads the pair of this step: (block that stays, block that changes, whether the step is the first with the block
+    that stays, whether it is the last)."""
     n = pl.program_id(1)
     code = code_ref[n]
     _, stays, changes = _decode(code)

@@ -1,4 +1,4 @@
-"""The trainer's programs of a job that learns from given answers: SFT, DPO, ORPO, KTO, a reward model."""
+"""The trainer's programs of a job that learns from answers in data: SFT, DPO, ORPO, KTO, a reward model."""
 
 from typing import Any
 

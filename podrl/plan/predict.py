@@ -46,7 +46,7 @@ class JobCost:
 
 
 def rebalanced(prediction: Prediction, trainer_chips: int, rollout_chips: int) -> tuple[int, int]:
-    """Splits the same chips so that both sides are busy equally long, if a side's time is inverse to its chips.
+    """Splits the same chips so that both sides are busy equally long, if twice the chips take half the time.
 
     Returns:
       (chips of the trainer, chips of the rollout), at least one each.

@@ -161,8 +161,8 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
     """Simulates training steps whose samples have lengths drawn from `lengths_N`.
 
     Lanes decode in dispatches of `rollout.steps_per_dispatch`, and the engine launches a dispatch before it has read
-    the one before (podrl.engine.session). So after the end of a sample its lane stays empty for one dispatch, unless
-    many samples end at once and the engine waits for them. Samples of the batch that trains next come first.
+    the previous dispatch (podrl.engine.session). So after the end of a sample its lane stays empty for one dispatch,
+    unless many samples end at once and the engine waits for them. Samples of the batch that trains next come first.
 
     With a staleness of 0 the sides take turns. With 1 a batch is drawn while the batch before trains. From 2 on samples
     are drawn in windows (podrl.rollout.clock): a sample draws its quantum in each window, and all its remaining tokens

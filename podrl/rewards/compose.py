@@ -115,7 +115,7 @@ class _Function:
 
     Attributes:
       name: name in metrics and messages, different from those of all other functions.
-      spec: module or file, and name, by which a worker imports the function. With 'settings' the name is that of a
+      spec: module or file, and name, by which a worker imports the function. With 'settings' the name belongs to a
         class, which the worker makes with these settings. None if the function runs in this process.
       here: the function itself if it runs in this process, else None.
       dataset: name of the data set whose records the function scores; '' for all data sets.

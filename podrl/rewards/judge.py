@@ -46,8 +46,8 @@ class JudgeConfig:
       max_score: the best score. The reward is the judge's score divided by this number.
       max_tokens: longest reply, in tokens.
       timeout_s: seconds for one request.
-      retries: further requests after a reply that was not understood. A judge that is away or busy is asked again, at
-        growing intervals, until reward.deadline_s is over.
+      retries: number of further requests after a reply that was not understood. A judge that is away or busy is asked
+        again, at growing intervals, until reward.deadline_s is over.
       concurrency: number of requests under way at once.
       key_variable: environment variable with the bearer token; '' sends no token. Reward functions do not see the
         variable.
@@ -137,7 +137,7 @@ def judge_by_rubric(
     """Asks the judge about each criterion of each completion by itself, as DR-Tulu does (arXiv 2511.19399).
 
     Args:
-      prompts, completions, answers, config, deadline_s: the same arguments as of `judge`.
+      prompts, completions, answers, config, deadline_s: arguments of `judge`.
       rubrics: criteria of each sample, in a form that `JudgeConfig.rubric` describes; None for `JudgeConfig.criteria`.
 
     Returns:

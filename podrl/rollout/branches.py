@@ -69,12 +69,12 @@ class _Branch:
 
     Attributes:
       track: record of its token sequence in the engine.
-      request: number of its newest request.
-      before: (number of the track's tokens, number of records in `turns`) before its newest request.
-      turns: records of its turns.
+      request: number of the branch's newest request.
+      before: (number of the track's tokens, number of records in `turns`) before the newest request.
+      turns: records of the branch's turns.
       count: number of the track's tokens that stay in the row, if the branch was cut; None for all tokens.
-      why: reason why it was opened; '' for the first branch.
-      like: earlier branch that shares the most first tokens with it, and their number; None if no branch shares any.
+      why: reason why the branch was opened; '' for the first branch.
+      like: (earlier branch that shares the most first tokens, number of these tokens); None if no branch shares any.
     """
 
     track: Track
@@ -98,11 +98,11 @@ class _Answer:
     """An answer to a request, in the order of requests.
 
     Attributes:
-      track: record of the branch that it belongs to.
-      first: index of its first token in the track.
+      track: record of the branch that the answer belongs to.
+      first: index of the answer's first token in the track.
       request: hash of the request (`_digest`).
-      end: index after its last token in the track; None while the model samples it.
-      paused: reason why it ended, with the values of `Track.paused`; None while the model samples it.
+      end: index after the answer's last token in the track; None while the model samples the answer.
+      paused: reason why the answer ended, with the values of `Track.paused`; None while the model samples it.
     """
 
     track: Track
@@ -342,12 +342,12 @@ class Branches:
             if track.stop is None:
                 paused = track.paused
                 session.end(track, STOP_ENV)
-                track.paused = paused
+                track.paused = paused  # `end` clears it, and the reason why the sample ended depends on it
         if not self._branches:
             return None, [], []
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
         piece_X: list[int] = []
-        first = self._branches[0].track.prompt is not self._prompt
+        first = self._branches[0].track.prompt is not self._prompt  # by identity: `ask` hands this very array on
         for number, branch in enumerate(self._branches, int(first)):
             track = branch.track
             prompt, kept = track.prompt.tolist() if number else [], branch.kept(track.versions)
@@ -446,7 +446,8 @@ class Branches:
         return "concurrent" if concurrent else "history"
 
     def _like(self, tokens: Sequence[int]) -> tuple[_Branch, int] | None:
-        """Finds the branch that shares the most first tokens with these: (branch, their number); None if none does."""
+        """Finds the branch that shares the most first tokens with `tokens`: (branch, number of shared tokens) or
+        None."""
         most, like = 0, None
         for branch in self._branches:
             size = min(len(known := branch.tokens()), len(tokens))

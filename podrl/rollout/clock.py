@@ -394,7 +394,7 @@ def _points(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]
     recorded, late = {}, {}
     for b, runs in enumerate(group["runs"]):
         last = runs[-1][0] if runs else 0
-        if version < last or k < len(ends[b]) - 1:
+        if version < last or k < len(ends[b]) - 1:  # the sample goes on in a later session
             before = max((tokens for v, tokens in runs if v < version), default=0)
             recorded[b] = ends[b][min(k, len(ends[b]) - 1)] if ends[b] else before
         elif b in group["late"]:

@@ -267,7 +267,7 @@ class EpisodePlayer:
                 continue
             if episode.track is None:
                 self._unopened.setdefault(b // G, set()).add(b)
-            if episode.heard == len(episode.sent_turns):
+            if episode.heard == len(episode.sent_turns):  # the environment has had every turn: it speaks next
                 self._waiting.add(b)
             self._partner.inboxes[self._first + b] = self._inboxes[b] = []
             self._host.start(self._first + b, self._task(*divmod(b, G)), recorded=recorded)
@@ -393,7 +393,7 @@ class EpisodePlayer:
     def _begin_anew(self, b: int) -> None:
         """Drops all tokens of a sample, because its environment begins again."""
         if (branches := self._episodes[b].branches) is not None:
-            branches.joined(self._session)
+            branches.joined(self._session)  # ends the branches in the engine; the joined record is not used
         self._episodes[b] = Episode(started=self._episodes[b].started)
         self._waiting.add(b)
 
@@ -604,6 +604,8 @@ class EpisodePlayer:
             return STOP_LENGTH
         if done.reason == "calls":
             return STOP_CALLS
+        # The model ended the sample itself if its last turn ends with its own end token and not with a stop string of
+        # the environment.
         own = track.paused == STOP_EOS and not episode.stops.get(track.tokens[-1]) and done.reason != "turns"
         return STOP_EOS if own else STOP_ENV
 
@@ -725,7 +727,7 @@ class EpisodePlayer:
         if not reward:
             return
         if (episode.track is None or not model_turns) and whole:
-            episode.rewards.append((-1, reward))
+            episode.rewards.append((-1, reward))  # index -1 of the completion: the prompt's last token
             return
         if episode.track is None or not model_turns:
             raise BatchError(

@@ -71,7 +71,7 @@ class OwnGroup(Group):
     def row(self, points: Points) -> tuple[Any, Points]:
         """Returns the samples and the points at which they stop, as a pair for
         podrl.learner.generation.Generator.play."""
-        self.origin = None
+        self.origin = None  # from now on the samples are ahead of the state that came with the group
         return self.samples, points
 
     def record(self) -> Mapping[str, Any]:

@@ -42,14 +42,14 @@ class FinishedSample:
     """A finished sample; its lists have one entry per token of the completion, including the end token.
 
     Attributes:
-      prompt: index of its prompt among the request's prompts.
+      prompt: index of the sample's prompt among the request's prompts.
       sample: index of the sample in its group.
       tokens: ids of the sampled tokens and of the tokens that the environment appended.
       versions: version of the weights that sampled each token; -1 for an appended token.
       drawn: a list for each name of `podrl.types.DRAWN`.
-      stop: reason why it ended, as in `Rollouts.stop_B`.
+      stop: reason why the sample ended, as in `Rollouts.stop_B`.
       completion: text of the completion.
-      episode: record of its environment, as in `Rollouts.episodes`.
+      episode: record of the sample's episode, as in `Rollouts.episodes`.
     """
 
     prompt: int

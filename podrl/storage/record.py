@@ -41,7 +41,7 @@ class Record:
         """Reads the record of the checkpoint in a directory.
 
         Raises:
-          ValueError: the record is damaged, or is that of another step than the directory's name says.
+          ValueError: the record is damaged, or belongs to another step than the directory's name says.
         """
         path = epath.Path(checkpoint) / "host" / "metadata"
         try:

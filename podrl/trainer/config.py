@@ -53,7 +53,7 @@ class RLTrainingConfig(AdamSettings):
       mini_batch_size: prompts per update, each with its G samples; None is all prompts of a step. It must divide the
         prompts of a step.
       train_micro_batch_size: prompts that a micro-batch must hold, each with its G samples at their greatest length;
-        sequences instead of prompts in jobs that learn from given answers. It never changes a gradient.
+        sequences instead of prompts in jobs that learn from answers in data. It never changes a gradient.
 
       micro_batch_sequences: sequences of the greatest length that a micro-batch must hold; replaces
         train_micro_batch_size where a micro-batch should hold less than the samples of one prompt.

@@ -412,8 +412,8 @@ class _Forest:
       pieces: the sequences to place, followed by one sequence for each prompt that samples share.
       families: numbers of the sequences that may share tokens, in the order in which rows take them. A family is a list
         of units, whose sequences lie in one row.
-      like_B: for each sequence, the earlier sequence of its family with which it begins alike longest; -1 for none.
-      alike_B: number of tokens with which the two begin alike.
+      like_B: earlier sequence of the same family with which each sequence shares the most first tokens; -1 for none.
+      alike_B: number of first tokens that the two share.
       most_B: largest number of tokens that a sequence may share, so that each of its loss tokens is its own and has its
         predecessor in the same segment.
       prompt_F: number of the prompt that each row with sequences of a family has; -1 for none.

@@ -131,7 +131,7 @@ def _updated(
       finite: whether the gradients and the loss are finite; if not, parameters and optimizer state keep their values.
       params: parameters before the update.
       opt_state: optimizer state before the update.
-      norm: `norm=` the global norm of all gradients, if these are not all of them.
+      norm: keyword `norm`, the global norm of all gradients, where `grads` holds only a part of them.
     """
     with jax.numpy_dtype_promotion("standard"):  # optax transformations of users may mix dtypes
         updates, new_state = optimizer.transform.update(grads, opt_state, params, **norm)

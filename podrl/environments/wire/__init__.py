@@ -1,1 +1,1 @@
-"""The dialects of the front: pure functions that parse a client's JSON to an Ask, and write an Answer as JSON."""
+"""The dialects of the front: pure functions that parse JSON to a ParsedRequest, and write an Answer as JSON."""

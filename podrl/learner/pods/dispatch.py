@@ -348,6 +348,7 @@ class Dispatcher:
             return {"record": None, "since": since}
         record = group.entry if in_batch else self._clock.recorded(*group.key, self._at)
         since = min((runs[0][0] for runs in record["runs"] if runs), default=self._at) if record else self._at
+        # A group of a checkpoint goes on from its state at the beginning of window `_start`.
         return {"record": record, "since": self._start if group.origin is not None else since}
 
     def _order(self, host: int, value: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:

@@ -207,7 +207,7 @@ def _filter(denied: tuple[int, ...]) -> bytes:
         program += [(equal, 0, 1, number), (give, 0, 0, eperm)]
     program += [
         (equal, 0, 4, _CLONE),
-        (load, 0, 0, 16),  # its flags
+        (load, 0, 0, 16),  # the flags of clone: only new threads are allowed
         (any_bit, 0, 1, 0x00010000),  # CLONE_THREAD
         (give, 0, 0, allow),
         (give, 0, 0, eperm),

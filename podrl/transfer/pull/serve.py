@@ -181,7 +181,7 @@ class ServedTree:
     def hold(self, version: int) -> None:
         """Keeps a version, beside the `keep` newest, until `hold` is called for another version.
 
-        For receivers that pull that version at a time of their own.
+        Receivers that pull at a time of their own, such as evaluation hosts, then still find it.
 
         Raises:
           ValueError: other versions are offered, but this one is not.
