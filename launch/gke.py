@@ -1,6 +1,6 @@
 """Writes, and on --apply submits, one JobSet with two replicated jobs: hosts that train and hosts that generate.
 
-  python -m launch.gke --config=grpo_gemma.py --trainer=v6e:4x4 --rollout=v6e:2x4*2 \
+  python -m launch.gke --config=grpo_gemma.py --trainer=v6e:4x4 --rollout=v6e:2x4*2 \\
     --image=REGISTRY/podrl:1 --workdir=gs://bucket/run [--apply] [-- --config.trainer.learning_rate=1e-6]
 
 Without --apply the manifest is printed and nothing else happens; with --apply --dry_run the kubectl command is printed
@@ -14,7 +14,7 @@ What happens when a pod ends:
                 --max_restarts times. Any other exit code is the user's error: the set fails at once.
   rollout pod   restarted in place by the kubelet; the set goes on. A rollout pod that alone got SIGTERM leaves with
                 exit 75 after its step and is restarted, too; if no other rollout host stays, it stops the job, which
-                saves. After ROLLOUT_RETRIES restarts per host the job fails, and the set is recreated as above.
+                saves. After 20 restarts per host (ROLLOUT_RETRIES) the job fails, and the set is recreated as above.
   the end       the set is complete when the trainer is; rollout pods are then removed.
 """
 

@@ -9,8 +9,8 @@ JobSet gives it.
 
 What happens to the added pods:
   a pod ends      it is restarted in place, as a rollout pod of the job: also while the trainers are recreated, and
-                  where its machine is taken away. After gke.ROLLOUT_RETRIES restarts per host these pods are given up:
-                  then the job does not run any more.
+                  where its machine is taken away. After 20 restarts per host (gke.ROLLOUT_RETRIES) these pods are given
+                  up, because the job has then probably failed.
   the job's end   the added set is complete; when the job's set is deleted, the added set is also deleted.
   fewer hosts     after `kubectl delete jobset NAME` each pod gets SIGTERM and leaves after its step; the job goes on.
 """

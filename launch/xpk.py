@@ -1,6 +1,6 @@
 """Builds and runs the xpk command that trains podrl on a GKE cluster made by xpk, with or without Pathways.
 
-  python -m launch.xpk --cluster=my-cluster --project=my-project --zone=us-east5-b --machine=v6e:4x4 \
+  python -m launch.xpk --cluster=my-cluster --project=my-project --zone=us-east5-b --machine=v6e:4x4 \\
     --config=grpo_gemma.py --workdir=gs://bucket/run --image=REGISTRY/podrl:1 -- --config.trainer.learning_rate=1e-6
 
 `--dry_run` prints the command and runs nothing. Flags are those of xpk 1.16.0

@@ -3,9 +3,9 @@
     python -m podrl.evaluate --model=DIR|RUN --sets=NAME=FILE.jsonl,... --out=DIR [--compare=DIR|RUN --n=4 ...]
 
 --config.reward.KEY=VALUE (code.cpu_s, deadline_s, judge.url, ...) sets the reward functions in --fns, as in a job.
-Arguments that are not listed here are passed on to podrl.generate, which completes the sets. DIR/NAME.MODEL.jsonl holds
-the completions; after an interruption, the same command continues. DIR/result.json holds the scores, with 95%
-intervals.
+Arguments that are not listed here are passed on to podrl.generate, which completes the sets. The completions
+are in DIR/NAME.model.jsonl, those of --compare in DIR/NAME.compare.jsonl; after an interruption, the same command
+continues. DIR/result.json holds the scores, with 95% intervals.
 """
 
 import argparse
