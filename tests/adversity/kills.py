@@ -68,7 +68,7 @@ _TOOLS = (
     *("--config.rollout.prompts_per_step=8", "--config.log.samples_every=1", "--config.log.to=()"),
     *(*_JOB, "--config.checkpoint.every=0"),
 )
-_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # a replay's too
+_PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # replays need these
 VARIANTS = {
     "single": _SAMPLED,
     "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE),
@@ -288,7 +288,7 @@ def lose_hosts(folder: pathlib.Path, kills: int, steps: int, rng: random.Random)
     life = Life("hosts", workdir)
     for _ in range(kills):
         before = len(_steps(workdir))
-        while len(_steps(workdir)) <= before or len(victims := life.processes()) < 4:  # the launcher, a trainer, two
+        while len(_steps(workdir)) <= before or len(victims := life.processes()) < 4:  # launcher, trainer, two rollouts
             assert life.process.poll() is None, f"ended after {len(lost)} kills:\n{life.output()}"
             life.check_time()
             time.sleep(0.005)

@@ -69,7 +69,7 @@ def test_where_no_call_is_timed_all_is_decoding():
 def test_time_without_work_is_nobodys():
     device = Device()
     for pause in (5.0, 0.0, 7.0):
-        device.prefill(0)  # no launch until then, while tools answer
+        device.prefill(0)  # tools answer for `pause` seconds: no launch until then
         device.now += pause
         device.prefill(1)
         device.now += HOST_S  # the host's work meanwhile takes none of the device's time

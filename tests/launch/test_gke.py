@@ -182,7 +182,7 @@ def check_admission(document: dict) -> None:
             assert port.get("hostPort", port["containerPort"]) == port["containerPort"]
         assert len({port["name"] for port in container["ports"]}) == len(container["ports"])
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
-        assert container["resources"]["limits"] == container["resources"]["requests"]  # as for every device's resource
+        assert container["resources"]["limits"] == container["resources"]["requests"]  # required of devices
         labels = batch["template"]["metadata"]["labels"] | document["metadata"]["labels"]
         assert all(re.fullmatch(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", value) for value in labels.values())
         for variable in container["env"]:

@@ -72,7 +72,7 @@ def test_a_further_workload_joins_one_that_trains(capsys):
     assert f"with --join=run1 --env=PODRL_SECRET_FILE={written}" in printed.splitlines()[-1]
     assert printed.splitlines()[-1].startswith("#")  # the rest is a shell command
     assert xpk.main([*FLAGS, *IMAGE, *JOIN, "--dry_run", *job]) == 0
-    assert "openssl" not in capsys.readouterr().out  # no secret of its own
+    assert "openssl" not in capsys.readouterr().out  # the further workload gets no new secret
 
 
 def test_every_submission_has_a_secret_file_of_its_own():

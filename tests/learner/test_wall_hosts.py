@@ -213,7 +213,7 @@ def train_through(
         others, behind = [], {}
         for number in hosts.trainer[1:]:
             theirs = StepBarrier(pods[number], run(), DEADLINE_S)
-            apart = {**more, "clock": None}  # the leader keeps it
+            apart = {**more, "clock": None}  # only the leader has the clock
             others.append(RemoteRollouts(Weights(staleness).offers(), Stream(), run(), pods[number], theirs, **apart))
 
         def follow(other) -> None:

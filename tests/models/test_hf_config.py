@@ -661,7 +661,7 @@ def test_gemma3_has_two_rope_bases_in_either_spelling():
     assert old.window_L == (512,) * 5 + (GLOBAL_WINDOW, 512)
     assert old.rope_theta_L == (1e4,) * 5 + (1e6, 1e4)
     assert [s.kind for s in old.rope_scaling_L] == ["none"] * 5 + ["linear", "none"]
-    assert old.head_dim == 256 and old.num_heads == 8 and old.vocab_size == 262_208  # implied by the family
+    assert old.head_dim == 256 and old.num_heads == 8 and old.vocab_size == 262_208  # the family's defaults
 
 
 def test_the_text_part_of_an_image_model_is_read():

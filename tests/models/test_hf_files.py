@@ -65,7 +65,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
         params = load(directory, dtype=jnp.bfloat16)[1]
     assert any("skipped: 2 of model.layers.3." in line for line in caplog.messages)
     trees_equal(params, load(FIXTURES / "glm4_moe", dtype=jnp.bfloat16)[1])
-    # It decides if the scores of experts are nearly equal.
+    # The bias stays in float32, because it decides between experts of nearly equal scores.
     assert params["layers"]["routed"]["selection_bias"].dtype == jnp.float32
 
 

@@ -429,5 +429,5 @@ def test_the_kernels_compile_for_tpu_without_a_copy_of_the_weights(monkeypatch):
 
     decoded = jax.jit(decode).lower(stack, of(32, 1, 512), of(kind=jnp.int32)).compile()
     assert decoded.as_text().count("tpu_custom_call") >= 3
-    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # of one layer only
+    assert decoded.memory_analysis().temp_size_in_bytes < 2 * math.prod(layer["expert_in"].shape)  # one layer
     jax.jit(jax.grad(loss, argnums=(0, 1))).lower(layer, of(1, 1024, 512)).compile()

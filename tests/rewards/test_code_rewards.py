@@ -130,7 +130,7 @@ TRIES = {
     "trace": "import ctypes\nassert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",
     "kill": "import os, signal\nos.kill(os.getppid() + 1000, signal.SIGKILL)",
 }  # fmt: skip
-CHECKED = ("home", "environment")  # these limits have no exception
+CHECKED = ("home", "environment")  # these assert what a program may see, and must not raise
 
 
 @isolates
@@ -146,7 +146,7 @@ def test_what_programs_can_and_cannot_do(sandboxes, how):
         if not (bwrap := shutil.which("bwrap")):
             pytest.skip("bubblewrap is not installed")
         sandboxes._bwrap = bwrap
-        tries.pop("many files")  # it has no limit for these
+        tries.pop("many files")  # bubblewrap does not limit files
     before = set(os.listdir(pathlib.Path.home()))
     costly = {
         "an endless loop": prints("while True: pass"),

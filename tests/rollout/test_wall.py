@@ -52,7 +52,7 @@ class Maker:
             rows.extend((making.player, points) for making, points in makings[len(rows) :])
 
         def halted():
-            stops = halt()  # it may open groups
+            stops = halt()  # halt() may open groups
             add()
             taken[0] += self.done()
             return stops if self.repeats() else taken[0] > left

@@ -173,9 +173,8 @@ def test_an_endpoint_that_is_not_there_yet_is_found_and_a_lost_one_is_noticed(pa
 
 @pytest.mark.parametrize("lane", [0, 1])
 def test_another_endpoint_at_the_address_of_before_answers_nothing_and_counts_as_a_loss(lane, pair, monkeypatch):
-    """A process of an earlier run talks to the process that now has the address; its requests were meant for the
-    earlier one."""
-    monkeypatch.setattr("podrl.runtime.channel._Link._PATIENCE_S", 1e9)  # the connection alone does not tell
+    """A process of an earlier run sends requests to an address that another process has now: they are not answered."""
+    monkeypatch.setattr("podrl.runtime.channel._Link._PATIENCE_S", 1e9)  # the connection alone does not show the change
     _, b = pair
     first = Channel("first", secret="s3cret")
     first.put("x", Message(1))
