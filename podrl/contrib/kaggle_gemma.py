@@ -3,7 +3,7 @@
     python -m podrl.contrib.kaggle_gemma --checkpoint=gemma2-2b-it --size=gemma2-2b --out=DIR
 
 Kaggle's archive holds an Orbax checkpoint in the layout of google-deepmind/gemma (gemma/gm/ckpts, gemma/gm/nn) and
-`tokenizer.model`. Gemma 2 and Gemma 3 can be read; of a Gemma 3 with images, only the text model is converted.
+`tokenizer.model`. Gemma 2 and Gemma 3 can be read; a Gemma 3 with images is converted without its vision tower.
 """
 
 import argparse

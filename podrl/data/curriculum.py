@@ -47,7 +47,7 @@ class ChosenStream(Stream[Item], Generic[Item]):
         self._starts = list(itertools.accumulate(map(len, self._sources), initial=0))
         self._walks = [_Walk(len(one), shuffle_seed, k) for k, one in enumerate(self._sources)]
         self._drawn_of = [0] * len(self._sources)  # items decided so far, by source
-        # Items decided so far, by source: of the walk, then of each pool with a share.
+        # Number of items decided so far, by source: from the walk, then from each pool with a share.
         self._wanted_of = [[0] * (1 + len(curriculum.config.shares)) for _ in self._sources]
         self._first, self._ids = 0, []  # position of the first record in `_ids`; numbers of the newest batches' records
         self._brought_back = 0

@@ -38,9 +38,9 @@ class PairStream(BatchStream[_Pair]):
             either the text 'prompt', used as it is, or the field data.question_field, rendered as data.template says.
             All of these may be turns of a conversation; 'chosen' and 'rejected' may be whole conversations. The
             assistant's turns that only one of the two answers has are learned. If all records also have
-            data.answer_field, the questions that an evaluation uses are left out. Of an embedded task such as
-            'problems', the answer in the reference form is chosen, and an answer that a base model might write of the
-            same solution is rejected.
+            data.answer_field, the questions that an evaluation uses are left out. An embedded task such as
+            'problems' gives the answer in the reference form as chosen; the same solution, written as a base model
+            might write it, is rejected.
           tokenizer: tokenizer of the model that learns.
           pairs: number of pairs in a batch.
           max_length: largest number of tokens of prompt and answer together; data.long_prompts says whether pairs with

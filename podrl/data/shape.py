@@ -245,7 +245,7 @@ def conversation(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
 
 
 def question(record: Record, question_field: str = QUESTION) -> str:
-    """Returns the text of the question; of a conversation, the text of the last turn that the model answers."""
+    """Returns the text of the question; in a conversation, the text of the last turn before the model's answer."""
     name = asked(record, question_field) or "chosen"
     value = record[name]
     if isinstance(value, list):

@@ -247,6 +247,7 @@ class Session:
             track.handle, track.held = self._count, False
             self._count += 1
             newest = next((version for version in reversed(track.versions) if version >= 0), None)
+            # The sample comes back under the weights that drew its last token (`Track.breaks`).
             if newest == self._version and track.breaks[-1:] != [track.sampled]:
                 track.breaks.append(track.sampled)
         self._tracks.update((t.handle, t) for t in tracks)
@@ -292,6 +293,7 @@ class Session:
         """
         if not self._flights or not self.took:
             return 0.0
+        # Cautious: the dispatch may be shorter than the last ones, and the next one has to be planned and launched.
         began = max(self._flights[0].launched, self._idle_since)
         return max(began + 0.9 * min(self.took) - 2 * max(self.planned) - time.perf_counter(), 0.0)
 
@@ -345,7 +347,7 @@ class Session:
         elif track.held:
             self.seat([track], urgent=track.hold is None)
         else:
-            last = track.limit if track.recorded else track.until
+            last = track.limit if track.recorded else track.until  # see `Track.recorded`
             self._scheduler.resume(track.handle, left=last - track.sampled)
 
     def pause(self, track: Track, stop: int) -> None:
@@ -533,7 +535,7 @@ class Session:
             stop = STOP_STRING
         else:
             stop = STOP_EOS if track.tokens and track.tokens[-1] in track.stop_ids else STOP_LENGTH
-        if stop == STOP_LENGTH and track.sampled < track.limit:
+        if stop == STOP_LENGTH and track.sampled < track.limit:  # the lane stopped at `hold`, not at the limit
             self.hold(track)
             return True
         if not track.pauses:

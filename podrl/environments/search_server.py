@@ -73,7 +73,7 @@ class Index:
                 self._places[word].append((place, weight))
 
     def best(self, query: str, limit: int) -> list[tuple[float, Document]]:
-        """Finds the documents with the largest BM25 scores, best first; of equal scores, the earlier document first.
+        """Finds the documents with the largest BM25 scores, best first; documents with equal scores keep their order.
 
         Args:
           query: words to find.

@@ -298,7 +298,7 @@ class GRPO:
         if self._packed:  # batches that were packed by hand have no counts
             apart, packed, computed = np.sum(self._packed, axis=0).tolist()
             metrics |= {"packing/shared": 1 - packed / apart, "packing/padding": 1 - packed / computed}
-        jax.block_until_ready(self.cluster.state.step)
+        jax.block_until_ready(self.cluster.state.step)  # so that the stage 'update' covers the device's work
         if self._loss_kl.active:
             metrics |= self._loss_kl.trained(metrics["actor/kl"], self._samples)
         return metrics

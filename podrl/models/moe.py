@@ -51,7 +51,7 @@ _WEIGHTS = {
     "expert_out_lora_a": ("EFR", ("expert", "mlp", "rank")),
     "expert_out_lora_b": ("ERD", ("expert", "rank", "embed")),
 }
-GROUPED_DIM = {"expert_in": 2, "expert_out": 1}  # dimension of inputs that share a scale, see parameters.grouped_dim
+GROUPED_DIM = {"expert_in": 2, "expert_out": 1}  # dimension along which inputs share a scale, see grouped_dim
 _PARTS = {"expert_in": (0, 1), "expert_out": (None,)}  # matrices of a leaf for one expert: gate and up, or the only one
 
 

@@ -141,7 +141,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         )
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     memory = compiled.memory_analysis()
-    # The compiler counts arguments in the host's memory in its peak, too.
+    # The compiler's peak includes arguments in the host's memory.
     peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes - memory.host_argument_size_in_bytes)
     if chip.name in GPUS:  # compiled for CPU, whose compiler's peak leaves temporaries out
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

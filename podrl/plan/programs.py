@@ -243,7 +243,7 @@ class WeightMove:
       rate: bytes per second that one device sends.
       programs: programs of the largest bucket.
       buckets: number of buckets; a bucket of several parts counts once for each part.
-      note: explanation of a part of the move that is not compiled; '' if all of it is.
+      note: explanation, if a part of the move is not compiled; '' if the whole move is compiled.
     """
 
     plan: TransferPlan

@@ -51,7 +51,7 @@ def approximate_format(prompts: Sequence[str], completions: Sequence[str], **fie
 
 
 def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[Any], **fields: Any) -> list[float]:
-    """Scores the answer of a completion in the exact format; of several references, the best counts.
+    """Scores the answer of a completion in the exact format; with several references, the best score counts.
 
     The score is 3 for the reference answer, 1.5 if both are equal without surrounding space, 0.5 if the ratio of their
     numbers is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for text that is no number, and 0

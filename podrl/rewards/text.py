@@ -261,7 +261,7 @@ class TextReward:
         self.reads = () if self._same else (self._field,)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **fields: Any) -> list[float]:
-        """Scores every completion from 0 to 1; of several references, the best.
+        """Scores every completion from 0 to 1; with several references, the best score counts.
 
         Raises:
           ValueError: a record has no reference, or has a value that cannot be a reference.

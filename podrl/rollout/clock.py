@@ -345,7 +345,7 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
     group.
 
     The last step that may train on a repeated group waits for it. Of the other groups that are ready, groups with a
-    signal go first, then groups with older tokens; of equally old groups, the group submitted first.
+    signal go first, then groups with older tokens; among equally old groups, the group submitted first goes first.
 
     Args:
       groups: the open groups.

@@ -99,7 +99,7 @@ class RolloutRequest:
       pieces: number of pieces that each group is cut into (`Scheduler.add`).
       response: largest number of tokens of a sample after its prompt, sampled and appended tokens together.
       mode: 'train' or 'eval'.
-      of_step: training step that environments are told. In an evaluation it is the version of the weights, not `step`.
+      of_step: value of `Task.step` for environments: the training step; in an evaluation, the version of the weights.
       expected: expected number of tokens of samples by row, for the rows for which it is known.
       route_bytes: bytes of a token's routes, if they are recorded; else 0.
     """

@@ -183,7 +183,7 @@ class OpenGroups(Generic[_G]):
             for group in gone:
                 give_up(group)
                 self.groups.remove(group)
-                self._add(self._reserve.pop(0)[1], step)
+                self._add(self._reserve.pop(0)[1], step)  # `decide` has dropped the reserves of earlier steps
             opened = True
         return opened
 

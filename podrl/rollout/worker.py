@@ -197,7 +197,7 @@ class RolloutWorker:
           group_size: G, number of samples per prompt.
           step: training step; a part of every sample's random key.
           sampling: sampling settings; None for the configuration's.
-          mode: purpose of the samples, which environments are told.
+          mode: purpose of the samples, which environments read as `Task.mode`.
           ended: function that is called with each sample when it ends, between two steps of the engine.
 
         Returns:
@@ -251,7 +251,7 @@ class RolloutWorker:
 
         Args:
           prompts, group_size, step, sampling, mode: arguments of `generate`.
-          policy: policy of an evaluation, whose version environments are told; None for training.
+          policy: policy of an evaluation, whose version environments read as `Task.step`; None for training.
           partial: the samples' state when another process stopped playing them; None if they begin here.
 
         Raises:

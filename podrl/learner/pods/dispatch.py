@@ -325,7 +325,7 @@ class Dispatcher:
 
     def _send_groups(self, host: int, groups: Sequence[RemoteGroup], *, in_batch: bool = False) -> None:
         """Orders a host to make groups; `in_batch`: a batch holds them already, so they must become the same again."""
-        # One order per set of fields: join() gives every prompt the fields of all others, as None.
+        # Groups with other fields get an order of their own: join() would add their fields to all prompts, as None.
         for _, alike in itertools.groupby(groups, lambda group: tuple(group.prompts.fields)):
             entries, parts = [], []
             for group in alike:
