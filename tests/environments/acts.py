@@ -97,7 +97,7 @@ def logged(query: str) -> str:
     _append(query, "begin")
     while _begun(query) < int(pathlib.Path(f"{query}.least").read_text()):
         time.sleep(0.01)
-    # The wait gives calls beyond the limit time to begin. If there are none, it changes no outcome.
+    # A call beyond the limit could begin now, and the test would see it. Without such calls the wait changes nothing.
     time.sleep(0.1)
     _append(query, "end")
     return "done"
@@ -204,7 +204,7 @@ class Blocks:
 
 
 class Dies:
-    """Its process dies after its first turn."""
+    """An environment whose process dies after the first turn."""
 
     async def run(self, task, model):
         await model.say()
@@ -230,7 +230,7 @@ class Mumbles:
 
 
 class DiesOnce:
-    """Its process dies the first time; the file that the task names tells whether it has."""
+    """An environment whose process dies in the first run only; a file that the task names tells that it has died."""
 
     async def run(self, task, model):
         lucky = await model.outside("chance", self.chance)

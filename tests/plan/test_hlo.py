@@ -165,7 +165,7 @@ ENTRY %main (g: s8[{grid}], q: bf16[2,8,512,64]) -> bf16[2,8,512,64] {{
 
 @pytest.mark.parametrize(("kernel", "products"), [("jvp_prefix_attention_fwd_", 2), ("prefix_attention_dkv", 4)])
 def test_the_kernel_for_shared_prompts_counts_as_if_all_before_were_seen(kernel: str, products: int):
-    """Rows of 1,500 tokens have 3 blocks: 6 pairs of blocks for each of 2 rows, and one further number."""
+    """Rows of 1,500 tokens have 3 blocks, so 6 of 9 pairs of blocks; p lists 6 pairs for each of 2 rows and one number more."""
     text = f"""HloModule m
 
 ENTRY %main (n: s32[], p: s32[13], w: s32[1], q: bf16[2,8,64,1500]) -> bf16[2,8,64,1500] {{
