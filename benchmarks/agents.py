@@ -1,4 +1,4 @@
-"""Measures the endpoint of agent programs, and episodes that ask by conversations: `python -m benchmarks agents`."""
+"""Measures the endpoint of agent programs, and episodes that send conversations: `python -m benchmarks agents`."""
 
 import argparse
 import asyncio
@@ -65,15 +65,15 @@ def _solve(task: dict[str, Any]) -> None:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Measures the front's processor time, the prefill of equal first requests, and many open episodes.
+    """Measures the endpoint's processor time, the prefill of equal first requests, and many open episodes.
 
     Returns:
-      server_cpu_ms (processor time of the front's process per request, with --open requests open), prompt_tokens (of
-      a prompt of the second part), prefilled_say, prefilled_chat and prefilled_program (tokens that prefill computed
-      for --prompts groups of --group samples whose first turn is `model.say()`, the same request by `model.chat`, and
-      the same by HTTP), chat_of_say, program_of_say (quotients), episodes, episodes_seconds, answers (of the slow
-      episodes), spills (stores of the slow episodes moved to the host), memory_mb and memory_mb_before (peak of this
-      process, with the slow episodes and before).
+      server_cpu_ms (processor time of the endpoint's process per request, with --open requests open), prefilled_say,
+      prefilled_chat and prefilled_program (tokens that prefill computed for --prompts groups of --group samples whose
+      first request is `model.say()`, the same request by `model.chat`, and the same by HTTP), prompt_tokens (of the
+      longest of their prompts), chat_of_say, program_of_say (quotients), episodes, episodes_seconds, answers (of the
+      slow episodes), spills (stores of the slow episodes moved to the host), memory_mb and memory_mb_before (peak of
+      this process, with the slow episodes and before).
     """
     parser = argparse.ArgumentParser(prog="benchmarks agents", description=__doc__)
     parser.add_argument("--open", type=int, default=128, help="requests that are open at once")
@@ -123,10 +123,11 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _server_cpu_ms(most: int, requests: int) -> float:
-    """Returns the processor time of the front's process per request, in milliseconds.
+    """Returns the processor time of the endpoint's process per request, in milliseconds.
 
-    Clients with a connection of their own ask again as soon as they have an answer. A request is answered once `most`
-    requests are open, the oldest first. The requests of the first clients, which open the connections, do not count.
+    Every client has a connection of its own and sends its next request as soon as it has an answer. When `most`
+    requests are open, the oldest is answered. The requests of the first clients, which open the connections, do not
+    count.
     """
     from podrl.environments.front import FrontSettings
     from podrl.environments.wire.requests import Answer, Choice

@@ -12,7 +12,7 @@ def table(results: Results) -> str:
     """Writes the page: the device, then a section for each kind of part; a part that failed has its last line.
 
     Args:
-      results: results of the parts by name; that of "device" must have figures.
+      results: results of the parts by name; the part "device" must have figures.
     """
     device = results["device"]["figures"]
     lines = [f"# {device['devices']} x {device['kind']}", "", f"jax {device['jax']}. Made by `benchmarks on_chip`.", ""]
@@ -59,7 +59,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _decode(figures: Mapping[str, Any], device: Mapping[str, Any]) -> Sequence[str]:
-    """Compares the time with the least one: every step reads weights, live keys and values once, at memory's rate."""
+    """Compares the time with the least: every step reads weights, live keys and values once at the memory's rate."""
     rate = device["hbm_rate_vendor"] or device["hbm_rate"]
     least_s = least_bytes(figures, device["devices"]) / rate
     return (

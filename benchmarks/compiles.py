@@ -47,7 +47,7 @@ CASES = {
     "tools": Case("grpo_tools.py", programs=("train step", "prefill", "generate", "move")),
     "sft": Case("sft_tiny.py"),
     "experts": Case("sft_tiny.py:moe"),
-    "experts_grpo": Case("grpo_gemma.py:moe"),  # with the sampler's routes replayed
+    "experts_grpo": Case("grpo_gemma.py:moe"),  # the trainer uses the experts that the sampler chose
     "dpo": Case("dpo_tiny.py"),
     "orpo": Case("orpo_tiny.py"),
     "kto": Case("kto_tiny.py"),
@@ -62,7 +62,7 @@ CASES = {
         programs=("train step", "reference"),
     ),
     # The teacher is the policy's own checkpoint; with its advantages alone the programs are those of `default`.
-    # What scores likely ids is left out: on tpu7x libtpu 0.0.42 ends the process on a failed check.
+    # The programs that score likely ids are left out: on tpu7x, a failed check of libtpu 0.0.42 ends the process.
     "teacher_top_k": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "top_k"}, programs=_UPDATE),
     "teacher_full": Case("grpo_gemma.py", changes=_TAUGHT | {"grpo.teacher_kl": "full"}, programs=_UPDATE),
     "gemma2_2b": Case("grpo_gemma.py:gemma2_2b_v5e16", hosts=2, changes=_HALVED),
@@ -70,7 +70,7 @@ CASES = {
     "gemma3_4b": Case("grpo_real.py:gemma3_4b_v5e16", hosts=2, changes=_HALVED | {"roles.trainer.mesh": "fsdp=-1"}),
     "qwen3_06b": Case("grpo_real.py:qwen3_06b_v6e8", changes=_MESHES),
 }
-# Configurations whose programs are those of a case.
+# Configurations with the same programs as a case.
 SAME = {
     "grpo_tools.py:mcp": "tools",  # another place of the same tool
     "sft_tools.py": "sft",
@@ -110,12 +110,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Compiles the programs of the cases for the chips with the TPU compiler; none is run, all is counted.
+    """Compiles the programs of the cases for the chips with the TPU compiler, and counts their work; runs none.
 
     Returns:
-      With --json 'programs': of each compiled program case, program, topology, peak_bytes and hbm_bytes of a chip (the
-      second is what a program may use), fits, moved_bytes (of HBM, read and written), sent_bytes and collectives (by
-      kind) of one execution, seconds of compiling and processor time of it. Else a line per program.
+      With --json 'programs', which has for each compiled program: case, program, topology, peak_bytes and hbm_bytes of
+      a chip (the second is what a program may use), fits, moved_bytes (of HBM, read and written), sent_bytes and
+      collectives (by kind) of one execution, and seconds and processor time of compiling. Else a line per program.
 
     Raises:
       ValueError: libtpu is not installed.
@@ -143,7 +143,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Writes results as Markdown: a row per program, a column per chip, and one of the compiler's processor seconds."""
+    """Writes results as Markdown: a row per program, a column per chip and one for the compiler's processor time."""
     cells = {(one["case"], one["program"], one["topology"].split(":")[0]): _figures(one) for one in found}
     columns = [chip for chip in CHIPS if any(key[2] == chip for key in cells)]
     rows = list(dict.fromkeys(key[:2] for key in sorted(cells, key=lambda key: list(CASES).index(key[0]))))
@@ -217,7 +217,7 @@ def _compiled(name: str, chip: str, args: argparse.Namespace, done: set[tuple[st
 
 
 def _values(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Completes a configuration in which keys such as 'trainer.remat' get other values."""
+    """Completes a configuration after setting keys such as 'trainer.remat'."""
     from ml_collections import ConfigDict
 
     from podrl.job.config import complete

@@ -31,19 +31,20 @@ def _parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> dict[str, Any]:
     """Compiles `generate` and the largest prefill for a topology and counts HBM reads in the compiled text.
 
-    The count walks the compiled program: every operation reads its operands where they lie in HBM (slices and gathers
-    what they take of them), loops count as often as they run. How often the loops over reads run follows from the
-    list of reads, which the engine's own code writes for lanes that all hold a whole prompt and the given number of
-    sampled tokens. A kernel's pages are counted from that list, too: it copies each read's page once.
+    The count walks the compiled program: every operation reads its operands that lie in HBM (slices and gathers only
+    the part that they take), and a loop counts as often as it runs. The number of runs of the loops over reads follows
+    from the list of reads, which the engine's own code writes for lanes that all hold a whole prompt and the given
+    number of sampled tokens. The pages that a kernel reads are counted from that list, too: it copies the page of a
+    read once.
 
     Returns:
       kernel (whether attention is one),
       peak_bytes and prefill_peak_bytes (of one chip), hbm_bytes (that a program may use), fits, compile_seconds,
       weight_bytes (of one chip), and for every number of sampled tokens kv_bytes (live keys and values of one chip,
       prompts counted once per group), read_bytes (per step), ratio (read_bytes over weights and live keys and values),
-      least_ms (of a step: read and written bytes over the chip's bandwidth), sent_bytes (by a chip over links in a
+      least_ms (of a step: bytes read and written, over the chip's bandwidth), sent_bytes (by a chip over links in a
       step), sent_least_ms (the same over the bandwidth of all its links) and collectives (count and bytes sent in a
-      step by kind; what runs once a dispatch counts as the fraction that falls to a step). All of it is counted.
+      step by kind; what runs once a dispatch counts as the fraction that falls to a step). Nothing is measured.
 
     Raises:
       ValueError: an unknown size or topology, or a mesh that does not fit it.

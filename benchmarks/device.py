@@ -20,8 +20,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       platform, kind, devices, jax (version), topology (as podrl.plan takes it; empty where there is no TPU),
       memory_bytes (that programs may use of one device; 0 where jax does not say), matmul_flops and matmul_flops_f32
       (of all devices, bfloat16 and float32), peak_flops (the vendor's for bfloat16, of all devices; 0 where it is not
-      known), hbm_rate (bytes per second read and written by a copy on one device), hbm_rate_vendor (0 where it is not
-      known), launch_us (from the call of a small compiled program to its result).
+      known), hbm_rate (bytes per second read and written by a copy on one device), hbm_rate_vendor (the vendor's; 0
+      where it is not known), launch_us (from the call of a small compiled program to its result).
     """
     parser = argparse.ArgumentParser(prog="benchmarks device", description=__doc__)
     parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")

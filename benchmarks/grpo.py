@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.model import add_options, fake_devices, model_of, number_range
 
-# The figures of a step and the run's metrics that they are the medians of.
+# Figures of a step, and for each the metric of the run whose median it is.
 _KEPT = {
     "rollout_s": "time/rollout",
     "decode_s": "time/decode",
@@ -47,13 +47,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Writes random weights and made-up questions, and runs `podrl.launch` on them, all devices shared by both roles.
+    """Writes random weights and made-up questions, and runs `podrl.launch` on them; both roles share all devices.
 
     A model of random weights hardly ever ends a sample, so nearly all have `--max_new` tokens.
 
     Returns:
-      steps (number of measured steps); step_s (median) and steps_per_hour; and medians of those of these metrics that
-      the run has:
+      steps (number of measured steps); step_s (median) and steps_per_hour; and the medians of these metrics, as far as
+      the run has them:
       rollout_s, decode_s, reward_s, update_s, publish_s and waiting_s (seconds of stages), rollout_tokens_per_s,
       tokens_per_s_per_device, sampler_abs_diff, mfu and memory_peak (docs/metrics.md).
 
@@ -156,7 +156,7 @@ def write_weights(directory: str, argv: Sequence[str]) -> None:
 
 
 def tokenizer_files(vocab_size: int) -> dict[str, bytes]:
-    """Returns the files, by name, of the embedded tokenizer with made-up words behind its own, `vocab_size` in all."""
+    """Returns the files, by name, of a tokenizer: the embedded one plus made-up words, `vocab_size` words in all."""
     import podrl
 
     place = pathlib.Path(podrl.__file__).parent / "assets" / "tiny"

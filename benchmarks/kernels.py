@@ -32,14 +32,14 @@ def _parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> dict[str, Any]:
     """Compares every form of attention that a job may use with the definition of attention, on random values.
 
-    The TPU kernels are podrl's for shared prompts, JAX's splash attention, and podrl's for decoding; a GPU has one for
-    decoding. The blockwise form and the plain form of decoding are XLA's, on every device. On a CPU all kernels run in
-    Pallas' interpreter, which only shows that this command works.
+    A TPU has podrl's kernel for shared prompts, JAX's splash attention, and podrl's kernel for decoding; a GPU has one
+    kernel, for decoding. The blockwise form and the plain form of decoding are XLA's, on every device. On a CPU all
+    kernels run in Pallas' interpreter, which only shows that this command works.
 
     Returns:
       FORM_error for each form: the largest absolute difference of its outputs and gradients from the definition in
-      float32, over the largest absolute value. reference_error is that of the definition in `--dtype`: the error that
-      rounding costs any form.
+      float32, over the largest absolute value. reference_error is the error of the definition itself in `--dtype`,
+      which rounding costs every form.
     """
     args = _parser().parse_args(argv)
     fake_devices(args.devices)
@@ -88,7 +88,7 @@ def _training(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _rows(T: int) -> tuple[Any, Any]:
-    """Makes a row of one prompt with three samples and padding behind: (segments, how the samples share the prompt)."""
+    """Makes a row of one prompt, its three samples and padding: (segments, how the samples share the prompt)."""
     import jax.numpy as jnp
 
     prompt, sample = T // 4, T // 5
@@ -141,7 +141,7 @@ def _decoding(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _reads(R: int, own_pages: int, C: int) -> tuple[Any, int, Any]:
-    """Makes lanes in groups of four with their group's prompt and pages of their own: (reads, pages, position_R)."""
+    """Makes lanes in groups of four that share a prompt and have pages of their own: (reads, pages, position_R)."""
     import jax.numpy as jnp
 
     from podrl.engine.reads import LaneReads, Page, ReadShape

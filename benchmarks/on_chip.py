@@ -1,7 +1,8 @@
-"""Fills a table about one GPU or TPU host, without downloads: `python -m benchmarks on_chip --minutes=25 --out=DIR`.
+"""Measures a GPU or TPU host without downloads: `python -m benchmarks on_chip --minutes=25 --out=DIR`.
 
-Every part is a command of its own, so one that fails, or takes the device's memory, does not end the others. Its result
-is on disk before the next begins: the same command goes on where the last one stopped, and tries again what failed.
+Every part is a command of its own, so a part that fails, or takes the device's memory, does not end the others. The
+result of a part is on disk before the next part begins: when started again, the benchmark goes on with the parts that
+failed or were not begun.
 """
 
 import argparse
@@ -19,8 +20,9 @@ from benchmarks import chip_table, grpo
 
 _SIZES = ("qwen3-0.6b", "gemma3-1b")
 _TINY = ["--layers=2", "--dim=32", "--ffn=32", "--heads=2", "--kv_heads=1", "--head_dim=128", "--vocab=640"]
-_ROOMY = 40 << 30  # bytes of device memory from which all parameters of a size are trained, else adapters
-_LEAST_S = 20.0  # a part is not begun with less time left
+# With at least so many bytes of device memory, all parameters of a model are trained, with fewer only adapters.
+_ROOMY = 40 << 30
+_LEAST_S = 20.0  # seconds; a part is not begun with less time left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _tiny_kernels() -> list[str]:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Runs the parts that fit into the time, and writes DIR/NAME.json of each and the table DIR/chips.md.
+    """Runs the parts that fit into the time, and writes DIR/NAME.json for each and the table DIR/chips.md.
 
     Returns:
       done, failed and left (names of parts), table (its file), and minutes.
@@ -190,13 +192,13 @@ def _run(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         return {"error": f"It took longer than the {limit_s:.0f} s that were left."}
-    if done.returncode not in (0, 1) or not done.stdout.strip():  # a plan of what does not fit ends with 1
+    if done.returncode not in (0, 1) or not done.stdout.strip():  # podrl.plan ends with 1 when the job does not fit
         return {"error": "\n".join(done.stderr.strip().splitlines()[-15:]) or f"It ended with {done.returncode}."}
     return {"figures": json.loads(done.stdout.strip().splitlines()[-1])}
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Writes a file at once: a reader sees the whole file or none."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)

@@ -32,15 +32,16 @@ _SKIPPED = 1  # the first step makes every connection
 def run(argv: Sequence[str]) -> dict[str, Any]:
     """Runs the training loop of every host of a pod, without devices, and measures its leader.
 
-    The leader is this process, the other hosts are threads of `--processes` more. All of them run the job's own loop,
-    channel, encryption, words, batches and farewell; sampling and updates are sleeps, and weights do not move. Trainer
-    hosts beyond `--gathering` fetch no rows, which is between them and the rollout hosts, but speak to the leader.
+    The leader is this process; the other hosts are threads of `--processes` further processes. All of them run the
+    job's own loop, channel, encryption, control messages, batches and farewell; sampling and updates are sleeps, and
+    weights do not move. Only the first `--gathering` trainer hosts fetch rows from the rollout hosts; the others only
+    exchange messages with the leader, whose load does not depend on these rows.
 
     Returns:
       trainers, rollouts, samples (of a step); leader_cpu_ms (processor time of the leader, all threads, per step),
       messages and megabytes (that the leader sent and received per step), step_ms, added_ms (what a step takes beyond
-      the sleeps of one sampling and one update: on this machine all hosts share its cores), others_cpu_ms (what all
-      the simulated hosts computed per step), start_s (until all were there).
+      the sleeps of one sampling and one update: all hosts share the cores of this machine), others_cpu_ms (what all
+      the simulated hosts computed per step), start_s (until all hosts had joined).
 
     Raises:
       ValueError: no hosts.
@@ -98,8 +99,9 @@ def _hosts(args: argparse.Namespace) -> Hosts:
 
 @contextlib.contextmanager
 def _others(args: argparse.Namespace, pod: Pod) -> Iterator[list[float]]:
-    """Simulates all hosts but the leader while the context lasts; then the list has processor seconds per step of each
-    process that did.
+    """Simulates all hosts but the leader while the context lasts.
+
+    After it, the list holds the processor seconds per step of each simulating process.
     """
     members = [p for p in range(pod.seat.hosts.count) if p]
     command = [sys.executable, "-m", "benchmarks.pod"]
@@ -189,14 +191,14 @@ def experience(args: argparse.Namespace, rank: int) -> Experience:
 
 
 class _Words(RemoteRollouts):
-    """A trainer host that fetches nothing."""
+    """A trainer host that fetches no rows, and only exchanges messages with the leader."""
 
     def gather(self, step: int, *, everything: bool = False) -> Any:
         del step, everything
 
 
 class Data:
-    """Stands for a data stream, of batches of so many prompts."""
+    """Stands for a data stream whose batches have `prompts` prompts."""
 
     def __init__(self, prompts: int):
         self._prompts = prompts
@@ -244,7 +246,7 @@ class Run:
 
 
 class _Sleeps:
-    """An algorithm that trains nothing, in so many seconds."""
+    """An algorithm that trains nothing; its update sleeps for `seconds`."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -266,7 +268,7 @@ class _Sleeps:
 
 
 class _Marks:
-    """A recorder that keeps no files, only what had been spent after each step."""
+    """A recorder that keeps no files, only the clock, processor time and traffic after each step."""
 
     def __init__(self, pod: Pod):
         self._pod = pod
@@ -299,7 +301,7 @@ class _Marks:
 
 
 def _simulate() -> None:
-    """Plays hosts, each on a thread, as the first line of standard input says; prints what they computed."""
+    """Plays the hosts in the first line of standard input, each on a thread; prints their processor time per step."""
     words = json.loads(sys.stdin.readline())
     args = argparse.Namespace(**words["args"])
 

@@ -35,15 +35,16 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Times moves of one tree from mesh to mesh, `jax.device_put` of the same tree, and a copy in memory.
 
     Returns:
-      plan_ms, plan_cached_ms; first_ms (a move with its compilation), median_ms (a move alone, each replacing the one
-      before as in the training loop), fresh_ms (a move that leaves the ones before as they are), publish_ms (the
-      former with checksums on both meshes and their comparison); bytes_moved (between devices); gb_s (bytes read at the
-      source once plus bytes written at the target, over the median); peak_extra_bytes (memory beyond both trees during
-      a move that replaces; on CPU of the whole process, otherwise of the fullest device), bucket_bytes (of all);
-      compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s (numpy.copyto of
-      as many bytes as the source tree has, read plus written); memcpy_share (gb_s over it); speedup (over device_put);
-      cpu_ms and device_put_cpu_ms (what the process computes for one of each: other work changes it less).
-      With --local_processes, what `benchmarks.reshard_pod.run` returns.
+      plan_ms, plan_cached_ms; first_ms (a move with its compilation), median_ms (a move alone, which replaces the tree
+      of the move before, as in the training loop), fresh_ms (a move that keeps the trees of earlier moves), publish_ms
+      (a replacing move, with checksums on both meshes and their comparison); bytes_moved (between devices); gb_s (bytes
+      read at the source once plus bytes written at the target, over the median); peak_extra_bytes (memory beyond both
+      trees during a move that replaces; on CPU of the whole process, otherwise of the fullest device), bucket_bytes (of
+      all); compiles_after_first; device_put_ms (cast on the source mesh, then jax.device_put); memcpy_gb_s
+      (numpy.copyto of as many bytes as the source tree has, read plus written); memcpy_share (gb_s over memcpy_gb_s);
+      speedup (device_put_ms over median_ms); cpu_ms and device_put_cpu_ms (processor time of this process for a move
+      and for a device_put, which other programs change less). With --local_processes, the figures of
+      `benchmarks.reshard_pod.run` instead.
     """
     args = _parser().parse_args(argv)
     if args.local_processes:

@@ -26,11 +26,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     collective transport.
 
     Returns:
-      The figures of the one-process benchmark, each that of the slowest or fullest process, except device_put_ms and
-      speedup (plain jax.device_put does not move between processes); raw_ms (as many bytes between the same devices
-      by ppermute alone, in arrays of a bucket's size), raw_gb_s (bytes that cross over it), gb_s likewise for the move,
-      and raw_share (the move's rate over that of the raw collective); cpu_ms and raw_cpu_ms (what all processes compute
-      for one of each, which other work on the machine does not change much).
+      The figures of the one-process benchmark, each of the slowest or fullest process, except device_put_ms and speedup
+      (plain jax.device_put does not move between processes); raw_ms (as many bytes between the same devices by ppermute
+      alone, in arrays of a bucket's size), raw_gb_s and gb_s (bytes that cross between processes, over raw_ms and over
+      the time of a move), and raw_share (gb_s over raw_gb_s); cpu_ms and raw_cpu_ms (processor time of all processes
+      for a move and for the raw collective, which other programs do not change much).
 
     Raises:
       ValueError: meshes that do not fill whole processes.
@@ -93,7 +93,7 @@ def _gather(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures in one process; all make the same calls in the same order."""
+    """Measures in one process; all processes make the same calls in the same order."""
     import jax
 
     from podrl.transfer.collective import CollectiveTransport
@@ -147,7 +147,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def _raw(transport: Any, bucket_bytes: int) -> tuple[Any, int]:
     """Prepares the bound: a function that sends a move's bytes by plain ppermute, and the number of those bytes.
 
-    They go in arrays of the size of a bucket: one array of everything is slower, for it stays in no cache.
+    The bytes go in arrays of a bucket's size: one array for all is slower, because it fits into no cache.
     """
     import jax
     import numpy as np

@@ -64,7 +64,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       weight_bytes (of the whole model), kv_token_bytes (of a token's keys and values), samples, prompt_tokens (of all
       prompts),
       tokens (sampled per generation), seconds (median of a generation), tok_s, decode_steps (of the busiest shard),
-      lane_utilisation, prefill_tokens, dispatches, spills, host_share (of the time, without a dispatch in flight),
+      lane_utilisation, prefill_tokens, dispatches, spills, host_share (share of the time with no dispatch in flight),
       cpu_seconds (median CPU time of a generation: comparable where the machine is shared), compiles (programs built
       after warm-up), warm_up_seconds, peak_bytes (of one device in the compiled `generate`), and the sizes used.
     """
@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 class Bench:
-    """A rollout job with the given options, which can be generated again and again.
+    """A rollout job with the given options, whose batch can be generated again and again.
 
     Attributes:
       model: ModelConfig of the model that generates.
@@ -89,7 +89,7 @@ class Bench:
 
         Args:
           args: the options of `make_parser`.
-          response: sampled and given tokens of a sample, where it is more than `max_new`.
+          response: most sampled and appended tokens of a sample, where that is more than `max_new`.
           end_ids: tokens that end a sample.
         """
         import jax
@@ -188,7 +188,7 @@ def _config(args: argparse.Namespace, response: int) -> Any:
         "page_kernel",
     )
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    # Lanes that can never be filled would only make the products larger.
+    # Lanes that no sample ever fills would only make the matrix products larger.
     given.setdefault("lanes", min(RolloutConfig.lanes, args.prompts * args.group))
     response = max(response, args.max_new)
     return RolloutConfig(
@@ -208,7 +208,7 @@ def _sampling(args: argparse.Namespace) -> Any:
 
 
 def make_prompts(args: argparse.Namespace) -> Any:
-    """Draws random prompts, lengths uniform, without the end token."""
+    """Draws random prompts of uniformly distributed lengths, without the end token."""
     from podrl.types import Prompts
 
     rng = np.random.default_rng(args.seed)
@@ -220,7 +220,9 @@ def make_prompts(args: argparse.Namespace) -> Any:
 
 
 def least_bytes(figures: Mapping[str, Any], devices: int) -> float:
-    """Counts the bytes a device must read: weights in every step, and live keys and values, a prompt's once a group.
+    """Counts the bytes that a device must read: in every step the weights and live keys and values.
+
+    The keys and values of a prompt count once for its group.
 
     Args:
       figures: result of `run`; the count is exact if all samples are equally long and all have a lane.

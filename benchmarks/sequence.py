@@ -1,4 +1,4 @@
-"""Counts a train step with rows cut along time beside one with whole rows: `python -m benchmarks step --seq=2`."""
+"""Counts a train step whose rows are cut along time, and one with whole rows: `python -m benchmarks step --seq=2`."""
 
 import argparse
 import math
@@ -7,19 +7,19 @@ from typing import Any
 
 from benchmarks.model import fake_devices, model_of
 
-# The program is only counted: machine code for CPUs is made with least effort. The counts are read before that is made.
+# Nothing runs, so machine code for CPUs is made with least effort; the counted text comes from before that step.
 _LEAST_EFFORT = {"xla_backend_optimization_level": 0}
 
 
 def count(args: argparse.Namespace) -> dict[str, Any]:
     """Compiles one update on the mesh `--src`, and on the mesh with its `fsdp` divided by `--seq`; runs neither.
 
-    Bytes of HBM and collectives are read off the compiled text of one chip, with all samples of the longest kind.
+    Bytes of HBM and collectives are read off the compiled text of one chip, with all samples of the greatest length.
 
     Returns:
       counted_hbm_bytes, counted_sent_bytes (over links), counted_collectives (by kind: executions and bytes sent) and
-      peak_bytes of both, those with `seq` under the same names after 'seq_'; counted_hbm_ratio, counted_sent_ratio and
-      peak_ratio (with over without); mesh and seq_mesh.
+      peak_bytes without `seq`, and with `seq` under the same names after 'seq_'; counted_hbm_ratio, counted_sent_ratio
+      and peak_ratio (with `seq` over without); mesh and seq_mesh.
 
     Raises:
       ValueError: a `--seq` that does not divide the mesh's fsdp, or a topology of another size.

@@ -41,8 +41,8 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Times training updates on random samples of random lengths; with --seq it counts instead (benchmarks.sequence).
 
     Returns:
-      seconds (median of an update, log-probabilities of the reference excluded), cpu_seconds (processor time of it,
-      which means more than seconds where other programs run), logprob_seconds (scoring the same batch once),
+      seconds (median of an update, log-probabilities of the reference excluded), cpu_seconds (processor time of
+      an update, which means more than seconds where other programs run), logprob_seconds (scoring the same batch once),
       tokens_per_second (real tokens), completion_tokens_per_second, padding_share (of computed tokens), mfu (model
       FLOP, real tokens, forward and backward, over `matmul_flops`), matmul_flops (this machine's rate for `--dtype`,
       FLOP/s over the mesh), peak_flops (the vendor's for bfloat16, 0 where it is not known), peak_bytes (of one device
@@ -62,7 +62,7 @@ class _Update:
     Attributes:
       samples: samples of every update, as `_samples` makes them.
       placements, batches: places of the samples in packed rows, and the packed rows on the mesh.
-      score: (whole parameters, batch) -> log-probabilities.
+      score: function (whole parameters, batch) -> log-probabilities.
     """
 
     mesh: Any

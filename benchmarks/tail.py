@@ -1,4 +1,4 @@
-"""Measures what windows save of a batch's tail: `python -m benchmarks rollout --tail --staleness=2`."""
+"""Measures how much of a batch's tail windows save: `python -m benchmarks rollout --tail --staleness=2`."""
 
 import argparse
 import dataclasses
@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-STEPS, SHOWN = 14, 8  # training steps, and how many of the last of them count
-MEAN, SIGMA = 5.0, 0.9  # of the logarithm of a sample's length
+STEPS, SHOWN = 14, 8  # training steps, and the number of last steps that count
+MEAN, SIGMA = 5.0, 0.9  # mean and standard deviation of the logarithm of a sample's length
 
 
 def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Generates batch after batch with samples of given lengths, in windows and whole.
+    """Generates batch after batch with samples whose lengths are drawn before, in windows and whole.
 
     Lengths are log-normal, up to --max_new; every window decodes what a training step with that staleness asks for.
 
@@ -25,10 +25,11 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
       decode_steps (per training step) and decode_steps_whole (with a staleness of 1), their quotient fewer_steps, the
-      same three by a simulation without dispatches (bound_*), mixed_samples (share of several versions),
-      prefill_tokens (per training step, prompts included), prefill_tokens_whole, lane_utilisation; window_cpu_s,
-      processor seconds of a window, predicted_cpu_s, what the model of podrl.plan --lengths says of it by the speeds of
-      batches that are whole, and both _whole, by the speeds of windows.
+      same three by a simulation without dispatches (bound_*), mixed_samples (share of samples that several versions
+      drew), prefill_tokens (per training step, prompts included), prefill_tokens_whole, lane_utilisation; window_cpu_s
+      (processor seconds of a window), predicted_cpu_s (what the model of podrl.plan --lengths predicts for a window
+      from the speeds of whole batches), window_cpu_s_whole and predicted_cpu_s_whole (the same for whole batches,
+      predicted from the speeds of windows).
     """
     lengths = [_lengths(args, step) for step in range(STEPS)]
     staleness = max(args.staleness, 1)
@@ -59,7 +60,7 @@ def measure(bench: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Played:
-    """A window that was played: what the engine counted, its processor seconds, and its device calls by the model."""
+    """A played window: the engine's counts, processor seconds, and the model's decode steps and prefill calls."""
 
     stats: Any
     cpu_s: float
@@ -68,9 +69,9 @@ class _Played:
 
 
 def _predicted(windows: Sequence[_Played], others: Sequence[_Played]) -> float:
-    """Predicts the mean processor seconds of windows by the speeds of others, of the median one.
+    """Predicts the mean processor seconds of windows from the median speeds of other windows.
 
-    Their processor seconds are divided among prefill, decode steps and the rest as the seconds of the engine are.
+    The other windows' processor seconds are divided among prefill, decode steps and the rest as the engine's seconds.
     """
 
     def speed(seconds: Any, count: Any) -> float:
@@ -120,7 +121,7 @@ def in_windows(
     Args:
       config: settings of the engine.
       begin: function that makes the player of the batch that a step trains on.
-      longest: function from a step to the most tokens of a sample of its batch.
+      longest: function from a step to the length of the longest sample of the step's batch, in tokens.
       windows, steps: number of windows to play, and number of training steps.
       staleness: largest number of versions that may draw one sample.
     """
@@ -144,7 +145,7 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
     from podrl.types import Policy
 
     class Cut(PlainPlayer):
-        """Samples that end after given numbers of tokens."""
+        """Plays samples that end after the drawn numbers of tokens."""
 
         def __init__(self, request: Any, lengths_B: np.ndarray):
             super().__init__(request)
@@ -153,7 +154,8 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
         def _make(self, session: Any) -> None:
             super()._make(session)
             for track, b in self.rows.items():
-                track.limit, track.expected = int(self._lengths_B[b]), 1.0  # nobody knows before how long it becomes
+                # The same expectation for all: the scheduler must not know before how long a sample becomes.
+                track.limit, track.expected = int(self._lengths_B[b]), 1.0
 
     def begin(step: int) -> Cut:
         prompts = dataclasses.replace(bench.prompts, index_P=bench.prompts.index_P + step * args.prompts)
@@ -181,7 +183,7 @@ def _engine(bench: Any, args: argparse.Namespace, lengths: Sequence[np.ndarray],
 
 
 def _simulated(bench: Any, lengths: Sequence[np.ndarray], staleness: int) -> float:
-    """Simulates decode steps a training step if a free lane at once takes a sample of the batch that is due first."""
+    """Simulates the decode steps of a training step if every free lane at once takes a sample of the oldest batch."""
     from podrl.rollout.clock import TokenClock
 
     clock, lanes = TokenClock(bench.worker.config, staleness=staleness), bench.worker.config.lanes
@@ -208,5 +210,5 @@ def _simulated(bench: Any, lengths: Sequence[np.ndarray], staleness: int) -> flo
 
 
 def _counted(values: Sequence[Any], staleness: int) -> Sequence[Any]:
-    """Values of windows in which as many batches are in flight as there may be."""
+    """Returns the values of the last windows in which the most batches are in flight."""
     return values[-SHOWN - staleness : len(values) - staleness + 1]

@@ -17,10 +17,10 @@ _COUNTED = 8  # steps of a turn
 
 
 class Calls:
-    """Environment that answers the model's turns, `calls` times, after a random wait of up to `delay_s`.
+    """An environment that answers `calls` turns of the model, each after a random wait of up to `delay_s` seconds.
 
-    Where it is `slow` at all, that share of its answers takes `delay_s`, and others nothing. Turns are half to one and
-    a half times as long as the mean, and `sampled` tokens together.
+    With `slow` above 0, that share of the answers takes `delay_s`, and the others take no time. A turn is half to one
+    and a half times as long as the mean; all turns of a sample have `sampled` tokens together.
     """
 
     async def run(self, task: Any, model: Any) -> None:
@@ -41,20 +41,19 @@ async def _waited(seconds: float) -> float:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Times one batch with tool calls, and without: its tokens as plain samples, and a prefill of the tools' output.
+    """Times one batch with tool calls, and its two parts: plain samples of the same tokens, and prefill of the outputs.
 
-    Plain samples read back their own tokens only, so `of_plain` includes the cost of reading the tools' tokens. For
-    `of_context` plain samples begin with half of what the others are given, so that they read as much on average, and
-    the other half is prefilled: the rest is what calls cost.
+    Decode steps of plain samples do not read keys and values of the outputs, so `of_plain` includes that cost. For
+    `of_context`, plain samples begin with half of the outputs, so that they read as much on average, and the other half
+    is prefilled apart: what `of_context` has above 1 is the cost of the calls.
 
     Returns:
       of_plain (seconds with calls over those of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
-      (the same of CPU time: comparable where the machine is shared), seconds, plain_seconds, prefill_seconds
-      (medians of runs that take turns), tokens, calls, given_tokens, prefill_per_given (tokens computed for each given
-      one), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over lane places of all decode steps),
-      lane_utilisation_plain,
-      host_seconds_per_call (CPU time of this process's Python threads, above the plain samples'), spills, compiles;
-      with --slow instead those of `_stale`.
+      (the same quotients of CPU time: comparable where the machine is shared), seconds, plain_seconds, prefill_seconds
+      (medians of runs that take turns), tokens, calls, given_tokens (of the tools' outputs), prefill_per_given (tokens
+      that prefill computed for each of them), decode_steps, decode_steps_plain, lane_utilisation (sampled tokens over
+      lane places of all decode steps), lane_utilisation_plain, host_seconds_per_call (CPU time of this process's Python
+      threads, above the plain samples'), spills, compiles; with --slow, the figures of `_stale` instead.
     """
     parser = rollout.make_parser(prog="benchmarks tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)
@@ -107,10 +106,10 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
-    """Plays training steps whose samples wait for slow calls, in windows and whole, by turns.
+    """Plays training steps whose samples wait for slow calls, by turns in windows and with whole batches.
 
-    A step lasts as long as its window, or as the update beside it where that takes longer. In windows a sample ends a
-    turn in each but its last (`env.calls_per_window=1`).
+    A step lasts as long as its window, or as the update beside it where that takes longer. A sample that is played in
+    windows ends one turn in each window except its last (`env.calls_per_window=1`).
 
     Returns:
       staleness, step_seconds (of a step, median), step_seconds_whole (with a staleness of 1), faster (their quotient),
@@ -141,7 +140,7 @@ def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
 def _steps(
     bench: rollout.Bench, args: Any, fields: Mapping[str, Any], staleness: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds and busy lanes of the windows in which as many batches are in flight as there may be."""
+    """Returns (seconds, shares of busy lanes) of the windows in which the most batches are in flight."""
     from podrl.engine.config import Sampling
     from podrl.types import Policy
 
@@ -165,7 +164,7 @@ def _steps(
 
 
 class _Job:
-    """A batch that can be generated again and again; `stats` are those of the last time."""
+    """A batch that can be generated again and again; `stats` are the statistics of the last time."""
 
     def __init__(self, bench: rollout.Bench, partner: Any = None, fields: Mapping[str, Any] | None = None):
         """Prepares the bench's batch; with a partner, environments play it and find `fields` in their tasks."""
@@ -196,7 +195,7 @@ def _prefill_only(args: Any, given: int) -> Any:
 
 
 def _asked(args: Any, calls: int, given: int) -> dict[str, Any]:
-    """Makes the tasks of `Calls`; without calls all tokens are given at once, before the first sampled one."""
+    """Makes the tasks of `Calls`; without calls the whole output is appended before the first sampled token."""
     waits = {"delay_s": args.delay_ms / 1e3, "slow": args.slow}
     return {"calls": calls, "sampled": args.max_new, "observation": "1" * given, **waits}
 

@@ -1,4 +1,4 @@
-"""Measures what recording samples costs a run, traced and other steps by turns: `python -m benchmarks trace`."""
+"""Measures what recording samples costs a run, in which every second step is traced: `python -m benchmarks trace`."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Returns:
       step_s and traced_step_s (medians), traced_step_cost_s (median difference of neighbours), cost (share of a step
-      that the default setting costs, which traces one step in log.samples_every), bytes_per_traced_step,
+      by the default setting, which traces one step in log.samples_every), bytes_per_traced_step,
       span_bytes_per_step, and the steps compared.
 
     Raises:
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         overrides = [f"trainer.max_steps={args.steps}", "log.samples_every=2", "log.trace=sampled", "eval.problems=0"]
         command = [sys.executable, "-m", "podrl.launch", f"--config={args.config}", f"--workdir={workdir}"]
         command += [f"--config.{each}" for each in (*overrides, "checkpoint.every=0", *args.set)]
-        own = dict(os.environ)  # without what libraries of this process have set since, such as libtpu
+        own = dict(os.environ)  # not the variables that libraries of this process, such as libtpu, have set since
         ended = subprocess.run(command, capture_output=True, text=True, env=own)
         if ended.returncode:
             raise ValueError(f"the run ended with exit code {ended.returncode}: {ended.stderr.strip()[-500:]}")

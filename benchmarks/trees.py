@@ -1,4 +1,4 @@
-"""Shared by the reshard benchmarks: the trees they move, the clock, and measures of memory."""
+"""The trees that the reshard benchmarks move, and their measures of time and memory."""
 
 import ctypes
 import gc
@@ -63,7 +63,7 @@ def random_tree(tree: Any) -> Any:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Times one call: (seconds, result)."""
+    """Times one call; returns (seconds, result)."""
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
@@ -94,7 +94,7 @@ def memcpy_gb_s(size: int) -> float:
 
 
 def peak_extra_bytes(move: Callable[[], Any], target_bytes: int) -> int:
-    """Measures the most memory used during a move beyond source and result; -1 where it cannot be seen."""
+    """Measures the most memory that a move uses beyond source and result; -1 where this cannot be measured."""
     import jax
 
     stats = [device.memory_stats() for device in jax.local_devices()]

@@ -1,4 +1,4 @@
-"""Compares who waited for whom in a run with the model of `podrl.plan --lengths`: `python -m benchmarks waits RUN`."""
+"""Compares the idle times of a run with the model of `podrl.plan --lengths`: `python -m benchmarks waits RUN`."""
 
 import argparse
 import dataclasses
@@ -30,14 +30,14 @@ def _parser() -> argparse.ArgumentParser:
 def run(argv: Sequence[str]) -> dict[str, Any]:
     """Plays a run's lengths with the model, at the seconds that device calls, updates and moves took in it.
 
-    Of the run are taken the lengths of samples and prompts; of it, or of that of --speeds, seconds: of a decode step,
-    a prefill call, an update, a move, of rewards, and of a window's other work. What a window decodes and prefills, and
-    idle shares, follow from the model alone.
+    The lengths of samples and prompts come from the run. The seconds of a decode step, a prefill call, an update, a
+    move, the rewards and a window's other work come from the same run, or from the run of --speeds. What a window
+    decodes and prefills, and the idle shares, follow from the model alone.
 
     Returns:
       max_staleness, samples, lanes, steps (that counted), decode_step_ms, prefill_call_ms, window_ms (other work), and,
-      measured and of the model: decode_steps and prefill_calls of a window, step_s, trainer_idle (share of a step in
-      which the trainer waits for samples), rollout_idle (and the rollout for weights).
+      each measured and by the model: decode_steps and prefill_calls of a window, step_s, trainer_idle (share of a step
+      in which the trainer waits for samples), rollout_idle (share in which the rollout waits for weights).
 
     Raises:
       ValueError: no such run, or one of too few steps.
@@ -77,10 +77,10 @@ class _Seen:
     """
 
     def __init__(self, path: str):
-        """Reads it.
+        """Reads a run directory.
 
         Raises:
-          ValueError: too few steps, no trace of each, no times of prefill, or a mesh that is not written out.
+          ValueError: too few steps, a step without a trace, no times of prefill, or a mesh that is not written out.
         """
         place = pathlib.Path(path)
         config = identity.read(place, place / "checkpoints")
@@ -105,7 +105,7 @@ class _Seen:
         prompt_B = first.samples["prompt_length"]
         named = (field.name for field in dataclasses.fields(RolloutConfig))
         given = {name: value for name in named if (value := config["rollout"].get(name)) is not None}
-        given["max_prompt_length"] = given.get("max_prompt_length") or int(prompt_B.max())  # 0: that of the data
+        given["max_prompt_length"] = given.get("max_prompt_length") or int(prompt_B.max())  # 0: the data's longest
         rollout = RolloutConfig(**given)
         sizes = parse_mesh(config["roles"]["rollout"]["mesh"], key="roles.rollout.mesh", auto="data=-1")
         shards = math.prod(sizes[:3])  # data, expert, fsdp
@@ -125,7 +125,7 @@ class _Seen:
         return statistics.fmean(self._metrics[step].get(name, 0.0) for step in self.steps)
 
     def per(self, name: str, count: str = "") -> float:
-        """Returns the median over steps of one number by another, because other programs may slow single steps."""
+        """Returns the median over steps of one number divided by another: other programs may slow single steps."""
         return statistics.median(
             self._metrics[step].get(name, 0.0) / self._metrics[step].get(count, 1.0) for step in self.steps
         )

@@ -1,6 +1,6 @@
 """Measures a job by podrl and by a peer, in turns on this machine: `python -m benchmarks peers --peer=trl --out=DIR`.
 
-The peer's environment is built in DIR once. Whatever else the machine does meets both sides, so the ratios say more
+The peer's environment is built in DIR once. Other work of the machine slows both sides alike, so the ratios say more
 than the seconds.
 """
 
@@ -26,12 +26,12 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """Runs both sides and compares them.
 
     With `--peer=trl`: the default job's model, prompts, rewards and batch, by TRL's GRPOTrainer and by podrl.launch.
-    With `--peer=tunix`: generation by Tunix's sampler and by podrl's engine (tests/parity/compare_tunix.py), whose
-    options go behind `--`.
+    With `--peer=tunix`: generation by Tunix's sampler and by podrl's engine, which tests/parity/compare_tunix.py
+    compares; the options of this script go behind `--`.
 
     Returns:
-      With TRL, for each side: SIDE_step_s (seconds of a step, median of the rounds), SIDE_rounds (the same of each
-      round), SIDE_first_reward and SIDE_last_reward (means over the first and the last quarter of the steps) and
+      With TRL, for each side: SIDE_step_s (seconds of a step, median of the rounds), SIDE_rounds (seconds of a step in
+      each round), SIDE_first_reward and SIDE_last_reward (means over the first and the last quarter of the steps) and
       SIDE_tokens (mean length of a completion). Then ratio (TRL's step over podrl's, median of the rounds) and the
       versions of TRL's packages. With Tunix, what that script prints.
 
@@ -79,7 +79,8 @@ def _with_trl(args: argparse.Namespace, place: pathlib.Path, python: pathlib.Pat
     data.write_text("".join(f"{line}\n" for line in lines))
     rounds: dict[str, list[Mapping[str, Any]]] = {"podrl": [], "trl": []}
     for number in range(args.rounds):
-        with tempfile.TemporaryDirectory() as workdir:  # a finished run would be read, and not measured again
+        # A new directory: podrl.launch would take up a finished run, and nothing would be measured.
+        with tempfile.TemporaryDirectory() as workdir:
             rounds["podrl"].append(_podrl(args, data, pathlib.Path(workdir)))
         command = [str(python), str(_HERE / "trl_job.py"), f"--model={TINY}", f"--data={data}", f"--steps={args.steps}"]
         rounds["trl"].append(json.loads(_output(command).strip().splitlines()[-1]))

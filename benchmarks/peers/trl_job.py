@@ -2,7 +2,7 @@
 
     PYTHONPATH=CHECKOUT python benchmarks/peers/trl_job.py --model=DIR --data=FILE --steps=20
 
-Of podrl it takes the reward functions, which need nothing but Python.
+It imports only podrl's reward functions, which need nothing but Python.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def _train(args: argparse.Namespace, out: str) -> dict[str, Any]:
     ]
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     ends = transformers.GenerationConfig.from_pretrained(args.model).eos_token_id
-    # TRL ends a completion at this token alone, and the model ends its turns with the last of several.
+    # TRL ends a completion at one token only; of the model's several end tokens, the last ends its turns.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[-1] if isinstance(ends, list) else ends)
     config = trl.GRPOConfig(
         output_dir=out,
@@ -97,7 +97,7 @@ REWARDS = ("exact_format", "approximate_format", "answer", "number")
 
 
 def _for_trl(reward: Any) -> Any:
-    """Wraps a reward function for TRL, which gives completions as messages."""
+    """Wraps a reward function for TRL, which passes completions as messages."""
 
     def scored(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
         return reward(prompts, [completion[0]["content"] for completion in completions], answer=answer)

@@ -113,8 +113,8 @@ class ChosenStream(Stream[Item], Generic[Item]):
         if closed + len(self._long[part]) >= len(walk):
             return None
         position, too_long = walk.position, list[TooLong]()
-        # Two epochs: the only record that may be drawn may be the first of this epoch, read already, and the last of
-        # the next.
+        # Two epochs, because the only record that may be drawn may come first in this epoch, where it was read already,
+        # and last in the next.
         for _ in range(2 * len(walk)):
             number = start + walk.next()
             if is_taken(number):

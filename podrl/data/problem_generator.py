@@ -36,7 +36,7 @@ P = TypeVar("P", bound=Problem)
 
 
 class RandomDraws:
-    """Random draws from numpy's raw PCG64 words, whose sequence numpy keeps fixed; its distributions may change."""
+    """Random draws from the raw words of numpy's PCG64, which never change; numpy's distributions may."""
 
     def __init__(self, *key: int) -> None:
         self._bits = np.random.PCG64(np.random.SeedSequence(key))

@@ -235,7 +235,8 @@ class Stream(Generic[Item]):
         self.too_long |= saved.get("too_long", {})
 
     def _next(self) -> Item:
-        # Two epochs: the only record that fits may be the first of this epoch, read already, and the last of the next.
+        # Two epochs, because the only record that fits may come first in this epoch, where it was read already, and
+        # last in the next.
         tried = min(2 * self.records, MOST_IN_A_ROW)
         for _ in range(tried):
             try:

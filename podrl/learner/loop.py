@@ -82,7 +82,7 @@ class Algorithm(Protocol):
         ...
 
     def pack(self, step: int, experience: Any, scores: Any, advantages: Any) -> Sequence[Any]:
-        """Packs the batch into rows: one packed batch for each update, passes over the samples x mini-batches."""
+        """Packs samples into rows: one batch of rows per update, (passes over the samples) x (mini-batches) in all."""
         ...
 
     def update(self, step: int, batches: Sequence[Any]) -> Mapping[str, Any]:

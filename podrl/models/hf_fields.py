@@ -170,7 +170,8 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_MOST, _LARGEST = 1 << 30, 1e30  # bounds of counts and of numbers; no model exceeds them, and arithmetic might overflow
+# Bounds of counts and of numbers: no model exceeds them, and beyond them arithmetic might overflow.
+_MOST, _LARGEST = 1 << 30, 1e30
 
 
 def _count(key: str, value: object, where: str) -> None:
