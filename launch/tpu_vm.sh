@@ -90,7 +90,7 @@ run() {
 }
 
 hosts=()
-find_hosts() { # of a managed instance group: the names of its instances
+find_hosts() { # finds the names of the instances of a managed instance group
   local -a list=(gcloud compute instance-groups managed list-instances "$tpu" "${where[@]}" '--format=value(instance.basename())')
   ((!${#hosts[@]})) || return 0
   mapfile -t hosts < <(run "${list[@]}" | sort)
@@ -98,7 +98,7 @@ find_hosts() { # of a managed instance group: the names of its instances
   ((${#hosts[@]})) || die "the managed instance group $tpu has no instance, or cannot be listed; see above"
 }
 
-on_every_host() { # COMMAND... with @HOST@ for the name: runs it for all hosts of the group at once, fails where one does
+on_every_host() { # COMMAND... with @HOST@ for the name: runs on all hosts of the group at once, fails if one fails
   local host pid status=0
   local -a pids=()
   find_hosts
@@ -128,7 +128,7 @@ new_secret() {
   od -An -N16 -tx1 /dev/urandom | tr -d ' \n'
 }
 
-ask_job() { # the job that is to be joined for its secret, the values of --env, podrl's flags, and where it listens
+ask_job() { # asks the job of --join for its secret, the values of --env, podrl's flags and its address
   local -a told there=("--zone=${join_zone:-${positional[1]}}")
   [[ -z $project ]] || there+=("--project=$project")
   (umask 077 && run gcloud compute tpus tpu-vm ssh "$join" "${there[@]}" --worker=0 \
@@ -140,14 +140,14 @@ ask_job() { # the job that is to be joined for its secret, the values of --env, 
   mapfile -d '' told <"$scratch/told"
   secret=${told[0]:-}
   [[ $secret =~ ^[0-9a-f]{32}$ && ${told[2]:-} =~ ^[0-9]+$ ]] || die "what $join says of the job it runs is not complete"
-  environment=("${told[@]:3:told[2]}" "${environment[@]}") # ours win
+  environment=("${told[@]:3:told[2]}" "${environment[@]}") # the later ones win: those of this command
   podrl=("${told[@]:3+told[2]}" "--join=${told[1]}")
 }
 
 copy_code() {
   local archive=$1 pair
   if git -C "$root" rev-parse --is-inside-work-tree >/dev/null 2>&1; then
-    # Tracked and new files alike, less what git ignores and what has been deleted.
+    # Tracked and new files, without those that git ignores and those that have been deleted.
     git -C "$root" ls-files -z --cached --others --exclude-standard >"$scratch/all"
     while IFS= read -r -d '' name; do
       [[ ! -e $root/$name ]] || printf '%s\0' "$name"
@@ -155,9 +155,9 @@ copy_code() {
   else
     (cd "$root" && find . \( -name .git -o -name __pycache__ -o -name runs \) -prune -o -type f -print0) >"$scratch/names"
   fi
-  # What the hosts encrypt their channel with: the same on all of a job, new for every one, on no command line.
+  # The hosts of a job encrypt their channel with this secret. Every job has a new one, and no command line shows it.
   (umask 077 && if [[ -n $secret ]]; then printf '%s' "$secret"; else new_secret; fi >"$scratch/.podrl-secret")
-  # The variables of --env go the same way, for tokens are given so.
+  # The variables of --env go the same way, because they may hold access tokens.
   (umask 077 && : >"$scratch/.podrl-environment")
   for pair in "${environment[@]}"; do printf '%s\0' "$pair"; done >>"$scratch/.podrl-environment"
   run tar -czf "$scratch/$archive" -C "$scratch" .podrl-secret .podrl-environment -C "$root" --null -T "$scratch/names"
@@ -180,7 +180,8 @@ start() {
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   [[ -z $own_code ]] || sent=("--code=$own_code" "--archive=$scratch/code.tar")
-  # What the hosts would refuse only after all is copied and installed; where there is no python here, they do.
+  # Checks here what the hosts would refuse only after everything is copied and installed. Without python3 here, only
+  # the hosts check it.
   [[ -n $join ]] || url=$(python3 "$root/launch/submission.py" "${sent[@]}" -- "${podrl[@]}" 2>"$scratch/refused") || status=$?
   ((status != 3)) || die "$(cat "$scratch/refused")"
   if [[ -n $own_code ]]; then
@@ -193,7 +194,7 @@ start() {
   archive=podrl-$identity.tar.gz
   code=podrl-run/code-$identity
   copy_code "$archive"
-  # All hosts are ready before any host starts: a late one would find its peers waiting.
+  # Every host installs before any host starts, so that no host waits for others that still install.
   on_every_worker "mkdir -p $code && tar -xzf $archive -C $code"
   worker "$code" install "--python=$python" "--lock=$lock" "--extra=$extra"
   worker "$code" start "--run=$identity" "--max_restarts=$max_restarts" -- "${podrl[@]}"

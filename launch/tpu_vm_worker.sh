@@ -36,7 +36,7 @@ read_state() { # NAME: the file's text, or nothing
   if [[ -s $state/$1 ]]; then cat "$state/$1"; fi
 }
 
-our_pid() { # of the supervisor that was started last, or nothing: after a reboot its number may be anybody's
+our_pid() { # pid of the last started supervisor; nothing after a reboot, when another process may have this pid
   if [[ $(read_state boot) == "$(boot)" ]]; then read_state pid; fi
 }
 
@@ -83,10 +83,10 @@ install() {
   candidate=$(find_python)
   if [[ -z $candidate ]] || ! "$candidate" -m venv --clear "$base/venv" >/dev/null 2>&1; then
     say "no Python 3.11-3.13 with venv here: fetching one with uv"
-    # Newer images forbid pip to touch the system's Python unless told so; this is the user's own directory.
+    # Newer images forbid pip to change the system's Python without this variable; --user changes only the home.
     PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user --require-hashes --only-binary=:all: -r "$code/launch/uv.lock"
     rm -rf "$base/venv"
-    python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # of which uv knows the hash; without pip, which has none
+    python3 -m uv venv --quiet --python 3.12.11 "$base/venv" # uv knows its hash; no pip, whose hash nobody checks
     install=(python3 -m uv pip install --quiet "--python=$base/venv/bin/python")
   fi
   "${install[@]}" --require-hashes --only-binary=:all: "${files[@]}"
@@ -99,7 +99,7 @@ start() {
     [[ $(read_state run) == "$identity" ]] && return
     die "podrl runs here already, pid $(read_state pid), run $(read_state run): tpu_vm.sh TPU ZONE --kill first"
   fi
-  # A retry of this very start after the run has ended already must not run it again.
+  # gcloud may retry this very start after the run has ended: it must not run again.
   [[ $(read_state run) != "$identity" ]] || return 0
   local old interpreter pair
   interpreter=$(read_state python)
@@ -118,7 +118,7 @@ start() {
   cd "$base/work"
   local -a environment podrl_command=(setsid nohup bash "$code/launch/tpu_vm_worker.sh" supervise
     "--max_restarts=$max_restarts" -- "$interpreter" -m podrl.launch "${arguments[@]}")
-  mapfile -d '' environment <"$code/.podrl-environment" # not on a command line, where everyone reads: tokens are given so
+  mapfile -d '' environment <"$code/.podrl-environment" # a command line would show access tokens to every user
   (
     for pair in "PYTHONPATH=$code" "PODRL_SECRET_FILE=$code/.podrl-secret" "${environment[@]}"; do export "${pair?}"; done
     exec "${podrl_command[@]}"
@@ -128,13 +128,13 @@ start() {
   say "started run $identity, pid $!"
 }
 
-supervise() { # runs the command until it ends for good; its pid is that of the session
+supervise() { # runs the command until it ends for good; the pid of this process is the session's id
   local restarts=0 status child='' interrupted stopping=0
   trap 'interrupted=1; stopping=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' TERM INT
   while :; do
     PODRL_RESTART_ATTEMPT=$restarts PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 "${arguments[@]}" &
     child=$!
-    ((!stopping)) || kill -TERM "$child" 2>/dev/null || true # asked to stop before there was anything to stop
+    ((!stopping)) || kill -TERM "$child" 2>/dev/null || true # the signal came before the child was there
     while :; do
       interrupted=0 status=0
       wait "$child" || status=$?
@@ -150,11 +150,11 @@ supervise() { # runs the command until it ends for good; its pid is that of the 
   printf '%s\n' "$status" >"$state/exit_code"
 }
 
-tell() { # whoever joins this job: its secret, its address, how many values of --env, these, podrl's flags; each ends by NUL
+tell() { # for a slice that joins: secret, address, number of --env values, these values, podrl's flags; each ends by NUL
   local address
   local -a environment=() flags=()
   alive || die "podrl does not run here"
-  # By this line of its own, podrl says that others may come, and where to.
+  # podrl prints this line when hosts may join; it has the address.
   address=$(sed -n 's/.*Further rollout hosts join by this command with --join=\([^ ]*\).*/\1/p' "$base/logs/$(read_state run).log" | tail -n 1)
   [[ -n $address ]] || die "the job here lets no host join, or not yet: it must have begun, with --topology=split"
   mapfile -d '' environment <"$base/code/.podrl-environment"
@@ -210,7 +210,7 @@ stacks() {
 }
 
 device_holders() {
-  # Processes come and go meanwhile, and those of others do not show their files: find's complaints say nothing.
+  # Errors of find mean nothing here: processes end meanwhile, and those of other users do not show their files.
   { find /proc/[0-9]*/fd -maxdepth 1 \( -lname "$device_directory/accel[0-9]*" -o -lname "$device_directory/vfio/[0-9]*" \) \
     -printf '%h\n' 2>/dev/null || true; } | cut -d/ -f3 | sort -un
 }

@@ -155,7 +155,7 @@ def read_run(workdir: Place) -> RunModel:
     """Reads the description of a run directory's model from its config.json.
 
     Raises:
-      ValueError: `workdir` is not a run directory, or its run got the model as an object.
+      ValueError: `workdir` is not a run directory, or the model of its run was a Python object, not a directory.
     """
     raw = identity.read(workdir, absolute(workdir / "checkpoints"))
     if raw is None:

@@ -51,9 +51,9 @@ SOURCE = "dataset"  # the field of prompts that names their source in a mixture
 
 Mode = Literal["train", "eval"]  # the purpose of samples: training or evaluation
 
-# The reason why a sample ended; values of `Rollouts.stop_B`. STOP_FAILED: its logits gave no distribution (NaN or
-# infinity). STOP_ENV: its environment returned. STOP_DEADLINE: its environment had no time left, or its program failed.
-# STOP_CALLS: its episode ended after the model made more calls than env.max_tool_calls.
+# The reason why a sample ended; values of `Rollouts.stop_B`. STOP_FAILED: the logits gave no distribution (NaN or
+# infinity). STOP_ENV: the environment returned. STOP_DEADLINE: the environment had no time left, or its program failed.
+# STOP_CALLS: the episode ended after the model made more calls than env.max_tool_calls.
 STOP_EOS, STOP_LENGTH, STOP_STRING, STOP_FAILED, STOP_ENV, STOP_DEADLINE, STOP_CALLS = range(7)
 
 
@@ -69,7 +69,7 @@ class LeftOut(enum.IntEnum):
     FAILED = 1  # the model's logits gave no distribution
     NO_REWARD = 2  # its reward is NaN, or the reward of its prompt's greedy completion is NaN
     GROUP = 3  # another sample of its group failed or has no reward
-    OUT_OF_TIME = 4  # its environment ran into its deadline, or the environment's program failed
+    OUT_OF_TIME = 4  # the environment missed its deadline, or the environment's program failed
     NO_TOKENS = 5  # it ended before the policy had a turn
     OVERLONG = 6  # the length limit cut it off, and the setting overlong_filter leaves cut samples out
     STALE = 7  # all of its tokens were sampled by versions older than the setting stale_bound allows

@@ -129,9 +129,9 @@ class DataConfig:
         'messages' instead (docs/data.md).
       answer_field: name of the record's field with the answer, which only some rewards need. The answer of a GSM8K
         solution is the text after '####'.
-      system_prompt: instructions before the question; '' for none. 'auto' is none, unless a reward function that
-        scores the records of a file reads the reference tags ('answer', 'exact_format', ...): then 'auto' is the text
-        that asks for these tags.
+      system_prompt: instructions before the question; '' for none. 'auto' means none, unless a reward function
+        that scores the records of a file reads the reference tags ('answer', 'exact_format', ...): then 'auto' means
+        the text that asks for these tags.
       hint: text after the question that only a teacher reads, with names of the record's fields in braces, such as 'The
         answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
       template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without one.

@@ -43,7 +43,7 @@ def render(
       add_generation_prompt: whether to end with the opening of the model's turn.
 
     Raises:
-      ValueError: the template refuses the messages, or leaves one out; names the message.
+      ValueError: the template refuses the messages, or leaves one out; the error names that message.
     """
     writing = _Writing(tokenizer, messages, tools)
     return writing.write(writing.messages, add_generation_prompt=True) if add_generation_prompt else writing.whole

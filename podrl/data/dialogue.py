@@ -90,7 +90,7 @@ class Dialogue:
         """Refuses tags that hold special tokens, because completions and observations are read without special tokens.
 
         Raises:
-          ValueError: a tag holds a special token; names the tag.
+          ValueError: a tag holds a special token; the message names the tag.
         """
         for tag in tags:
             if self.tokenizer.holds_special(tag):

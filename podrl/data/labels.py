@@ -115,7 +115,7 @@ def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record that holds no labelled answer.
 
     Raises:
-      ValueError: says what is missing; names the file and line, `place`.
+      ValueError: a field is missing or wrong; the message says which, and begins with `place`, the file and line.
     """
     if fault := answers.check(record, ("completion",), data):
         raise ValueError(

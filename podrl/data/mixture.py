@@ -106,7 +106,7 @@ def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
 
     Raises:
       FileNotFoundError: a file does not exist.
-      ValueError: a record or a setting is not allowed; names file and line.
+      ValueError: a record or a setting is not allowed; the message names file and line.
     """
     paths = [(single.path, source.split if source else "") for single, source in _pairs(config)]
     files = [(config.eval_path, ""), *((path, part) for path, part in paths if not is_generated(path))]

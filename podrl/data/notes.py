@@ -29,7 +29,7 @@ class Notes:
         """Adds the notes of a record after checking that it asks a question.
 
         Raises:
-          ValueError: the record asks nothing, or its answer is not allowed; names `place`.
+          ValueError: the record asks nothing, or its answer is not allowed; the message names `place`.
         """
         shape.check(record, place, self._question)
         self.note(record, place)
@@ -38,7 +38,7 @@ class Notes:
         """Adds the notes of a record that is known to ask a question.
 
         Raises:
-          ValueError: the record's answer is not allowed; names `place`.
+          ValueError: the record's answer is not allowed; the message names `place`.
         """
         self._note(record, answered=shape.answers(record, place, self._answer))
 

@@ -161,7 +161,7 @@ class PromptStream(BatchStream[_Task]):
         error. The other arguments are those of the constructor.
 
         Raises:
-          ValueError: an item asks nothing; names its position.
+          ValueError: an item asks nothing; the message names its position.
         """
         records = [_listed(item, i) for i, item in enumerate(prompts)]
         lacks = [i for i, record in enumerate(records) if not shape.answers(record, f"Prompt {i}")]

@@ -190,7 +190,7 @@ def check_form(record: sources.Record, place: str, data: DataConfig) -> None:
     """Refuses a record that has none of the three forms of an example.
 
     Raises:
-      ValueError: says what is missing; names the file and line, `place`.
+      ValueError: a field is missing or wrong; the message says which, and begins with `place`, the file and line.
     """
     if record.get("messages") is not None:
         fault = shape.turns_fault(record["messages"], tools=record.get("tools"))

@@ -82,8 +82,8 @@ def check(
       remedy: the caller's way to name another field of questions, for the message.
 
     Raises:
-      ValueError: no field asks, or the field that asks holds no text and no turns; names the place, the field and its
-        value.
+      ValueError: no field asks, or the field that asks holds no text and no turns; the message names the place, the
+        field and its value.
     """
     name = asked(record, question_field)
     if not name:

@@ -68,7 +68,7 @@ def check_json(record: Record, place: str) -> None:
     """Refuses a record with a value that JSON cannot hold, because workers and files get records as JSON.
 
     Raises:
-      ValueError: JSON cannot hold a value; names the place, the field and its value.
+      ValueError: JSON cannot hold a value; the message names the place, the field and its value.
     """
     for name, value in record.items():
         try:
@@ -235,8 +235,9 @@ def read(
 
     Raises:
       FileNotFoundError: nothing matches the path.
-      ValueError: the format is unknown, a file is empty or malformed, or `check` refuses a record; names file and line.
-      ImportError: the library of the format, or of gs://, is not installed; names the extra.
+      ValueError: the format is unknown, a file is empty or malformed, or `check` refuses a record; the message names
+        file and line.
+      ImportError: the library of the format, or of gs://, is not installed; the message names the extra.
     """
     accept: Check = check or (lambda record, place: None)
     if not as_written:

@@ -138,7 +138,7 @@ class Stream(Generic[Item]):
         else:
             (dataset,) = datasets
         dataset = dataset.map_with_index(lambda position, at: self.make_item(position, *at))
-        # Reading ahead in threads would cost more than these few tokens; the position is exact either way.
+        # No threads read ahead: they would take more time than encoding the few prompts of a step.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
         self._iterator = iter(dataset.to_iter_dataset(options))
 
@@ -156,7 +156,8 @@ class Stream(Generic[Item]):
         """Prepares record `number` of source `part` for a position of the walk.
 
         Raises:
-          BatchError: the record cannot be prepared; names its place. The run saves the steps before it, then ends.
+          BatchError: the record cannot be prepared; the message names its place. The run saves the steps before it,
+            then ends.
         """
         try:
             item = sources.make(
@@ -172,7 +173,7 @@ class Stream(Generic[Item]):
         """Prepares the first `most` records of every source, and warns if some of them are too long.
 
         Raises:
-          BatchError: a record cannot be prepared; names its place.
+          BatchError: a record cannot be prepared; the message names its place.
         """
         for part, (source, name) in enumerate(zip(self._sources, self._names, strict=True)):
             looked, long = min(most, len(source)), 0
@@ -295,7 +296,7 @@ class BatchStream(Generic[Item]):
         """Prepares the first `most` records of every source, and warns if some of them are too long.
 
         Raises:
-          BatchError: a record cannot be prepared; names its place.
+          BatchError: a record cannot be prepared; the message names its place.
         """
         self._stream.look(most)
 

@@ -453,7 +453,7 @@ def _check_messages(messages: Any) -> None:
     """Refuses a value that is no conversation, because a template would write the value in its Python form.
 
     Raises:
-      ValueError: the value is no list of messages; names the place and the value.
+      ValueError: the value is no list of messages; the message names the place and the value.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise ValueError(f"{str(messages)[:80]!r} is no conversation: it must be a list of messages.")

@@ -113,7 +113,7 @@ def facts(job: Job) -> dict[str, str]:
     """Describes the facts, besides settings, on which a job's numbers depend, by name: versions, and files by size and
     checksum.
 
-    Data files are read completely, as in training. Only pieces are read of files of weights, which may take terabytes.
+    Data files are read completely, as in training. Files of weights, which may take terabytes, are read only in part.
     Models in a bucket are the same for all hosts; so are data and models of the hub, whose commits are in the settings.
     """
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}

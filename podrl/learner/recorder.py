@@ -314,7 +314,7 @@ class Recorder:
             return
         step, host, device, ended = self._late
         self._late = None
-        with self._run.watchdog.stage("metrics"):  # the fetch waits for the update, which may never end
+        with self._run.watchdog.stage("metrics"):  # the fetch waits for the device, which may hang
             values = {**host, **self._report.finished(fetched_means(device))}
         values.update(self._cluster.metrics.take())
         if self._gauges is not None:

@@ -111,7 +111,7 @@ def aligned(
 
     Returns:
       The teacher's ids; the spans of the policy's tokens, up to the first token that is not text; the spans of the
-      teacher's tokens. A span of -1 is none.
+      teacher's tokens. -1 stands for no span.
     """
     pieces: list[bytes] = []
     for token, drawn in zip(tokens, sampled, strict=True):

@@ -53,7 +53,7 @@ def citation_format(
 
 
 def _statements(answer: str) -> list[tuple[list[str], str]]:
-    """Finds the cited statements of an answer, as (ids, statement); an empty statement is none."""
+    """Finds the cited statements of an answer, as (ids, statement); empty statements do not count."""
     found = ((found[2].split(","), found[3].strip()) for found in _CITED.finditer(answer))
     return [([one.strip() for one in ids], statement) for ids, statement in found if statement]
 

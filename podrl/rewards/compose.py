@@ -181,7 +181,7 @@ class Rewards:
     """Scores completions with every function of a RewardConfig; use as a context manager, or call `close`.
 
     Attributes:
-      names: names of the rows of rewards, for metrics and samples: each function, then the reward model and the others.
+      names: names of the rows of rewards, for metrics and samples: the functions, the reward model, then `others`.
       describe_waits: names the calls that have been running longest (podrl.rewards.batch.CallsInFlight).
     """
 

@@ -275,13 +275,13 @@ _ADDS = re.compile(
     r"[A-Za-z)\]\u00b0] ?(?:\+|\*(?! ?(?:[cdk]?m|k?g|s|h)\b)) ?[A-Za-z(]|[A-Za-z)\]\u00b0] - [b-z](?![A-Za-z])"
 )
 # An unknown beside an operator or a coefficient, as in 'x + y', 'x^2' and '4ab', while '5 m + 3 m' has units. The
-# constants e and i are none.
+# constants e and i do not count.
 _LETTER = r"(?<![A-Za-z])[a-df-hjkn-rt-zA-Z]"
 _UNKNOWN = re.compile(
     rf"{_LETTER} ?[-+*/^] ?[\w(]|[\w)] ?[-+*/^] ?{_LETTER}(?![A-Za-z])"
     rf"|[0-9)](?:(?!{_UNITS_OF_1}|[kKMBei])[A-Za-z]|{_UNKNOWNS}){_WHOLE}"
 )
-# The letters after a coefficient, up to four; names of functions and constants are none.
+# The letters after a coefficient, up to four; names of functions and constants do not count.
 _COEFFICIENT = re.compile(rf"(?<=[0-9])(?!pi|ln|lg)(?:(?!{_UNITS_OF_1}|[kKMBei])[A-Za-z]|{_UNKNOWNS}){_WHOLE}(?!\()")
 
 

@@ -80,7 +80,7 @@ def choice(answer: str, reference: str, config: TextConfig) -> float:
     """Scores 1 if the answer names the reference's letter and no other ('B', '(B)' or 'B) Paris'), else 0.
 
     Raises:
-      ValueError: the reference is none of `config.choices`.
+      ValueError: the reference is not one of `config.choices`.
     """
     letters = "".join(map(re.escape, config.choices))
     if reference.strip() not in tuple(config.choices):

@@ -342,7 +342,7 @@ class EpisodePlayer:
             fields=fields,
             seed=int(self.request.keys_PG2[p, g, 0]),
             index=int(prompts.index_P[p]),
-            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # -1: greedy, beside the group's samples
+            sample=g - sampling.greedy if sampling.of(g).temperature else -1,  # -1: the greedy sample of the group
             step=self.request.of_step,
             mode=self.request.mode,
         )

@@ -42,7 +42,9 @@ from podrl.runtime.request import LateError as LateError
 from podrl.runtime.request import Request
 from podrl.runtime.sockets import listen, raise_descriptor_limit
 
-RESEND_S = 60.0  # a precaution: broken connections are noticed without it, and calls wait for their handlers
+# Unanswered requests of lane 0 are repeated after so many seconds. It is a precaution: broken connections are noticed
+# without it, and a call stays unanswered for as long as its handler takes.
+RESEND_S = 60.0
 SILENCE_S = 30.0  # a whole machine must be silent for this long: no compilation delays the threads that send heartbeats
 _HEARTBEATS = 6  # heartbeats within SILENCE_S
 HANDSHAKE_S = 10.0

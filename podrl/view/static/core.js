@@ -123,7 +123,7 @@ const podrl = (() => {
     el("a", { href: url, download: name }).click();
   }
 
-  // The line of runs: what one wants to know first.
+  // The line of runs, with the most important numbers of each.
   const WANTED = [["accuracy/answer", "accuracy"], ["reward/mean", "reward"], ["sft/loss", "loss"], ["dpo/loss", "loss"],
     ["reward/kl", "KL"], ["actor/kl", "KL"], ["actor/approx_kl", "KL"], ["completion/length_mean", "length"], ["time/step", "s/step"]];
 
@@ -151,7 +151,7 @@ const podrl = (() => {
       run.problems.map((text) => el("span", { className: "problem", role: "alert" }, text)), doctor(index));
   }
 
-  // What podrl.doctor finds in a run: one line, so that nothing moves when it comes; opened, all of it.
+  // The findings of podrl.doctor in a run: one line, so that nothing moves when they arrive; opened, all of them.
   const found = new Map(), unfolded = new Set();
   function doctor(index) {
     if (!found.has(index)) return el("p", { className: "doctor quiet" }, "Doctor: looking at the records…");
@@ -170,7 +170,7 @@ const podrl = (() => {
     for (let index = 0; index < runs.length; index++) {
       found.set(index, await get("findings", { run: index }).catch((error) => ({ problem: error.message })));
       const shown = document.querySelectorAll(".chip .doctor")[index];
-      if (shown) shown.replaceWith(doctor(index)); // alone, so that the focus stays where it is
+      if (shown) shown.replaceWith(doctor(index)); // replaces nothing else, so that the focus stays where it is
     }
   }
 
@@ -200,7 +200,7 @@ const podrl = (() => {
     }
   }
 
-  // A run that goes on: the views look again when there is a new step.
+  // For a run that goes on: views that watch are called when there is a new step.
   const watchers = new Set();
   async function poll() {
     try {

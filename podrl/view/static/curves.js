@@ -1,7 +1,7 @@
 "use strict";
 podrl.views.curves = async (main, params, current) => {
   const { el, fill, get, go, number, interval, color, save, runs, watch } = podrl;
-  // Panels: a metric is in the first whose form it has; the first of each are those that are named.
+  // [title, form, open at first]: a metric is in the first panel whose form matches it. FIRST comes first in a panel.
   const PANELS = [["Rewards, by function", /^reward\/(?!zero\/|std$|kl)/, true], ["Accuracy", /^accuracy\//, true],
     ["Loss on given answers", /^(sft|dpo|orpo|kto|reward_model)\//, true],
     ["Policy", /^(actor\/(kl|entropy|grad_norm|lr)|reward\/kl|sampler\/abs_diff|critic\/explained_variance|opd\/reverse_kl)$/, true],
@@ -25,12 +25,12 @@ podrl.views.curves = async (main, params, current) => {
     el("span", { className: "quiet" }, "drag, or + and - in a chart, to zoom, double-click or 0 to see all; dots: held-out records, sampled (filled) and greedy (hollow), with 95 % intervals")), list);
 
   const keep = () => history.replaceState(null, "", podrl.address("curves", { find: filter, smooth: smooth === 0.6 ? "" : smooth }));
-  // [title, names] of the panels that there are; one without a title where a metric is looked for.
+  // [title, names] of each panel with metrics; with a filter, one panel without a title.
   const panels = () => {
     const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
     if (words.length) return [["", known.filter((name) => words.every((word) => name.toLowerCase().includes(word))).slice(0, 60)]];
     const made = new Map(PANELS.map(([title]) => [title, []]));
-    const shown = new Set([...trained].flatMap(evaluations)); // beside what they evaluate
+    const shown = new Set([...trained].flatMap(evaluations)); // they are drawn beside the metrics that they evaluate
     for (const name of known.filter((each) => !shown.has(each))) made.get(PANELS.find(([, form]) => form.test(name))[0]).push(name);
     return [...made].filter(([, names]) => names.length).map(([title, names]) => [title, names.sort((one, two) => rank(one) - rank(two)).slice(0, 60)]);
   };
@@ -114,7 +114,7 @@ podrl.views.curves = async (main, params, current) => {
     const reach = (plot, low, high) => {
       for (const [, from, to] of whiskers) { low = Math.min(low, from); high = Math.max(high, to); }
       if (low === null || !isFinite(low)) return [0, 1];
-      const size = Math.max(Math.abs(low), Math.abs(high)); // a constant is a flat line in the middle: its differences are roundings
+      const size = Math.max(Math.abs(low), Math.abs(high)); // a constant is a flat line: its differences are roundings
       const room = high - low > 1e-6 * size ? (high - low) * 0.06 : size / 2 || 1;
       return [low - room, high + room];
     };
@@ -143,7 +143,7 @@ podrl.views.curves = async (main, params, current) => {
       size: () => plot.setSize({ width: hold.clientWidth, height: 222 }), destroy: () => plot && plot.destroy() };
   }
 
-  // What a drag does by pointer: half as many steps around the middle, twice as many, a fifth of them further, all.
+  // Keys zoom as a drag does: half or twice as many steps around the middle, a fifth to either side, or all steps.
   function keyed(event, plot) {
     const x = plot.data[0], { min, max } = plot.scales.x, span = max - min;
     if (event.ctrlKey || event.metaKey || event.altKey || x.length < 2 || min === null) return;
