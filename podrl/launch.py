@@ -373,7 +373,7 @@ def _run(argv: Sequence[str], joined: list[Pod]) -> int:
     if extra:
         raise ValueError(f"Arguments {extra} are not flags: every option starts with --, lists are quoted.")
     workdir = _WORKDIR.value or default_workdir(path)
-    if not _DEBUG.value:  # they log tracebacks of failures that podrl.runtime reports in one line
+    if not _DEBUG.value:  # these libraries log tracebacks of failures that podrl.runtime reports in one line
         for noisy in ("absl", "gcsfs", "google", "asyncio"):
             logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if _DRY_RUN.value:

@@ -67,16 +67,16 @@ class LeftOut(enum.IntEnum):
 
     NOT = 0
     FAILED = 1  # the model's logits gave no distribution
-    NO_REWARD = 2  # its reward is NaN, or the reward of its prompt's greedy completion is NaN
-    GROUP = 3  # another sample of its group failed or has no reward
+    NO_REWARD = 2  # the reward of the sample, or of the greedy completion of its prompt, is NaN
+    GROUP = 3  # another sample of the group failed or has no reward
     OUT_OF_TIME = 4  # the environment missed its deadline, or the environment's program failed
-    NO_TOKENS = 5  # it ended before the policy had a turn
-    OVERLONG = 6  # the length limit cut it off, and the setting overlong_filter leaves cut samples out
-    STALE = 7  # all of its tokens were sampled by versions older than the setting stale_bound allows
+    NO_TOKENS = 5  # the sample ended before the policy had a turn
+    OVERLONG = 6  # the length limit cut the sample off, and the setting overlong_filter leaves cut samples out
+    STALE = 7  # all tokens were sampled by versions older than the setting stale_bound allows
     CRITIC_WARMUP = 8  # only the critic learns in this step
-    EQUAL_REWARDS = 9  # its advantage is 0 because all rewards of its group are equal
-    ZERO_ADVANTAGE = 10  # its advantage is 0 for another reason
-    DYNAMIC_SAMPLING = 11  # dynamic sampling replaced its group by another group
+    EQUAL_REWARDS = 9  # the advantage is 0 because all rewards of the group are equal
+    ZERO_ADVANTAGE = 10  # the advantage is 0 for another reason
+    DYNAMIC_SAMPLING = 11  # dynamic sampling replaced the group by another group
 
 
 # The entry of `Rollouts.episodes` for a sample that has no environment.
@@ -251,8 +251,8 @@ class Layout:
     def sample(self) -> Int[Array, "B T"]:
         """Number of each token's sample within the row: 1, 2, ...; 0 on padding.
 
-        It is the token's segment id, unless samples have several segments. Loss terms over whole samples group tokens
-        by it. It has no meaning on tokens that several samples share, which count in no loss.
+        The number is the token's segment id, unless samples have several segments. Loss terms over whole samples group
+        tokens by this number. It means nothing on tokens that several samples share, which count in no loss.
         """
         return self.segment_BT if self.sample_BT is None else self.sample_BT
 

@@ -335,7 +335,7 @@ def clip_cov(
     Args:
       epsilon_low: distance of the lower bound of r from 1.
       epsilon_high: distance of the upper bound of r from 1.
-      fraction: largest share of the loss tokens of this call to drop, though at least one token may be.
+      fraction: largest share of the loss tokens of this call that is dropped; it always allows one token.
       covariance_low: lower bound of the covariance, exclusive, in advantage times nats.
       covariance_high: upper bound of the covariance, exclusive, in advantage times nats.
     """

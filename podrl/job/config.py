@@ -716,8 +716,8 @@ def _with_system_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
 def _with_scorers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Names the reward function 'reasoning_gym' for datasets of reasoning-gym, unless reward.fns names it already.
 
-    It scores the records of every such source and evaluation set that names no functions of its own. It replaces the
-    default of reward.fns if all of the job's records are such problems.
+    The function scores the records of every such source and evaluation set that names no functions of its own. If all
+    records of the job are such problems, it replaces the default of reward.fns.
     """
     if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         return dict(values)

@@ -291,7 +291,7 @@ def per_layer_embeddings(
     found_BTX = params["ple_table"].at[tokens_BT].get(mode="clip").astype(x_BTD.dtype) * jnp.asarray(
         P**0.5, x_BTD.dtype
     )
-    found_BTX = rules.constrain(found_BTX, ("replica", "time", "embed"), mesh)  # as in `embed`
+    found_BTX = rules.constrain(found_BTX, ("replica", "time", "embed"), mesh)  # in two steps, as in `embed`
     found_BTX = rules.constrain(found_BTX, ("batch", "time", "act"), mesh)
     made_BTX = (x_BTD @ params["ple_in"].astype(x_BTD.dtype)) * jnp.asarray(config.model_dim**-0.5, x_BTD.dtype)
     made_BTLP = rms_norm(made_BTX.reshape(shape), params["ple_norm"], config)

@@ -343,7 +343,7 @@ ACTIVATIONS = {
 def gated(activation: str) -> Callable[[Array, Array], Array]:
     """Returns the function of a feed-forward's gate and up projections.
 
-    It is activation(gate) x up for a key of ACTIVATIONS. For 'clamped_silu' (gpt-oss) it is
+    For a key of ACTIVATIONS, the function is activation(gate) x up. For 'clamped_silu' (gpt-oss), it is
     gate x sigmoid(1.702 gate) x (up + 1), where the gate is at most 7 and up lies in [-7, 7].
     """
 

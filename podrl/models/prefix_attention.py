@@ -223,8 +223,8 @@ def _seen(query_ref: Any, key_ref: Any, window_ref: Any, i: Array, j: Array, siz
 
 
 def _dot(a: Array, b: Array, contracted: tuple[tuple[int], tuple[int]]) -> Array:
-    # Products of bfloat16 are exact in float32. A precision set globally for float32 would be refused for bfloat16, so
-    # it is set to the default here.
+    # Products of bfloat16 are exact in float32. A global setting of a higher precision, which is meant for float32,
+    # would be refused for bfloat16; DEFAULT overrides it.
     precision = None if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, (contracted, ((), ())), precision, preferred_element_type=jnp.float32)
 

@@ -560,7 +560,7 @@ class Rewards:
 
     def _call(self, function: _Function, part: RewardCall, deadline_s: float) -> dict[str, Any]:
         if function.here is not None:
-            if isinstance(function.here, _Judge):  # it ends by itself at its deadline, with a better error
+            if isinstance(function.here, _Judge):  # a judge ends by itself at the deadline, with a better error
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None

@@ -65,7 +65,7 @@ class TextConfig:
     def vote_of(self, completion: str) -> str:
         """Returns the text that stands for a completion when a majority vote counts equal answers.
 
-        It is the answer that `extract` finds; else the text after the last `<answer>`; else the whole completion.
+        The text is the answer that `extract` finds; else the text after the last `<answer>`; else the whole completion.
         """
         return self.answer_of(completion) or last_answer(completion) or completion
 

@@ -141,7 +141,7 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
 def agrees(group: Mapping[str, Any], drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
     """Returns True if partly drawn samples can still become the recorded samples of their group.
 
-    They cannot if the recorded run later lost the host with these samples, and began the group anew.
+    They cannot if the recorded run later lost the host with these samples and began the group anew.
 
     Args:
       group: the group's entry in the journal.

@@ -496,8 +496,8 @@ def _failures(session: Session, samples: int) -> str:
 def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
     """Chooses the number of pieces to cut each group into, so that few prompts still fill all shards.
 
-    It is 1 if the groups divide evenly over the shards or there are many groups. A prompt is prefilled once for each
-    piece on another shard.
+    The number is 1 if the groups divide evenly over the shards or there are many groups. A prompt is prefilled once on
+    each shard that has one of its pieces.
 
     Args:
       prompts: P, number of prompts.

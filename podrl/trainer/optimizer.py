@@ -126,7 +126,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 def _adamw(config: AdamSettings, schedule: Schedule) -> optax.GradientTransformation:
     """Builds one transformation that clips gradients and updates moments and master copy in one pass.
 
-    Its update takes the gradients' global `norm` where it is called with a part of the parameters only.
+    When `update` is called with only a part of the parameters, its argument `norm` is the norm of all gradients.
     """
     f32 = jnp.float32
 

@@ -158,7 +158,7 @@ def batch_shardings(batch: Batch[Rows], mesh: Mesh) -> Batch[Rows]:
 def local_rows(shape: PackShape, mesh: Mesh) -> Int[np.ndarray, " rows"]:
     """Lists the indices of the rows of a micro-batch that lie on this process's devices, ascending.
 
-    They are the same in every micro-batch.
+    Every micro-batch has the same indices.
     """
     array = (shape.micro_batches, shape.rows, shape.tokens)
     sharding = rules.sharding_for(_AXES[:3], array, mesh)

@@ -118,7 +118,7 @@ class Process:
         self._write()
         self._stop()
         assert self._process.stdin is not None
-        self._process.stdin.close()  # its next read finds the end of the pipe
+        self._process.stdin.close()  # the process finds the end of the pipe at its next read
         return self
 
     def close(self, wait_s: float = 0.0) -> None:

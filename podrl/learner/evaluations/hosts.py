@@ -74,7 +74,7 @@ class RemoteEvaluations:
         """Returns, on the leader, (step, eval/* metrics, a few samples) of the evaluation under way when it is
         complete.
 
-        It returns None before and after that, and on other trainer hosts. With `wait` it waits for the scores.
+        Returns None when no evaluation is complete, and on other trainer hosts. With `wait`, waits for the scores.
 
         Raises:
           BatchError: a reward function failed, or a service that it asks was away; raised on every trainer host, and

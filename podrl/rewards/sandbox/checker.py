@@ -169,7 +169,7 @@ def _functions(control: socket.socket, request: ProgramTests, limits: Bounds) ->
         return {"passed": [False] * len(request["tests"]), "said": _name(error)[:_SAID]}
     for number, code in enumerate(codes[1:]):
         try:
-            exec(code, names)  # as above
+            exec(code, names)  # code of the data set, as in the set-up
             passed.append(True)
         except BaseException as error:  # noqa: BLE001 - a test that raises has failed
             passed.append(False)

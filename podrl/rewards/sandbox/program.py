@@ -79,7 +79,7 @@ def _script(source: str) -> None:
         status = 1
     try:
         sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - as above
+    except BaseException:  # noqa: BLE001 - sys.stdout may be an object of the program
         status = status or 1
     os._exit(status & 255)
 
