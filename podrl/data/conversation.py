@@ -64,7 +64,7 @@ def parts(
 
     Raises:
       ValueError: the template refuses the messages, leaves one out, or writes a turn so that it cannot be found in the
-        text; names the message.
+        text; the error names that message.
     """
     writing = _Writing(tokenizer, messages, tools)
     turns = [i for i, message in enumerate(messages) if i >= first and shape.is_learned(message)]

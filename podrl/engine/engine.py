@@ -605,6 +605,7 @@ class Engine:
                     out, made = delta.mix_one(h_R1D, layer, alike[kind], (state, inputs))
                     new = []
                     for m, begin, old, y in zip(whole, at, (state, inputs), made, strict=True):
+                        # A lane that no longer samples keeps its state: a paused sample goes on from it.
                         y = jnp.where(live_R.reshape(R, *[1] * (y.ndim - 1)), y, old)
                         new.append(jax.lax.dynamic_update_slice(m, y[None], begin))
                     return out, (new[0], new[1])
@@ -620,7 +621,7 @@ class Engine:
             def attend(q_R1NH: Array, k_R1KH: Array, v_R1KH: Array, info: decoder.LayerInfo, sinks: tuple) -> tuple:
                 new, at = recents, index
                 if alike[kind].reuses_keys:
-                    at = self._attending[number].num_layers - 1
+                    at = self._attending[number].num_layers - 1  # the last layer that computes its own keys
                 else:
                     new = [
                         jax.lax.dynamic_update_slice(r, kv[None, :, 0, :, None], (index, 0, 0, n, 0))

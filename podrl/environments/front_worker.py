@@ -406,7 +406,7 @@ class Endpoint:
             if turn.outcome is None:
                 await client.say("".join(map(_event, chunks)))
                 continue
-            if gone.done():
+            if gone.done():  # an answer that nobody reads does not count as delivered
                 raise ConnectionError
             turn.delivered = True
             chunks += stream.end(turn.outcome)

@@ -199,7 +199,7 @@ def assemble(headers: Sequence[Message], pad_id: int, names: Sequence[str] = ALL
     reward_s = max(h.value["reward_s"] for h in headers)
     named = dict.fromkeys(name for h in headers for name in h.value["counts"])
     every = {name: [h.value["counts"].get(name, 0.0) for h in headers] for name in named}
-    slowest = ("time/", "perf/")
+    slowest = ("time/", "perf/")  # hosts work side by side, so the largest value counts; other counts add up
     counts = {name: (max if name.startswith(slowest) else math.fsum)(values) for name, values in every.items()}
     rewards = (joined("reward_FB", 1), joined("reward_B"), joined("greedy_reward_B"))
     lost_B = np.concatenate([_lost(h, mask_BT) for h, mask_BT in zip(headers, masks, strict=True)])

@@ -317,6 +317,7 @@ class Generator:
             if failed := (rollouts.stop_B == STOP_FAILED).sum():
                 counts["rollout/failed"] = float(failed)
         if self._config.stale_bound is not None:
+            # Stale samples keep their masks: their tokens still count in denominators, KL and entropy.
             lost_B = np.where(beyond(rollouts, step - self._config.stale_bound) & ~gone_B, LeftOut.STALE, lost_B)
         if self._cluster.config.rollout().filtered:
             counts["rollout/kept_tokens"] = float((rollouts.kept_BT * rollouts.mask_BT).sum())

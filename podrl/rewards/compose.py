@@ -502,6 +502,7 @@ class Rewards:
             except DiedError as error:
                 trouble = "died"
                 _log.warning("Reward function %s: %s It scored %s.", function.name, error, part.show(0))
+        # A function that fails for an empty completion, too, is at fault itself, not the sample.
         empty = part.without({0})
         try:
             reward = self._values(function, empty, self._patiently(function, empty, self._config.deadline_s))[0]

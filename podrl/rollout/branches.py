@@ -208,6 +208,7 @@ class Branches:
         tokens = self._encode(request)
         branch = None if request.aside else self._find_continued(tokens)
         first = not self._branches and tokens[: len(self._prompt)] == self._prompt.tolist()
+        # The first `known` tokens take no room of the response: the branch has them, or they stand for the prompt.
         known = len(branch.tokens()) if branch else len(self._prompt) if first or request.aside else 0
         left = self._response - (0 if request.aside else self._used()) - (len(tokens) - known)
         sampled = sum(version >= 0 for one in self._branches for version in one.kept(one.track.versions))
@@ -225,6 +226,7 @@ class Branches:
             drawn = None
         if branch is not None:
             branch.request, branch.before = self._requests, (len(branch.track.tokens), len(branch.turns))
+            # With a recorded answer, the branch leaves the session until `fill_turn` has added the answer's tokens.
             hold = self._hold(branch.track, leaves) if drawn is None else branch.track.sampled
             branch.track.leave_at(hold, recorded=False)
             session.extend(branch.track, opening)

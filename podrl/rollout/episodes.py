@@ -613,6 +613,7 @@ class EpisodePlayer:
         """Submits the samples of a prompt when each of their environments has opened its sample or ended."""
         G, request = self.request.group_size, self.request
         chosen = [b for b in range(p * G, p * G + G) if b in self._episodes and self._episodes[b].stop is None]
+        # Episodes that send conversations submit their branches themselves.
         chosen = [b for b in chosen if self._episodes[b].branches is None]
         ready = []
         for b in chosen:
