@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[*left_out])
     near = {item for item in items if nightly.near(item, changed, reach, config.rootpath)}
     for item in items:
-        item.stash[NEAR] = item in near
+        item.stash[NEAR] = item in near and not any(map(item.get_closest_marker, nightly.LONG))
     if commit:
         items[:] = nightly.nearest_first([item for item in items if item not in left_out], near)
 

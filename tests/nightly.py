@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from reach import Reach
 
+LONG = ("nightly", "e2e", "parity", "slow")  # marks of tests that the time of their stage bounds in any case
 
 def changed_since(commit: str, root: pathlib.Path) -> list[str] | None:
     """Lists the files, relative to the root, that differ from a commit in more than comments and docstrings.
@@ -85,8 +86,8 @@ def near(item: Any, changed: Sequence[str] | None, reach: Reach | None, root: pa
     """
     if changed is None or reach is None:
         return False
-    own, stages = _own(item, root), ("nightly", "e2e", "parity", "slow")
-    examined = {own} if any(map(item.get_closest_marker, stages)) else {own, *reach.imports(own)}
+    own = _own(item, root)
+    examined = {own} if any(map(item.get_closest_marker, LONG)) else {own, *reach.imports(own)}
     return not examined.isdisjoint(changed)
 
 
