@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 ENDS = "PODRL_CI_ENDS"  # environment variable of .ci/run: when the time of a stage is over, in seconds of the epoch
-NEAR = pytest.StashKey[bool]()  # of a collected test: whether it runs in any case, because it is short and near the change
+NEAR = pytest.StashKey[bool]()  # whether a collected test runs in any case: near a change, and short
 
 
 def leave_to_nightly(item: Any) -> None:

@@ -11,6 +11,7 @@ from reach import Reach
 
 LONG = ("nightly", "e2e", "parity", "slow")  # marks of tests that the time of their stage bounds in any case
 
+
 def changed_since(commit: str, root: pathlib.Path) -> list[str] | None:
     """Lists the files, relative to the root, that differ from a commit in more than comments and docstrings.
 
