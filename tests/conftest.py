@@ -10,7 +10,7 @@ import tempfile
 import hypothesis
 import nightly
 import pytest
-from budget import NEAR, leave_to_nightly
+from budget import leave_to_nightly
 from quick_runs import NO_EMITTERS, QUICK_RUNS
 from reach import Reach
 
@@ -54,6 +54,7 @@ def pytest_addoption(parser):
         default="",
         help="Leave out tests that depend on nothing that has changed since COMMIT, by their imports or nightly marks.",
     )
+    parser.addoption("--write_long_tests", action="store_true", help=f"Write {nightly.LONG_TESTS} from this run.")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -66,19 +67,14 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests that do not depend on any file changed since all tests passed, and sorts the others by the time
-    that is left to them."""
+    """Leaves out tests that do not depend on any file changed since all tests passed."""
     commit = config.getoption("since")
     changed = nightly.changed_since(commit, config.rootpath) if commit else None
     reach = None if changed is None else Reach(config.rootpath)
     left_out = {item for item in items if not nightly.touched(item, changed, reach, config.rootpath)}
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])
-    near = {item for item in items if nightly.near(item, changed, reach, config.rootpath)}
-    for item in items:
-        item.stash[NEAR] = item in near and not any(map(item.get_closest_marker, nightly.LONG))
-    if commit:
-        items[:] = nightly.nearest_first([item for item in items if item not in left_out], near)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_configure(config):
@@ -87,6 +83,8 @@ def pytest_configure(config):
     With emitters XLA compiles each loop in passes of its own; without them, the whole program at once. Slow tests keep
     them, because they run separately.
     """
+    if config.getoption("write_long_tests") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(nightly.LongTests(config.rootpath / nightly.LONG_TESTS))
     if "not slow" in config.option.markexpr:
         os.environ["XLA_FLAGS"] += f" {NO_EMITTERS}"
 

@@ -1,15 +1,19 @@
-"""Chooses the tests that a change touches, and those of them that run first; .ci/nightly runs all tests."""
+"""Chooses the tests that a change touches; .ci/nightly runs all tests, and measures which of them are long."""
 
 import ast
+import collections
+import functools
 import pathlib
+import statistics
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from reach import Reach
 
-LONG = ("nightly", "e2e", "parity", "slow")  # marks of tests that the time of their stage bounds in any case
+LONG_TESTS = ".ci/long-tests"
+_LONG_S = 4.0  # mean time of a long test's cases in .ci/nightly on two cores, seconds
 
 
 def changed_since(commit: str, root: pathlib.Path) -> list[str] | None:
@@ -55,8 +59,9 @@ def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root:
     """True if a test has to run.
 
     Args:
-      item: collected test. A test marked nightly runs if its file or a path in its marks has changed; any other test
-        runs unless its imports show that it depends on no changed file.
+      item: collected test. A test marked nightly runs if its file or a path in its marks has changed. A long test
+        (.ci/long-tests) runs if its file, or a file that this or a conftest.py imports directly, has changed. Any other
+        test runs unless its imports show that it depends on no changed file.
       changed: files that have changed; None if they are not known, so that every test runs.
       reach: dependencies of test files; None if every test runs.
       root: directory of the checkout.
@@ -70,36 +75,47 @@ def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root:
         raise pytest.UsageError(f"{item.nodeid} is marked nightly({missing[0]!r}), which is no path of the checkout.")
     if changed is None or reach is None:
         return True
-    own = _own(item, root)
+    own = item.path.relative_to(root).as_posix()
+    if not marks and _function(item.nodeid) in _long(root) and reach.of(own) is not None:
+        return not reach.imports(own).isdisjoint(changed)
     if not marks:
         return not reach.untouched(own, changed)
     return any(path == name or path.startswith(f"{name}/") for path in changed for name in (own, *named))
 
 
-def near(item: Any, changed: Sequence[str] | None, reach: Reach | None, root: pathlib.Path) -> bool:
-    """True if a test examines a changed file: its own file or, for default tests, a file that it imports directly.
+@functools.cache
+def _long(root: pathlib.Path) -> frozenset[str]:
+    """Reads the names of long tests, as in 'tests/x/test_y.py::test_z'."""
+    path = root / LONG_TESTS
+    return frozenset(path.read_text().split()) if path.exists() else frozenset()
+
+
+def _function(case: str) -> str:
+    return case.partition("[")[0]
+
+
+class LongTests:
+    """A plugin of pytest that writes the names of long tests to a file when all default tests have run."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._seconds: dict[str, float] = collections.Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus == 0:
+            self._path.write_text("".join(f"{name}\n" for name in long_of(self._seconds)))
+
+
+def long_of(seconds: Mapping[str, float]) -> list[str]:
+    """Lists the functions whose cases take long, sorted.
 
     Args:
-      item: collected test.
-      changed: files that have changed; None if they are not known.
-      reach: dependencies of test files; None if the changed files are not known.
-      root: directory of the checkout.
+      seconds: time of each case, setup and teardown included, by its name, as in 'tests/x/test_y.py::test_z[case]'.
     """
-    if changed is None or reach is None:
-        return False
-    own = _own(item, root)
-    examined = {own} if any(map(item.get_closest_marker, LONG)) else {own, *reach.imports(own)}
-    return not examined.isdisjoint(changed)
-
-
-def nearest_first(items: Sequence[Any], near: Collection[Any]) -> list[Any]:
-    """Sorts tests by files: files with a test in `near` come first, then files with many tests, which are short."""
-    files: dict[pathlib.Path, list[Any]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    order = sorted(files.values(), key=lambda tests: (not any(test in near for test in tests), -len(tests)))
-    return [test for tests in order for test in tests]
-
-
-def _own(item: Any, root: pathlib.Path) -> str:
-    return item.path.relative_to(root).as_posix()
+    cases: dict[str, list[float]] = collections.defaultdict(list)
+    for name, value in seconds.items():
+        cases[_function(name)].append(value)
+    return sorted(name for name, values in cases.items() if statistics.fmean(values) > _LONG_S)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 CODE = ("podrl", "tests")
 _SETS_UP = "tests/conftest.py"
 # Only tests that name these files depend on them; any other file outside CODE may matter to any test.
-_APART = re.compile(r"docs/|benchmarks/|[\w/-]+\.md$|\.ci/(nightly-passed|run)$")
+_APART = re.compile(r"docs/|benchmarks/|[\w/-]+\.md$|\.ci/(nightly-passed|long-tests|run)$")
 # A test with one of these words starts processes, or reads more files than it imports.
 _BEYOND = re.compile(
     r"subprocess|Popen|sys\.executable|multiprocessing|inspect|glob\(|benchmarks|docs|\.md\b|ROOT|parents\[(?!1\])"
@@ -50,9 +50,9 @@ class Reach:
         return frozenset(found | packages | self._imports(_SETS_UP))
 
     def imports(self, test: str) -> frozenset[str]:
-        """Lists the files that a test file and the conftest.py files of its folders import directly."""
-        fixtures = {f"{folder}/conftest.py" for folder in _around(test)} & self._paths - {_SETS_UP}
-        return frozenset().union(*map(self._imports, (test, *fixtures)))
+        """Lists a test file, the conftest.py files of its folders, and the files that these import directly."""
+        own = {test, *({f"{folder}/conftest.py" for folder in _around(test)} & self._paths - {_SETS_UP})}
+        return frozenset(own).union(*map(self._imports, own))
 
     def _source(self, path: str) -> str:
         return (self._root / path).read_text()

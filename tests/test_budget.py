@@ -3,23 +3,25 @@
 import time
 
 import pytest
-from budget import ENDS, NEAR, leave_to_nightly
+from budget import ENDS, leave_to_nightly
 
 
 class Item:
-    """A collected test."""
+    """A collected test, with the mark nightly or without marks."""
 
-    def __init__(self, *, near):
-        self.stash = pytest.Stash()
-        self.stash[NEAR] = near
+    def __init__(self, *marks):
+        self._marks = marks
+
+    def get_closest_marker(self, name):
+        return name if name in self._marks else None
 
 
-def test_only_tests_far_from_the_change_are_left_out_and_only_after_the_time(monkeypatch):
+def test_only_nightly_tests_are_left_out_and_only_after_the_time(monkeypatch):
     monkeypatch.setenv(ENDS, str(time.time() - 1))
     with pytest.raises(pytest.skip.Exception, match=r"left to \.ci/nightly"):
-        leave_to_nightly(Item(near=False))
-    leave_to_nightly(Item(near=True))
+        leave_to_nightly(Item("nightly"))
+    leave_to_nightly(Item("slow"))
     monkeypatch.setenv(ENDS, str(time.time() + 1e6))
-    leave_to_nightly(Item(near=False))
+    leave_to_nightly(Item("nightly"))
     monkeypatch.delenv(ENDS)
-    leave_to_nightly(Item(near=False))
+    leave_to_nightly(Item("nightly"))

@@ -1,11 +1,12 @@
 """The choice of tests after a change: tests that the change touches through imports or `nightly` marks."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
-from nightly import changed_since, near, nearest_first, touched
+from nightly import LONG_TESTS, changed_since, long_of, touched
 from reach import Reach
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -15,18 +16,15 @@ REACH = Reach(ROOT)
 class Item:
     """A collected test of tests/x/test_y.py whose `nightly` marks name these paths."""
 
-    nodeid = "test_y"
+    nodeid = "tests/x/test_y.py::test_z[case]"
 
-    def __init__(self, *marks, path=None, stage=""):
+    def __init__(self, *marks, path=None):
         self.path = path or ROOT / "tests" / "x" / "test_y.py"
-        self._marks, self._stage = [pytest.mark.nightly(*paths).mark for paths in marks], stage
+        self._marks = [pytest.mark.nightly(*paths).mark for paths in marks]
 
     def iter_markers(self, name):
         assert name == "nightly"
         return iter(self._marks)
-
-    def get_closest_marker(self, name):
-        return name if name == self._stage or (self._marks and name == "nightly") else None
 
 
 @pytest.mark.parametrize(
@@ -188,29 +186,38 @@ def test_a_test_runs_unless_all_it_depends_on_is_as_it_was(changed, left_out, ch
 
 
 @pytest.mark.parametrize(
-    ("test", "changed", "stage", "is_near"),
+    ("test", "changed", "runs"),
     [
-        ("y/test_helped.py", "tests/y/test_helped.py", "slow", True),
-        ("y/test_helped.py", "tests/helper.py", "", True),
-        ("y/test_helped.py", "tests/helper.py", "e2e", False),
-        ("y/test_helped.py", "podrl/plain.py", "", False),
-        ("x/test_late.py", "podrl/start.py", "", True),  # imported by the folder's fixtures
-        ("x/test_late.py", "tests/setup_of_all.py", "", False),
-        ("x/test_late.py", "pyproject.toml", "", False),
+        ("y/test_helped.py", "tests/y/test_helped.py", True),
+        ("y/test_helped.py", "tests/helper.py", True),
+        ("y/test_helped.py", "podrl/plain.py", False),  # imported by the helper
+        ("x/test_late.py", "podrl/start.py", True),  # imported by the folder's fixtures
+        ("x/test_late.py", "tests/x/conftest.py", True),
+        ("x/test_late.py", "pyproject.toml", False),
+        ("x/test_process.py", "pyproject.toml", True),  # its imports do not tell what it depends on
     ],
 )
-def test_a_test_is_near_a_change_of_what_it_imports_directly(test, changed, stage, is_near, checkout):
-    item = Item(path=checkout / "tests" / test, stage=stage)
-    assert near(item, [changed], Reach(checkout), checkout) == is_near
-    assert not near(item, None, None, checkout)
+def test_a_long_test_runs_if_a_file_changed_that_it_imports_directly(test, changed, runs, checkout):
+    (checkout / ".ci").mkdir()
+    (checkout / LONG_TESTS).write_text(f"tests/{test}::test_z\ntests/other.py::test_z\n")
+    item = Item(path=checkout / "tests" / test)
+    item.nodeid = f"tests/{test}::test_z[case]"
+    assert touched(item, [changed], Reach(checkout), checkout) == runs
+    assert touched(item, None, None, checkout)
 
 
-def test_near_tests_come_first_and_then_files_with_many_tests(checkout):
-    late, none, helped = (
-        Item(path=checkout / "tests" / name) for name in ("x/test_late.py", "y/test_none.py", "y/test_helped.py")
-    )
-    more = Item(path=none.path)
-    assert nearest_first([late, none, helped, more], {helped}) == [helped, none, more, late]
+def test_long_tests_are_those_whose_cases_take_long_on_average():
+    seconds = {"a.py::x[1]": 9.0, "a.py::x[2]": 1.0, "a.py::y[1]": 7.0, "a.py::y[2]": 0.5, "a.py::b": 4.1}
+    assert long_of(seconds) == ["a.py::b", "a.py::x"]
+
+
+def test_every_long_test_exists():
+    """Some files take tests over from others, so a function may be defined in any file."""
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    defined = set(re.findall(r"^ *def (test_\w+)\(", "\n".join(sources.values()), re.M))
+    for name in (ROOT / LONG_TESTS).read_text().split():
+        path, _, function = name.partition("::")
+        assert path in sources and function in defined, f"{LONG_TESTS} names {name}: run .ci/nightly, or edit it"
 
 
 def test_what_is_imported_is_found():
