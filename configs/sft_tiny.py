@@ -11,8 +11,8 @@ tokenizer comes from `python -m podrl.data.train_tokenizer --out=podrl/assets/ti
 Variants:
     sft_tiny.py:moe   a Qwen3-MoE of 643,000 parameters; two of its eight experts compute a token. Exported as
                       above with --out=tiny_moe, it resembles podrl/assets/tiny_moe, which grpo_gemma.py:moe trains.
-                      The first 709 steps of the embedded checkpoint had slightly higher learning rates, from a
-                      cosine over 1,720 steps
+                      The first 709 steps of the embedded checkpoint had slightly higher learning rates: its
+                      cosine schedule was to have 1,720 steps
 """
 
 from ml_collections import ConfigDict

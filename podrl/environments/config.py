@@ -120,7 +120,8 @@ class EnvironmentConfig:
       program: command of an agent program, such as 'python agent.py', which asks the model over HTTP; '' for none. See
         docs/agents.md. `python` as the first word is the interpreter that runs podrl.
       processes: number of processes of `program` in each worker. A process runs one episode at a time; other episodes
-        wait for a free process. Episodes that have paused at the end of a window of tokens keep theirs, beside these.
+        wait for a free process. Episodes that have paused at the end of a window of tokens keep their processes, which
+        do not count here.
       failed_share: largest share of the samples of a batch whose programs may fail; more failures end the job.
       tools: Python tools: 'file.py:function', 'package.module:function' or the name of a built-in tool.
       mcp: servers that offer tools, each an MCPServer or only its target.
