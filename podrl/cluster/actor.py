@@ -143,6 +143,8 @@ class Actor:
                 self._reference_logprobs = self._logprob_fn(loaded.config)
         elif self.model.lora.rank:
             self.reference = self.frozen
+        elif self.training.hosts_reference:
+            self.reference = self.params()  # copied to the host's memory below, without a second copy on the devices
         else:
             copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(self.state.params)
             self.reference = parameters.join_trainable(copy, self.frozen)

@@ -370,6 +370,15 @@ class Job:
         return passes * (self.samples_per_step // self.mini_batch_size)
 
     @property
+    def compares(self) -> bool:
+        """True if the policy is compared with a reference or with one teacher; `model.teachers` do not count."""
+        if self.kind.offline:
+            return getattr(self.kind.algorithm, "compared", False)
+        loss = self.algo.policy_loss(self.rollout.max_tokens_to_generate)
+        taught = self.algo.distillation is not None and not self.model.teachers
+        return bool(taught or loss.needs_reference() or self.algo.reward_kl.coef)
+
+    @property
     def has_accuracies(self) -> bool:
         """True if answers can be expected between the reference tags, where accuracies look for them."""
         needed = any(
@@ -592,20 +601,14 @@ def _check_models(job: Job) -> None:
 
 
 def _no_reference(job: Job) -> str:
-    """Says why a job has no weights that only a reference needs; empty if it has."""
-    if job.model.reference:
-        return ""
-    taught = job.section == "grpo" and job.algo.distillation
+    """Returns the reason why no weights belong to the reference alone; '' if some do."""
+    taught = job.algo.distillation if job.section == "grpo" else None
     if job.model.teachers or (taught and taught.teacher in ("current", "ema")):
         return "the job's teachers are not model.reference"
-    if job.kind.offline:
-        compared = job.section in ("dpo", "kto")
-    else:
-        loss = job.algo.policy_loss(job.rollout.max_tokens_to_generate)
-        compared = bool(taught) or loss.needs_reference() or bool(job.algo.reward_kl.coef)
-    if not compared:
+    if not job.compares:
         return f"algorithm={job.algorithm} with these settings compares with none"
-    return "under adapters the reference is their base, which every update needs" if job.model.lora.rank else ""
+    shared = job.model.lora.rank and not job.model.reference
+    return "under adapters the reference is their base, which every update needs" if shared else ""
 
 
 def _check_teacher(job: Job) -> None:

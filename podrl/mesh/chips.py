@@ -28,8 +28,8 @@ class Chip:
       compiler: options of the compiler.
       cores: number of TensorCores of a device; they share HBM but not near memory.
       near: bytes of near memory of one core, as Pallas reports them; only set if a device has several cores.
-      host_rate: bytes per second between the host's memory and one device, in one direction. No page of the vendor has
-        it for TPUs; https://jax-ml.github.io/scaling-book/tpus has 16 GB/s, that of PCIe 3 or of half PCIe 4.
+      host_rate: bytes per second between the host's memory and one device, in one direction. No vendor's page gives
+        this rate for TPUs; the default is from https://jax-ml.github.io/scaling-book/tpus.
     """
 
     name: str

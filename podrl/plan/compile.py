@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import re
 import time
 from collections.abc import Mapping, MutableMapping
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 
 from podrl.mesh.chips import GIB, Chip
+from podrl.offload import HOST
 from podrl.plan.chips import GPUS
 from podrl.plan.hlo import Collective, cost_of
 from podrl.plan.programs import Program
@@ -141,18 +143,22 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         )
     seconds, busy = time.perf_counter() - started, time.process_time() - busy
     memory = compiled.memory_analysis()
+    read, written = memory.host_argument_size_in_bytes, memory.host_output_size_in_bytes
     # The compiler's peak includes arguments in the host's memory.
-    peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes - memory.host_argument_size_in_bytes)
-    if chip.name in GPUS:  # compiled for CPU, whose compiler's peak leaves temporaries out
+    peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes - read)
+    if chip.name in GPUS:  # compiled for CPU, whose compiler's peak lacks temporaries, and which counts no host memory
+        read = _host_bytes(lowered.args_info, compiled.input_shardings)
+        written = _host_bytes(lowered.out_info, compiled.output_shardings)
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        peak = float(kept + memory.temp_size_in_bytes)
+        peak = float(kept + memory.temp_size_in_bytes - max(read, written))
     cost = cost_of(compiled.as_text(), trips=program.trips)
     flops, size = cost.flops, cost.bytes
     if program.by_hand is not None:
         flops, size = program.by_hand.flops, program.by_hand.bytes
-    # Arguments are read and results written once; activations are written and read. Both directions work at a time.
-    kept = memory.host_temp_size_in_bytes
-    copied = max(memory.host_argument_size_in_bytes, memory.host_output_size_in_bytes) + kept
+    # Arguments are read and results are written once, activations are written and read once; the larger direction
+    # counts, because both work at a time. Activations of further micro-batches, in the same buffers, are not counted.
+    activations = memory.host_temp_size_in_bytes
+    copied = max(read, written) + activations
     inside = sum(c.bytes for c in cost.collectives if not c.crosses)
     across = sum(c.bytes for c in cost.collectives if c.crosses)
     return CompileResult(
@@ -165,7 +171,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         capacity=chip.hbm,
         compile_s=seconds,
         compile_cpu_s=busy,
-        host=float(kept + memory.host_argument_size_in_bytes),
+        host=float(activations + read),
         flops=flops,
         bytes=size,
         collectives=cost.collectives,
@@ -174,6 +180,16 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
         network_s=inside / chip.ici_rate + across / chip.dcn_rate,
         host_s=copied / chip.host_rate,
         uncounted=cost.uncounted if program.by_hand is None else (),
+    )
+
+
+def _host_bytes(shapes: Any, shardings: Any) -> int:
+    """Counts the bytes per chip of the arrays that a program reads from, or writes to, the host's memory."""
+    placed = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings, is_leaf=lambda x: x is None), strict=True)
+    return sum(
+        math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x, sharding in placed
+        if sharding is not None and sharding.memory_kind == HOST  # None: the program does not read the argument
     )
 
 

@@ -101,10 +101,8 @@ class Setting:
 
         `model.reference` may name a published size here, as `model.size` does: no weights are read.
         """
-        algo, given = self.job.algo, self.job.model.reference
-        loss = algo.policy_loss(self.job.rollout.max_tokens_to_generate)
-        taught = algo.distillation and not self.job.model.teachers  # `teachers` below have programs of their own
-        if not (loss.needs_reference() or algo.reward_kl.coef or taught):
+        given = self.job.model.reference
+        if not self.job.compares:  # `teachers` below have programs of their own
             return None
         if given in SIZES:
             return config_of(given)

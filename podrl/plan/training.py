@@ -105,11 +105,13 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     programs = [
         _update_program("train step", update, (state, fixed, batch), setting, resident=0.0 if how.whole else reference)
     ]
+    likely = how.score is not None and job.data.hinted
+    scored_apart = teacher is None or teacher.sampled or likely
     if waiting is not None and training.hosts_reference:
         copy = lambda: cast(Any, offload.copier(waiting)).lower(waiting)  # noqa: E731
-        programs.append(Program("copy of the reference", TRAINER, copy, passes, resident=device_bytes((state, frozen))))
-    likely = how.score is not None and job.data.hinted
-    if setting.reference is not None and (teacher is None or teacher.sampled or likely):
+        copies = passes if scored_apart else job.updates_per_step
+        programs.append(Program("copy of the reference", TRAINER, copy, copies, resident=device_bytes((state, frozen))))
+    if setting.reference is not None and scored_apart:
         compared = logprobs(setting.reference)
         trained, given = device_bytes(state.params), frozen if held is None else held
         own = trained + (device_bytes(frozen) if held is not None else 0.0)

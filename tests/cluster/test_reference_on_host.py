@@ -1,5 +1,7 @@
 """A reference that waits in the host's memory scores as one on the devices does."""
 
+import logging
+
 import jax
 import numpy as np
 import pytest
@@ -39,6 +41,24 @@ def test_a_reference_on_the_host_scores_to_the_same_bits(offload, state):
     assert {x.sharding.memory_kind for x in jax.tree.leaves(there.state.opt_state) if x.ndim > 2} == {state}
 
 
+def test_each_scoring_reads_a_copy_on_the_devices_and_none_compiles_after_the_first(monkeypatch, caplog):
+    actor = _cluster("reference").actor
+    of = {"tokens_BT": np.ones((4, 16), np.int32), "length_B": np.full(4, 16), "longest": 16, "reference": True}
+    score, copies = actor._reference_logprobs, []
+
+    def noted(params, batch):
+        copies.append(params)
+        return score(params, batch)
+
+    monkeypatch.setattr(actor, "_reference_logprobs", noted)
+    actor.sample_logprobs(**of)
+    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+        actor.sample_logprobs(**of)
+    assert not [r.message for r in caplog.records if "ompil" in r.message]
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(copies)} == {"device"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(actor.reference)} == {HOST}
+
+
 def test_adapters_share_their_base_with_the_reference_on_the_devices():
     actor = _cluster("reference", rank=2).actor
     assert actor.reference is actor.frozen
@@ -56,6 +76,8 @@ SELF_TAUGHT = {"grpo": {"teacher": "current", "teacher_coef": 1.0, "beta": 0.0},
     ("algorithm", "offload", "groups", "reason"),
     [
         ("dr_grpo", "reference", {}, r"algorithm=dr_grpo with these .* none: set trainer\.offload='none'"),
+        ("dr_grpo", "reference", {"model": {"reference": "tiny"}}, "algorithm=dr_grpo .* compares with none"),
+        ("orpo", "reference", {}, "algorithm=orpo .* compares with none"),
         ("sft", "all", {}, r"algorithm=sft .* set trainer\.offload='optimizer'"),
         ("dpo", "reference", {"model": {"lora": {"rank": 2}}}, r"under adapters the reference is their base"),
         ("grpo", "reference", SELF_TAUGHT, r"teachers are not model\.reference"),

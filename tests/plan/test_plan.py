@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 from processes import run
 
@@ -24,6 +25,7 @@ from podrl.job.config import complete, parse, with_prompt_length
 from podrl.mesh.build import AXES, make_mesh, parse_mesh
 from podrl.mesh.chips import CHIPS, GIB
 from podrl.models.sizes import expert_parameter_count, parameter_count
+from podrl.offload import on_host, to_devices
 from podrl.plan import variants
 from podrl.plan.__main__ import _topologies, command_of
 from podrl.plan.bounds import least_bytes, least_trainer_seconds
@@ -126,6 +128,19 @@ def test_the_memory_of_a_program_on_gpus_holds_its_temporaries():
     found = measure(Program("p", "trainer", lower, 1), parse_topology("l4:1", key="--trainer").chip)
     assert 3 * 512 * 512 * 4 <= found.peak < 6 * 512 * 512 * 4  # two arguments, and at least one product
     assert found.flops == pytest.approx(2 * 2 * 512**3, rel=0.1) and found.fits
+
+
+def test_the_memory_of_a_program_on_gpus_leaves_out_arrays_on_the_host_whose_copies_take_time():
+    machine = parse_topology("l4:2", key="--trainer")
+    here = NamedSharding(make_mesh("fsdp=2", machine.devices()), PartitionSpec("fsdp"))
+    waiting, unread = (jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=on_host(here)) for _ in range(2))
+    half = 512 * 512 * 4 / 2  # bytes of an array on each device
+    copy = jax.jit(lambda x, y: to_devices(x, here))
+    change = jax.jit(lambda x: jax.device_put(to_devices(x, here) + 1, on_host(here)), donate_argnums=0)
+    for lower, peak in ((lambda: copy.lower(waiting, unread), half), (lambda: change.lower(waiting), 0)):
+        found = measure(Program("p", "trainer", lower, 1), machine.chip)
+        assert found.host == half and found.host_s == half / machine.chip.host_rate == found.seconds
+        assert peak <= found.peak <= peak + half
 
 
 def test_a_side_that_idles_most_of_a_step_is_told_how_to_split_the_chips():

@@ -36,11 +36,14 @@ def teacher(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     return tmp_path
 
 
-def _setting(teacher: pathlib.Path | None, topology: str = "v5e:2x2", **grpo: object) -> Setting:
+def _setting(
+    teacher: pathlib.Path | None, topology: str = "v5e:2x2", *, offload: str = "none", **grpo: object
+) -> Setting:
     """Makes the default job, which trains all parameters; with the teacher if there is one, else on rewards only."""
     chips = parse_topology(topology, key="--trainer")
     config = launch.load_config(launch.find_config("grpo_gemma.py")).to_dict()
     config["grpo"] |= grpo | {"beta": 0.0}
+    config["trainer"] |= {"offload": offload}
     if teacher is not None:
         config["algorithm"] = "opd"
         config["model"]["reference"] = str(teacher)
@@ -67,6 +70,15 @@ def test_every_form_has_its_programs_and_the_teacher_is_held_once(teacher):
     assert few[TEACHING].resident == pytest.approx(4 * 2 * own / 4, rel=0.02)
     assert sampled[COMPARED].resident == pytest.approx(4 * 3 * own / 4, rel=0.02)
     assert sampled["old log-probabilities"].resident == pytest.approx(4 * 2 * own / 4 + held, rel=0.02)
+
+
+@pytest.mark.parametrize(("kl", "runs"), [("sampled", 1), ("top_k", 2), ("full", 2)])
+def test_a_teacher_on_the_host_is_copied_before_each_run_of_the_program_that_reads_it(teacher, kl, runs):
+    own = {"teacher_kl": kl, "num_iterations": 2}
+    here, there = (_programs(_setting(teacher, offload=offload, **own)) for offload in ("none", "reference"))
+    assert there.keys() - here.keys() == {"copy of the reference"} and not here.keys() - there.keys()
+    assert there["copy of the reference"].runs == runs
+    assert there["train step"].resident == 0
 
 
 def test_a_published_size_may_be_the_teacher(teacher):
