@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chips", nargs="+", default=CHIPS, choices=CHIPS)
     parser.add_argument("--cases", nargs="+", default=tuple(CASES), choices=tuple(CASES), metavar="CASE")
     parser.add_argument("--programs", nargs="+", default=(), help="only those whose names begin so", metavar="NAME")
-    parser.add_argument("--effort", default="least", choices=("least", "full"), help="of the compiler")
+    parser.add_argument("--effort", default="least", choices=("least", "full"), help="effort of the compiler")
     parser.add_argument("--results", default="", help="a file of JSON lines: what it has is not compiled again")
     parser.add_argument("--table", default="", help="write a Markdown table of the results to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

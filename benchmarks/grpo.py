@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt_words", type=number_range, default=(20, 80), metavar="LOW:HIGH")
     parser.add_argument("--max_new", type=int, default=512)
     parser.add_argument("--staleness", type=int, default=0, help="grpo.max_staleness")
-    parser.add_argument("--steps", type=int, default=8, help="the first two, which compile, do not count")
+    parser.add_argument("--steps", type=int, default=8, help="steps; the first two, which compile, do not count")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--weights", default="", help="directory that keeps the random weights for the next call")
     parser.add_argument("--seed", type=int, default=0)

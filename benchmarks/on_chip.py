@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """
     parser = argparse.ArgumentParser(prog="benchmarks on_chip", description="Fills a table about one GPU or TPU host.")
     parser.add_argument(
-        "--minutes", type=float, default=25, help="the command ends after so many; call it again for more"
+        "--minutes", type=float, default=25, help="minutes after which the command ends; call it again for more"
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="results; those that are there are not made again")
     parser.add_argument("--parts", default="", help="only parts whose names begin with one of these, after commas")

@@ -49,7 +49,7 @@ def make_parser(prog: str = "benchmarks rollout", description: str | None = __do
     parser.add_argument(
         "--tail", action="store_true", help="log-normal lengths, batch after batch: see benchmarks.tail"
     )
-    parser.add_argument("--staleness", type=int, default=2, help="of --tail")
+    parser.add_argument("--staleness", type=int, default=2, help="staleness of --tail")
     parser.add_argument("--trace", default="", help="directory to write a profiler trace of one more generation to")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

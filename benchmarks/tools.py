@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
 
     Decode steps of plain samples do not read keys and values of the outputs, so `of_plain` includes that cost. For
     `of_context`, plain samples begin with half of the outputs, so that they read as much on average, and the other half
-    is prefilled apart: what `of_context` has above 1 is the cost of the calls.
+    is prefilled apart: the excess of `of_context` over 1 is the cost of the calls.
 
     Returns:
       of_plain (seconds with calls over those of plain samples and prefill), of_context, cpu_of_plain, cpu_of_context
@@ -57,13 +57,13 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     """
     parser = rollout.make_parser(prog="benchmarks tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)
-    parser.add_argument("--calls", type=int, default=3, help="of each sample; --max_new is shared by its turns")
+    parser.add_argument("--calls", type=int, default=3, help="calls of each sample, whose turns share --max_new")
     parser.add_argument("--given", type=int, default=24, help="tokens of a tool's output")
-    parser.add_argument("--delay_ms", type=float, default=200.0, help="the longest wait for a tool")
+    parser.add_argument("--delay_ms", type=float, default=200.0, help="longest wait for a tool")
     parser.add_argument(
-        "--slow", type=float, default=0.0, help="share of calls that wait, all as long; compares --staleness with 1"
+        "--slow", type=float, default=0.0, help="share of calls that all wait --delay_ms; compares --staleness with 1"
     )
-    parser.add_argument("--update_ms", type=float, default=0.0, help="with --slow: of an update, on other devices")
+    parser.add_argument("--update_ms", type=float, default=0.0, help="time of an update on other devices, with --slow")
     args = parser.parse_args(argv)
     fake_devices(args.devices)
     given = args.calls * args.given

@@ -526,8 +526,7 @@ def _shortest(kind: Any) -> Callable[[Any], Any] | None:
     """Makes the function that reads 16-bit and 32-bit floats, at any depth of an Arrow type, as the user wrote them.
 
     The function reads the shortest decimal text of the float: a 32-bit 0.1 becomes the 64-bit 0.1, although its value
-      is
-    0.10000000149011612. Returns None for a type without such floats.
+    is 0.10000000149011612. Returns None for a type without such floats.
     """
     import pyarrow
 

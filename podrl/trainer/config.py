@@ -142,12 +142,12 @@ class RLTrainingConfig(AdamSettings):
 
     @property
     def hosts_optimizer(self) -> bool:
-        """Whether the optimizer's state waits in the host's memory."""
+        """True if the optimizer's state waits in the host's memory."""
         return self.offload in ("optimizer", "all")
 
     @property
     def hosts_reference(self) -> bool:
-        """Whether the weights of the reference wait in the host's memory."""
+        """True if the weights of the reference wait in the host's memory."""
         return self.offload in ("reference", "all")
 
     def _placed(self, optimizer: Optimizer) -> Optimizer:
