@@ -173,22 +173,26 @@ def with_rules(manifest: str) -> str:
     """Returns xpk's manifest with the rules by which restarts after a preemption are not counted.
 
     Args:
-      manifest: YAML that xpk applies for a job without Pathways. YAML that is not one JobSet is returned as it is.
+      manifest: YAML that xpk applies for a job without Pathways. YAML that is not one JobSet in the form of xpk 1.16 is
+        returned as it is.
     """
     import yaml
 
     documents = list(yaml.safe_load_all(manifest))
     if len(documents) != 1 or not isinstance(documents[0], dict) or documents[0].get("kind") != "JobSet":
         return manifest
-    spec = documents[0]["spec"]
-    for replicated in spec["replicatedJobs"]:
-        pod_policy = replicated["template"]["spec"]["podFailurePolicy"]
-        container = pod_policy["rules"][0]["onExitCodes"]["containerName"]
-        pod_policy["rules"] = [*command.preempted_pod_rules(container), *pod_policy["rules"]]
-        spec["failurePolicy"]["rules"] = [
-            command.preempted_rule(replicated["name"]),
-            *spec["failurePolicy"]["rules"],
-        ]
+    try:
+        spec = documents[0]["spec"]
+        for replicated in spec["replicatedJobs"]:
+            pod_policy = replicated["template"]["spec"]["podFailurePolicy"]
+            container = pod_policy["rules"][0]["onExitCodes"]["containerName"]
+            pod_policy["rules"] = [*command.preempted_pod_rules(container), *pod_policy["rules"]]
+            spec["failurePolicy"]["rules"] = [
+                command.preempted_rule(replicated["name"]),
+                *spec["failurePolicy"]["rules"],
+            ]
+    except (KeyError, IndexError, TypeError):  # of another xpk; run_xpk warns that no JobSet got the rules
+        return manifest
     return yaml.safe_dump(documents[0], sort_keys=False)
 
 

@@ -106,7 +106,7 @@ class Recorder(Protocol):
         ...
 
     def record(self, step: int, experience: Any, metrics: Mapping[str, Any]) -> None:
-        """Records a step; its metrics are fetched and written one step late, so that nothing waits for the device."""
+        """Records a step; its metrics are copied to the host and written at the end of the next step."""
         ...
 
     def save(self, step: int, in_flight: Sequence[InFlight]) -> None:

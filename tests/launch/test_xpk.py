@@ -224,6 +224,9 @@ def test_xpk_submits_a_jobset_in_which_restarts_after_a_preemption_are_not_count
     source.write_text(others := "kind: ConfigMap\n---\nkind: JobSet\n")
     assert xpk.main([*FLAGS, *IMAGE]) == 0 and applied.read_text() == others
     assert "restarts after a preemption count towards --max_restarts" in capfd.readouterr().err
+    source.write_text(other := "kind: JobSet\nspec: {replicatedJobs: [{name: a, template: {spec: {}}}]}\n")
+    assert xpk.main([*FLAGS, *IMAGE]) == 0 and applied.read_text() == other
+    assert "restarts after a preemption count towards --max_restarts" in capfd.readouterr().err
     # The exit code of the real kubectl is xpk's.
     (tmp_path / "kubectl").write_text("#!/bin/sh\n[ $1 != apply ]\n")
     assert xpk.main([*FLAGS, *IMAGE]) == 9
