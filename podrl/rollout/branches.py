@@ -410,7 +410,8 @@ class Branches:
                 whole.routes[start:end] = track.routes[: end - start]
             elif track.routes is not None:
                 part = whole.routes[start:end]
-                part[:] = track.routes
+                # A record may have routes of later answers, which an environment that began again did not ask for.
+                part[:] = track.routes[: len(part)]
                 track.routes = part  # routes that arrive later are written into the row
 
     def _encode(self, request: ChatRequest) -> list[int]:

@@ -276,6 +276,20 @@ def test_layers_of_several_kinds_record_their_experts(
     assert len({tuple(layer) for layer in routes_L}) == layers
 
 
+_LESS = '''
+
+class Less:
+    """Asks twice in its first run, and once in later runs."""
+
+    async def run(self, task, model):
+        first = await model.chat([USER], max_tokens=6)
+        if not os.path.exists(ran := f"RAN{task.sample}"):
+            open(ran, "w").close()
+            await model.chat([USER, first, SURE], max_tokens=6)
+        return podrl.Result(1.0)
+'''
+
+
 def chats(tiny_on, tight_config, tmp_path, asked):
     """Makes a model with experts that speaks, its worker, the prompt `asked` and the tokenizer; writes agents.py."""
     tokenizer = Tokenizer(EMBEDDED["tiny_tools"])
@@ -337,3 +351,26 @@ def test_branches_that_windows_cut_keep_their_routes_in_a_run_that_is_killed(tin
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
     assert set(one.version_BT[one.piece_BT == 1]) == {-1, 1} and one.version_BT.max() == 2
     assert one.route_BTX is not None and one.route_BTX[one.version_BT == 1].any()
+
+
+def test_an_agent_that_asks_less_after_a_kill_keeps_the_routes_of_its_tokens(tiny_on, tight_config, tmp_path):
+    """The checkpoint has the routes of both answers of the branch, and only the first answer is asked for again."""
+    chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, ASKED)
+    (tmp_path / "agents.py").write_text(f"{AGENTS}{_LESS.replace('RAN', str(tmp_path / 'ran'))}")
+    how = {"group_size": 2, "step": 3, "sampling": Sampling(max_new=100)}
+    with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Less"), Limits(), journal=None) as host:
+        worker.partner = Partner(host, Dialogue(tokenizer))
+        player = worker.player(prompts, **how)
+        for _ in worker.advance(Policy(chatty.params, 1), [(player, 8)]):
+            pass
+        part = again(of_tracks(prompts, player.state(), prompt_count=1, step=3, quantum=8))
+        assert all(len(sample["answers"]) == 2 for sample in part.samples)
+        player.abandon()
+        player = worker.player(prompts, **how, partial=part)
+        for _ in worker.advance(Policy(chatty.params, 2), [(player, None)]):
+            pass
+        rollouts = worker.rows(player, 0.0)
+    assert (rollouts.mask_BT.sum(axis=1) == 6).all() and rollouts.version_BT.max() == 1
+    assert rollouts.route_BTX is not None
+    want_BTX, known_BT = own_routes(chatty, chatty.params, rollouts), known(rollouts)
+    np.testing.assert_array_equal(rollouts.route_BTX[known_BT], want_BTX[known_BT])
