@@ -176,10 +176,19 @@ class OpenGroups(Generic[_G]):
 
         Returns:
           Whether groups were opened.
+
+        Raises:
+          ValueError: the step is repeated, and the journal drops more groups than there are prompts in reserve.
         """
         opened = False
         # In a step that is repeated, groups that are opened here may be among the groups to drop.
-        while gone := self._clock.without_signal(step, self.groups, sum(s == step for s, _ in self._reserve)):
+        while gone := self._clock.without_signal(step, self.groups, left := sum(s == step for s, _ in self._reserve)):
+            if len(gone) > left:
+                raise ValueError(
+                    f"batches.jsonl drops {len(gone)} groups of equal rewards in step {step}, and {left} prompts are "
+                    "in reserve. To repeat a run, use its dynamic_sampling and dynamic_sampling_batches. Restore them, "
+                    "or delete the file to go on without repeating."
+                )
             for group in gone:
                 give_up(group)
                 self.groups.remove(group)

@@ -8,6 +8,7 @@ import random
 import shutil
 import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from podrl.learner.experience import join
 from podrl.rollout.batches import BatchMaker
 from podrl.rollout.clock import WallClock, in_sessions, sessions_of
 from podrl.rollout.episodes import Partner
+from podrl.rollout.group_player import GroupPlayer, OwnGroup
 from podrl.rollout.journal import NAME, WallJournal, runs_of
 from podrl.rollout.partial import join as join_parts
-from podrl.rollout.partial import join_prompts, of_message, of_tracks
+from podrl.rollout.partial import join_prompts, of_message, of_tracks, take_prompts
 from podrl.rollout.points import Points
 from podrl.runtime.message import decode, encode
 from podrl.runtime.watchdog import Watchdog
@@ -313,6 +315,24 @@ def test_groups_of_equal_rewards_are_replaced_and_all_of_it_is_repeated(tight, p
     assert_equal(whole, play(tmp_path / "two", clock=99)[0])
     assert (tmp_path / "two" / NAME).read_bytes() == (tmp_path / "one" / NAME).read_bytes()
     assert_replaced(whole, WallJournal(tmp_path / "one"), asked, size=P, group_size=G, differ=differ)
+    asked[:] = [take_prompts(batch, np.arange(P)) for batch in asked]
+    with pytest.raises(ValueError, match=r"drops .* 0 prompts are in reserve\. .* dynamic_sampling_batches"):
+        play(tmp_path / "two", clock=99)
+
+
+def test_a_window_waits_for_rewards_and_ends_without_them_when_it_must(prompts_of):
+    known, looks, ended = iter([None, None, False]), itertools.count(), []
+    generator: Any = types.SimpleNamespace(signal=lambda samples: next(known, None))
+    playing = types.SimpleNamespace(done={0: None}, request=types.SimpleNamespace(samples=1))
+    scored, unscored = (
+        OwnGroup(prompts_of([5]), number, 0, False, None, types.SimpleNamespace(player=playing)) for number in range(2)
+    )
+    own = {"on_ended": lambda: ended.append(True), "closed": lambda: False}
+    player = GroupPlayer(generator, "wall", weights=lambda version: Policy({}, version), **own)
+    player.play(lambda: [scored], 0, halt=lambda: False, repeats=False)
+    assert scored.ready and scored.signal is False and ended == [True]
+    player.play(lambda: [unscored], 0, halt=lambda: next(looks) == 3, repeats=False)
+    assert not unscored.ready and ended == [True]
 
 
 def test_a_journal_of_other_samples_is_refused(tight, policies, batches, tmp_path):
