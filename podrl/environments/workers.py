@@ -187,9 +187,10 @@ class Episodes:
         self._loop.soon(self._host.turn, episode, value, drawn)
 
     def rest(self, episode: int) -> None:
-        """Notes that the model answers an episode only after it has answered others.
+        """Takes an episode out of the count of env.processes, because its answer comes only in the next window.
 
-        The episode's program keeps its process, but no longer counts towards env.processes, so that those others start.
+        The episode's program keeps its process. Without this call, the episodes that have to be played before the next
+        window might wait for that process for ever.
         """
         self._loop.soon(self._host.rest, episode)
 
