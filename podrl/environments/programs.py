@@ -126,8 +126,7 @@ class ProgramEnvironment:
             self._command[0] = sys.executable
         if shutil.which(self._command[0]) is None:
             raise ValueError(f"env.program={config.program!r}: there is no command {self._command[0]!r}.")
-        self._log = _Log(folder)
-        self._parser = config.parser
+        self._config, self._log = config, _Log(folder)
         self._free = asyncio.Semaphore(config.processes)
         self._idle: list[_Runner] = []
         self._sessions: dict[str, _Session] = {}
@@ -153,11 +152,11 @@ class ProgramEnvironment:
             try:
                 line = {"id": name, "base_url": front.address, "api_key": front.open(name)}
                 result = await self._result(runner, session, line | {"task": dataclasses.asdict(task)})
-                self._idle.append(runner)
+                await self._keep(runner)
                 return result
             except AgentFailure as failure:
                 if failure.lives:
-                    self._idle.append(runner)
+                    await self._keep(runner)
                 else:
                     await runner.kill()
                 if session.full and failure.kind == "agent":
@@ -173,6 +172,13 @@ class ProgramEnvironment:
                     self._of.pop(number, None)
                     job.cancel()
                 session.lost.cancel()
+
+    async def _keep(self, runner: "_Runner") -> None:
+        """Keeps a process for the next episode; ends it if enough wait, as after a window in which episodes rested."""
+        if len(self._idle) < self._config.processes:
+            self._idle.append(runner)
+        else:
+            await runner.kill()
 
     @contextlib.asynccontextmanager
     async def _place(self, model: EndpointModel) -> AsyncIterator[None]:
@@ -214,7 +220,7 @@ class ProgramEnvironment:
     async def _started(self) -> Front:
         async with self._starting:
             if self._front is None:
-                front = Front(FrontSettings(parser=self._parser, grace_s=_GRACE_S), Limits(), self)
+                front = Front(FrontSettings(parser=self._config.parser, grace_s=_GRACE_S), Limits(), self)
                 await front.start()
                 self._front = front
             return self._front

@@ -1,6 +1,7 @@
 """Tests agent programs in processes of their own: their requests are trained; a failed program's sample is lost and
 counted."""
 
+import asyncio
 import json
 import pathlib
 
@@ -16,6 +17,7 @@ from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.finished_episodes import FinishedEpisode
 from podrl.environments.journal import Files, Journal
+from podrl.environments.programs import ProgramEnvironment
 from podrl.environments.workers import Episodes
 from podrl.job.config import parse
 from podrl.launch import find_config, load_config
@@ -312,6 +314,26 @@ def test_a_program_whose_sample_waits_for_the_next_window_keeps_no_other_from_st
     rollouts = play("forks", processes=1, windows=(4, 4, None))
     assert not faults(rollouts, step=1, max_staleness=1)
     assert all(metrics_of(rollouts, b)["chat_requests"] == 4.0 for b in range(4))
+
+
+def test_no_more_processes_wait_for_episodes_than_may_run(tmp_path):
+    """Episodes that rest between windows have processes beside these."""
+
+    class Runner:
+        killed = False
+
+        async def kill(self):
+            self.killed = True
+
+    runners = [Runner() for _ in range(3)]
+
+    async def keep():
+        environment = ProgramEnvironment(EnvironmentConfig(program="python agent.py", processes=2), str(tmp_path))
+        for runner in runners:
+            await environment._keep(runner)
+
+    asyncio.run(keep())
+    assert [runner.killed for runner in runners] == [False, False, True]
 
 
 def test_an_answer_that_nobody_received_leaves_the_row(play):
