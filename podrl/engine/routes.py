@@ -1,6 +1,7 @@
 """Reads the recorded routes (experts of each token) of samples that leave a session, from their pages to the host."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -105,6 +106,11 @@ class RouteReader:
             block = np.asarray(copy)
             for piece in pieces:
                 _write(piece, block, piece.shard * self._device.engine.shape.max_pages)
+
+    def pending(self, owner: HasRoutes) -> bool:
+        """Returns True while a read of the sample's routes is requested and not complete."""
+        launched = itertools.chain.from_iterable(pieces for pieces, _ in self._launched)
+        return any(piece.owner is owner for piece in itertools.chain((piece for piece, _ in self._wanted), launched))
 
     def finish(self) -> None:
         """Completes all requests."""

@@ -377,6 +377,10 @@ class Session:
         self._carry_out(self._scheduler.stop())
         return [track for track in events if track.stop is not None or track.paused is not None]
 
+    def has_routes(self, track: Track) -> bool:
+        """Returns True if `Track.routes` of a sample that has left the session is complete, or is not recorded."""
+        return self._routes is None or not self._routes.pending(track)
+
     def finish_routes(self) -> None:
         """Completes `Track.routes` of all samples that have left the session."""
         if self._routes is not None:

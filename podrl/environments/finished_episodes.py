@@ -2,7 +2,8 @@
 
 A run that is started again plays the record instead of running the episode's program again. A program may behave
 differently the second time, so only the record leads to the same sample. By the wall clock, the model would also draw
-the answers under other versions of its weights, so the record holds the sampled tokens, too.
+the answers under other versions of its weights, so the record holds the sampled tokens, too, and the experts that the
+tokens took, if they are recorded. These are known only once the episode has left the engine.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ import logging
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from podrl.environments import worker as worker_module
@@ -50,6 +50,8 @@ class _Episode:
       turns: the log of the model's turns, one for each answered observation.
       drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
         for a turn whose tokens the record does not need.
+      routes: future of the routes that the record of a returned episode waits for
+        (podrl.environments.workers.Episodes.record); None before.
       answers: the log of outside answers, by their numbers.
       whats: descriptions of the outside requests, by their numbers.
       asks: outside requests that are not answered yet: (description, start by time.monotonic()), by their numbers.
@@ -71,6 +73,7 @@ class _Episode:
     said: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     drawn: list[Mapping[str, Any] | None] = dataclasses.field(default_factory=list)
+    routes: asyncio.Future[Sequence[Mapping[str, Any] | None]] | None = None
     answers: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     whats: dict[int, str] = dataclasses.field(default_factory=dict)
     asks: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict)
@@ -106,8 +109,8 @@ class _Home:
 class EnvironmentHost:
     """Runs all episodes of a process; podrl.environments.workers.Episodes calls it and documents its methods.
 
-    Every method but `waiting` must be called on one event loop. `turn`, `rest` and `cancel` ignore an episode that has
-    ended.
+    Every method but `waiting` must be called on one event loop. `turn`, `record`, `rest` and `cancel` ignore an episode
+    that has ended.
     """
 
     def __init__(
@@ -125,8 +128,8 @@ class EnvironmentHost:
           config: the settings of the environments and their tools.
           limits: resources that each process with user code may take, and environment variables that it may see.
           journal: the recorded answers of tools and services; None records nothing.
-          emit: function that receives each event ({"say": episode, ...}, {"done": episode, ...} or {"anew": episode})
-            and each error.
+          emit: function that receives each event ({"say": episode, ...}, {"returned": episode}, {"done": episode, ...}
+            or {"anew": episode}) and each error.
           called: function that receives each outside call that is made, except calls that the journal answers; None
             for no such function.
           said: directory of the files with the standard error of MCP servers; None writes to this process's own.
@@ -184,6 +187,11 @@ class EnvironmentHost:
                 self._say_on(episode, episode.finished)
             else:
                 self._begin_anew(episode)
+
+    def record(self, number: int, routes: Sequence[Mapping[str, Any] | None]) -> None:
+        if (episode := self._episodes.get(number)) is not None:
+            assert episode.routes is not None, f"episode {number} has not returned"
+            episode.routes.set_result(routes)
 
     def rest(self, number: int) -> None:
         if (episode := self._episodes.get(number)) is not None and not episode.rested:
@@ -414,7 +422,11 @@ class EnvironmentHost:
 
     async def _record(self, episode: _Episode, result: Mapping[str, Any]) -> None:
         assert self._journal is not None
-        drawn = episode.drawn if any(episode.drawn) else ()
+        drawn = ()
+        if any(episode.drawn):
+            episode.routes = asyncio.get_running_loop().create_future()
+            self._emit({"returned": episode.number})
+            drawn = _with_routes(episode.drawn, await episode.routes)
         finished = FinishedEpisode(episode.said, [digest(turn) for turn in episode.turns], result, drawn)
         try:
             await self._journal.add(episode.task, NUMBER, self._what(episode.task), finished.record())
@@ -553,6 +565,15 @@ class EnvironmentHost:
             f"Environment {self._config.environment} of {_sample(episode.task)} (step {episode.task.step}, after turn "
             f"{len(episode.turns)}; prompt {episode.task.prompt[:160]!r})"
         )
+
+
+def _with_routes(
+    drawn: Sequence[Mapping[str, Any] | None], routes: Sequence[Mapping[str, Any] | None]
+) -> list[Mapping[str, Any] | None]:
+    """Adds the routes, one for each turn that has token columns, to these columns."""
+    assert len(routes) == sum(one is not None for one in drawn), (len(routes), len(drawn))
+    left = iter(routes)
+    return [one and (one if (new := next(left)) is None else {**one, "routes": new}) for one in drawn]
 
 
 def _sample(task: Task) -> str:

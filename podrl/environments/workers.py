@@ -39,7 +39,8 @@ class EpisodeObservation:
       dropped: numbers of earlier requests of the episode whose answers no client received.
       overlaps: whether the episode made this request while an earlier request of it was open.
       drawn: packed token columns (ids, log-probabilities, versions) of the answer to this request in an earlier run
-        (podrl.rollout.partial.pack_turn), which answer it again; None for a request that the model must answer.
+        (podrl.rollout.partial.pack_turn), which answer it again; None for a request that the model must answer. If the
+        request opened a branch and routes were recorded, `routes` has the branch's packed routes (`Episodes.record`).
     """
 
     episode: int
@@ -90,7 +91,17 @@ class EpisodeRestart:
     episode: int
 
 
-EpisodeEvent = EpisodeObservation | EpisodeEnd | EpisodeRestart
+@dataclasses.dataclass(frozen=True)
+class EpisodeReturn:
+    """An episode whose environment has returned; its EpisodeEnd comes after `Episodes.record` has been called.
+
+    Only an episode whose record has token columns sends it.
+    """
+
+    episode: int
+
+
+EpisodeEvent = EpisodeObservation | EpisodeReturn | EpisodeEnd | EpisodeRestart
 
 
 class Episodes:
@@ -186,6 +197,16 @@ class Episodes:
             value |= {"logprobs": [float(logprob) for logprob in turn.logprobs], "pieces": list(turn.pieces)}
         self._loop.soon(self._host.turn, episode, value, drawn)
 
+    def record(self, episode: int, routes: Sequence[Mapping[str, Any] | None]) -> None:
+        """Adds the routes to the record of an episode after its EpisodeReturn, and has the record written.
+
+        Args:
+          episode: number of the episode.
+          routes: packed routes (podrl.rollout.partial.pack_routes) of the branch that the request of each answer with
+            token columns opened; None if it opened none, or if routes are not recorded.
+        """
+        self._loop.soon(self._host.record, episode, routes)
+
     def rest(self, episode: int) -> None:
         """Takes an episode out of the count of env.processes, because its answer comes only in the next window.
 
@@ -243,6 +264,8 @@ def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | 
                 cuts = tuple(tuple((start, end) for start, end in group) for group in said["cuts"])
                 lists = {"stop": tuple(said["stop"]), "records": tuple(said["records"]), "cuts": cuts}
                 messages.put(EpisodeObservation(episode, **{**said, **lists}))
+            case {"returned": episode}:
+                messages.put(EpisodeReturn(episode))
             case {"done": episode, **result}:
                 messages.put(EpisodeEnd(episode, **result))
             case {"anew": episode}:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
+from jaxtyping import UInt8
 
 from podrl.data.tokenizer import Tokenizer
 from podrl.engine.config import Sampling
@@ -197,7 +198,8 @@ class Branches:
           leaves: value of `drawn` at which the episode leaves the session; None for never.
           drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; the engine samples its
             remaining tokens if it has not ended. An answer with a hash of its request (`read_record`) is taken over
-            only if it answers this request. None to sample the whole answer.
+            only if it answers this request. If the request opens a branch, `routes` has the branch's routes, if they
+            were recorded. None to sample the whole answer.
 
         Returns:
           The request's tokens that the branch did not have; None if there is no room for them and an answer.
@@ -378,21 +380,29 @@ class Branches:
           the request opened; a request that continued a branch has none.
         """
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
-        rows, routes, seen = [], [], set[Track]()
-        for answer in self._answers:
+        rows, routes = [], []
+        for answer, opened in zip(self._answers, self.routes(), strict=True):
             track = answer.track
             places = slice(answer.first, len(track.tokens) if answer.end is None else answer.end)
             whole.tokens += track.tokens[places]
             whole.versions += track.versions[places]
             for name, values in whole.drawn.items():
                 values += track.drawn[name][places]
-            new = [track.routes] if track.routes is not None and track not in seen else []
-            seen.add(track)
+            new = [] if opened is None else [opened]
             routes += new
             rows.append([answer.request, len(track.tokens[places]), answer.paused, sum(map(len, new))])
         whole.sampled = len(whole.tokens)
         whole.routes = np.concatenate(routes) if routes else None
         return rows, whole
+
+    def has_routes(self, session: Session) -> bool:
+        """Returns True if the routes of all branches, which have left the session, have arrived on the host."""
+        return all(session.has_routes(track) for track in self._tracks)
+
+    def routes(self) -> list[UInt8[np.ndarray, "T X"] | None]:
+        """Lists the routes of the branch that each answer's request opened; None for a request that continued one."""
+        first = {answer.track: i for i, answer in reversed(list(enumerate(self._answers)))}
+        return [answer.track.routes if first[answer.track] == i else None for i, answer in enumerate(self._answers)]
 
     def _join_routes(self, session: Session, whole: Track) -> None:
         """Gives the sample the routes of its branches, which may still be on their way from the device to the host."""

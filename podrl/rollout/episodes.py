@@ -16,9 +16,9 @@ from podrl.engine.state import STOP_IDS
 from podrl.environments.calls import SEPARATOR, shortened
 from podrl.environments.protocol import FULL, REFUSED, Task, Turn
 from podrl.environments.wire.requests import RefusedRequest
-from podrl.environments.workers import EpisodeEnd, EpisodeEvent, EpisodeObservation, EpisodeRestart
+from podrl.environments.workers import EpisodeEnd, EpisodeEvent, EpisodeObservation, EpisodeRestart, EpisodeReturn
 from podrl.rollout.branches import Branches, ChatRequest, read_record
-from podrl.rollout.partial import PartialBatch, fill, pack_turn
+from podrl.rollout.partial import PartialBatch, fill, pack_routes, pack_turn, unpack_routes
 from podrl.rollout.points import Points
 from podrl.types import (
     STOP_CALLS,
@@ -43,6 +43,8 @@ class EpisodeHost(Protocol):
     def start(self, episode: int, task: Task, *, recorded: bool = True) -> None: ...
 
     def turn(self, episode: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None: ...
+
+    def record(self, episode: int, routes: Sequence[Mapping[str, Any] | None]) -> None: ...
 
     def rest(self, episode: int) -> None: ...
 
@@ -224,6 +226,7 @@ class EpisodePlayer:
         self._unopened: dict[int, set[int]] = {}  # by prompt: samples whose environments have not opened them yet
         self._ended: list[int] = []
         self._waiting: set[int] = set()  # samples that wait for a message of their environments
+        self._returned: set[int] = set()  # samples whose environments wait for routes (`EpisodeReturn`)
         self._inboxes: dict[int, list[EpisodeEvent]] = {}  # by row: the episode's inbox in `Partner.inboxes`
         self._points = Points()
         self._calls: int | None = None
@@ -325,6 +328,7 @@ class EpisodePlayer:
         return sum(not self._parked(self._episodes[b]) for b in self._waiting)
 
     def take(self) -> list[tuple[int, Any]]:
+        self._record_returned()
         ended, self._ended = self._ended, []
         self.done.update((b, self._episodes.pop(b)) for b in ended)
         return [(b, self.done[b]) for b in ended]
@@ -356,6 +360,9 @@ class EpisodePlayer:
                 message = inbox.pop(0)
                 if isinstance(message, EpisodeRestart):
                     self._begin_anew(b)
+                    continue
+                if isinstance(message, EpisodeReturn):
+                    self._on_return(b)
                     continue
                 if self._episodes[b].stop is None and not self._repeats(b, message):
                     self._waiting.discard(b)
@@ -467,11 +474,6 @@ class EpisodePlayer:
                 "of tokens, which need an order of its tokens: await each answer before the next request, or set "
                 "rollout.clock='wall', or grpo.max_staleness to 0 or 1."
             )
-        if self._by_wall and request.route_bytes:
-            raise BatchError(
-                f"{self._name(b)} asks by model.chat with rollout.clock='wall', and records of finished episodes lack "
-                "the experts that tokens took: set rollout.router_replay=False, or rollout.clock='tokens'."
-            )
         self._unopened.get(p, set()).discard(b)
         if episode.branches is None:
             if episode.track is not None or episode.opening is not None:
@@ -498,7 +500,7 @@ class EpisodePlayer:
                     f"{most} are possible: give fewer."
                 )
                 raise RefusedRequest(400, "unsupported_parameter", why, "stop_token_ids")
-            drawn = message.drawn if self._by_wall else next(iter(episode.answers), None)
+            drawn = _with_routes(message.drawn) if self._by_wall else next(iter(episode.answers), None)
             leaves, urgent = self._leaves(episode), self._points.urgent
             new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=urgent, leaves=leaves, drawn=drawn)
         except RefusedRequest as error:
@@ -550,6 +552,28 @@ class EpisodePlayer:
         """Joins all branches of an episode into one completion."""
         if episode.branches is not None:
             episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
+
+    def _on_return(self, b: int) -> None:
+        """Takes a conversation out of the session, because its environment has returned and its record is due."""
+        episode = self._episodes[b]
+        if episode.stop is None and episode.branches is not None:
+            episode.branches.leave(self._session)
+            self._returned.add(b)
+
+    def _record_returned(self) -> None:
+        """Sends the routes of episodes whose environments have returned to the record, once they are on the host.
+
+        The device copies routes before its next dispatch, so they need not be waited for while samples are running.
+        """
+        if self._returned and not self._session.busy:
+            self._session.finish_routes()
+        for b in sorted(self._returned):
+            branches = self._episodes[b].branches
+            assert branches is not None, b
+            if branches.has_routes(self._session):
+                self._returned.remove(b)
+                packed = [None if routes is None else pack_routes(routes) for routes in branches.routes()]
+                self._host.record(self._first + b, packed)
 
     def _on_done(self, b: int, done: EpisodeEnd) -> None:
         episode = self._episodes[b]
@@ -750,6 +774,7 @@ class EpisodePlayer:
     def _end(self, b: int, stop: int, text: str | None) -> None:
         episode = self._episodes[b]
         self._waiting.discard(b)
+        self._returned.discard(b)
         self._partner.inboxes.pop(self._first + b, None)
         self._inboxes.pop(b, None)
         episode.stop, episode.seconds = stop, time.monotonic() - episode.started
@@ -762,6 +787,13 @@ class EpisodePlayer:
     def _name(self, b: int) -> str:
         p, g = divmod(b, self.request.group_size)
         return f"The environment of sample {g} of prompt {int(self.request.prompts.index_P[p])}"
+
+
+def _with_routes(drawn: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Unpacks the routes of a recorded answer, if it has any."""
+    if drawn is None or "routes" not in drawn:
+        return drawn
+    return {**drawn, "routes": unpack_routes(drawn["routes"])}
 
 
 def _plain(value: Any) -> Any:

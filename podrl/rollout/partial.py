@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt8
 
 from podrl.engine.session import Track
 from podrl.runtime.message import Message
@@ -155,6 +155,16 @@ def fill_turn(track: Track, packed: Mapping[str, Any]) -> int | None:
         values.extend(np.frombuffer(base64.b64decode(packed["columns"][name]), TOKENS[name].dtype).tolist())
     track.sampled += len(track.tokens) - before
     return packed["paused"]
+
+
+def pack_routes(routes: UInt8[np.ndarray, "T X"]) -> dict[str, Any]:
+    """Packs the routes of a sample (`Track.routes`) as values for JSON."""
+    return {"width": routes.shape[1], "bytes": base64.b64encode(routes.tobytes()).decode()}
+
+
+def unpack_routes(packed: Mapping[str, Any]) -> UInt8[np.ndarray, "T X"]:
+    """Unpacks routes that `pack_routes` packed."""
+    return np.frombuffer(base64.b64decode(packed["bytes"]), np.uint8).reshape(-1, packed["width"]).copy()
 
 
 def join(parts: Sequence[PartialBatch]) -> PartialBatch:

@@ -148,7 +148,6 @@ def play(serving, tmp_path):
         response=100,
         quantum=None,
         clock: Literal["tokens", "wall"] = "tokens",
-        route_bytes=0,
         **settings,
     ):
         prompts = asked_once(serving, asked)
@@ -158,7 +157,6 @@ def play(serving, tmp_path):
             worker.partner = Partner(host, Dialogue(serving._tokenizer), clock=clock)
             try:
                 player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=response))
-                player.request = dataclasses.replace(player.request, route_bytes=route_bytes)
                 for _ in worker.advance(policy, [(player, quantum)]):
                     pass
                 return worker.rows(player, 0.0)
@@ -267,8 +265,6 @@ def test_a_crash_names_the_agent(play):
 def test_what_cannot_be_played_is_refused(play):
     with pytest.raises(BatchError, match=r"model\.chat and by model\.say"):
         play("Mixes")
-    with pytest.raises(BatchError, match=r"set rollout\.router_replay=False"):
-        play("Forks", clock="wall", route_bytes=4)
 
 
 def of_versions(serving, count):

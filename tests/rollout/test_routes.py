@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 import types
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_branches import AGENTS, ASKED
+from test_wall import LAST, NAME, P, mixed
+from test_wall import made as by_wall
 from test_windows import G, again, made
 
 from podrl.data.dialogue import Dialogue
@@ -16,6 +19,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.engine import engine as engine_module
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
+from podrl.environments.journal import Files, Journal
 from podrl.environments.workers import Episodes
 from podrl.mesh.build import parse_mesh
 from podrl.models import decoder, moe
@@ -23,6 +27,7 @@ from podrl.models.config import LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.rollout.episodes import Partner
 from podrl.rollout.partial import of_tracks
+from podrl.rollout.points import Points
 from podrl.storage.hub import EMBEDDED
 from podrl.trainer.objective import Forward
 from podrl.trainer.pack_shape import PackShape
@@ -142,20 +147,18 @@ def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, work
         np.testing.assert_allclose(got.logprob_BT, want.logprob_BT, atol=1e-5)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_trainer_on_recorded_routes_computes_the_samplers_probabilities(routed, worker, prompts_of, shared):
-    """The trainer's selection bias differs, so its own choice would differ; the weights of the experts stay the
-    same."""
-    rollouts = worker.generate(
-        Policy(routed.params, 7), prompts_of([5, 20, 9, 1]), group_size=4, step=3, sampling=SAMPLING
-    )
-    noise = 0.3 * jax.random.normal(jax.random.key(4), routed.params["layers"]["selection_bias"].shape)
-    layers = routed.params["layers"] | {"selection_bias": routed.params["layers"]["selection_bias"] + noise}
-    params = jax.device_put(routed.params | {"layers": layers}, routed.shardings)
+def check_replayed(tiny, rollouts, shape):
+    """Asserts that a trainer with another selection bias has the sampler's probabilities, if it replays the routes.
+
+    Returns:
+      The number of tokens that the trainer routed by itself.
+    """
+    noise = 0.3 * jax.random.normal(jax.random.key(4), tiny.params["layers"]["selection_bias"].shape)
+    layers = tiny.params["layers"] | {"selection_bias": tiny.params["layers"]["selection_bias"] + noise}
+    params = jax.device_put(tiny.params | {"layers": layers}, tiny.shardings)
     B, T = rollouts.tokens_BT.shape
-    shape = PackShape(micro_batches=1, rows=B, tokens=128, shards=2, shared=shared)
     placement = place_samples(rollouts, np.arange(B), shape)
-    forward = Forward(config=routed.model, mesh=routed.mesh)
+    forward = Forward(config=tiny.model, mesh=tiny.mesh)
 
     @jax.jit
     def scores(params, layout):
@@ -170,9 +173,22 @@ def test_trainer_on_recorded_routes_computes_the_samplers_probabilities(routed, 
     apart, metrics = off(placement.replayed(rollouts, np.arange(B)))
     assert apart.max() < 1e-5
     assert 0.3 < metrics["moe/route_differs"].mean() <= 1
-    np.testing.assert_allclose(metrics["moe/replayed"].count - metrics["moe/replayed"].total, B)  # last tokens
+    unknown = round(float(metrics["moe/replayed"].count - metrics["moe/replayed"].total))
     free, metrics = off(placement.layout(rollouts.tokens_BT))
     assert free.mean() > 1e-3 and not metrics
+    return unknown
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_trainer_on_recorded_routes_computes_the_samplers_probabilities(routed, worker, prompts_of, shared):
+    """The trainer's selection bias differs, so its own choice would differ; the weights of the experts stay the
+    same."""
+    rollouts = worker.generate(
+        Policy(routed.params, 7), prompts_of([5, 20, 9, 1]), group_size=4, step=3, sampling=SAMPLING
+    )
+    B = len(rollouts.length_B)
+    shape = PackShape(micro_batches=1, rows=B, tokens=128, shards=2, shared=shared)
+    assert check_replayed(routed, rollouts, shape) == B  # the last tokens
 
 
 def test_routes_of_windows_are_those_of_the_last_version_and_survive_a_kill(routed, worker, prompts_of):
@@ -374,3 +390,75 @@ def test_an_agent_that_asks_less_after_a_kill_keeps_the_routes_of_its_tokens(tin
     assert rollouts.route_BTX is not None
     want_BTX, known_BT = own_routes(chatty, chatty.params, rollouts), known(rollouts)
     np.testing.assert_array_equal(rollouts.route_BTX[known_BT], want_BTX[known_BT])
+
+
+@FORMS
+def test_a_run_by_the_wall_clock_is_repeated_with_its_routes(routed, worker, prompts_of, tmp_path):
+    policies = [Policy(routed.make_params(version), version) for version in range(LAST + 1)]
+    batches = [prompts_of([5, 17, 9], index=np.arange(P) + P * b) for b in range(LAST + 1)]
+    run = lambda name, clock: by_wall(worker, policies, batches, SAMPLING, tmp_path / name, S=2, clock=clock)[0]  # noqa: E731
+    found = run("one", 3)
+    (tmp_path / "two").mkdir()
+    shutil.copy(tmp_path / "one" / NAME, tmp_path / "two")
+    again = run("two", 99)
+    assert mixed(found)
+    for step, one in found.items():
+        rollouts, repeated = one.rollouts, again[step].rollouts
+        np.testing.assert_array_equal(rollouts.tokens_BT, repeated.tokens_BT)
+        np.testing.assert_array_equal(rollouts.route_BTX, repeated.route_BTX)
+        last_B = rollouts.version_BT.max(axis=1)
+        for version in set(last_B.tolist()):
+            rows_BT = known(rollouts) & (last_B == version)[:, None]
+            want_BTX = own_routes(routed, policies[version].params, rollouts)
+            np.testing.assert_array_equal(rollouts.route_BTX[rows_BT], want_BTX[rows_BT])
+
+
+_WILD = '''
+
+class Wild:
+    """Asks for something else in each run; nobody receives the answer that goes on with its first branch."""
+
+    async def run(self, task, model):
+        with open("RAN", "a") as file:
+            file.write("x")
+        more = {"role": "user", "content": os.urandom(2).hex()}
+        first = await model.chat([USER], max_tokens=6)
+        await model.chat([more], max_tokens=4, aside=True)
+        await model.chat([USER, first, more], max_tokens=6)
+        model.drop(model.answers - 1)
+        await model.chat([USER, first, SURE], max_tokens=6)
+        await model.chat([more], max_tokens=6)
+        return podrl.Result(1.0)
+'''
+
+
+@pytest.mark.nightly("podrl/engine", "podrl/models", "podrl/rollout", "podrl/environments")
+def test_a_record_of_an_agent_by_the_wall_clock_has_the_routes_of_its_tokens(tiny_on, tight_config, tmp_path):
+    """The episodes go on under a second version of the same weights, as at the learning rate 0."""
+    chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, ASKED)
+    (tmp_path / "agents.py").write_text(f"{AGENTS}{_WILD.replace('RAN', str(tmp_path / 'ran'))}")
+    config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:Wild")
+
+    def drawn(points, *, pauses):
+        files = Files(tmp_path / "outside")
+        with Episodes(config, Limits(), journal=Journal(files, exact=False)) as host:
+            worker.partner = Partner(host, Dialogue(tokenizer), clock="wall")
+            player = worker.player(prompts, group_size=2, step=2, sampling=Sampling(max_new=100))
+            begun = lambda: min(episode.track is not None and len(episode.track.tokens) for episode in of) > 1  # noqa: E731
+            of = list(player._episodes.values())
+            for version in (1, 2) if pauses else (2,):
+                halt = begun if version == 1 else None
+                for _ in worker.advance(Policy(chatty.params, version), [(player, points)], halt=halt):
+                    pass
+            files.close()
+            return worker.rows(player, 0.0)
+
+    one = drawn(None, pauses=True)
+    assert set(one.version_BT[one.mask_BT > 0]) == {1, 2} and (one.piece_BT.max(axis=1) >= 1).all()
+    pieces = 2 + one.piece_BT.max(axis=1).sum()
+    unknown = check_replayed(chatty, one, PackShape(micro_batches=1, rows=pieces, tokens=160, shards=1))
+    assert unknown == pieces - 2  # the last tokens; a branch that was cut went on, so its last token was computed
+    again = drawn(Points(repeated=True), pauses=False)
+    assert (tmp_path / "ran").read_text() == "xx"  # no program ran again
+    for name in ("tokens_BT", "piece_BT", "mask_BT", "version_BT", "raw_logprob_BT", "route_BTX", "stop_B"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(again, name), err_msg=name)
