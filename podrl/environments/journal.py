@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, BinaryIO, Protocol
 
+from podrl.environments.finished_episodes import NUMBER
 from podrl.environments.protocol import Task
 from podrl.runtime.channel import Channel
 from podrl.runtime.message import Message
@@ -59,6 +60,7 @@ class Journal:
         self._store, self.exact = store, exact
         self._known: dict[str, Records] = {}
         self._old: set[str] = set()  # names of steps that must be read again, as other processes may have added records
+        self._shed: set[str] = set()  # names of steps with added records that are not in `_known`
         self._warned = not exact
 
     async def find(self, task: Task, number: int, what: str) -> dict[str, Any] | None:
@@ -73,8 +75,10 @@ class Journal:
           The answer; None if there is no record of this number with the same description.
         """
         name = _name(task)
-        if (known := self._known.get(name)) is None or name in self._old:
+        stale = name in self._old or (number == NUMBER and name in self._shed)
+        if (known := self._known.get(name)) is None or stale:
             self._old.discard(name)
+            self._shed.discard(name)
             known = self._known[name] = {**await self._store.read(name), **self._known.get(name, {})}
         found = known.get((task.index, task.sample, number))
         if found is None or found["request"] == _hash(what):
@@ -92,7 +96,11 @@ class Journal:
         """Records the answer to a request; the arguments are those of `find`, and the answer as JSON values."""
         record = {"index": task.index, "sample": task.sample, "n": number, "request": _hash(what), "answer": answer}
         await self._store.add(_name(task), record)
-        self._known.setdefault(_name(task), {})[_key(record)] = record
+        if _is_large(record):
+            self._shed.add(_name(task))
+            self._known.get(_name(task), {}).pop(_key(record), None)  # a record of an earlier run is out of date
+        else:
+            self._known.setdefault(_name(task), {})[_key(record)] = record
 
     def read_again(self) -> None:
         """Makes the next `find` read the store again, because other processes may have added records."""
@@ -109,7 +117,8 @@ class Files:
     """Keeps records in `directory`/<name>.jsonl, each a line with a checksum; any thread may call any method.
 
     A damaged line is logged and stays in the file; a sample that reaches its request again makes the call again. One
-    thread writes. Records that arrive while it waits for the disk are written together afterwards.
+    thread writes. Records that arrive while it waits for the disk are written together afterwards. Records of finished
+    episodes with their tokens leave the memory once they are written.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None) -> None:
@@ -122,8 +131,9 @@ class Files:
         self._directory, self._written = directory, written
         self._files: dict[str, BinaryIO] = {}
         self._records: dict[str, Records] = {}
+        self._shed: set[str] = set()  # names of files with records that have left the memory
         self._waiting: list[tuple[str, Record, Future[Message]]] = []
-        self._lock = threading.Lock()  # protects _files and _records
+        self._lock = threading.Lock()  # protects _files, _records and _shed
         self._more = threading.Condition()  # protects _waiting and _thread
         self._thread: threading.Thread | None = None
 
@@ -168,6 +178,9 @@ class Files:
 
     def _listed(self, name: str) -> list[Record]:
         with self._lock:
+            if name in self._shed:
+                self._shed.remove(name)
+                self._records.pop(name, None)
             return list(self._read(name).values())
 
     def _add(self, name: str, record: Record) -> "Future[Message]":
@@ -210,7 +223,10 @@ class Files:
                         continue  # the same record came twice
                     changed[name] = file = self._open(name)
                     file.write(sealed_lines.encode(record))
-                    known[_key(record)] = record
+                    if _is_large(record):
+                        self._shed.add(name)
+                    else:
+                        known[_key(record)] = record
                 for file in changed.values():
                     file.flush()
                     os.fsync(file.fileno())
@@ -269,6 +285,11 @@ class AtLeader:
 
 def _key(record: Mapping[str, Any]) -> tuple[int, int, int]:
     return record["index"], record["sample"], record["n"]
+
+
+def _is_large(record: Record) -> bool:
+    """Returns True for a finished episode with its tokens, which only a run that is started again looks up."""
+    return record["n"] == NUMBER and "drawn" in record["answer"]
 
 
 def _name(task: Task) -> str:

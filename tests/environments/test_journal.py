@@ -12,6 +12,7 @@ import pytest
 from endpoints import joined
 from waits import PATIENCE_S
 
+from podrl.environments.finished_episodes import NUMBER
 from podrl.environments.journal import AtLeader, Files, Journal
 from podrl.environments.protocol import Task
 from podrl.runtime.channel import ChannelError
@@ -46,6 +47,18 @@ def find(journal, number, what, task=TASK):
 
 def add(journal, number, what, answer, task=TASK):
     asyncio.run(journal.add(task, number, what, answer))
+
+
+def test_a_finished_episode_with_its_tokens_is_on_the_disk_and_not_in_memory(pods, files):
+    journal = at(pods[1])
+    add(journal, 0, "sky", {"text": "blue"})
+    for drawn in (["old"], ["new"]):
+        add(journal, NUMBER, "program", {"drawn": drawn})
+        assert list(files._records["7"]) == list(journal._known["7"]) == [(2, 1, 0)]
+    assert find(journal, 0, "sky") == {"text": "blue"} and list(journal._known["7"]) == [(2, 1, 0)]
+    assert find(journal, NUMBER, "program") == find(at(pods[2]), NUMBER, "program") == {"drawn": ["new"]}
+    add(journal, NUMBER, "program", {"drawn": ["newest"]})
+    assert find(journal, NUMBER, "program") == find(at(pods[2]), NUMBER, "program") == {"drawn": ["newest"]}
 
 
 def test_the_leader_has_an_answer_before_it_is_used(pods, files, tmp_path):
