@@ -423,6 +423,14 @@ def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
     return shape.fields(record, config.question_field, config.answer_field)
 
 
+def replaced_fields(record: Record | Problem, config: DataConfig) -> set[str]:
+    """Names the fields of a record that reward functions do not get, because podrl gives their names other values."""
+    if not isinstance(record, Mapping):
+        return set()
+    read = {shape.asked(record, config.question_field), config.answer_field}
+    return {"messages", "prompt", shape.QUESTION, shape.ANSWER} & set(record) - read
+
+
 def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:
     raw = {"prompt": item} if isinstance(item, str) else item
     if not isinstance(raw, Mapping):

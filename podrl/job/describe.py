@@ -12,7 +12,7 @@ import rich.console
 from jax.sharding import Mesh
 
 from podrl.data.mixture import split
-from podrl.data.pipeline import system_prompt, task_fields
+from podrl.data.pipeline import replaced_fields, system_prompt, task_fields
 from podrl.job.config import Job
 from podrl.job.evaluation import unmeasured
 from podrl.job.placement import EvaluationConfig, Meshes
@@ -160,13 +160,20 @@ def data_lines(job: Job) -> list[str]:
         opened = split(data)
     except FileNotFoundError:
         return [f"Data: data.path={data.path} or data.eval_path={data.eval_path} is not here; the run itself needs it."]
-    fields = dict[str, None]()
+    fields, hidden = dict[str, None](), set[str]()
     before = dict.fromkeys(text for part in opened.parts if (text := system_prompt(part.config)))
     for part in opened.parts:
         fields |= dict.fromkeys(["system_prompt"] if system_prompt(part.config) else [])
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
+        hidden |= replaced_fields(part.train[0], part.config)
     fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
-    about = f"Reward functions are given prompts, completions, and of every record: {', '.join(fields)}."
+    about = f"Reward functions are given prompts, completions, and of the records: {', '.join(fields)}."
+    if "answer" in fields:
+        about += "".join(
+            f"\nSome records have no answer, and None is given: {place}." for place, _ in opened.unanswered
+        )
+    for name in sorted(hidden):
+        about += f"\nThe records' own field {name!r} is not given: podrl reads questions and answers from other fields."
     if why := unmeasured(job, data) if job.eval.problems else "eval.problems=0":
         about += f"\nNo accuracies: {why}."
     about += "".join(f"\nQuestions are preceded by {text!r} (data.system_prompt)." for text in before)

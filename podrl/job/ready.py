@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from podrl.data import sources
 from podrl.data.config import is_generated
 from podrl.data.mixture import OpenedSource, split
 from podrl.data.pipeline import PartRenderer
+from podrl.data.shape import ANSWER, QUESTION
 from podrl.data.tokenizer import Tokenizer
 from podrl.environments import dr_tulu
 from podrl.environments.config import is_own
@@ -115,11 +116,27 @@ def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
 
     Raises:
       ValueError: a record cannot be rendered, for example because the chat template does not write a turn; the message
-        names the place of the record.
+        names the place of the record. Or no record has the field that data.question_field or data.answer_field names.
     """
+    _check_field_names(job)
     in_files = any(not is_generated(one.path) for one in job.data.singles())
     job.kind.stream(job, tokenizer).look(most if in_files else _FEW)
     held_out(job, tokenizer)
+
+
+def _check_field_names(job: Job) -> None:
+    """Refuses a field name that the user chose if no record has it: other fields would silently take its place."""
+    parts = split(job.data, job.kind.form).parts
+    for key, usual in (("question_field", QUESTION), ("answer_field", ANSWER)):
+        for name in dict.fromkeys(getattr(part.config, key) for part in parts):
+            of_name = [part.train for part in parts if getattr(part.config, key) == name != usual]
+            records = [train[i] for train in of_name for i in range(min(len(train), _LOOK))]
+            known = [record for record in records if isinstance(record, Mapping)]
+            if known and not any(name in record for record in known):
+                raise ValueError(
+                    f"data.{key}={name!r}: none of the first {len(known)} records has this field. The first record has "
+                    f"{', '.join(known[0])}."
+                )
 
 
 def check_all(job: Job) -> None:

@@ -325,7 +325,7 @@ class DistilledGRPO(GRPO):
         return {"opd/compared": float((has_weight * (self._teachable(experience) > 0)).sum()) / max(wanted, 1.0)}
 
     def watched(self) -> list[tuple[str, str]]:
-        reward, _, *others = super().watched()
+        reward, *others = (pair for pair in super().watched() if pair[1] != "kl")
         return [reward, ("opd/reverse_kl", "kl"), *others]
 
 

@@ -300,7 +300,8 @@ class GRPO:
             metrics |= {"packing/shared": 1 - packed / apart, "packing/padding": 1 - packed / computed}
         jax.block_until_ready(self.cluster.state.step)  # so that the stage 'update' covers the device's work
         if self._loss_kl.active:
-            metrics |= self._loss_kl.trained(metrics["actor/kl"], self._samples)
+            return metrics | self._loss_kl.trained(metrics["actor/kl"], self._samples)
+        metrics.pop("actor/kl", None)  # a 0 that nothing measured: the loss has no KL
         return metrics
 
     # Shapes and splits, used by the methods above.
@@ -354,10 +355,10 @@ class GRPO:
 
     def watched(self) -> list[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
-        kl = "reward/kl" if self._reward_kl.active else "actor/kl" if self._needs_reference else "actor/approx_kl"
+        kl = ("reward/kl", self._reward_kl.active), ("actor/kl", self._loss_kl.active)
         return [
             ("reward/mean", "reward"),
-            (kl, "kl"),
+            *[(name, "kl") for name, measured in kl if measured][:1],
             ("accuracy/answer", "accuracy"),
             ("rollout/tokens_per_s", "tok/s"),
         ]

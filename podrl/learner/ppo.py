@@ -120,8 +120,8 @@ class PPO:
 
     def watched(self) -> list[tuple[str, str]]:
         """Lists (metric, label) pairs of the progress line."""
-        reward, kl, *others = self.policy.watched()
-        return [reward, kl, ("critic/explained_variance", "critic"), *others]
+        *before, accuracy, speed = self.policy.watched()
+        return [*before, ("critic/explained_variance", "critic"), accuracy, speed]
 
     def columns(self, advantages: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
         """Names the per-token results of `advantages` for the trace; the return is the critic's target."""

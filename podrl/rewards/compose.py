@@ -240,7 +240,7 @@ class Rewards:
         Raises:
           ValueError: a function needs a missing answer; the message names the record and the functions.
         """
-        needs = self._needs()
+        needs = self._about("needs")
         for place, own in unanswered:
             scored = [f for f in self._functions if f.scores(own) and not f.dataset]
             if asking := [f.name for f in scored if "answer" in needs[f.name]]:
@@ -263,7 +263,7 @@ class Rewards:
         Raises:
           ValueError: a record lacks a field; the message names the record, the function and the field.
         """
-        needs, dataset = self._needs(), self._config.dataset_field
+        needs, dataset = self._about("needs"), self._config.dataset_field
         for function in (f for f in self._functions if f.scores(own)):
             mine = [one for one in records if function.dataset in ("", str(one[1].get(dataset)))]
             # podrl's own functions refuse a record without the field; functions of users get None.
@@ -276,6 +276,10 @@ class Rewards:
                         f"{place} has no field {name!r} (it has {', '.join(fields)}), which {function.name} of "
                         "reward.fns takes: name a field that the records have, or give the argument a default."
                     )
+            for name in self._about("options")[function.name]:
+                if not always and mine and name not in fields_of_job:
+                    known = ", ".join(mine[0][1])
+                    _log.warning("%s always gets %s=None: no record has this field (%s).", function.name, name, known)
 
     def check_scored(
         self,
@@ -345,10 +349,10 @@ class Rewards:
                     f"{problem}."
                 )
 
-    def _needs(self) -> dict[str, list[str]]:
-        """Returns the names of the record fields that each function requires, by name of the function."""
-        needs = {f.name: worker.needs(f.here) for f in self._functions if f.here is not None}
-        return needs | {name: about["needs"] for name, about in (self._pool.about if self._pool else {}).items()}
+    def _about(self, what: Literal["needs", "options"]) -> dict[str, list[str]]:
+        """Returns what `worker.needs` or `worker.options` says about each function, by name of the function."""
+        here = {f.name: getattr(worker, what)(f.here) for f in self._functions if f.here is not None}
+        return here | {name: about[what] for name, about in (self._pool.about if self._pool else {}).items()}
 
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]

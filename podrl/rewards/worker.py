@@ -21,6 +21,8 @@ def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fie
       that the function asks cannot be reached; or {'bad': what is wrong}, with the index 'sample' if a single value is
       wrong.
     """
+    if mistaken := _mistaken(fn, fields):
+        return {"bad": mistaken}
     try:
         result = _apply(fn, prompts, completions, fields)
         if isinstance(result, str | Mapping) or not hasattr(result, "__iter__"):
@@ -47,7 +49,7 @@ def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fie
 def main() -> None:
     """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     child.serve(
-        lambda fn, spec: {"needs": needs(fn)},
+        lambda fn, spec: {"needs": needs(fn), "options": options(fn)},
         lambda fn, batch: call(fn, batch["prompts"], batch["completions"], batch["fields"]),
     )
 
@@ -63,6 +65,35 @@ def needs(fn: Callable[..., Any]) -> list[str]:
     if "completions" not in [p.name for p in parameters]:
         required = required[2:]  # prompts and completions by position
     return [*(name for name in required if name not in ("prompts", "completions")), *getattr(fn, "reads", ())]
+
+
+def options(fn: Callable[..., Any]) -> list[str]:
+    """Names the arguments that have None as their default, so that a function sees None if no record has the field."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is None]
+
+
+def _mistaken(fn: Callable[..., Any], fields: Mapping[str, Any]) -> str:
+    """Says why a function cannot take prompts and completions as its first two arguments; '' if it can."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return ""
+    if any(p.name == "completions" or p.kind is p.VAR_POSITIONAL for p in parameters):
+        return ""
+    first = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
+    taken = [name for name in first if name in fields]
+    if len(first) == 2 and not taken:
+        return ""
+    what = f"{taken[0]!r} is a field of the records" if taken else "it takes fewer"
+    others = "".join(f", {name}" for name in taken)
+    return (
+        f"is defined with ({', '.join(first)}, ...), but its first two arguments get the prompts and the completions, "
+        f"and {what}: define it as {getattr(fn, '__name__', 'f')}(prompts, completions{others}, **fields)"
+    )
 
 
 def _apply(fn: Callable[..., Any], prompts: list[str], completions: list[str], fields: Mapping[str, list]) -> Any:

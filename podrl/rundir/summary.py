@@ -38,9 +38,12 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
         for name in sorted({n for r in records for n in r if n.startswith("time/")})
     }
 
+    # Compiling takes minutes of a short run: steps that compiled count only if every step did.
+    timed = [r for r in steps if "perf/compile" not in r] or steps
+
     def rate(tokens: str, time: str) -> float | None:
-        spent = sum(r.get(time) or 0.0 for r in steps)
-        return round(sum(r.get(tokens) or 0.0 for r in steps) / spent, 1) if spent else None
+        spent = sum(r.get(time) or 0.0 for r in timed)
+        return round(sum(r.get(tokens) or 0.0 for r in timed) / spent, 1) if spent else None
 
     summary = {
         "steps": max((r["step"] for r in steps), default=0),

@@ -198,7 +198,7 @@ def test_an_aggregation_under_a_frameworks_name():
 def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_path):
     found, text = planned("grpo")
     assert "Data: 1,000,000 records to train on, 256 to evaluate on (held out from training)." in text
-    assert "prompts, completions, and of every record: " in text and "question, answer" in text
+    assert "prompts, completions, and of the records: " in text and "question, answer" in text
     assert "preceded by" not in text and "too few" not in text
     assert found.has_accuracies
     own = tmp_path / "own.jsonl"

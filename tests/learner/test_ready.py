@@ -121,6 +121,11 @@ REWARDS = {
     "no module": ("nowhere_at_all.rewards:f", "nowhere_at_all"),
     "no field": ("{0}/mine.py:other", "has no field 'difficulty' .it has .*level.*, which other of reward.fns"),
     "fields by position": ("{0}/mine.py:positional", "has no field 'difficulty'"),
+    "one completion": (
+        "{0}/mine.py:single",
+        r"'answer' is a field .*: define it as single\(prompts, completions, answer",
+    ),
+    "one argument": ("{0}/mine.py:alone", r"\(texts, \.\.\.\), .* it takes fewer: define it as alone\(prompts, compl"),
     "code without tests": ("code", "has no field 'tests' .*, which code of reward.fns takes"),
     "no pattern": ("regex", "has no field 'pattern' .*, which regex of reward.fns takes"),
     "no schema": ("json_schema", "has no field 'schema'"),
@@ -131,6 +136,7 @@ REWARDS = {
 def test_rewards_that_cannot_score(tmp_path, case, capsys):
     more = "def other(prompts, completions, difficulty, **fields):\n    return [0.0]\n"
     more += "def positional(asked, said, difficulty):\n    return [0.0]\n"
+    more += "def single(text, answer):\n    return 0.0\ndef alone(texts, **fields):\n    return 0.0\n"
     (tmp_path / "mine.py").write_text(MINE + more)
     name, message = REWARDS[case]
     refused(values(data=records(tmp_path), reward={"fns": (name.format(tmp_path),)}), message, capsys)
@@ -171,6 +177,23 @@ def test_a_users_function_is_given_none_where_other_records_have_the_field(tmp_p
     made = parse(values(data=records(tmp_path, *rows), reward={"fns": (f"{tmp_path}/mine.py:scored",)}))
     with Rewards(made.reward) as rewards:
         ready.check_rewards(made, rewards, Tokenizer(podrl.TINY))
+
+
+def test_a_field_name_that_no_record_has_is_never_passed_over(tmp_path, capsys, caplog):
+    row = {"prompt": "say it", "text": "2+2?", "answer": "mine", "target": "4"}
+    mine = "def scored(prompts, completions, targt=None, answer=None):\n    return [0.0] * len(completions)\n"
+    (tmp_path / "mine.py").write_text(mine)
+    data, fns = records(tmp_path, *[row] * 3), {"fns": (f"{tmp_path}/mine.py:scored",)}
+    for key, name in (("question_field", "txt"), ("answer_field", "targe")):
+        message = (
+            rf"data\.{key}='{name}': none of the first 3 records has this field\. The first record has prompt, text"
+        )
+        refused(values(data=data | {key: name}, reward=fns), message, capsys)
+    named = data | {"question_field": "text", "answer_field": "target"}
+    assert job.dry_run(values(data=named, reward=fns), "runs/x") == EXIT_DONE
+    assert "scored always gets targt=None: no record has this field" in caplog.text and "answer=None" not in caplog.text
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(f"The records' own field '{name}' is not given" in said for name in ("answer", "prompt"))
 
 
 FILES = {

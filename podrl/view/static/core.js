@@ -125,7 +125,7 @@ const podrl = (() => {
 
   // The line of runs, with the most important numbers of each.
   const WANTED = [["accuracy/answer", "accuracy"], ["reward/mean", "reward"], ["sft/loss", "loss"], ["dpo/loss", "loss"],
-    ["reward/kl", "KL"], ["actor/kl", "KL"], ["actor/approx_kl", "KL"], ["completion/length_mean", "length"], ["time/step", "s/step"]];
+    ["reward/kl", "KL"], ["actor/kl", "KL"], ["opd/reverse_kl", "KL to the teacher"], ["completion/length_mean", "length"], ["time/step", "s/step"]];
 
   function chip(run, index) {
     const progress = run.max_steps ? `step ${run.step} of ${run.max_steps}` : `step ${run.step}`;
