@@ -167,7 +167,9 @@ def data_lines(job: Job) -> list[str]:
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
         hidden |= replaced_fields(part.train[0], part.config)
     fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
-    about = f"Reward functions are given prompts, completions, and of the records: {', '.join(fields)}."
+    about = (
+        f"{reward_line(job)}\nReward functions are given prompts, completions, and of the records: {', '.join(fields)}."
+    )
     if "answer" in fields:
         about += "".join(
             f"\nSome records have no answer, and None is given: {place}." for place, _ in opened.unanswered
@@ -196,6 +198,20 @@ def data_lines(job: Job) -> list[str]:
         fraction = f"Raise data.eval_fraction={data.eval_fraction:g}, or give data.eval_path."
         few = f" That is too few to tell before from after. {'' if data.eval_path else fraction}".rstrip()
     return [f"{count}{held_out} to evaluate on ({source}).{few}", about]
+
+
+def reward_line(job: Job) -> str:
+    """Writes the sum that is the reward of a sample, and names the functions that score only some sources."""
+    reward, env = job.reward, job.env
+    names = [fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__) for fn in reward.fns]
+    terms = list(zip(reward.weights or (1.0,) * len(names), names, strict=True))
+    terms += [(reward.model_weight, f"score of reward.model={reward.model}")] if reward.model else []
+    terms += [(env.reward_weight, "the environment's rewards")] if env.used else []
+    text = " + ".join(name if weight == 1 else f"{weight:g} x {name}" for weight, name in terms)
+    others = [name for name in reward.named if name not in reward.fns]
+    return f"Reward of a sample: {text or 0}." + (
+        f" Some sources name their own: {', '.join(others)}." if others else ""
+    )
 
 
 def _set_lines(job: Job) -> list[str]:

@@ -199,6 +199,9 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     found, text = planned("grpo")
     assert "Data: 1,000,000 records to train on, 256 to evaluate on (held out from training)." in text
     assert "prompts, completions, and of the records: " in text and "question, answer" in text
+    assert "Reward of a sample: exact_format + approximate_format + answer + number." in text
+    made = {"fns": ("mine.py:f", "answer"), "weights": (0.5, 1.0), "model": "tiny", "model_weight": 2.0}
+    assert "sample: 0.5 x mine.py:f + answer + 2 x score of reward.model=tiny." in planned("grpo", reward=made)[1]
     assert "preceded by" not in text and "too few" not in text
     assert found.has_accuracies
     own = tmp_path / "own.jsonl"
