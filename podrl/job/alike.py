@@ -1,4 +1,4 @@
-"""Refuses a pod whose hosts differ in settings, data, tokenizer, models, user code or versions, before it trains."""
+"""Compares settings, data, tokenizer, models, user code and versions: between hosts, and between starts of a run."""
 
 import ast
 import hashlib
@@ -25,7 +25,9 @@ from podrl.rundir import identity
 from podrl.runtime.message import Message
 from podrl.runtime.pod import LEADER, Pod
 from podrl.storage import hub
-from podrl.storage.storage import is_remote, locate
+from podrl.storage.storage import is_remote, locate, write_whole
+
+NAME = "files.json"  # facts of a run's last start, in its run directory
 
 # Settings that may differ between hosts: files and processes of one host, and settings of files that the leader alone
 # writes. All other settings must be equal: a rollout host, for example, needs checkpoint.every to know when a
@@ -93,6 +95,35 @@ def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
             f"{_label(pod)} is not as the other hosts are: {'; '.join(differ[:_SHOWN])}{_more(differ)}. All hosts of a "
             "job need the same files and versions: copy them from one host, or put them where all hosts read them."
         )
+
+
+def changed_since(job: Job, workdir: pathlib.Path) -> str:
+    """Writes the facts of this start into files.json of a run directory; returns how those of the last start differ.
+
+    A changed file does not end a run: a corrected line of data or a repaired function is a good reason to go on.
+
+    Args:
+      job: the job.
+      workdir: the run directory, which may hold the facts of an earlier start.
+
+    Returns:
+      A sentence that names the facts that differ; '' if none does, or if no earlier start wrote facts.
+    """
+    path, mine = workdir / NAME, facts(job)
+    try:
+        theirs = json.loads(path.read_bytes())
+        differ = [
+            f"{key} was {theirs[key]}, now {mine[key]}" for key in mine if mine[key] != theirs.get(key, mine[key])
+        ]
+    except (OSError, ValueError, AttributeError):  # the first start, or a damaged file
+        differ = []
+    write_whole(path, json.dumps(mine, indent=2, sort_keys=True) + "\n")
+    if not differ:
+        return ""
+    return (
+        f"Files or versions have changed since this run was last started: {'; '.join(differ[:_SHOWN])}{_more(differ)}. "
+        "Steps made before are not repeated: give another --workdir to train from the beginning."
+    )
 
 
 class SettingsComparison:

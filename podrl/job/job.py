@@ -73,6 +73,9 @@ def dry_run(values: Mapping[str, Any], workdir: str) -> int:
     describe.print_plan(console, job, meshes(job.roles), workdir, dry=True)
     if values["model"]["path"]:
         check_all(job)
+        if pathlib.Path(workdir).is_dir() and not hub.names(values):  # the run has commits beside names of the hub
+            mine, defaults = identity.plain(job.as_mapping()), identity.plain(unset(job.algorithm))
+            identity.compare(workdir, pathlib.Path(workdir), mine, defaults)
     else:
         raise ValueError("model.path is empty: the run itself needs --config.model.path=DIR. All else is as printed.")
     return EXIT_DONE
@@ -240,6 +243,8 @@ def run(
         _write_sources(current, job, {})
         if current.leads and current.workdir is not None:
             write_about(current.workdir, describe.about_job(job, on, pod, code))
+            if changed := alike.changed_since(job, current.workdir):
+                _log.warning("%s", changed)
         step = _train(job, on, link, current, pod, tools)
         if not current.leads:
             return EXIT_DONE if step == job.max_steps else EXIT_PREEMPTED

@@ -9,7 +9,7 @@ from typing import Any
 from podrl.rundir.metrics import read_metrics
 from podrl.storage.record import Record
 from podrl.storage.seal import is_sealed, seal, unseal
-from podrl.storage.storage import Place, complete_steps, first_line, write_whole
+from podrl.storage.storage import Place, complete_steps, first_line, locate, write_whole
 
 NAME = "config.json"
 DEFAULTS = "defaults.json"  # defaults of the job's settings
@@ -70,6 +70,46 @@ def write(workdir: pathlib.Path, config: Mapping[str, Any], defaults: Mapping[st
     write_whole(workdir / NAME, json.dumps(seal(config), indent=2, sort_keys=True) + "\n")
     if defaults:
         write_whole(workdir / DEFAULTS, json.dumps(defaults, indent=2, sort_keys=True) + "\n")
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration as JSON holds it; a function becomes its name, which is equal in every process."""
+
+    def name(value: Any) -> str:
+        called = getattr(value, "__qualname__", None)
+        return str(value) if called is None else f"{getattr(value, '__module__', '')}.{called}"
+
+    return json.loads(json.dumps(config, default=name))
+
+
+def compare(
+    place: str, workdir: pathlib.Path, mine: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Compares a configuration with that of the run in a directory.
+
+    Args:
+      place: the run directory as the user named it, which holds the checkpoints.
+      workdir: the directory on this machine's disk that holds the run's files.
+      mine: configuration that would continue the run, as `plain` returns it.
+      defaults: defaults of the keys of `mine`, as far as known.
+
+    Returns:
+      (changes that are allowed, keys that the run did not have), both empty if the directory holds no steps.
+
+    Raises:
+      ValueError: the directory belongs to a run of another configuration; the error names the keys that differ.
+    """
+    checkpoints = locate(place) / "checkpoints"
+    if not has_steps(workdir, checkpoints):
+        return [], []
+    theirs = read(workdir, checkpoints) or mine  # a run without a configuration can be resumed with any
+    allowed, refused = changes(theirs, mine, defaults)
+    if refused:
+        raise ValueError(
+            f"{place} holds a run of another configuration: " + "; ".join(refused[:8]) + ". "
+            "Give the same configuration to resume it, or another --workdir to start a new run."
+        )
+    return allowed, list(unknown(theirs, mine))
 
 
 def has_steps(workdir: Place, checkpoints: Place) -> bool:

@@ -1,6 +1,5 @@
 """One run of the program: its directory, metric files and checkpoints, and the signals that stop it."""
 
-import json
 import os
 import pathlib
 import signal
@@ -333,27 +332,18 @@ class Run:
           ValueError: the directory belongs to a run of another configuration; the error names the keys that differ.
         """
         assert self.workdir is not None
-        mine, defaults = (json.loads(json.dumps(values, default=_name)) for values in (self.config, self._defaults))
-        checkpoints = locate(self.place) / "checkpoints"
-        if identity.has_steps(self.workdir, checkpoints):
-            theirs = identity.read(self.workdir, checkpoints)
-            theirs = theirs or mine  # a run without a configuration can be resumed with any
-            allowed, refused = identity.changes(theirs, mine, defaults)
-            if refused:
-                raise ValueError(
-                    f"{self.place} holds a run of another configuration: " + "; ".join(refused[:8]) + ". "
-                    "Give the same configuration to resume it, or another --workdir to start a new run."
-                )
-            if allowed:
-                self.console.print("Changed since this run was last started: " + "; ".join(allowed) + ".")
-            if new := list(identity.unknown(theirs, mine)):
-                self.console.print(
-                    "Keys that are new since this run was last started have their defaults: " + ", ".join(new) + "."
-                )
+        mine, defaults = identity.plain(self.config), identity.plain(self._defaults)
+        allowed, new = identity.compare(self.place, self.workdir, mine, defaults)
+        if allowed:
+            self.console.print("Changed since this run was last started: " + "; ".join(allowed) + ".")
+        if new:
+            self.console.print(
+                "Keys that are new since this run was last started have their defaults: " + ", ".join(new) + "."
+            )
         identity.write(self.workdir, mine, defaults)
 
     def _checkpoints(self, savers: Sequence[int]) -> Checkpoints:
-        config = json.loads(json.dumps(self.config, default=_name))
+        config = identity.plain(self.config)
         directory = locate(self.place) / "checkpoints"
         settings = self.checkpoint_config
         return Checkpoints(
@@ -364,9 +354,3 @@ class Run:
             keep_every=settings.keep_every,
             keep_hours=settings.keep_hours,
         )
-
-
-def _name(value: Any) -> str:
-    """Converts a value that JSON cannot hold to text; a function becomes its name, which is equal in every process."""
-    name = getattr(value, "__qualname__", None)
-    return str(value) if name is None else f"{getattr(value, '__module__', '')}.{name}"

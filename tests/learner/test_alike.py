@@ -101,6 +101,18 @@ def test_a_file_that_differs_is_named(files, what):
     assert differ and any(said in one for one in differ), differ
 
 
+def test_a_resumed_run_names_files_that_changed_since_its_last_start(files):
+    job, run = job_of(settings(files)), files / "run"
+    run.mkdir()
+    assert alike.changed_since(job, run) == "" == alike.changed_since(job, run)
+    _add("# another\n")(files / "rewards.py")
+    said = alike.changed_since(job, run)
+    assert "last started: reward.fns=" in said and "rewards.py was " in said and ", now " in said
+    assert said.count(" was ") == 1 and "give another --workdir" in said
+    (run / alike.NAME).write_text("[")
+    assert alike.changed_since(job, run) == ""
+
+
 def _reward_in(place: pathlib.Path, name: str) -> dict[str, str]:
     return alike.facts(job_of({"reward": {"fns": (f"{place}/{name}:score",)}}))
 

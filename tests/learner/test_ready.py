@@ -14,6 +14,7 @@ from podrl.data.tokenizer import Tokenizer
 from podrl.job import job, ready
 from podrl.job.config import parse, unset
 from podrl.rewards.compose import Rewards
+from podrl.rundir import identity
 from podrl.runtime.watchdog import EXIT_DONE
 from podrl.types import BatchError
 
@@ -70,6 +71,16 @@ def test_what_episodes_give_is_no_missing_field_and_tools_of_servers_may_be_name
     rollout = {"max_prompt_length": 128, "max_response_tokens": 64}
     made = values(data=records(tmp_path), reward={"fns": ("number", "failed_calls")}, env=env, rollout=rollout)
     assert job.dry_run(made, "runs/x") == EXIT_DONE
+
+
+def test_a_run_directory_of_another_job_is_found(tmp_path, capsys):
+    made, run = values(data=records(tmp_path)), tmp_path / "run"
+    run.mkdir()
+    identity.write(run, identity.plain(parse(made).as_mapping()))
+    (run / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
+    assert job.dry_run(made, str(run)) == EXIT_DONE
+    with pytest.raises(ValueError, match=r"run holds a run of another configuration: seed was 0, now 1\. Give"):
+        job.dry_run(made | {"seed": 1}, str(run))
 
 
 @pytest.mark.parametrize("key", ["path", "reference"])
