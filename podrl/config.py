@@ -337,8 +337,8 @@ def check_text(text: str, hint: object, key: str) -> bool:
       True if the text is 'none' and the field takes None instead of a number; else False.
 
     Raises:
-      ValueError: the field takes only numbers and named values, and the text is neither. The message is that of
-        `check`.
+      ValueError: the field takes only numbers, switches and named values, and the text is none of them. The
+        message is that of `check`.
     """
     options = _options(hint)
     if type(None) in options and text.lower() == "none" and any(_range_of(option) is not None for option in options):
@@ -354,8 +354,12 @@ def check_text(text: str, hint: object, key: str) -> bool:
                 return False
             except ValueError:
                 continue
+        if option is bool:
+            if text.lower() in ("true", "t", "1", "false", "f", "0"):
+                return False
+            continue
         if option is not type(None) and typing.get_origin(option) is not typing.Literal:
-            return False  # texts, tuples and switches are left to the parser of flags
+            return False  # texts and tuples are left to the parser of flags
     raise ValueError(f"{key}={text} must be {_names(options)}.")
 
 

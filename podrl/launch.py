@@ -191,6 +191,8 @@ def _switched_on(argv: Sequence[str], key: str) -> bool:
 
 def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
     """Refuses overrides of keys that do not exist; the message names the nearest key of the same group."""
+    from podrl.job.config import other_section
+
     for arg in argv:
         if not arg.startswith("--config."):
             continue
@@ -202,7 +204,8 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
                 where = ".".join(["config", *path.split(".")[:i]])
                 if gone := former(path):
                     raise ValueError(f"{where} has no key {key!r}: {gone}")
-                hint = elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
+                hint = "" if i else other_section(key, config.algorithm)
+                hint = hint or elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
                 raise ValueError(f"{where} has no key {key!r}.{hint}")
             group = group.get_ref(key).get() if group.get(key) is None else group[key]
         if isinstance(group, ConfigDict):

@@ -423,6 +423,14 @@ def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
     return shape.fields(record, config.question_field, config.answer_field)
 
 
+def takes_system_prompt(record: Record | Problem, config: DataConfig) -> bool:
+    """True if a record asks by a question; a conversation, or a prompt of text, is used as it is."""
+    if not isinstance(record, Mapping):
+        return True
+    name = shape.asked(record, config.question_field)
+    return not isinstance(record[name], list) and (name != "prompt" or config.question_field == "prompt")
+
+
 def replaced_fields(record: Record | Problem, config: DataConfig) -> set[str]:
     """Names the fields of a record that reward functions do not get, because podrl gives their names other values."""
     if not isinstance(record, Mapping):

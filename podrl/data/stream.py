@@ -174,6 +174,7 @@ class Stream(Generic[Item]):
 
         Raises:
           BatchError: a record cannot be prepared; the message names its place.
+          ValueError: all records of the only source are too long.
         """
         for part, (source, name) in enumerate(zip(self._sources, self._names, strict=True)):
             looked, long = min(most, len(source)), 0
@@ -181,6 +182,8 @@ class Stream(Generic[Item]):
                 long += isinstance(self.make_item(i, part, i), TooLong)
                 if (i + 1) % _TOLD == 0:
                     _log.info("%d of %d records%s are checked.", i + 1, looked, f" of {name}" * bool(name))
+            if long == self.records:  # the run would find out at its first batch
+                raise self.unfit(2 * long)
             if long:
                 _log.warning(
                     "%d of the first %d records%s are longer than %d tokens, which is %s, and are left out.",

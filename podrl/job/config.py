@@ -443,6 +443,13 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
     return merge(whole, {section: custom.completed(whole[section], section)})
 
 
+def other_section(name: str, algorithm: str) -> str:
+    """Says what an algorithm reads in place of a section that other algorithms have; '' if no algorithm has it."""
+    if name in KINDS:
+        return f" The settings of algorithm={algorithm!r} are in config.{section_of(algorithm)}."
+    return f" algorithm={algorithm!r} reads no such settings." if name in defaults(Job) else ""
+
+
 def unset(algorithm: str) -> dict[str, Any]:
     """Returns the default configuration of an algorithm; keys without a default are missing."""
     return ConfigDict(_in_own_names(complete({"algorithm": algorithm}))).to_dict()

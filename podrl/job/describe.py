@@ -12,7 +12,7 @@ import rich.console
 from jax.sharding import Mesh
 
 from podrl.data.mixture import split
-from podrl.data.pipeline import replaced_fields, system_prompt, task_fields
+from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
 from podrl.job.config import Job
 from podrl.job.evaluation import unmeasured
 from podrl.job.placement import EvaluationConfig, Meshes
@@ -150,6 +150,7 @@ def _sources(job: Job) -> Table:
     return Table("Sources", columns, table)
 
 
+_LOOK = 256  # records of a source that are searched for questions
 _FEW = 10  # held-out records below which a comparison says nothing
 
 
@@ -161,9 +162,14 @@ def data_lines(job: Job) -> list[str]:
     except FileNotFoundError:
         return [f"Data: data.path={data.path} or data.eval_path={data.eval_path} is not here; the run itself needs it."]
     fields, hidden = dict[str, None](), set[str]()
-    before = dict.fromkeys(text for part in opened.parts if (text := system_prompt(part.config)))
+    before, unused = dict[str, None](), dict[str, None]()
     for part in opened.parts:
-        fields |= dict.fromkeys(["system_prompt"] if system_prompt(part.config) else [])
+        if text := system_prompt(part.config):
+            fields |= {"system_prompt": None}
+            firsts = (part.train[i] for i in range(min(len(part.train), _LOOK)))
+            takes = {takes_system_prompt(record, part.config) for record in firsts}
+            before |= {text: None} if True in takes else {}
+            unused |= {part.config.path: None} if False in takes else {}
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
         hidden |= replaced_fields(part.train[0], part.config)
     fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
@@ -179,6 +185,11 @@ def data_lines(job: Job) -> list[str]:
     if why := unmeasured(job, data) if job.eval.problems else "eval.problems=0":
         about += f"\nNo accuracies: {why}."
     about += "".join(f"\nQuestions are preceded by {text!r} (data.system_prompt)." for text in before)
+    for path in unused:
+        about += (
+            f"\nWarning: data.system_prompt is not put before the records of {path} that are conversations or have "
+        )
+        about += "a text in 'prompt': these are used as they are."
     if not before:
         about += "\nNothing precedes a question (data.system_prompt)."
     count = f"Data: {sum(len(part.train) for part in opened.parts):,} records to train on, "

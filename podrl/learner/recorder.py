@@ -168,6 +168,11 @@ class Recorder:
                 self._curriculum.recall({name.removeprefix(_CURRICULUM): x for name, x in known.items()})
             self._controllers.restore(controllers)
             self._run.console.print(f"Resumed after step {step} from {self._run.place}.")
+            if step == self._schedule.max_steps:
+                self._run.console.print(
+                    f"That was the last step of this run (trainer.max_steps={self._schedule.updates}), so nothing is "
+                    "trained. Raise it to go on, or give another --workdir to start anew."
+                )
         self._run.open_metrics(step + 1 if step else 0, marks)
         earlier = read_metrics(self._run.workdir) if self._run.workdir is not None else []
         self._evaluated = {record["step"] for record in eval_records(earlier) if record["step"] <= step}

@@ -222,6 +222,13 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     assert "Questions are preceded by 'Be kind.' (data.system_prompt)." in text
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.5, "system_prompt": "[b]Spell[/b] it."})[1]
     assert "too few" not in text and "Questions are preceded by '[b]Spell[/b] it.' (data.system_prompt)." in text
+    assert "is not put before" not in text
+    turns = '{"messages": [{"role": "user", "content": "q"}], "answer": "1"}\n'
+    for row in ('{"prompt": "q", "answer": "1"}\n', turns):
+        own.write_text(row)
+        text = planned("grpo", data={"path": str(own), "system_prompt": "Be kind."})[1]
+        assert f"Warning: data.system_prompt is not put before the records of {own} that are conversations" in text
+        assert "Nothing precedes a question" in text and "preceded by" not in text
     own.write_text('{"prompt": "q"}\n')
     text = planned("grpo", data={"path": str(own)})[1]
     assert f"No accuracies: {own} line 1 lacks 'answer' (it has prompt)." in text
