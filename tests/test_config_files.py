@@ -4,7 +4,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from podrl.data.template import SYSTEM_PROMPT, user_turn
-from podrl.job.config import check_text, complete, parse
+from podrl.job.config import check_text, complete, other_section, parse
 from podrl.launch import find_config, load_config
 from podrl.learner.instructions import instructions_for
 
@@ -58,6 +58,7 @@ def test_a_configuration_without_default_asks_for_a_variant(name):
         ("grpo.beta", "much", r"^grpo\.beta=much must be a number in \[0, 1e9\]\.$"),
         ("grpo.old_logprob", "new", r"must be 'auto', 'current', 'trainer' or 'sampler'\.$"),
         ("model.lora.rank", "1.0", r"^model\.lora\.rank=1\.0 must be a whole number"),
+        ("trainer.share_prompts", "yes", r"^trainer\.share_prompts=yes must be True or False or None\.$"),
     ],
 )
 def test_an_override_that_its_key_cannot_mean_is_refused_with_what_it_can(key, text, message):
@@ -75,6 +76,12 @@ def test_an_override_that_its_key_cannot_mean_is_refused_with_what_it_can(key, t
 )
 def test_other_overrides_pass(key, text):
     assert check_text(key, text, "grpo") == ((key, text) == ("rollout.top_p", "None")), "None asks for no number"
+
+
+def test_a_section_of_another_algorithm_leads_to_its_own():
+    assert other_section("grpo", "ppo") == " The settings of algorithm='ppo' are in config.ppo."
+    assert other_section("reward", "dpo") == " algorithm='dpo' reads no such settings."
+    assert other_section("trianer", "dpo") == ""
 
 
 def test_the_recipe_of_tunix_is_that_recipe_to_the_number():

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import logging
+import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -108,7 +108,7 @@ def test_a_resumed_run_names_files_that_changed_since_its_last_start(files):
     _add("# another\n")(files / "rewards.py")
     said = alike.changed_since(job, run)
     assert "last started: reward.fns=" in said and "rewards.py was " in said and ", now " in said
-    assert said.count(" was ") == 1 and "give another --workdir" in said
+    assert said.count(", now ") == 1 and "give another --workdir" in said
     (run / alike.NAME).write_text("[")
     assert alike.changed_since(job, run) == ""
 

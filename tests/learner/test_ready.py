@@ -74,7 +74,7 @@ def test_what_episodes_give_is_no_missing_field_and_tools_of_servers_may_be_name
 
 
 def test_a_run_directory_of_another_job_is_found(tmp_path, capsys):
-    made, run = values(data=records(tmp_path)), tmp_path / "run"
+    made, run = values(data=records(tmp_path) | {"system_prompt": ""}), tmp_path / "run"
     run.mkdir()
     identity.write(run, identity.plain(parse(made).as_mapping()))
     (run / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
