@@ -83,7 +83,8 @@ class Code:
     def described(self, workdir: str) -> str:
         """Describes the code that goes along, in a comment of a shell."""
         return (
-            f"# The code in {self.directory}, {len(self.files)} files of {len(self.archive) / 2**20:.1f} MiB, goes to "
+            f"# The code in {self.directory}, {len(self.files)} file{'s' * (len(self.files) > 1)} of "
+            f"{len(self.archive) / 2**20:.1f} MiB, goes to "
             f"{self.url(workdir)} when this is submitted."
         )
 

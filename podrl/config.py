@@ -23,6 +23,11 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f" Did you mean {match[0]!r}?" if match else f" Known: {', '.join(known)}."
 
 
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """Writes a number and its noun: '1 record', '1,024 records'; `nouns` is a plural that is not `noun` with an s."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
     """Suggests the dotted paths at which `group`, or a mapping inside it, has the key `name`; '' where none has it."""
     places = sorted(_places(name, group, ""))

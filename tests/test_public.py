@@ -75,7 +75,7 @@ def test_weights_of_a_learners_own_functions():
     assert podrl.RewardConfig(weights=(1.0, 0.5)).weights == (1.0, 0.5)  # a learner takes reward_fns instead
     with pytest.raises(ValueError, match="2 values for 4 functions"):
         podrl.RewardConfig(weights=(1.0, 0.5)).require(environment=False)
-    with pytest.raises(ValueError, match="2 values for 1 functions"):
+    with pytest.raises(ValueError, match="2 values for 1 function "):
         podrl.RewardConfig(fns=(len,), weights=(1.0, 0.5))
 
 

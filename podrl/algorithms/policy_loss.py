@@ -15,7 +15,7 @@ from podrl.algorithms.corrections import CORRECTIONS, SAMPLE_CORRECTIONS, import
 from podrl.algorithms.mismatch import mismatch, mismatch_by_age, ratios_by_age
 from podrl.algorithms.policy_rows import PolicyRows, ReferencedRows
 from podrl.algorithms.segments import masked, sequence_mean
-from podrl.config import Finite, NonNegative, Positive, Range, Share, group_of, section
+from podrl.config import Finite, NonNegative, Positive, Range, Share, group_of, plural, section
 from podrl.types import Mask, Ratio
 
 # Formula of the per-token loss of each kind; `PolicyLoss.formula` fills in the numbers of LossSettings.
@@ -277,6 +277,11 @@ class KLLossSettings(LossSettings):
         return kl.Penalty(self.beta, self.kl_loss_mode, self.kl_clamp_value)
 
 
+# Arrays that a user's token loss may take by keyword: the mask, the number of loss tokens of the token's sample, and
+# the number of the sample within its row.
+CONTEXT = ("mask_BT", "length_BT", "segment_BT")
+
+
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
     """The configured policy loss; a call returns a (micro-)batch's loss and metrics.
@@ -316,10 +321,15 @@ class PolicyLoss:
         """The class of the rows that the loss reads, with reference log-probabilities if the loss needs them."""
         return ReferencedRows if self.needs_reference() else PolicyRows
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the optional arrays of floats in the rows that the settings of the loss make it read."""
-        return ("age_BT",) if self.by_age else ()
+    def reads(self, mixed: bool) -> dict[str, Any]:
+        """Returns the optional arrays in the rows that the loss reads, as dtypes by name.
+
+        Args:
+          mixed: whether samples of some data sources have settings of their own.
+        """
+        found: dict[str, Any] = {"weight_BT": jnp.float32} if mixed else {}
+        found |= {"loss_BT": jnp.int32} if self.others else {}
+        return found | ({"age_BT": jnp.float32} if self.by_age else {})
 
     @property
     def batch_dependent(self) -> bool:
@@ -409,7 +419,7 @@ class PolicyLoss:
             weight = CORRECTIONS[settings.correction][2].replace("high", f"{high:g}").replace("low", f"{low:g}")
             lines.append(f"times the sampler correction: {weight}, w = exp(old_logprob - sampler_logprob)")
         if self.stale_bound is not None:
-            lines.append(f"times 0 for tokens drawn by weights more than {self.stale_bound} updates old")
+            lines.append(f"times 0 for tokens drawn by weights more than {plural(self.stale_bound, 'update')} old")
         if penalty.coef:
             mode = kl.canonical_mode(penalty.mode)
             bound = "" if penalty.clamp is None else f", within +-{penalty.clamp:g}"
@@ -562,8 +572,8 @@ class PolicyLoss:
         where = (mask_BT, rows.length_BT, rows.layout.sample())
         bounds = {"epsilon_low": settings.low, "epsilon_high": settings.high}
         if self.own is not None:
-            names = ("mask_BT", "length_BT", "segment_BT")
-            return surrogates.given(self.own(*policy, **dict(zip(names, where, strict=True))), *policy[:2])
+            context = dict(zip(CONTEXT, where, strict=True))
+            return surrogates.given(self.own(*policy, **context), *policy[:2])
         match settings.kind:
             case "clip":
                 return surrogates.clip(*policy, **bounds, epsilon_c=settings.epsilon_c)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from podrl.config import plural
 from podrl.data import shape, sources
 from podrl.data.cache import Cache, key
 from podrl.data.config import EMBEDDED, REASONING, DataConfig, SourceConfig, is_generated
@@ -190,8 +191,8 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
     is_held = notes.held_out(config.eval_fraction if holds_out else 0.0)
     if is_held.all():
         raise ValueError(
-            f"data.eval_fraction={config.eval_fraction} holds out all {len(is_held)} records of {config.path}, so "
-            "that no record of data.path is left to train on: lower it, or give data.eval_path."
+            f"data.eval_fraction={config.eval_fraction} holds out all of the records of {config.path}, {len(is_held)} "
+            "in number, so that no record of data.path is left to train on: lower it, or give data.eval_path."
         )
     return _File(records, dropped, notes.hashes, is_held, unanswered)
 
@@ -217,8 +218,8 @@ def _part(
         where = f"data.eval_path={config.eval_path}" if config.eval_path else "records held out of other sources"
         if not len(kept):
             raise ValueError(
-                f"All {count} records of {config.path} repeat questions of {where}: none is left to train on. Give "
-                "a held-out file that shares no question with the training file."
+                f"Every record of {config.path}, {count} in number, repeats a question of {where}: none is left to "
+                "train on. Give a held-out file that shares no question with the training file."
             )
         _log.warning(
             "%d of %d records of %s repeat a question of %s (case and white space aside) and are left out of training.",
@@ -317,8 +318,8 @@ def _chosen(indices: np.ndarray, source: SourceConfig | None, seed: int) -> np.n
     wanted = source.count if source.count is not None else max(1, round(share * len(indices)))
     if wanted > len(indices):
         raise ValueError(
-            f"data.sources: {source.label} has count={wanted}, and {len(indices)} records to choose from: give at most "
-            "that many."
+            f"data.sources: {source.label} has count={wanted}, and {plural(len(indices), 'record')} to choose from: "
+            "give at most that many."
         )
     order = np.argsort(hashed(indices.astype(np.uint64) + np.uint64(seed << 32)), kind="stable")
     return np.sort(indices[order[:wanted]])

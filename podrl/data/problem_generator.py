@@ -11,6 +11,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from podrl.config import plural
+
 T = TypeVar("T")
 Split = Literal["train", "held_out"]
 
@@ -109,8 +111,8 @@ class ProblemGenerator(Generic[P]):
         while len(chosen) < count:
             if index == 1000 + 100 * count:
                 raise ValueError(
-                    f"The task has only {len(chosen)} different {split} problems, fewer than the {count} that "
-                    "eval.problems asks for: lower it."
+                    f"The task has only {plural(len(chosen), f'different {split} problem')}, fewer than the {count} "
+                    "that eval.problems asks for: lower it."
                 )
             found = self.problem(split, index, seed)
             chosen.setdefault(found.key, found)

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from podrl.config import plural
 from podrl.runtime import plain
 
 Record = Mapping[str, Any]
@@ -204,12 +205,14 @@ def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
         size = len(columns["prompts"])
         if i and size != len(items[0]["prompts"]):
             raise ValueError(
-                f"Batch {i} of the dataset has {size} prompts and batch 0 has {len(items[0]['prompts'])}: a batch is "
-                "the prompts of a step, so give all of them one size, or a plain list of prompts."
+                f"Batch {i} of the dataset has {plural(size, 'prompt')} and batch 0 has {len(items[0]['prompts'])}: a "
+                "batch is the prompts of a step, so give all of them one size, or a plain list of prompts."
             )
         for name, values in columns.items():
             if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != size:
-                raise ValueError(f"Batch {i} of the dataset: {name!r} must be a list of {size} values, one per prompt.")
+                raise ValueError(
+                    f"Batch {i} of the dataset: {name!r} must be a list of {plural(size, 'value')}, one per prompt."
+                )
         others = [name for name in columns if name != "prompts"]
         records += [
             {"prompt": prompt} | {name: columns[name][row] for name in others}

@@ -13,7 +13,7 @@ import json
 import pathlib
 from collections.abc import Iterator, Mapping
 
-from podrl.config import Natural, Positive, section
+from podrl.config import Natural, Positive, plural, section
 from podrl.data.cache import Cache, key
 from podrl.data.sources import Record, Records, check_json
 from podrl.runtime import plain
@@ -105,7 +105,9 @@ def transformed(
             items = _step(step, items, dropped, processes, source.name)
         lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for _, record in items)
     if not lines:
-        raise ValueError(f"The transforms of {source.name} drop all of its {len(source)} records: {dict(dropped)}.")
+        raise ValueError(
+            f"The transforms of {source.name} drop all of its {plural(len(source), 'record')}: {dict(dropped)}."
+        )
     cache.write(file, lines)
     cache.write(counts, json.dumps(dropped).encode())
     return file, dropped

@@ -11,6 +11,7 @@ import jax
 import rich.console
 from jax.sharding import Mesh
 
+from podrl.config import plural
 from podrl.data.mixture import split
 from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
 from podrl.job.config import Job
@@ -192,7 +193,7 @@ def data_lines(job: Job) -> list[str]:
         about += "a text in 'prompt': these are used as they are."
     if not before:
         about += "\nNothing precedes a question (data.system_prompt)."
-    count = f"Data: {sum(len(part.train) for part in opened.parts):,} records to train on, "
+    count = f"Data: {plural(sum(len(part.train) for part in opened.parts), 'record')} to train on, "
     about += "".join(f"\n{line}" for line in _set_lines(job))
     if not job.eval.problems:
         return [f"{count}no evaluation on held-out records (eval.problems=0).", about]
@@ -233,8 +234,10 @@ def _set_lines(job: Job) -> list[str]:
         drawn = f"greedy and {samples} at temperature {one.temperature:g}" if samples else "greedy"
         often = "" if one.every == 1 else f", in every {one.every}th evaluation, the first and the last"
         also = split(job.data, job.kind.form).asked_by(split(one.data(job.data)))
-        trained = f" {also} training records have the same question as a record of this set." if also else ""
-        lines.append(f"Evaluation set {one.name}: at most {most} records of {one.path}, {drawn}{often}.{trained}")
+        trained = f" Training records with the same question as a record of this set: {also}." if also else ""
+        lines.append(
+            f"Evaluation set {one.name}: at most {plural(most, 'record')} of {one.path}, {drawn}{often}.{trained}"
+        )
     return lines
 
 
@@ -273,7 +276,8 @@ def _guarantee(job: Job) -> str:
     if job.rollout.clock == "wall":
         return (
             "Guarantee (rollout.clock='wall'): in a run that is killed and started again no prompt is lost or trained "
-            f"twice, no token is more than {job.max_staleness} updates old, and podrl.replay repeats all of it bitwise."
+            f"twice, no token is more than {plural(job.max_staleness, 'update')} old, and podrl.replay repeats all of "
+            "it bitwise."
         )
     return "Guarantee (rollout.clock='tokens'): a run that is killed and started again ends bitwise the same."
 
@@ -354,25 +358,27 @@ def in_words(job: Job, trainer_mesh: Mesh) -> str:
     prompts, samples, mini = job.rollout.prompts_per_step, job.samples_per_step, job.mini_batch_size
     shape = job.pack_shape(trainer_mesh)
     passes = job.algo.num_iterations
-    text = f"Every step samples {job.algo.num_generations} completions of {prompts} prompts, {samples} in all"
+    text = f"Every step samples {plural(job.algo.num_generations, 'completion')} of {plural(prompts, 'prompt')}, "
+    text += f"{samples} in all"
     if job.algo.prompt_batches > 1:
         text += f" (from up to {prompts * job.algo.prompt_batches} prompts, until {prompts} groups have a signal)"
     updates, batches = job.updates_per_step, samples // mini
-    text += f", and makes {updates} update{'s' if updates > 1 else ''}: {passes} pass{'es' if passes > 1 else ''} over "
-    text += f"{batches} mini-batch{'es' if batches > 1 else ''} of {mini} sequences, {'each ' if batches > 1 else ''}"
-    text += f"packed into at most {shape.micro_batches} micro-batch{'es' if shape.micro_batches > 1 else ''} "
-    text += f"of {_rows_of(shape)}. The split changes no gradient."
+    text += f", and makes {plural(updates, 'update')}: {plural(passes, 'pass', 'passes')} over "
+    text += f"{plural(batches, 'mini-batch', 'mini-batches')} of {plural(mini, 'sequence')}, "
+    text += f"{'each ' if batches > 1 else ''}packed into at most "
+    text += f"{plural(shape.micro_batches, 'micro-batch', 'micro-batches')} of {_rows_of(shape)}. "
+    text += "The split changes no gradient."
     if updates > 1:
         text += (
             f" trainer.max_steps and trainer.eval_every_n_steps count updates; all else, the log too, counts steps: "
-            f"{job.max_steps} steps of {updates} updates are {job.max_steps * updates} updates."
+            f"{plural(job.max_steps, 'step')} of {updates} updates are {job.max_steps * updates} updates."
         )
     return text
 
 
 def _rows_of(shape: PackShape) -> str:
     shared = ", in which samples share their prompt" if shape.shared else ""
-    return f"{shape.rows} rows of {shape.tokens} tokens{shared}"
+    return f"{plural(shape.rows, 'row')} of {shape.tokens} tokens{shared}"
 
 
 def print_files(console: rich.console.Console, workdir: pathlib.Path, place: str, summary: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from podrl.cluster.rl_cluster import RLCluster
-from podrl.config import Elsewhere, as_settings, known_arguments, refused_arguments
+from podrl.config import Elsewhere, as_settings, known_arguments, plural, refused_arguments
 from podrl.data.pipeline import PromptStream
 from podrl.data.shape import from_batches
 from podrl.learner import loop, recorder
@@ -271,7 +271,7 @@ class SampleLearner:
             items, size = from_batches(list(train_ds))
             if size and prompts_per_step not in (None, size):
                 raise ValueError(
-                    f"prompts_per_step={prompts_per_step}, and batches of the dataset have {size} prompts."
+                    f"prompts_per_step={prompts_per_step}, and batches of the dataset have {plural(size, 'prompt')}."
                 )
             size = (size or prompts_per_step or 8) * self.config.prompt_batches
             train_ds = self._listed(items, size, shuffle_seed=self._shuffle_seed)

@@ -11,6 +11,7 @@ import numpy as np
 
 from podrl.cluster.checkpoint_state import abstract_checkpoint_state, checkpoint_state, load_checkpoint_state
 from podrl.cluster.rl_cluster import RLCluster
+from podrl.config import plural
 from podrl.data.pools import Curriculum
 from podrl.learner import experience as codec
 from podrl.learner.loop import InFlight, Schedule, Start
@@ -154,9 +155,9 @@ class Recorder:
             step, marks = restored.step, restored.host.get("files")
             if step > self._schedule.max_steps:
                 each, most = self._schedule.updates_per_step, self._schedule.updates
-                counted = f"{step} steps of {each} updates, {step * each} updates" if each > 1 else f"{step} steps"
+                held = plural(step, "step") + (f" of {each} updates, {step * each} updates" if each > 1 else "")
                 raise ValueError(
-                    f"{self._run.place} holds {counted}, more than trainer.max_steps={most}: "
+                    f"{self._run.place} holds {held}, more than trainer.max_steps={most}: "
                     "give at least as many, or another --workdir."
                 )
             load_checkpoint_state(self._cluster, restored.state)
@@ -304,7 +305,7 @@ class Recorder:
         self._warn({"step": step, **metrics})
         if step == self._schedule.max_steps and self._run.workdir is not None:
             return  # the summary's table shows this evaluation beside the first one
-        records = f" ({metrics['eval/records']:.0f} records)" if "eval/records" in metrics else ""
+        records = f" ({plural(int(metrics['eval/records']), 'record')})" if "eval/records" in metrics else ""
         self._run.console.print(f"Evaluation after step {step}{records}: {brief(metrics)}")
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from podrl.algorithms.echo import observed
 from podrl.algorithms.estimator import AdvantageEstimator, AdvantageSettings, GAESettings, GroupSettings
 from podrl.algorithms.policy_loss import PENALISED, KLLossSettings, LossSettings, PolicyLoss
 from podrl.algorithms.shaping import overlong_penalty
-from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, section
+from podrl.config import Count, Finite, Natural, NonNegative, Positive, Range, plural, section
 from podrl.engine.config import RolloutConfig
 from podrl.trainer import custom
 from podrl.types import SOURCE, STOP_DEADLINE, STOP_LENGTH, Experience, LeftOut, Rollouts
@@ -105,7 +105,7 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         if bound >= self.max_staleness:
             raise ValueError(
                 f"{key} leaves nothing out, because samples are at most {self.section}.max_staleness="
-                f"{self.max_staleness} updates old: use a smaller bound, or None."
+                f"{plural(self.max_staleness, 'update')} old: use a smaller bound, or None."
             )
         if self.kind == "gmpo":
             raise ValueError(f"{key} drops single tokens, which gmpo's one ratio per sequence cannot: use None.")

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from podrl.config import plural
 from podrl.types import BatchError
 
 _HEAD = 160
@@ -109,7 +110,10 @@ class CallsInFlight:
     def call(self, name: str, part: RewardCall, score: Callable[[], list[float]]) -> list[float]:
         """Runs `score`, which calls the function `name` with `part`; `describe_waits` names the call meanwhile."""
         thread = threading.get_ident()
-        self._calls[thread] = (time.monotonic(), f"reward function {name} of {len(part.completions)} samples")
+        self._calls[thread] = (
+            time.monotonic(),
+            f"reward function {name} of {plural(len(part.completions), 'sample')}",
+        )
         try:
             return score()
         finally:
@@ -185,7 +189,9 @@ class OpenBatch:
         """
         for name, values in fields.items():
             if len(values) != len(prompts):
-                raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts: they must match.")
+                raise ValueError(
+                    f"{name} has {plural(len(values), 'value')} for {plural(len(prompts), 'prompt')}: they must match."
+                )
         self._prompts, self._fields = prompts, fields
         self._ended: dict[int, tuple[str, Mapping[str, Any]] | None] = {}
         units = {"sample": np.arange(len(prompts)), "group": group_B, "batch": np.zeros(len(prompts), np.int64)}

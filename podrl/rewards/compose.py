@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from podrl.config import Finite, Positive, Workers, section
+from podrl.config import Finite, Positive, Workers, plural, section
 from podrl.rewards import citations, formats, math_answer, reasoning, reference, text, turns, worker
 from podrl.rewards.batch import CallsInFlight, OpenBatch, RewardCall, RewardError, Scorer
 from podrl.rewards.code import CodeConfig, CodeTests
@@ -92,8 +92,8 @@ class RewardConfig:
         """Raises ValueError unless there is one weight for each function, or no weight at all."""
         if self.weights and len(self.weights) != len(self.fns):
             raise ValueError(
-                f"reward.weights has {len(self.weights)} values for {len(self.fns)} functions in reward.fns: give one "
-                "each, or none for 1 each."
+                f"reward.weights has {plural(len(self.weights), 'value')} for {plural(len(self.fns), 'function')} in "
+                "reward.fns: give one each, or none for 1 each."
             )
 
     def require(self, *, environment: bool) -> None:
@@ -375,7 +375,10 @@ class Rewards:
         lengths = {"prompts": len(prompts), **{name: len(values) for name, values in fields.items()}}
         for name, length in lengths.items():
             if length != len(completions):
-                raise ValueError(f"{name} has {length} values for {len(completions)} completions: they must match.")
+                raise ValueError(
+                    f"{name} has {plural(length, 'value')} for {plural(len(completions), 'completion')}: they must "
+                    "match."
+                )
         if not completions:
             return np.zeros((len(self._functions), 0))
         own = [without_outputs(completion) for completion in completions]
@@ -489,7 +492,9 @@ class Rewards:
             quiet = part.without(bad)
             together = self._values(function, quiet, self._patiently(function, quiet, limit * len(samples)))
         except (LateWorkerError, DiedError) as error:
-            raise self._always(function, error, f"{len(samples)} samples, each of which it scores alone") from error
+            raise self._always(
+                function, error, f"{plural(len(samples), 'sample')}, each of which it scores alone"
+            ) from error
         return [alone[b].reward if alone[b].trouble == "died" else together[b] for b in samples]
 
     def _alone(self, function: _Function, part: RewardCall) -> "_SingleReward":
@@ -590,11 +595,12 @@ class Rewards:
             which = f"It did not return within {alone:.1f} s for {part.show(index)} alone."
         else:
             which = (
-                f"Called sample by sample, it scored {index} of {len(part.completions)} samples in the same time: it "
-                f"is slow, not stuck. Its last sample was {part.show(min(index, len(part.completions) - 1))}."
+                f"Called sample by sample, it scored {index} of {plural(len(part.completions), 'sample')} in the same "
+                f"time: it is slow, not stuck. Its last sample was {part.show(min(index, len(part.completions) - 1))}."
             )
         return RewardError(
-            f"Reward function {function.name} did not return within {limit} s for {len(part.completions)} samples. "
+            f"Reward function {function.name} did not return within {limit} s for "
+            f"{plural(len(part.completions), 'sample')}. "
             f"{which} Make it faster, or raise reward.deadline_s={limit}."
         )
 

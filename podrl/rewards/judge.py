@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from podrl.config import Count, Finite, Natural, Positive, Workers, section
+from podrl.config import Count, Finite, Natural, Positive, Workers, plural, section
 from podrl.runtime.service import ServiceError, ask, is_away
 
 _ASK = (
@@ -212,12 +212,15 @@ def _score_of(config: JudgeConfig, question: str, end: float) -> float:
             final = misunderstood > config.retries
         if final:
             raise JudgeError(
-                f"the judge at {config.url} (reward.judge.url) gave no score in {requests} requests; {problem}"
+                f"the judge at {config.url} (reward.judge.url) gave no score in {plural(requests, 'request')}; "
+                f"{problem}"
             )
         time.sleep(
             max(min(0.25 * 2.0**requests * random.uniform(0.5, 1.0), _LONGEST_PAUSE_S, end - time.monotonic()), 0)
         )
-    raise ServiceError(f"the judge at {config.url} (reward.judge.url) gave no score in {requests} requests; {problem}")
+    raise ServiceError(
+        f"the judge at {config.url} (reward.judge.url) gave no score in {plural(requests, 'request')}; {problem}"
+    )
 
 
 def _filled(template: str, shown: Mapping[str, Any]) -> str:

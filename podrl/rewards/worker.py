@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from podrl.config import plural
 from podrl.runtime.service import is_away
 from podrl.workers import child
 from podrl.workers.user_objects import explain, one_line, short
@@ -33,7 +34,10 @@ def call(fn: Callable[..., Any], prompts: list[str], completions: list[str], fie
             return {"away": one_line(error)}
         return {"raised": explain(error)}
     if len(values) != len(completions):
-        return {"bad": f"returned {len(values)} values for {len(completions)} completions: {short(values)}"}
+        return {
+            "bad": f"returned {plural(len(values), 'value')} for {plural(len(completions), 'completion')}: "
+            f"{short(values)}"
+        }
     floats = []
     for index, value in enumerate(values):
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import rich.console
 
+from podrl.config import plural
 from podrl.rundir import intervals
 from podrl.rundir.console import print_table
 from podrl.rundir.intervals import format_interval, is_share
@@ -144,7 +145,7 @@ def print_before_after(console: rich.console.Console, summary: Mapping[str, Any]
         rows.append([name, *cells, change])
     if rows:
         count = after.get(_RECORDS)
-        title = "Held-out records" if count is None else f"{count:.0f} held-out records [95% intervals]"
+        title = "Held-out records" if count is None else f"{plural(int(count), 'held-out record')} [95% intervals]"
         print_table(console, title, ["mean", "before", "after", "change"], rows)
 
 

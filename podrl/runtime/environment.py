@@ -16,6 +16,8 @@ import types
 from collections.abc import MutableMapping
 from typing import Any
 
+from podrl.config import plural
+
 _FAKE = "--xla_force_host_platform_device_count"
 # Files of accelerators' drivers: TPU, NVIDIA, AMD, and CUDA under WSL.
 _DRIVERS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
@@ -45,7 +47,8 @@ def prepare(env: MutableMapping[str, str], *, fake_devices: int) -> None:
         return
     if backends:
         raise ValueError(
-            f"jax was initialised before the job, so XLA_FLAGS can no longer ask for {fake_devices} devices: call "
+            f"jax was initialised before the job, so XLA_FLAGS can no longer ask for "
+            f"{plural(fake_devices, 'device')}: call "
             "nothing that computes or lists devices before, or set XLA_FLAGS yourself before the first import of jax."
         )
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {_FAKE}={fake_devices}".strip()

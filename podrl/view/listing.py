@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from podrl.config import plural
 from podrl.view.runs import RunFiles
 
 _PROMPT, _COMPLETION = 120, 400  # characters shown: the end of the prompt, the beginning of the completion
@@ -22,7 +23,7 @@ def listing(run: RunFiles, count: int) -> str:
         raise ValueError(f"{run.place} recorded no samples: log.trace and log.samples_every say which it keeps.")
     steps = sorted({row["step"] for row in rows})
     at = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    lines = [f"{run.name}: {len(rows)} samples of {at}."]
+    lines = [f"{run.name}: {plural(len(rows), 'sample')} of {at}."]
     for name in dict.fromkeys(name for row in rows for name in row.get("rewards", {})):
         values = [value for row in rows if (value := row.get("rewards", {}).get(name)) is not None]
         if values:

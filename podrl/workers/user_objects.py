@@ -71,20 +71,27 @@ def load(spec: Mapping[str, Any]) -> Any:
     """Loads the object that a spec names, by 'file' or 'module' and by 'name' (dotted inside the module).
 
     Raises:
-      LoadError: the module has no such object; the error lists the functions that it has.
+      LoadError: the module has no such object; the error lists its functions and classes, and names the closest one.
     """
     module = _run_file(spec["file"]) if "file" in spec else importlib.import_module(spec["module"])
     found: Any = module
     for part in spec["name"].split("."):
         if not hasattr(found, part):
-            own = [
-                n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
-            ]
-            close = difflib.get_close_matches(part, own, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"It has: {', '.join(own) or 'no functions'}."
-            raise LoadError(f"{spec.get('file') or spec['module']} has no function {spec['name']!r}. {hint}")
+            own = [name for name, value in vars(found).items() if _is_own(value, module.__name__)]
+            by_lower = {name.lower(): name for name in own}
+            close = difflib.get_close_matches(part.lower(), by_lower, n=1)
+            hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+            place = spec.get("file") or spec["module"]
+            raise LoadError(
+                f"{place} has no function or class {spec['name']!r}; it has {', '.join(own) or 'none'}.{hint}"
+            )
         found = getattr(found, part)
     return found
+
+
+def _is_own(value: Any, module: str) -> bool:
+    """True for a function or class that the module defines itself."""
+    return callable(value) and getattr(value, "__module__", "") == module
 
 
 def load_function(spec: Mapping[str, Any]) -> Any:

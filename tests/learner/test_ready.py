@@ -54,7 +54,7 @@ def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("[0.0]", "returned 1 values for 2 completions"),
+        ("[0.0]", "returned 1 value for 2 completions"),
         ("['good' for text in completions]", r"returned 'good' \(str\), not a number"),
         ("[1 / len(text) for text in completions]", r"raised ZeroDivisionError: .*mine\.py, line 2"),
     ],
@@ -128,7 +128,10 @@ def test_a_field_that_no_reward_function_can_be_given_is_found_at_the_start(tmp_
 REWARDS = {
     "no such built-in": ("nubmer", "did you mean 'number'"),
     "no file": ("{0}/no.py:scored", "no.py does not exist"),
-    "no function": ("{0}/mine.py:scorde", "has no function 'scorde'. Did you mean 'scored'"),
+    "no function": (
+        "{0}/mine.py:scorde",
+        "has no function or class 'scorde'; it has scored, other, positional. Did you mean 'scored'",
+    ),
     "no module": ("nowhere_at_all.rewards:f", "nowhere_at_all"),
     "no field": ("{0}/mine.py:other", "has no field 'difficulty' .it has .*level.*, which other of reward.fns"),
     "fields by position": ("{0}/mine.py:positional", "has no field 'difficulty'"),

@@ -84,7 +84,7 @@ def test_batches_of_a_dataset_are_steps():
     assert [r["answer"] for r in records] == ["1", "2", "3", "4"]
     plain = ["a", {"prompt": "b"}]
     assert from_batches(plain) == (plain, 0) and from_batches([]) == ([], 0)
-    with pytest.raises(ValueError, match="Batch 1 of the dataset has 1 prompts and batch 0 has 2"):
+    with pytest.raises(ValueError, match="Batch 1 of the dataset has 1 prompt and batch 0 has 2"):
         from_batches([batches[0], {"prompts": ["c"], "answer": ["3"]}])
     with pytest.raises(ValueError, match="'answer' must be a list of 2 values"):
         from_batches([{"prompts": ["a", "b"], "answer": "12"}])

@@ -155,7 +155,7 @@ def test_the_judge_scores_and_retries(monkeypatch):
             r"in 2 requests; the last one failed: ValueError: the reply 'I would rather not say.' has no line",
         ),
         ("many x", r"the score 11 is not between 0 and 10"),
-        ("forbidden x", r"in 1 requests; the last one failed: HTTP 401 .*: 'no key'"),
+        ("forbidden x", r"in 1 request; the last one failed: HTTP 401 .*: 'no key'"),
     ],
 )
 def test_a_judge_that_gives_no_score_is_an_error_and_never_0(completion, message, monkeypatch):
@@ -191,7 +191,7 @@ def test_a_rubric_asks_about_every_criterion():
             score(config, "1 x", rubric=[[{"weight": 1}]])
         with pytest.raises(RewardError, match=r"no criterion of positive weight.*reward.judge.criteria"):
             score(config, "1 x", rubric=[[{"criterion": "c", "weight": -1}]])
-    with pytest.raises(ValueError, match="1 values for 2"):
+    with pytest.raises(ValueError, match="1 value for 2"):
         JudgeConfig(criteria=("a", "b"), criteria_weights=(1.0,))
     with pytest.raises(ValueError, match="criterion_template"):
         JudgeConfig(criterion_template="{completion}")

@@ -122,7 +122,7 @@ def test_no_completions():
 
 
 def test_lengths_must_match():
-    with Rewards(named("length")) as rewards, pytest.raises(ValueError, match="answer has 1 values for 2 completions"):
+    with Rewards(named("length")) as rewards, pytest.raises(ValueError, match="answer has 1 value for 2 completions"):
         rewards.score(["", ""], ["", ""], {"answer": ["4"]})
 
 
@@ -215,7 +215,10 @@ def test_a_host_that_kills_every_worker_is_at_fault():
         ("exact_fromat", r"did you mean 'exact_format'\?"),
         ("reward", r"no built-in reward, nor 'file\.py:function'"),
         ("nowhere.py:f", r"the file .*nowhere\.py does not exist"),
-        (f"{FILE}:lenght", r"graders\.py has no function 'lenght'\. Did you mean 'length'\?"),
+        (
+            f"{FILE}:lenght",
+            r"graders\.py has no function or class 'lenght'; it has .*length.*\. Did you mean 'length'\?",
+        ),
         (f"{FILE}:not_callable", r"'not_callable' is int 3, not a function"),
         ("no.such.module:f", r"No module named 'no'"),
         (3, r"reward\.fns holds 3 \(int\)"),
@@ -231,7 +234,7 @@ def test_functions_that_are_not_there(fn, message):
     ("values", "message"),
     [
         ({"fns": ()}, r"reward\.fns is empty"),
-        ({"weights": (1.0,)}, r"reward\.weights has 1 values for 4 functions"),
+        ({"weights": (1.0,)}, r"reward\.weights has 1 value for 4 functions"),
         ({"weights": (1.0, 1.0, 1.0, float("nan"))}, r"reward\.weights\[3\]=nan must be a number in \[-1e9, 1e9\]"),
         ({"deadline_s": 0.0}, r"reward\.deadline_s=0\.0"),
         ({"workers": 0}, r"reward\.workers=0"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from podrl.config import plural
 from podrl.learner import experience as codec
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.open_groups import Group, OpenGroups, begun
@@ -401,7 +402,9 @@ class Dispatcher:
 
     def _late(self, step: int) -> str:
         who = {host: sum(g.entry is None for g in self._open.groups if g.host == host) for host in sorted(self._queues)}
-        hosts = ", ".join(f"{self._pod.seat.hosts.name(h)} (host {h}) makes {n} groups" for h, n in who.items() if n)
+        hosts = ", ".join(
+            f"{self._pod.seat.hosts.name(h)} (host {h}) makes {plural(n, 'group')}" for h, n in who.items() if n
+        )
         return (
             f"{self._pod.name} waited {self._deadline_s:.0f} s for the groups of step {step}: "
             f"{hosts or 'there is no rollout host in the job'}. See what they are doing (kill -USR1 prints their "
