@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       slow episodes), spills (stores of the slow episodes moved to the host), memory_mb and memory_mb_before (peak of
       this process, with the slow episodes and before).
     """
-    parser = argparse.ArgumentParser(prog="benchmarks agents", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks agents", description=__doc__)
     parser.add_argument("--open", type=int, default=128, help="requests that are open at once")
     parser.add_argument("--requests", type=int, default=4000, help="requests in all")
     parser.add_argument("--prompts", type=int, default=4)

@@ -16,7 +16,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       tokens (number of compared tokens), entropy (mean of -log p of the sampled tokens, in nats; `--embed_scale` sets
       it), and mean, p99 and max of the absolute difference between both log-probabilities of a token, in nats.
     """
-    args = make_parser(prog="benchmarks agree", description=__doc__).parse_args(argv)
+    args = make_parser(prog="python -m benchmarks agree", description=__doc__).parse_args(argv)
     fake_devices(args.devices)
     bench = Bench(args)
     rollouts = bench.rollouts()

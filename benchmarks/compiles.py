@@ -98,7 +98,7 @@ SAME = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks compiles", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks compiles", description=__doc__)
     parser.add_argument("--chips", nargs="+", default=CHIPS, choices=CHIPS)
     parser.add_argument("--cases", nargs="+", default=tuple(CASES), choices=tuple(CASES), metavar="CASE")
     parser.add_argument("--programs", nargs="+", default=(), help="only those whose names begin so", metavar="NAME")

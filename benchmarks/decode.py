@@ -9,7 +9,7 @@ import numpy as np
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks decode", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks decode", description=__doc__)
     parser.add_argument("--size", default="gemma2-2b", help="a published size, see podrl/models/sizes.py")
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--mesh", default="data=2,tensor=4")

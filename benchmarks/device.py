@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       known), hbm_rate (bytes per second read and written by a copy on one device), hbm_rate_vendor (the vendor's; 0
       where it is not known), launch_us (from the call of a small compiled program to its result).
     """
-    parser = argparse.ArgumentParser(prog="benchmarks device", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks device", description=__doc__)
     parser.add_argument("--devices", type=int, default=1, help="faked CPU devices where there is no accelerator")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)

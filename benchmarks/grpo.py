@@ -31,7 +31,7 @@ _KEPT = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks grpo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks grpo", description=__doc__)
     add_options(parser)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="samples per prompt")

@@ -15,7 +15,7 @@ _BLOCK = 64  # a multiple of the reads that XLA's form takes at once
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a row of training")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv_heads", type=int, default=8)

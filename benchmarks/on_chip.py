@@ -104,7 +104,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
       ValueError: no device could be measured.
     """
-    parser = argparse.ArgumentParser(prog="benchmarks on_chip", description="Fills a table about one GPU or TPU host.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks on_chip", description="Fills a table about one GPU or TPU host."
+    )
     parser.add_argument(
         "--minutes", type=float, default=25, help="minutes after which the command ends; call it again for more"
     )

@@ -12,7 +12,7 @@ from benchmarks.model import add_options, fake_devices
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks reshard", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks reshard", description=__doc__)
     add_options(parser, layers=5, dim=256, ffn=800, head_dim=64, vocab=512)
     parser.add_argument("--leaves", type=int, default=0, help="instead of a model: this many matrices, unstacked")
     parser.add_argument("--leaf_shape", default="1280x1024", help="shape of each of them, cut as (embed, mlp)")

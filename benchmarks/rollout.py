@@ -17,7 +17,9 @@ END_ID = 1
 DEFAULTS = {"lanes": ", by default as many as there are samples, at most 128"}
 
 
-def make_parser(prog: str = "benchmarks rollout", description: str | None = __doc__) -> argparse.ArgumentParser:
+def make_parser(
+    prog: str = "python -m benchmarks rollout", description: str | None = __doc__
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=prog, description=description)
     add_options(parser)
     parser.add_argument(

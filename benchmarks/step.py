@@ -15,7 +15,7 @@ from benchmarks.model import add_options, fake_devices, model_of, number_range
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks step", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks step", description=__doc__)
     add_options(parser)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8, help="samples per prompt")

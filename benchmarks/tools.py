@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
       lane places of all decode steps), lane_utilisation_plain, host_seconds_per_call (CPU time of this process's Python
       threads, above the plain samples'), spills, compiles; with --slow, the figures of `_stale` instead.
     """
-    parser = rollout.make_parser(prog="benchmarks tools", description=__doc__)
+    parser = rollout.make_parser(prog="python -m benchmarks tools", description=__doc__)
     parser.set_defaults(mesh="data=1", max_new=128)
     parser.add_argument("--calls", type=int, default=3, help="calls of each sample, whose turns share --max_new")
     parser.add_argument("--given", type=int, default=24, help="tokens of a tool's output")

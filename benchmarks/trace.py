@@ -17,7 +17,7 @@ _WARM = 3  # steps that compile, and the one after
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks trace", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks trace", description=__doc__)
     parser.add_argument("--config", default="grpo_gemma.py")
     parser.add_argument("--steps", type=int, default=63, help="steps of the run, every second of which is traced")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration")

@@ -20,7 +20,7 @@ _WARM = 8  # steps that compile and fill the windows
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks waits", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks waits", description=__doc__)
     parser.add_argument("run", help="directory of a run with topology=split, log.trace=all and its own meshes")
     parser.add_argument("--speeds", default="", metavar="RUN", help="another run, whose seconds are taken")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

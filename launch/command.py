@@ -1,5 +1,6 @@
 """The podrl command line, exit codes and environment that every launcher submits."""
 
+import argparse
 import itertools
 import os
 import re
@@ -21,6 +22,27 @@ SIGNAL_CODES = (134, 137, 139, 143)
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 # Names of variables that are likely to hold a secret, such as HF_TOKEN and WANDB_API_KEY.
 _SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?|(API)?KEYS?|AUTH)(_|$)", re.IGNORECASE)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description, and adds the default value to the help of an option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default in (None, "", [], argparse.SUPPRESS) or isinstance(default, bool):
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
+def make_parser(launcher: str, description: str | None) -> argparse.ArgumentParser:
+    """Makes the parser of a launcher, without options: --help shows every default.
+
+    Args:
+      launcher: name of the launcher's module in this package, such as gke.
+      description: text above the list of options.
+    """
+    prog = f"python -m {__package__}.{launcher}"
+    return argparse.ArgumentParser(prog=prog, description=description, formatter_class=_Help)
 
 
 def podrl_command(config: str, workdir: str, extra: Sequence[str], code: Code | None = None) -> list[str]:

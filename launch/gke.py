@@ -63,9 +63,7 @@ _JOBSET_LABELS = {
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses our flags, and podrl's own after `--`."""
     own, extra = command.split_extra(argv)
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.gke", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.make_parser("gke", __doc__)
     parser.add_argument("--config", required=True, help="podrl configuration, as grpo_gemma.py")
     parser.add_argument("--workdir", required=True, help="run directory, gs://BUCKET/RUN")
     parser.add_argument("--image", required=True, help="container image built from launch/Dockerfile")

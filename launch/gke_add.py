@@ -38,11 +38,7 @@ _TOLERATED = ("google.com/tpu", _SPOT)
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the flags."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.gke_add",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.make_parser("gke_add", __doc__)
     parser.add_argument("--join", required=True, help="name of the JobSet that runs")
     parser.add_argument(
         "--slices", type=int, default=1, help="slices to add, of the shape that the job's rollouts have"

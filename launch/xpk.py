@@ -54,9 +54,7 @@ PATHWAYS_NAME_LIMIT = 22
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses our flags, and podrl's own after `--`."""
     own, extra = command.split_extra(argv)
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {__package__}.xpk", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.make_parser("xpk", __doc__)
     parser.add_argument("--cluster", required=True, help="cluster made by xpk cluster create[-pathways]")
     parser.add_argument("--config", help="podrl configuration, as grpo_gemma.py (not for --headless)")
     parser.add_argument("--workdir", help="run directory, gs://BUCKET/RUN (not for --headless)")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from podrl.config import plural
 from podrl.rundir.checks import CHECKS
 from podrl.rundir.console import make_console
 from podrl.rundir.findings import Finding, examine
@@ -43,7 +44,7 @@ def watch(run: str, wait: Callable[[], Any]) -> Iterator[Finding]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="podrl.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("podrl.doctor", __doc__)
     parser.add_argument("run", metavar="RUN", help="a run directory, or gs://")
     parser.add_argument(
         "--watch", type=float, metavar="SECONDS", help="seconds between two looks, until the run has ended"
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USER
     if not found and not args.json:
         steps = sum("time/step" in record for record in read_records(args.run, "metrics.jsonl"))
-        console.print(f"Nothing found: {len(CHECKS)} checks over {steps} steps of {args.run}.")
+        console.print(f"Nothing found: {len(CHECKS)} checks over {plural(steps, 'step')} of {args.run}.")
     return EXIT_USER if found else EXIT_DONE
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from podrl import generate
-from podrl.config import build, hint_at
+from podrl.config import build, hint_at, plural
 from podrl.data import shape, sources
 from podrl.data.template import SYSTEM_PROMPT
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards, without_outputs
@@ -41,7 +41,7 @@ Scores = Mapping[str, np.ndarray]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="podrl.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("podrl.evaluate", __doc__)
     parser.add_argument("--model", required=True, help="Hugging Face directory, or the directory of a run")
     parser.add_argument(
         "--compare", default="", help="a second model, which completes the same records with the same seed"
@@ -488,7 +488,7 @@ def _print(result: Mapping[str, Any], models: Mapping[str, str], sets: Mapping[s
         columns = [one, *result["model"][one]["all"]]
         print_table(
             console,
-            f"{one}: {result['model'][one]['all']['right']['records']} records, in percent [95% interval]",
+            f"{one}: {plural(result['model'][one]['all']['right']['records'], 'record')}, in percent [95% interval]",
             columns,
             rows,
         )

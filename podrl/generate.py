@@ -23,6 +23,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from podrl.config import plural
 from podrl.data import shape, sources
 from podrl.environments import config as env
 from podrl.runtime import environment, signals
@@ -40,7 +41,7 @@ _LANES = (8, 32)  # numbers of lanes for few samples; for more samples, --lanes 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="podrl.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("podrl.generate", __doc__)
     parser.add_argument(
         "--model",
         required=True,
@@ -49,11 +50,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", required=True, help="JSON lines; also .csv, or anything that data.path accepts")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="JSON lines; replaced when complete")
     parser.add_argument("--n", type=int, default=1, help="completions per prompt")
-    parser.add_argument("--preset", choices=("greedy", "standard", "liberal"), default=None)
-    parser.add_argument("--temperature", type=float, default=None)
-    parser.add_argument("--top_p", type=float, default=None)
-    parser.add_argument("--top_k", type=int, default=None)
-    parser.add_argument("--min_p", type=float, default=None)
+    parser.add_argument(
+        "--preset",
+        choices=("greedy", "standard", "liberal"),
+        default=None,
+        help="named sampling settings, which the next four options change one by one",
+    )
+    parser.add_argument("--temperature", type=float, default=None, help="0 is greedy; default: the preset's, or 1")
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=None,
+        help="smallest total probability of the kept tokens; default: the preset's, or 1, which is off",
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=None, help="number of kept tokens; default: the preset's, or 0, which is off"
+    )
+    parser.add_argument(
+        "--min_p",
+        type=float,
+        default=None,
+        help="least probability of a kept token, as a share of the largest; default: the preset's, or 0",
+    )
     parser.add_argument("--max_new", type=int, default=256, help="most new tokens per completion")
     parser.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
     parser.add_argument("--chat", action="store_true", help="wrap each prompt as a user's turn")
@@ -73,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="most tokens of a completion, including observations of --env; default: --max_new",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     add_device_options(parser)
-    parser.add_argument("--lanes", type=int, default=128)
+    parser.add_argument("--lanes", type=int, default=128, help="most completions sampled at once; further ones wait")
     return parser
 
 
@@ -120,7 +138,7 @@ def _generate(args: argparse.Namespace) -> int:
     output = OutputFile(args.out, _settings(args, records, tokenizer.tools_digest), args.n)
     left = [index for index in range(len(records)) if index not in output.done]
     if output.done:
-        _say(f"{output.partial} holds {len(output.done)} of {len(records)} prompts; going on from there.")
+        _say(f"{output.partial} holds {len(output.done)} of {plural(len(records), 'prompt')}; going on from there.")
     if left:
         model, params = hf_load.load(args.model, mesh, dtype)
         longest, new = max(map(len, rows)), args.max_response or args.max_new

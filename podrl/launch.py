@@ -320,7 +320,8 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     try:
         extra = flags.FLAGS(parsed)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError) as error:
-        program = pathlib.Path(argv[0]).stem
+        path = pathlib.Path(argv[0])
+        program = path.parent.name if path.stem == "__main__" else path.stem
         raise ValueError(f"{str(error).strip(chr(34))} (see python -m podrl.{program} --help)") from error
     resolved = holder.value.to_dict()
     for key in (key for key, nothing in emptied.items() if nothing):

@@ -247,7 +247,7 @@ def _changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="podrl.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("podrl.replay", __doc__)
     parser.add_argument("run", metavar="RUN", type=pathlib.Path, help="a run directory")
     parser.add_argument("--step", type=int, required=True, help="number of the step in metrics.jsonl")
     parser.add_argument("--start", type=int, metavar="STEP", help="a checkpoint of the run, or 0 for its beginning")

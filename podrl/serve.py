@@ -39,7 +39,7 @@ _CONTEXT = 8192  # tokens; largest default of --context
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="podrl.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("podrl.serve", __doc__)
     parser.add_argument(
         "--model",
         required=True,

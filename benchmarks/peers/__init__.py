@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
       ValueError: an environment cannot be built, or a side failed; its last lines.
     """
-    parser = argparse.ArgumentParser(prog="benchmarks peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     parser.add_argument("--peer", required=True, choices=("trl", "tunix"))
     parser.add_argument("--out", required=True, metavar="DIR", help="environments and runs")
     parser.add_argument("--steps", type=int, default=20)

@@ -6,7 +6,6 @@ Kaggle's archive holds an Orbax checkpoint in the layout of google-deepmind/gemm
 `tokenizer.model`. Gemma 2 and Gemma 3 can be read; a Gemma 3 with images is converted without its vision tower.
 """
 
-import argparse
 import collections
 import json
 import pathlib
@@ -203,9 +202,7 @@ _MADE: Mapping[str, _Made] = {
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(
-        prog="podrl.contrib.kaggle_gemma", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("podrl.contrib.kaggle_gemma", __doc__)
     parser.add_argument("--checkpoint", required=True, help="the directory with _METADATA, from Kaggle's archive")
     parser.add_argument("--size", required=True, help=f"one of {', '.join(READ)}; -it or not is the same size")
     parser.add_argument("--out", required=True, help="the Hugging Face directory to write")

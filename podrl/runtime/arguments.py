@@ -12,12 +12,32 @@ from podrl.runtime.watchdog import EXIT_USER
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description, and adds the default value to the help of an option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if default in (None, "", [], argparse.SUPPRESS) or isinstance(default, bool):
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that does not print its usage or exit with 2."""
+    """The parser of a command: --help shows every default, and a wrong argument ends the command with one sentence."""
+
+    def __init__(self, module: str, description: str | None):
+        """Makes a parser without options.
+
+        Args:
+          module: the command's module, such as podrl.export.
+          description: text above the list of options.
+        """
+        super().__init__(prog=f"python -m {module}", description=description, formatter_class=_Help)
+        self._module = module
 
     def error(self, message: str) -> NoReturn:
         """Prints the error in one line and exits with code 1."""
-        self.exit(EXIT_USER, f"{self.prog}: error: {message} (see python -m {self.prog} --help)\n")
+        self.exit(EXIT_USER, f"{self._module}: error: {message} (see {self.prog} --help)\n")
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="podrl.view", description=__doc__)
+    parser = Parser("podrl.view", __doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, local or gs://")
     parser.add_argument("--port", type=int, default=8777, help="0 for any that is free")
     parser.add_argument("--host", default=_LOOPBACK, help="address to listen at; any but loopback asks for a token")
