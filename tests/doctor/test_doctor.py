@@ -224,6 +224,17 @@ def test_a_penalty_is_not_told_to_pay_nothing_and_the_sample_has_its_reference(t
     assert not [f for f in doctor.examine(recorded.write(run, tmp_path / "penalty")) if "pays nothing" in f.name]
 
 
+def test_functions_that_give_0_to_every_sample_are_one_finding(tmp_path):
+    run = recorded.run("gspo")
+    names = {name for record in steps(run, 1) for name in record if re.fullmatch("reward/(?!mean|std)[a-z]+", name)}
+    for name in names:
+        put(run, name, 0.0, 1)
+        put(run, name.replace("/", "/zero/"), 1.0, 1)
+    put(run, "reward/std", 0.0, 1)
+    found = [f.name for f in doctor.examine(recorded.write(run, tmp_path / "run"))]
+    assert found.count("a reward function pays nothing") == 1 and "reward constant" not in found
+
+
 def test_the_first_broken_comes_first_and_a_sample_is_named(tmp_path, capsys):
     run = recorded.run("grpo")
     repeat_text(run)
