@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from podrl.config import plural
 from podrl.engine.session import Track
 from podrl.rollout.clock import TokenClock, WallClock
 from podrl.rollout.journal import agrees, runs_of
@@ -126,6 +127,7 @@ class OpenGroups(Generic[_G]):
         self._submitted = 0
         # Prompts that take the places of groups without a signal, each with the only step that may open it.
         self._reserve: list[tuple[int, Prompts]] = []
+        self._resumed_reserve: int | None = None  # prompts in reserve of each batch of the checkpoint
         self._counts: dict[int, Mapping[str, float]] = {}  # by step
 
     def resume(self, step: int, pending: Sequence[PartialBatch]) -> None:
@@ -151,18 +153,30 @@ class OpenGroups(Generic[_G]):
                 record = self._clock.recorded(int(prompts.index_P[0]), int(values["asked"]), step)
                 known = record is None or agrees(record, _runs(origin), step)
                 self._add(prompts, int(values["asked"]), bool(values["repeated"]), origin if known else None)
-        # Every batch has equally many prompts in reserve, and a step opens them only after its checkpoint.
+        # Every batch has equally many prompts in reserve, because `submit` refuses another number, and a step opens
+        # them only after its checkpoint.
+        if batches := len(self.groups) // self._size:
+            self._resumed_reserve = len(reserve) // batches
         for i, prompts in enumerate(reserve):
-            self._reserve.append((step + i * (len(self.groups) // self._size) // len(reserve), prompts))
+            self._reserve.append((step + i * batches // len(reserve), prompts))
 
     def submit(self, prompts: Prompts, step: int) -> None:
         """Opens the groups of a step's batch, made from its prompts.
 
         Under the wall clock, prompts after the first `size` prompts are the step's reserve for dynamic sampling.
+
+        Raises:
+          ValueError: the batches of the checkpoint have another number of prompts in reserve.
         """
         self.position = prompts.data_state
         parts = [part for _, part in self._cut(prompts)]
         count = self._size if self._keeps_reserve else len(parts)
+        if self._resumed_reserve not in (None, spare := len(parts) - count):
+            raise ValueError(
+                f"A batch has {plural(spare, 'prompt')} in reserve, and the batches in flight of the checkpoint have "
+                f"{self._resumed_reserve}: dynamic_sampling and dynamic_sampling_batches may not change when a run "
+                "resumes. Restore them, or begin another run."
+            )
         for part in parts[:count]:
             self._add(part, step)
         self._reserve += [(step, part) for part in parts[count:]]
