@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
-from podrl.cluster.engines import ENGINES
+from podrl.cluster.engines import ENGINES, check_engine
 from podrl.config import section
 from podrl.engine.config import RolloutConfig
 from podrl.mesh.build import AXES, with_own_axes
@@ -51,8 +51,9 @@ class ClusterConfig:
         rollout's.
       training_config: steps, optimizer, batch sizes.
       rollout_config: sampling and engine settings; a mapping gives training and evaluation settings of their own.
-      rollout_engine: name of an engine in podrl.cluster.engines.ENGINES ('vanilla' and 'podrl' are names of podrl's
-        engine), or a class with the methods of podrl.rollout.interface.RolloutEngine.
+      rollout_engine: the decoding engine, where `rollout_config.engine` names none of the user's: a name in
+        podrl.cluster.engines.ENGINES ('vanilla' and 'podrl' are names of podrl's engine), or a class with the methods
+        of podrl.rollout.interface.RolloutEngine.
     """
 
     role_to_mesh: Mapping[Role, Mesh]
@@ -93,12 +94,14 @@ class ClusterConfig:
                 "role_to_mesh puts Role.REWARD on devices of Role.ACTOR: samples are scored while the actor trains, so "
                 "give the reward model the rollout's mesh or devices of its own."
             )
-        if isinstance(self.rollout_engine, str) and self.rollout_engine not in ENGINES:
-            raise ValueError(
-                f"rollout_engine={self.rollout_engine!r} is not an engine podrl has: use "
-                f"{', '.join(map(repr, ENGINES))}, or a class with the methods of "
-                "podrl.rollout.interface.RolloutEngine."
-            )
+        if (own := self.rollout().engine) not in ENGINES:
+            if self.rollout_engine not in ENGINES:
+                raise ValueError(
+                    f"rollout_engine={self.rollout_engine!r} and rollout_config.engine={own!r} both name an engine: "
+                    "give one of them."
+                )
+            object.__setattr__(self, "rollout_engine", own)
+        check_engine(self.rollout_engine)
 
     def roles_of(self, process: int) -> tuple[bool, bool]:
         """Returns (trains, generates): whether a process has devices of the actor's mesh, and of the rollout's mesh."""

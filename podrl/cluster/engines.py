@@ -1,21 +1,45 @@
 """The decoding engines that a configuration can name, and the abilities of an engine."""
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from podrl.engine.config import Ability
+from podrl.trainer.custom import found
 
-# The engines that ClusterConfig.rollout_engine can name: 'module:class' of each.
+# The engines of podrl by name: 'module:class' of each.
 ENGINES: Mapping[str, str] = dict.fromkeys(("vanilla", "podrl"), "podrl.rollout.worker:RolloutWorker")
+_METHODS = ("generate", "warm_up", "sleep", "wake")  # the methods that every engine needs
 
 
 def engine_class(engine: str | type) -> Any:
-    """Returns the class of an engine; `engine` is a name in ENGINES or the class itself."""
-    if not isinstance(engine, str):
-        return engine
-    module, _, name = ENGINES[engine].partition(":")
-    return getattr(importlib.import_module(module), name)
+    """Returns the class of an engine.
+
+    Args:
+      engine: a name in ENGINES, 'file.py:Class', 'package.module:Class', or the class itself.
+
+    Raises:
+      ValueError: the class cannot be loaded.
+    """
+    return found(ENGINES.get(engine, engine) if isinstance(engine, str) else engine, "rollout.engine")
+
+
+def check_engine(engine: str | type) -> None:
+    """Refuses an engine that podrl cannot use.
+
+    Raises:
+      ValueError: no engine has this name, the class cannot be loaded, or it lacks a method.
+    """
+    if engine in ENGINES:
+        return
+    if isinstance(engine, str) and ":" not in engine:
+        known = ", ".join(map(repr, ENGINES))
+        raise ValueError(f"rollout.engine={engine!r} must be {known}, 'file.py:Class' or 'package.module:Class'.")
+    made = engine_class(engine)
+    if lacks := [name for name in _METHODS if not callable(getattr(made, name, None))]:
+        raise ValueError(
+            f"rollout.engine={engine!r} lacks {', '.join(lacks)}: an engine is a class with the methods of "
+            "podrl.rollout.interface.RolloutEngine."
+        )
 
 
 def able(engine: str | type, ability: Ability) -> bool:

@@ -146,6 +146,8 @@ class RolloutConfig(SamplingSettings):
       page_kernel: whether decoding on TPUs and GPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it
         reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on. Samples
         drawn with and without the kernel differ in their last bits.
+      engine: decoding engine: 'podrl', or 'file.py:Class' or 'package.module:Class' for a class of your own
+        (podrl/rollout/interface.py has its methods).
       router_replay: whether the engine records the experts that each token took while it was sampled, and the trainer
         sends the token to the same experts (docs/models.md). No effect on models without experts.
       Others: defaults of Sampling, see SamplingSettings.
@@ -174,6 +176,7 @@ class RolloutConfig(SamplingSettings):
     clock: Literal["tokens", "wall"] = "tokens"
     merge_adapters: bool = False
     page_kernel: bool | None = None
+    engine: str = "podrl"
     router_replay: bool = True
 
     def __post_init__(self):

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from podrl import config
 from podrl.algorithms.presets import PRESETS, preset
+from podrl.cluster.engines import check_engine
 from podrl.cluster.teacher import tokenizer_of
 from podrl.config import Count, Devices, Natural, Seed, build, defaults, hint_at, merge, section
 from podrl.data import labels, pairs, sft, template
@@ -518,6 +519,7 @@ def parse(values: Mapping[str, Any]) -> Job:
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
         job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=own))
     job.rollout.require(environment=job.env.used)
+    check_engine(job.rollout.engine)
     _check_environments(job)
     if job.data.curriculum.used:
         if job.kind.offline:

@@ -203,7 +203,7 @@ class GRPO:
         """Packs the mini-batches of one pass, in an order drawn from (seed, step, iteration)."""
         rollouts = experience.rollouts
         loss_mask_BT = self._config.loss_mask(experience)
-        batches = []
+        reads, batches = self._loss.reads(self._mixed), []
         for chosen in self.mini_batches(step, iteration, len(advantage_BT)):
             placement = packing.place_samples(rollouts, chosen, self.shape)
             self._packed.append((placement.apart, placement.packed, placement.computed))
@@ -220,13 +220,13 @@ class GRPO:
                 sampler_logprob_BT=put(rollouts.logprob_BT[chosen]),
                 kl_scale=self._loss_kl.scale,
             )
-            if self._mixed:
+            if "weight_BT" in reads:
                 rows = dataclasses.replace(rows, weight_BT=put(weight_B1 * np.ones_like(own_BT)))
-            if self._loss.others:
+            if "loss_BT" in reads:
                 loss_B = np.asarray(self._config.loss_of_part)[self._config.part_of(experience)[chosen]]
                 loss_BT = np.broadcast_to(loss_B[:, None], own_BT.shape)
                 rows = dataclasses.replace(rows, loss_BT=placement.scatter(loss_BT))
-            if self._loss.by_age:
+            if "age_BT" in reads:
                 age_BT = (step - rollouts.version_BT[chosen]).astype(np.float32)
                 rows = dataclasses.replace(rows, age_BT=put(age_BT))
             if self._config.observed_weight:

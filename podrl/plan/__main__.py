@@ -56,6 +56,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "PlanReport":
     Raises:
       ValueError: a topology, mesh or configuration makes no sense.
     """
+    from podrl.cluster.engines import ENGINES
     from podrl.job.config import KINDS, parse, section_of, with_prompt_length
     from podrl.plan import programs, training, variants
     from podrl.plan.compile import measure
@@ -78,6 +79,11 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "PlanReport":
                 f"roles.{name}.mesh={model.mesh!r} must be {shared!r} to be planned: podrl.plan lays trainer and "
                 "rollout over all chips of their topologies, so plan them without the devices set aside."
             )
+    if job.rollout.engine not in ENGINES:
+        raise ValueError(
+            f"rollout.engine={job.rollout.engine!r} cannot be planned: podrl.plan knows the programs of podrl's engine "
+            "only. Leave the key out to plan with it."
+        )
     completion = job.rollout.max_tokens_to_generate if _COMPLETION.value is None else _COMPLETION.value
     if not 0 < completion <= job.rollout.max_tokens_to_generate:
         raise ValueError(

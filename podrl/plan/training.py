@@ -162,9 +162,8 @@ def _with_optional(batch: Batch[PolicyRows], algo: AlgorithmConfig, loss: Policy
     """Adds the optional arrays that the loss reads, and those of data sources with settings of their own, to a
     batch."""
     rows = batch.rows
-    given: Any = dict.fromkeys(loss.reads, rows.mask_BT)
-    given |= {"weight_BT": rows.mask_BT} if len(algo.parts) > 1 else {}
-    given |= {"loss_BT": rows.layout.segment_BT} if loss.others else {}
+    like = {rows.mask_BT.dtype: rows.mask_BT, rows.layout.segment_BT.dtype: rows.layout.segment_BT}
+    given: Any = {name: like[jnp.dtype(dtype)] for name, dtype in loss.reads(mixed=len(algo.parts) > 1).items()}
     return Batch(dataclasses.replace(rows, **given), batch.micro_batches)
 
 

@@ -1,8 +1,8 @@
 """The interface of a decoding engine: the methods that podrl calls, and which of them an engine may lack.
 
 podrl's own engine is podrl.rollout.worker.RolloutWorker. Another engine is a class that is constructed with the same
-arguments and has these attributes and methods. It is named in podrl.cluster.engines.ENGINES or passed as
-`ClusterConfig(rollout_engine=...)`.
+arguments and has these attributes and methods. A job names it by `rollout.engine`, as 'file.py:Class'; in Python it may
+be passed as `ClusterConfig(rollout_engine=...)`.
 """
 
 from collections.abc import Callable, Iterator

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrl.algorithms.policy_loss import CONTEXT
 from podrl.config import nearest
 from podrl.workers.user_objects import explain_load, load_function, spec_at
 
-# Arrays that a function may take by keyword, besides its own numbers.
-OF_A_LOSS = ("mask_BT", "length_BT", "segment_BT")
+# Arrays that an advantage function may take by keyword, besides its own numbers.
 OF_AN_ADVANTAGE = ("length_PG",)
 # The setting that names a function, and the group that holds its numbers.
 ARGUMENTS = {"policy_loss_fn": "policy_loss_args", "advantage_estimator": "advantage_args"}
@@ -77,7 +77,7 @@ def completed(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
     for name, group in ARGUMENTS.items():
         value = settings.get(name)
         if callable(value) or (isinstance(value, str) and ":" in value):
-            of = OF_A_LOSS if group == "policy_loss_args" else OF_AN_ADVANTAGE
+            of = CONTEXT if group == "policy_loss_args" else OF_AN_ADVANTAGE
             key = f"{section}.{name}"
             groups[group] = {**numbers(found(value, key), key, of), **(settings.get(group) or {})}
     return groups
@@ -134,9 +134,9 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
     Raises:
       ValueError: there is no such function, or it fails on arrays, or returns no float for every token.
     """
-    call = bound(value, arguments, key, OF_A_LOSS)
+    call = bound(value, arguments, key, CONTEXT)
     block = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    context = {"mask_BT": block, "length_BT": block, "segment_BT": jax.ShapeDtypeStruct((2, 3), jnp.int32)}
+    context = dict(zip(CONTEXT, (block, block, jax.ShapeDtypeStruct((2, 3), jnp.int32)), strict=True))
     try:
         made = jax.eval_shape(lambda arrays, context: call(*arrays, **context), [block] * 3, context)
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything

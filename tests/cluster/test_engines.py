@@ -1,9 +1,31 @@
 """Engines by name and by class: their abilities, and which engines are refused."""
 
+from typing import Any
+
+import jax
 import pytest
 
+import podrl
 from podrl.cluster.engines import ENGINES, able, engine_class
+from podrl.cluster.worker import rollout_worker
+from podrl.data.tokenizer import Tokenizer
+from podrl.job.config import parse, unset
 from podrl.rollout.worker import RolloutWorker
+
+# A class that a user's file may hold: an engine that keeps what it was made with, and one without most methods.
+MINE = """
+class Engine:
+    def __init__(self, model, mesh, config, **settings):
+        self.config, self.settings = config, settings
+    def generate(self, policy, prompts, **more): ...
+    def warm_up(self, params, progress=None): ...
+    def sleep(self): ...
+    def wake(self): ...
+
+class Half:
+    def generate(self, policy, prompts, **more): ...
+    def sleep(self): ...
+"""
 
 
 class Plain:
@@ -12,6 +34,20 @@ class Plain:
 
 class Telling:
     abilities = frozenset({"tells"})
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path / "mine.py"
+
+
+def configured(engine, **more):
+    mesh = podrl.make_mesh("data=1", jax.devices()[:1])
+    roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
+    training = podrl.RLTrainingConfig(max_steps=1, eval_every_n_steps=0)
+    rollout = podrl.RolloutConfig(engine=engine, lanes=3)
+    return podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout, **more), mesh
 
 
 def test_every_engine_that_can_be_named_is_there():
@@ -24,3 +60,32 @@ def test_an_engine_is_able_to_do_what_it_says(ability):
     assert able("vanilla", ability) and able(RolloutWorker, ability)
     assert not able(Plain, ability)
     assert able(Telling, ability) == (ability == "tells")
+
+
+def test_a_setting_names_an_engine_of_a_users_file(mine):
+    config, mesh = configured(f"{mine}:Engine")
+    tokenizer = Tokenizer(podrl.TINY)
+    model: Any = None
+    made: Any = rollout_worker(config, model, mesh, mesh, tokenizer, seed=5)
+    assert type(made).__name__ == "Engine" and made.config.lanes == 3
+    assert made.settings["seed"] == 5 and made.settings["pad_id"] == tokenizer.pad_id
+    assert not able(config.rollout_engine, "windows")
+    with pytest.raises(ValueError, match="both name an engine"):
+        configured(f"{mine}:Engine", rollout_engine=Plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vllm", r"rollout\.engine='vllm' must be 'vanilla', 'podrl', 'file\.py:Class'"),
+        ("{}:Engin", r"rollout\.engine=.* no function or class 'Engin'; it has Engine, Half\. Did you mean 'Engine'\?"),
+        ("{}:Half", r"rollout\.engine=.* lacks warm_up, wake: an engine is a class"),
+        ("nowhere.py:Engine", r"rollout\.engine=.*nowhere\.py does not exist"),
+    ],
+)
+def test_a_job_refuses_an_engine_that_it_cannot_use(mine, name, message):
+    values = unset("grpo")
+    values["trainer"] |= {"max_steps": 1, "eval_every_n_steps": 0}
+    values["rollout"]["engine"] = name.format(mine)
+    with pytest.raises(ValueError, match=message):
+        parse(values)
