@@ -313,7 +313,8 @@ def _text_of(content: Any) -> str:
 def _leaf(error: BaseException) -> str:
     """Describes the innermost first error of an exception group: its class and the first line of its message."""
     error = _bottom(error)
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    text = str(error).strip().partition("\n")[0][:300] or "no answer in time" * isinstance(error, TimeoutError)
+    return f"{type(error).__name__}{': ' * bool(text)}{text}"
 
 
 def _bottom(error: BaseException) -> BaseException:

@@ -12,6 +12,7 @@ import rich.console
 from jax.sharding import Mesh
 
 from podrl.config import plural
+from podrl.data.config import is_generated
 from podrl.data.mixture import split
 from podrl.data.pipeline import replaced_fields, system_prompt, takes_system_prompt, task_fields
 from podrl.job.config import Job
@@ -196,7 +197,9 @@ def data_lines(job: Job) -> list[str]:
     count = f"Data: {plural(sum(len(part.train) for part in opened.parts), 'record')} to train on, "
     about += "".join(f"\n{line}" for line in _set_lines(job))
     if not job.eval.problems:
-        return [f"{count}no evaluation on held-out records (eval.problems=0).", about]
+        apart = sum(len(part.held_out) for part in opened.parts if not is_generated(part.config.path))
+        lost = f" {apart} are held out and not used: data.eval_fraction=0 trains on them, too." if apart else ""
+        return [f"{count}no evaluation on held-out records (eval.problems=0).{lost}", about]
     if not opened.held_out:
         return [
             f"{count}none held out, so there is no evaluation before and after: data.path={data.path} is too small for "

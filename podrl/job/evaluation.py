@@ -59,11 +59,10 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
             if not opened.held_out:
                 why = "a question's hash decides whether its records are held out, and there are too few questions"
             if job.kind.offline and unanswered and not data.eval_path:
-                raise ValueError(
-                    f"{unanswered[0][0]}: records without an answer cannot be held out. Add the answers, "
-                    "or set data.eval_path."
-                )
-            found = held_out_prompts(data, tokenizer, count=count, max_prompt_length=limit)
+                why = f"{unanswered[0][0]}, and where records have no answer, none are held out"
+                found = ()
+            else:
+                found = held_out_prompts(data, tokenizer, count=count, max_prompt_length=limit)
         except ValueError as error:
             error.add_note(f"the evaluation reads it, which eval.problems={count} asks for and 0 leaves out")
             raise

@@ -23,6 +23,7 @@ from podrl.mesh.build import AXES, EXPERT, parse_mesh
 from podrl.models import orbax_files
 from podrl.models.hf_config import read_config
 from podrl.models.moe import check_mesh
+from podrl.models.scalar import check_head
 from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import Rewards
 from podrl.rundir.gauges import read_plan
@@ -142,6 +143,8 @@ def _check_field_names(job: Job) -> None:
 def check_all(job: Job) -> None:
     """Makes all checks of a start, and loads the code of environments and tools, for a dry run. Raises ValueError."""
     check_models(job, ("model.path", "model.reference", "model.teachers", "model.critic", "reward.model"))
+    if job.reward.model and not storage.is_remote(directory := storage.locate(hub.local(job.reward.model))):
+        check_head(directory)
     read_plan(job.log.plan)
     for one in job.eval.sets:
         split(one.data(job.data))

@@ -82,6 +82,15 @@ def stored_entries(config: ModelConfig) -> list[Entry]:
     return [*trunk, Entry((HEAD,), "score.weight", (), param_specs(config)[HEAD], 1)]
 
 
+def check_head(directory: str | os.PathLike) -> None:
+    """Raises ValueError if the weights of a directory have no head, so that they are no reward model."""
+    if not any(name.endswith("score.weight") for name in scan_directory(locate(directory))):
+        raise ValueError(
+            f"{directory} has no tensor score.weight: a reward model is a sequence classification model with one label "
+            "(num_labels=1); a causal language model has no score."
+        )
+
+
 def load(
     directory: str | os.PathLike,
     mesh: Mesh,
@@ -107,11 +116,8 @@ def load(
     config = read_config(directory)
     stored = dict(scan_directory(locate(directory)))
     has_head = any(name.endswith("score.weight") for name in stored)
-    if needs_head and not has_head:
-        raise ValueError(
-            f"{directory} has no tensor score.weight: a reward model is a sequence classification model with one label "
-            "(num_labels=1); a causal language model has no score."
-        )
+    if needs_head:
+        check_head(directory)
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("lm_head.weight")}
     wanted = stored_entries(config)[: None if has_head else -1]
     adapted = dataclasses.replace(config, lora=lora_config or LoraConfig())

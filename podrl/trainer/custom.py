@@ -143,8 +143,8 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
         raise ValueError(f"{key}: {_name(call)} fails on arrays of shape (2, 3): {_where(error, call)}") from None
     if getattr(made, "shape", None) != (2, 3) or not jnp.issubdtype(made.dtype, jnp.floating):
         raise ValueError(
-            f"{key}: {_name(call)} returns {made} for arrays of shape (2, 3): it must return the loss of every token, "
-            "floats of the same shape."
+            f"{key}: {_name(call)} returns {_described(made)} for arrays of shape (2, 3): it must return the loss of "
+            "every token, floats of the same shape."
         )
     return call
 
@@ -162,11 +162,12 @@ def advantage(value: object, arguments: Mapping[str, object], key: str) -> Calla
       key: config key of the setting, such as 'grpo.advantage_estimator'.
 
     Raises:
-      ValueError: there is no such function, or it fails on arrays, or returns another shape.
+      ValueError: there is no such function, or it fails on arrays, or returns another shape, NaN or infinity.
     """
     call = bound(value, arguments, key, OF_AN_ADVANTAGE)
     try:
-        made = np.asarray(call(np.array([[0.0, 1.0], [2.0, 2.0]]), length_PG=np.array([[1, 2], [3, 1]])))
+        with np.errstate(all="ignore"):
+            made = np.asarray(call(np.array([[0.0, 1.0], [2.0, 2.0]]), length_PG=np.array([[1, 2], [3, 1]])))
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         raise ValueError(f"{key}: {_name(call)} fails on rewards of shape (2, 2): {_where(error, call)}") from None
     if made.shape != (2, 2):
@@ -174,7 +175,18 @@ def advantage(value: object, arguments: Mapping[str, object], key: str) -> Calla
             f"{key}: {_name(call)} returns shape {made.shape} for rewards of shape (2, 2): it must return the "
             "advantage of every sample."
         )
+    if not np.isfinite(made.astype(float)).all():
+        raise ValueError(
+            f"{key}: {_name(call)} returns {made.tolist()} for the rewards [[0, 1], [2, 2]]: advantages must be "
+            "finite. Where samples of a prompt have equal rewards, a divisor may be 0: add a small number to it."
+        )
     return call
+
+
+def _described(value: object) -> str:
+    """Describes what a function returned: shape and type of an array, or the class of another value."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return type(value).__name__ if shape is None else f"shape {shape} of {dtype}"
 
 
 def _name(function: Callable[..., object]) -> str:

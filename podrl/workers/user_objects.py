@@ -134,7 +134,8 @@ def explain_load(error: BaseException, file: str = "") -> str:
 
 def one_line(error: BaseException, place: str = "") -> str:
     """Returns an error's type and message in one line, cut to 2,000 characters and followed by `place`."""
-    return " ".join(f"{type(error).__name__}: {_cut(str(error))}{place}".split())
+    text = _cut(str(error))
+    return " ".join(f"{type(error).__name__}{': ' * bool(text)}{text}{place}".split())
 
 
 def _cut(text: str) -> str:

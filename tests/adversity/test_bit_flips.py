@@ -38,7 +38,8 @@ JOB = (
 NEWEST = str(STEPS)
 WITH_PENDING = str(STEPS - 1)  # the batch of the last step was in flight
 # Only people read these files; a resumed run writes them anew, or writes beside them.
-_UNREAD = ("about.json", "defaults.json", "report.html", "spans.jsonl", "summary.json", "tensorboard/", "trace/")
+_UNREAD = ("about.json", "defaults.json", "files.json", "report.html", "spans.jsonl", "summary.json")
+_UNREAD += ("tensorboard/", "trace/")
 
 
 @pytest.fixture(scope="module")

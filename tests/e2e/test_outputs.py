@@ -38,6 +38,7 @@ def test_the_directory_holds_what_is_promised_and_nothing_else(done):
         "defaults.json",
         "report.html",
         "starts.jsonl",
+        "files.json",
         "evaluations",
     }
     assert names == promised

@@ -156,6 +156,7 @@ def fails(logprob_BT, old_logprob_BT, advantage_BT):
         ({"policy_loss_fn": tanh_clip, "loss_algo": "gspo-token"}, r"names a loss and so does"),
         ({"advantage_estimator": f"{HERE}:centered"}, r"'centered'; it has .*centred.*\. Did you mean 'centred'"),
         ({"advantage_estimator": lambda r: r.mean()}, r"returns shape \(\) for rewards of shape \(2, 2\)"),
+        ({"advantage_estimator": lambda r: r / r.std(axis=1, keepdims=True)}, r"advantages must be finite\. Where"),
         ({"advantage_args": {"power": 2}}, r"advantage_args=.* sets numbers for a function of your own"),
     ],
 )  # fmt: skip
@@ -165,11 +166,11 @@ def test_what_cannot_be_used_is_refused_with_the_reason(settings, message):
 
 
 def test_an_advantage_that_is_not_finite_ends_the_step():
-    inverse = lambda reward_PG: np.where(reward_PG == 0, np.inf, 1.0)  # noqa: E731
+    inverse = lambda reward_PG: np.where(reward_PG < 0, np.inf, 1.0)  # noqa: E731
     estimate = podrl.GRPOConfig(advantage_estimator=inverse, num_generations=2).estimator()
     mask_BT = np.ones((2, 1))
     with pytest.raises(ValueError, match=r"2 values that are not finite"):
-        estimate(np.zeros((2, 1)), np.zeros(2), mask_BT, group_B=PAIRS[:2])
+        estimate(-np.ones((2, 1)), np.zeros(2), mask_BT, group_B=PAIRS[:2])
 
 
 def test_the_numbers_of_a_function_are_keys_of_the_configuration():
