@@ -21,7 +21,7 @@ SHOWN = {
     "samples": ("/samples?run=0&sort=reward", 560),
     "run": ("/run?run=1", 900),
 }
-OF_TOOLS = {"timeline": ("/timeline?first=11&last=12", 700)}
+OF_TOOLS = {"timeline": ("/timeline?first=3&last=4", 700)}
 WIDE, NARROW, HIGH = 1400, 420, 800  # HIGH is the height of a narrow picture
 
 
