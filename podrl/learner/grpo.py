@@ -319,11 +319,8 @@ class GRPO:
             by_sample=self._loss.by_sample,
         )
         others = (self.cluster.critic, *self.cluster.teachers)
-        models = [self.cluster.model, self.cluster.actor.reference_model]
-        models += [other.model for other in others if other is not None]
-        # A layer of linear attention keeps only one state for segments that continue an earlier segment: the prompt's
-        # state.
-        return dataclasses.replace(shape, tree=shape.tree and not any(model.recurrent for model in models))
+        models = [other.model for other in others if other is not None]
+        return shape.read_by([self.cluster.model, self.cluster.actor.reference_model, *models])
 
     def mini_batches(self, step: int, iteration: int, samples: int) -> list[np.ndarray]:
         """Splits a pass into the samples of each update, in an order drawn from (seed, step, iteration)."""

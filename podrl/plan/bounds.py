@@ -30,7 +30,10 @@ def least_bytes(side: str, setting: Setting) -> float:
         width = alike.model_dim + alike.ple_dim
         if training.remat in ("none", "dots"):
             heads = alike.num_heads + (0 if alike.reuses_keys else 2 * alike.num_kv_heads)
-            width += (heads * alike.head_dim + 2 * alike.active_ffn_dim) / tensor
+            mixed, linear = heads * alike.head_dim / tensor, alike.delta
+            if linear is not None:  # not cut over tensor
+                mixed = linear.channels + linear.outputs
+            width += mixed + 2 * alike.active_ffn_dim / tensor
         kept += alike.num_layers * width
     activations = tokens * kept * jnp.dtype(training.dtype).itemsize
     return device_bytes((state, frozen, setting.reference_params(mesh))) + activations
@@ -41,7 +44,10 @@ def _forward(model: ModelConfig) -> float:
     work = 0.0
     for alike in model.alike():
         keys = 0 if alike.reuses_keys else alike.num_kv_heads * (1 if alike.key_is_value else 2)
-        weights = alike.model_dim * alike.head_dim * (2 * alike.num_heads + keys)
+        heads = alike.num_heads * (3 if alike.gated_attention else 2) + keys
+        weights = alike.model_dim * alike.head_dim * heads
+        if (linear := alike.delta) is not None:
+            weights = alike.model_dim * (linear.channels + 2 * (linear.outputs + linear.value_heads))
         work += 2.0 * alike.num_layers * (weights + 3 * (alike.active_ffn_dim + alike.ple_dim) * alike.model_dim)
     return work
 

@@ -17,6 +17,7 @@ from podrl.engine.engine import Engine
 from podrl.engine.sizes import engine_shape
 from podrl.job.config import Job
 from podrl.job.weights import Copies, copies, device_bytes, model_of, rollout_dtype, rollout_model
+from podrl.learner.settings import PPOConfig
 from podrl.mesh.build import make_mesh, spreads_copies
 from podrl.mesh.rules import batch_shards
 from podrl.models import delta, parameters
@@ -36,6 +37,7 @@ from podrl.rollout.worker import pieces_per_prompt
 from podrl.storage import hub
 from podrl.storage.storage import locate
 from podrl.trainer import state as state_lib
+from podrl.trainer.pack_shape import PackShape
 from podrl.transfer.collective import CollectiveTransport
 from podrl.transfer.local import RelayoutTransport
 from podrl.transfer.plan import TransferPlan, make_plan
@@ -135,6 +137,23 @@ class Setting:
     @property
     def longest(self) -> int:
         return self.job.rollout.longest
+
+    @property
+    def critic(self) -> ModelConfig | None:
+        """The model of PPO's critic; None for other algorithms."""
+        if not isinstance(self.job.algo, PPOConfig):
+            return None
+        given = self.job.model.critic
+        return (
+            dataclasses.replace(read_config(locate(hub.local(given))), lora=self.job.model.lora)
+            if given
+            else self.model
+        )
+
+    def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:
+        """The shape of an update's packed batch on a trainer mesh; `more` tokens are added to every sequence."""
+        models = [self.model, self.reference, self.critic, *(teacher for _, teacher in self.teachers())]
+        return self.job.pack_shape(mesh, more).read_by(models)
 
     def trainer_mesh(self) -> Mesh:
         mesh = self.job.roles.trainer.mesh

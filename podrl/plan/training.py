@@ -26,11 +26,8 @@ from podrl.mesh import rules
 from podrl.models import moe, parameters, scalar
 from podrl.models.attention import BLOCK
 from podrl.models.config import ModelConfig
-from podrl.models.hf_config import read_config
 from podrl.plan.hlo import Trips
 from podrl.plan.programs import TRAINER, Program, Setting
-from podrl.storage import hub
-from podrl.storage.storage import locate
 from podrl.trainer import state as state_lib
 from podrl.trainer.critic import make_critic_step, make_value_fn
 from podrl.trainer.distill import TeacherParts, teacher_parts
@@ -62,7 +59,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
     loss = algo.policy_loss(job.rollout.max_tokens_to_generate)
     old = algo.old_source(job.updates_per_step)
     state, frozen = state_lib.abstract_state(model, optimizer, mesh, training.param_dtype)
-    shape = setting.job.pack_shape(mesh)
+    shape = setting.pack_shape(mesh)
     route_bytes = moe.route_bytes(model) if job.rollout.router_replay else 0
     batch = state_lib.abstract_batch(loss.rows, shape, mesh, route_bytes=route_bytes)
     whole = parameters.join_trainable(state.params, frozen)
@@ -121,7 +118,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
             given, own = parameters.join_trainable(held, frozen), trained
         read = batch
         if job.data.hinted:  # the teacher's prompts are longer
-            longer = setting.job.pack_shape(mesh, more=algo.teacher_hint_tokens)
+            longer = setting.pack_shape(mesh, more=algo.teacher_hint_tokens)
             read = state_lib.abstract_batch(loss.rows, longer, mesh)
         lower, name = lambda: compared.lower(given, unrouted(_layout(read))), "reference log-probabilities"
         if likely:
@@ -131,7 +128,7 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
             asked = IdRows(unrouted(_layout(read)).rows, _columns(read, cast(Distillation, teacher), mesh)[0])
             lower, name = lambda: of_ids.lower(given, Batch(asked, read.micro_batches)), HINTED
         programs.append(Program(name, TRAINER, lower, passes, resident=moments + own, trips=scored))
-    longer = job.pack_shape(mesh, more=algo.teacher_hint_tokens) if several else shape
+    longer = setting.pack_shape(mesh, more=algo.teacher_hint_tokens) if several else shape
     for (path, other), params in zip(several, weights, strict=True):
         score = logprobs(other)
         rows = state_lib.abstract_batch(loss.rows, longer, mesh)
@@ -191,9 +188,7 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
     """Lists the critic's update and scoring, on the actor's mesh: (programs, bytes per chip that the critic adds)."""
     job, mesh = setting.job, setting.trainer_mesh()
     training, algo = job.trainer, cast(PPOConfig, job.algo)
-    model = setting.model
-    if job.model.critic:
-        model = dataclasses.replace(read_config(locate(hub.local(job.model.critic))), lora=job.model.lora)
+    model = cast(ModelConfig, setting.critic)
     optimizer = training.critic()
     params = scalar.abstract_params(model, mesh, jnp.dtype(training.param_dtype))
     trainable, frozen = scalar.split_trainable(params, model)
@@ -212,7 +207,7 @@ def _critic_programs(setting: Setting) -> tuple[list[Program], float]:
         remat=training.remat,
     )
     score = make_value_fn(model, mesh, dtype=training.dtype)
-    shape = setting.job.pack_shape(mesh)
+    shape = setting.pack_shape(mesh)
     batch = state_lib.abstract_batch(CriticRows, shape, mesh)
     programs = [
         _update_program("critic step", update, (state, frozen, batch), setting),

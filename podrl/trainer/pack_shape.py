@@ -1,10 +1,12 @@
 """Shapes of packed batches: the length of rows and the number of rows in a micro-batch, from settings and mesh."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from jax.sharding import Mesh
 
 from podrl.mesh.rules import batch_shards, time_shards
+from podrl.models.config import ModelConfig
 from podrl.trainer.config import RLTrainingConfig
 
 # Default number of tokens of one micro-batch on one device. On CPU small micro-batches stay near the caches and leave
@@ -81,6 +83,15 @@ class PackShape:
         worst_rows = _ceil(sequences, max_tokens_per_row // max_length)
         rows = min(_ceil(rows_per_micro_batch, shards), _ceil(worst_rows, shards)) * shards
         return PackShape(_ceil(worst_rows, rows), rows, max_tokens_per_row, shards, shared)
+
+    def read_by(self, models: Iterable[ModelConfig | None]) -> "PackShape":
+        """Returns the shape of batches that all of these models read; None stands for no model.
+
+        A layer of linear attention keeps only one state for segments that continue an earlier segment: the prompt's
+        state. Pieces of samples then share no other tokens.
+        """
+        recurrent = any(model is not None and model.recurrent for model in models)
+        return dataclasses.replace(self, tree=self.tree and not recurrent)
 
 
 def pack_shape(

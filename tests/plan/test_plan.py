@@ -5,7 +5,9 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -24,11 +26,13 @@ from podrl import launch
 from podrl.job.config import complete, parse, with_prompt_length
 from podrl.mesh.build import AXES, make_mesh, parse_mesh
 from podrl.mesh.chips import CHIPS, GIB
+from podrl.models.hf_config import read_config
+from podrl.models.parameters import param_specs
 from podrl.models.sizes import expert_parameter_count, parameter_count
 from podrl.offload import on_host, to_devices
 from podrl.plan import variants
 from podrl.plan.__main__ import _topologies, command_of
-from podrl.plan.bounds import least_bytes, least_trainer_seconds
+from podrl.plan.bounds import _forward, least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
 from podrl.plan.compile import CompileResult, _asked, measure
 from podrl.plan.predict import cost, predict, rebalanced
@@ -50,6 +54,7 @@ from podrl.plan.variants import (
 from podrl.rundir.console import make_console
 from podrl.view.runs import RunFiles
 
+FIXTURES = pathlib.Path(__file__).parents[1] / "models" / "fixtures"
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra [tpu]")
 
 
@@ -120,6 +125,28 @@ def test_programs_of_a_job_on_gpus_are_counted_on_cpu_devices_and_marked_so(gpus
     assert held < least_bytes("trainer", setting) < 20 * held
     assert least_trainer_seconds(setting) > 0
     assert all(word in PREDICTED for word in ("Counted", "Predicted", "compiled for CPU devices"))
+
+
+@pytest.mark.parametrize(("family", "shared"), [("qwen3_5", False), ("gemma2", True)])
+def test_batches_of_several_pieces_a_sample_are_planned_with_the_arrays_of_a_run(family, shared):
+    """Pieces share what they begin with, except in a model with linear attention: batches then have no `last_BT`."""
+    chips = parse_topology("h100:2", key="--trainer")
+    config = launch.load_config(launch.find_config("ppo_gemma.py")).to_dict()
+    config["model"] |= {"path": str(FIXTURES / family)}
+    config["rollout"] |= {"max_prompt_length": 64, "max_response_tokens": 80, "kv_cache_size": 160}
+    config["env"] = {"environment": "agents.py:Forks"}
+    setting = Setting(parse(ConfigDict(complete(config)).to_dict()), chips, chips, 16)
+    score = next(p for p in training_programs(setting) if p.name == "reference log-probabilities")
+    (_, batch), _ = score.lower().args_info
+    assert (batch.rows.last_BT is not None) == shared
+    assert setting.pack_shape(setting.trainer_mesh()).tree == shared
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen3", "qwen3_5"])
+def test_the_least_time_of_a_step_counts_the_projections_of_every_kind_of_layer(family):
+    model = read_config(FIXTURES / family)
+    layers = [(alike.projections, param_specs(alike)["layers"]) for alike in model.alike()]
+    assert _forward(model) == 2 * sum(math.prod(specs[name].shape) for names, specs in layers for name in names)
 
 
 def test_the_memory_of_a_program_on_gpus_holds_its_temporaries():
