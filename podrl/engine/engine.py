@@ -595,14 +595,14 @@ class Engine:
             if alike[kind].delta is not None:
                 pair, place = self._memory_of(number, index)
 
-                def mix(h_R1D: Array, layer: PyTree) -> tuple[Array, tuple[Array, Array]]:
+                def mix(h_R1D: Array, layer: PyTree, project: delta.Project) -> tuple[Array, tuple[Array, Array]]:
                     whole = _of_kind(memories, pair)
                     at = [(place, *[0] * (m.ndim - 1)) for m in whole]
                     state, inputs = (
                         jax.lax.dynamic_slice(m, begin, (1, R, *m.shape[2:]))[0]
                         for m, begin in zip(whole, at, strict=True)
                     )
-                    out, made = delta.mix_one(h_R1D, layer, alike[kind], (state, inputs))
+                    out, made = delta.mix_one(h_R1D, layer, alike[kind], project, (state, inputs))
                     new = []
                     for m, begin, old, y in zip(whole, at, (state, inputs), made, strict=True):
                         # A lane that no longer samples keeps its state: a paused sample goes on from it.
@@ -704,9 +704,9 @@ class Engine:
             if alike[kind].delta is not None:
                 pair, place = self._memory_of(number, index)
 
-                def mix(h_BTD: Array, layer: PyTree) -> tuple[Array, tuple[Array, Array]]:
+                def mix(h_BTD: Array, layer: PyTree, project: delta.Project) -> tuple[Array, tuple[Array, Array]]:
                     old, inputs = (self._memory_at(m, place, begins_B) for m in _of_kind(state.memories, pair))
-                    out, made = delta.mix_on(h_BTD, layer, alike[kind], (old, inputs), length_B)
+                    out, made = delta.mix_on(h_BTD, layer, alike[kind], project, (old, inputs), length_B)
                     new = [m.at[place].set(y) for m, y in zip(_of_kind(learned, pair), made, strict=True)]
                     return out, (new[0], new[1])
 

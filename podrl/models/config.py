@@ -14,6 +14,18 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 ATTENTION_PROJECTIONS = PROJECTIONS[:4]
 # Weights of experts, and the names of the parameters that hold them in `transformers`.
 EXPERT_PROJECTIONS = {"expert_in": "gate_up_proj", "expert_out": "down_proj"}
+# Projections of linear attention, and the names of their modules in `transformers`.
+LINEAR_PROJECTIONS = {
+    "delta_in": "in_proj_qkv",
+    "delta_gate": "in_proj_z",
+    "delta_beta": "in_proj_b",
+    "delta_decay": "in_proj_a",
+    "delta_out": "out_proj",
+}
+MODULE_PROJECTIONS = (*PROJECTIONS, *LINEAR_PROJECTIONS)  # projections that are modules of their own in `transformers`
+# Projections that `LoraConfig.base_dtype` stores as integers. The two that set the pace of linear attention's states
+# are left out: they are small, and their errors would add up over the tokens.
+INTEGER_PROJECTIONS = (*PROJECTIONS, "delta_in", "delta_gate", "delta_out", *EXPERT_PROJECTIONS)
 QUANT_GROUP = 64  # number of inputs that share a scale in integer weights
 GLOBAL_WINDOW = 1 << 30  # window of a layer that sees all earlier tokens: longer than any sequence
 
@@ -63,7 +75,8 @@ class LoraConfig:
       alpha: numerator of the scale alpha / rank.
       pattern: regular expression for the projections that get an adapter. It must match the whole name: q, k, v, o,
         gate, up or down, or the same with _proj appended. Experts have expert_in (also gate_up_proj) and expert_out
-        (also down_proj) in place of gate, up and down; the default pattern leaves them without adapters.
+        (also down_proj) in place of gate, up and down. Linear attention has in_proj_qkv, in_proj_z, in_proj_b,
+        in_proj_a and out_proj in place of q, k, v and o. The default pattern leaves both without adapters.
       dropout: probability with which training zeroes an input feature of an adapter; 0 with adapters on experts.
       base_dtype: storage type of the frozen projections: 'int8' or 'int4' for integers with a scale per group of 64
         inputs (QLoRA, arXiv 2305.14314, with uniform levels); '' for the type of all other parameters.
@@ -86,18 +99,19 @@ class LoraConfig:
                 "rank above 0), as they are not trained themselves."
             )
         try:
-            matched = [name for name in (*PROJECTIONS, *EXPERT_PROJECTIONS) if self._matches(name)]
+            matched = [name for name in (*MODULE_PROJECTIONS, *EXPERT_PROJECTIONS) if self._matches(name)]
         except re.error as error:
             raise ValueError(f"lora.pattern={self.pattern!r} is not a regular expression: {error}.") from None
         if self.rank and not matched:
             raise ValueError(
                 f"lora.pattern={self.pattern!r} matches no projection: it must match at least one of "
                 f"{', '.join((*PROJECTIONS, *EXPERT_PROJECTIONS))} (or "
-                f"{', '.join(f'{name}_proj' for name in PROJECTIONS)}, gate_up_proj)."
+                f"{', '.join(f'{name}_proj' for name in PROJECTIONS)}, gate_up_proj), or, in linear attention, "
+                f"{', '.join(LINEAR_PROJECTIONS.values())}."
             )
 
     def _matches(self, name: str) -> bool:
-        spellings = (name, EXPERT_PROJECTIONS.get(name, f"{name}_proj"))
+        spellings = (name, (EXPERT_PROJECTIONS | LINEAR_PROJECTIONS).get(name, f"{name}_proj"))
         return any(re.fullmatch(self.pattern, spelling) for spelling in spellings)
 
     @property
@@ -179,7 +193,12 @@ class Delta:
     @property
     def channels(self) -> int:
         """Number of channels of the convolution: all dimensions of queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return 2 * self.key_heads * self.key_dim + self.outputs
+
+    @property
+    def outputs(self) -> int:
+        """Number of all dimensions of values, and of the outputs before the last projection."""
+        return self.value_heads * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +336,7 @@ class ModelConfig:
         """Names of the dense projections in a layer: with experts in place of a dense MLP, only those of attention."""
         names = ATTENTION_PROJECTIONS if self.experts is not None and not self.experts.beside_dense else PROJECTIONS
         if self.delta is not None:
-            return tuple(name for name in names if name not in ATTENTION_PROJECTIONS)
+            return (*LINEAR_PROJECTIONS, *(name for name in names if name not in ATTENTION_PROJECTIONS))
         absent = {"k", "v"} if self.reuses_keys else {"v"} if self.key_is_value else set()
         return tuple(name for name in names if name not in absent)
 

@@ -15,7 +15,7 @@ from podrl import offload
 from podrl.mesh import rules
 from podrl.models import delta, moe
 from podrl.models.attention import attention, on_tpu
-from podrl.models.config import PROJECTIONS, Kind, ModelConfig
+from podrl.models.config import MODULE_PROJECTIONS, Kind, ModelConfig
 from podrl.models.parameters import EINSUMS, grouped_dim, projection_inputs, stacks_of
 from podrl.models.remat import POLICIES
 from podrl.types import PyTree
@@ -44,7 +44,7 @@ class LayerInfo:
 # In layers that reuse keys, k_BTKH and v_BTKH are None, and `attend` takes those of the earlier layer.
 # `sinks` holds one array with the score of each head's sink, or nothing if heads have no sinks. `state` is any value
 # that the caller of the forward pass wants from each layer (new keys and values, an updated cache).
-# In layers of linear attention: attend(h_BTD, layer) -> (out_BTD, state), with the normalised residual stream h.
+# In layers of linear attention: attend(h_BTD, layer, project) -> (out_BTD, state), with the normalised stream h.
 Attend = Callable[..., tuple[Array, Any]]
 # routed(h_BTD, layer, info, router_BTD) -> (out_BTD, route_BTk): the experts' output, and the chosen experts. The
 # router reads router_BTD, or h_BTD if it is None.
@@ -121,7 +121,7 @@ def adapter_dropout(config: ModelConfig, key: PRNGKeyArray, layer_index: Int[Arr
     keep = 1.0 - config.lora.dropout
 
     def drop(name: str, x: Array) -> Array:
-        mask = jax.random.bernoulli(jax.random.fold_in(layer_key, PROJECTIONS.index(name)), keep, x.shape)
+        mask = jax.random.bernoulli(jax.random.fold_in(layer_key, MODULE_PROJECTIONS.index(name)), keep, x.shape)
         return jnp.where(mask, x / keep, 0).astype(x.dtype)
 
     return drop
@@ -141,7 +141,7 @@ def project(
     """Applies one named projection with its bias and adapter, in x's dtype.
 
     Args:
-      name: name of the projection: q, k, v, o, gate, up or down.
+      name: name of the projection, one of `MODULE_PROJECTIONS`.
       x: input, (B, T, ...).
       layer: leaves of the layer.
       config: the model.
@@ -230,7 +230,7 @@ def block(
         return proj("o", out_BTNH), state
 
     h_BTD = norm("pre_attn_norm", x_BTD)
-    out_BTD, state = attention_of(h_BTD) if config.delta is None else attend(h_BTD, layer)
+    out_BTD, state = attention_of(h_BTD) if config.delta is None else attend(h_BTD, layer, proj)
     out_BTD = keep(out_BTD, "batch", "time", "act")
     x_BTD = x_BTD + norm("post_attn_norm", out_BTD)
 
@@ -367,9 +367,9 @@ class _Pass:
         """Builds the step of a kind of layer; layers that reuse keys take them from `lent`, by the lending kind."""
         config, mesh, tpu = self.config, self.mesh, on_tpu(self.mesh)
 
-        def mix(h_BTD: Array, layer: PyTree) -> tuple[Array, None]:
+        def mix(h_BTD: Array, layer: PyTree, project: delta.Project) -> tuple[Array, None]:
             assert self.linear is not None
-            return delta.mix(h_BTD, layer, alike, *self.linear), None
+            return delta.mix(h_BTD, layer, alike, project, *self.linear), None
 
         def attend(
             q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, info: LayerInfo, sinks: tuple[Array, ...]
@@ -394,9 +394,7 @@ class _Pass:
 
         def step(carry: tuple, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[tuple, Array | None]:
             (x_BTD, keys), (layer, info, given_BTk) = carry, xs
-            drop = drop_nothing
-            if self.dropout_key is not None:
-                drop = adapter_dropout(config, self.dropout_key, info.index)
+            drop = drop_nothing if self.dropout_key is None else adapter_dropout(config, self.dropout_key, info.index)
 
             def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
                 return moe.feed_forward(

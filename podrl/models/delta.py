@@ -27,24 +27,14 @@ _NONE = -1
 
 
 def param_shapes(config: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], tuple[str, ...], float]]:
-    """Declares the leaves of a layer by name: (shape, logical axes, standard deviation of the initial values).
-
-    None of the leaves is cut over tensor.
-    """
+    """Declares a layer's leaves other than projections: (shape, logical axes, standard deviation of initial values)."""
     sizes = config.delta
     assert sizes is not None
-    D, values = config.model_dim, sizes.value_heads * sizes.value_dim
-    std = D**-0.5
     return {
-        "delta_in": ((D, sizes.channels), ("embed", "norm"), std),
-        "delta_gate": ((D, values), ("embed", "norm"), std),
-        "delta_beta": ((D, sizes.value_heads), ("embed", "norm"), std),
-        "delta_decay": ((D, sizes.value_heads), ("embed", "norm"), std),
         "delta_conv": ((sizes.channels, 1, sizes.taps), ("norm", "norm", "norm"), sizes.taps**-0.5),
         "delta_rate": ((sizes.value_heads,), ("norm",), 1.0),
         "delta_shift": ((sizes.value_heads,), ("norm",), -1.0),
         "delta_norm": ((sizes.value_dim,), ("norm",), -1.0),
-        "delta_out": ((values, D), ("norm", "embed"), values**-0.5),
     }
 
 
@@ -305,10 +295,15 @@ def convolve(
     return out_BTI
 
 
+# project(name, x) -> y: applies a projection of the layer by its name, adapter included.
+Project = Callable[[str, Array], Array]
+
+
 def mix(
     h_BTD: Float[Array, "B T D"],
     layer: PyTree,
     config: ModelConfig,
+    project: Project,
     chunks: Chunks,
     previous_BT: Int[Array, "B T"],
 ) -> Float[Array, "B T D"]:
@@ -318,6 +313,7 @@ def mix(
       h_BTD: normalised residual stream.
       layer: leaves of the layer, see `param_shapes`.
       config: configuration of a model whose layers are all like this layer.
+      project: applies the layer's projections.
       chunks: dependencies of the tokens, from `cut`.
       previous_BT: index of each token's predecessor, from `previous`.
     """
@@ -325,6 +321,7 @@ def mix(
         h_BTD,
         layer,
         config,
+        project,
         lambda x_BTI, weight_WI: (convolve(x_BTI, weight_WI, previous_BT), None),
         lambda q, k, v, decay, beta: over_rows(q, k, v, decay, beta, chunks),
     )
@@ -345,7 +342,12 @@ Memory = tuple[Float[Array, "B N H U"], Float[Array, "B I"]]
 
 
 def mix_on(
-    h_BTD: Float[Array, "B T D"], layer: PyTree, config: ModelConfig, memory: Memory, length_B: Int[Array, " B"]
+    h_BTD: Float[Array, "B T D"],
+    layer: PyTree,
+    config: ModelConfig,
+    project: Project,
+    memory: Memory,
+    length_B: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T D"], Memory]:
     """Applies `mix` to rows that continue one sequence each: (output, memory after the last tokens).
 
@@ -353,6 +355,7 @@ def mix_on(
       h_BTD: normalised residual stream.
       layer: leaves of the layer, see `param_shapes`.
       config: configuration of a model whose layers are all like this layer.
+      project: applies the layer's projections.
       memory: memory of the tokens before each row, see `memory_shapes`; zeros at the start of a sequence.
       length_B: number of tokens of each row; padding follows.
     """
@@ -362,6 +365,7 @@ def mix_on(
         h_BTD,
         layer,
         config,
+        project,
         lambda x_BTI, weight_WI: _convolve_on(x_BTI, weight_WI, memory[1], length_B),
         lambda q, k, v, decay, beta: over_rows(q, k, v, decay, beta, chunks, memory[0]),
     )
@@ -369,7 +373,7 @@ def mix_on(
 
 
 def mix_one(
-    h_B1D: Float[Array, "B 1 D"], layer: PyTree, config: ModelConfig, memory: Memory
+    h_B1D: Float[Array, "B 1 D"], layer: PyTree, config: ModelConfig, project: Project, memory: Memory
 ) -> tuple[Float[Array, "B 1 D"], Memory]:
     """Applies `mix_on` to one token of each row: (output, memory after the token)."""
 
@@ -381,6 +385,7 @@ def mix_one(
         h_B1D,
         layer,
         config,
+        project,
         lambda x_B1I, weight_WI: _convolve_on(x_B1I, weight_WI, memory[1], None),
         rule,
     )
@@ -412,7 +417,7 @@ def _convolve_on(
 
 
 def _mixed(
-    h_BTD: Array, layer: PyTree, config: ModelConfig, convolve: Callable, rule: Callable
+    h_BTD: Array, layer: PyTree, config: ModelConfig, project: Project, convolve: Callable, rule: Callable
 ) -> tuple[Array, Array, Any]:
     """Applies a layer's linear attention: (output, second result of `rule`, second result of `convolve`).
 
@@ -420,6 +425,7 @@ def _mixed(
       h_BTD: normalised residual stream.
       layer: leaves of the layer, see `param_shapes`.
       config: configuration of a model whose layers are all like this layer.
+      project: applies the layer's projections.
       convolve: function (inputs (B, T, I), weight (W, I)) -> (outputs, any second result).
       rule: function (queries, keys, values, decay, beta), with the shapes of `over_rows` -> (outputs, any second
         result).
@@ -427,10 +433,8 @@ def _mixed(
     sizes = config.delta
     assert sizes is not None
 
-    def matrix(name: str) -> Array:
-        return layer[name].astype(h_BTD.dtype)
-
-    mixed_BTI, inputs = convolve(h_BTD @ matrix("delta_in"), matrix("delta_conv")[:, 0].T)
+    weight_WI = layer["delta_conv"].astype(h_BTD.dtype)[:, 0].T
+    mixed_BTI, inputs = convolve(project("delta_in", h_BTD), weight_WI)
     mixed_BTI = jax.nn.silu(mixed_BTI)
     keys = sizes.key_heads * sizes.key_dim
     q, k, v = jnp.split(mixed_BTI, [keys, 2 * keys], axis=-1)
@@ -440,17 +444,17 @@ def _mixed(
         jnp.repeat(unit(x.reshape(B, T, -1, sizes.key_dim)), sizes.value_heads // sizes.key_heads, axis=2)
         for x in (q, k)
     )
-    beta_BTN = jax.nn.sigmoid((h_BTD @ matrix("delta_beta")).astype(jnp.float32))
-    speed_BTN = jax.nn.softplus((h_BTD @ matrix("delta_decay")).astype(jnp.float32) + layer["delta_shift"])
+    beta_BTN = jax.nn.sigmoid(project("delta_beta", h_BTD).astype(jnp.float32))
+    speed_BTN = jax.nn.softplus(project("delta_decay", h_BTD).astype(jnp.float32) + layer["delta_shift"])
     decay_BTN = -jnp.exp(layer["delta_rate"].astype(jnp.float32)) * speed_BTN
     out_BTNU, state = rule(
         q_BTNH * sizes.key_dim**-0.5, k_BTNH, v.reshape(B, T, -1, sizes.value_dim), decay_BTN, beta_BTN
     )
-    gate_BTNU = (h_BTD @ matrix("delta_gate")).reshape(out_BTNU.shape).astype(jnp.float32)
+    gate_BTNU = project("delta_gate", h_BTD).reshape(out_BTNU.shape).astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(out_BTNU * out_BTNU, axis=-1, keepdims=True) + config.norm_eps)
     out_BTNU = (out_BTNU * scale).astype(h_BTD.dtype) * layer["delta_norm"].astype(h_BTD.dtype)
     out_BTNU = (out_BTNU * jax.nn.silu(gate_BTNU)).astype(h_BTD.dtype)
-    return out_BTNU.reshape(B, T, -1) @ matrix("delta_out"), state, inputs
+    return project("delta_out", out_BTNU.reshape(B, T, -1)), state, inputs
 
 
 def _sum(letters: str, a: Array, b: Array) -> Array:

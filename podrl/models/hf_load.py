@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from podrl.mesh import build, rules
 from podrl.models import lora, mxfp4, orbax_files
-from podrl.models.config import EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.config import INTEGER_PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.finite import refuse_nonfinite
 from podrl.models.hf_config import read_config
 from podrl.models.hf_names import Entry, entries, to_leaf
@@ -35,6 +35,7 @@ _OTHER_PARTS = re.compile(
 )
 # Prefixes of the text decoder's names in checkpoints with several towers, and the plain prefixes.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+_PEFT_PREFIX = "base_model.model."  # before the model's own names in files of adapters
 # One tensor has a matrix of all experts of a layer; the matrices of gate and up are stacked in it.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _LISTED = 8
@@ -131,7 +132,7 @@ def load_entries(
         name = entry.leaf[-1]
         node[name] = _load_leaf(entry, [found[n] for n in entry.names()], mesh, entry.param.dtype_in(dtype), staging)
         refuse_nonfinite(node[name], entry.names(), where)
-        if config.lora.base_dtype and name in (*PROJECTIONS, *EXPERT_PROJECTIONS):
+        if config.lora.base_dtype and name in INTEGER_PROJECTIONS:
             node |= quantized_leaves(entry.leaf, node[name], config, mesh)
     return params
 
@@ -207,6 +208,8 @@ def _other_part(name: str, config: ModelConfig) -> str:
 
 
 def _plain_name(name: str) -> str:
+    if name.startswith(_PEFT_PREFIX):
+        return _PEFT_PREFIX + _plain_name(name.removeprefix(_PEFT_PREFIX))
     for prefix, plain in _TEXT_PREFIXES:
         if name.startswith(prefix):
             return plain + name.removeprefix(prefix)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from podrl.models.config import EXPERT_PROJECTIONS, ModelConfig
+from podrl.models.config import EXPERT_PROJECTIONS, LINEAR_PROJECTIONS, ModelConfig
 from podrl.models.parameters import Param, is_adapter, param_specs, projection_inputs, stacks_of
 
 _PROJECTION_MODULES = {
@@ -18,7 +18,7 @@ _PROJECTION_MODULES = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
-}
+} | {name: f"linear_attn.{module}" for name, module in LINEAR_PROJECTIONS.items()}
 _NORMS = {
     "pre_attn_norm": "input_layernorm",
     "pre_mlp_norm": "post_attention_layernorm",
@@ -49,17 +49,12 @@ _PER_LAYER = {
     "post_ple_norm": ("model.layers.{}.post_per_layer_input_norm.weight", 0),
 }
 
-# Linear attention: leaf -> (tensor name after the layer's prefix, number of leading input dimensions).
+# Linear attention beside its projections: leaf -> tensor name after the layer's prefix.
 _LINEAR = {
-    "delta_in": ("linear_attn.in_proj_qkv.weight", 1),
-    "delta_gate": ("linear_attn.in_proj_z.weight", 1),
-    "delta_beta": ("linear_attn.in_proj_b.weight", 1),
-    "delta_decay": ("linear_attn.in_proj_a.weight", 1),
-    "delta_conv": ("linear_attn.conv1d.weight", 0),
-    "delta_rate": ("linear_attn.A_log", 0),
-    "delta_shift": ("linear_attn.dt_bias", 0),
-    "delta_norm": ("linear_attn.norm.weight", 0),
-    "delta_out": ("linear_attn.out_proj.weight", 1),
+    "delta_conv": "linear_attn.conv1d.weight",
+    "delta_rate": "linear_attn.A_log",
+    "delta_shift": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm.weight",
 }
 
 # Experts of each family: leaf -> tensor names after the layer's prefix; '{}' stands for the expert. Two names are the
@@ -299,8 +294,7 @@ def _layer_name(key: str, config: ModelConfig) -> tuple[str, int]:
     if key in _BESIDE_DENSE:
         return f"{prefix}{_BESIDE_DENSE[key]}", 0
     if key in _LINEAR:
-        name, inputs = _LINEAR[key]
-        return f"{prefix}{name}", inputs
+        return f"{prefix}{_LINEAR[key]}", 0
     if key in _PER_LAYER:
         return _PER_LAYER[key]
     if key == "layer_scalar":

@@ -12,7 +12,15 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from podrl.mesh import rules
-from podrl.models.config import ATTENTION_PROJECTIONS, EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.config import (
+    ATTENTION_PROJECTIONS,
+    EXPERT_PROJECTIONS,
+    LINEAR_PROJECTIONS,
+    MODULE_PROJECTIONS,
+    PROJECTIONS,
+    LoraConfig,
+    ModelConfig,
+)
 from podrl.models.parameters import (
     Param,
     as_layers,
@@ -62,10 +70,11 @@ def with_adapters(
 
 def matches_nothing(config: ModelConfig) -> ValueError:
     """Makes the error for a pattern that matches projections of other models only."""
-    wanted = ", ".join(PROJECTIONS if config.experts is None else (*ATTENTION_PROJECTIONS, *EXPERT_PROJECTIONS))
+    names = PROJECTIONS if config.experts is None else (*ATTENTION_PROJECTIONS, *EXPERT_PROJECTIONS)
+    wanted = (*names, *LINEAR_PROJECTIONS.values()) if config.recurrent else names
     return ValueError(
         f"lora.pattern={config.lora.pattern!r} matches no projection of a {config.family} model: make it match one of "
-        f"{wanted}."
+        f"{', '.join(wanted)}."
     )
 
 
@@ -105,7 +114,7 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
 def _merged_stack(given: Mapping[str, Array], params: PyTree, config: ModelConfig) -> dict[str, Array]:
     """Merges the adapters of layers that are alike into their weights."""
     layers = {k: v for k, v in given.items() if not is_adapter(k) and not k.endswith("_scale")}
-    for name in (*PROJECTIONS, *EXPERT_PROJECTIONS):
+    for name in (*MODULE_PROJECTIONS, *EXPERT_PROJECTIONS):
         if f"{name}_scale" in given:
             layers[name] = dequantized(name, given, params["embed"].dtype)
         if f"{name}_lora_a" in given:
@@ -132,7 +141,7 @@ def merging(config: ModelConfig, merged: PyTree) -> Callable[[PyTree, PyTree], P
 def _merged(name: str, weight: Array, a: Array, b: Array, scale: float) -> Array:
     def fold(weight: Array, a: Array, b: Array) -> Array:
         a, b, einsum = a.astype(jnp.float32), b.astype(jnp.float32), _EXPERT_PRODUCTS.get(name, "LIR,LRO->LIO")
-        if name in PROJECTIONS:
+        if name not in EXPERT_PROJECTIONS:
             a, b = a.reshape(a.shape[0], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
         delta = jnp.einsum(einsum, a, b, precision=jax.lax.Precision.HIGHEST)
         return (weight.astype(jnp.float32) + scale * delta.reshape(weight.shape)).astype(weight.dtype)

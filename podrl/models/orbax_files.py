@@ -16,7 +16,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from podrl.mesh import rules
-from podrl.models.config import EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.config import INTEGER_PROJECTIONS, LoraConfig, ModelConfig
 from podrl.models.finite import refuse_nonfinite
 from podrl.models.hf_config import config_to_hf
 from podrl.models.parameters import Param, is_param, param_specs
@@ -73,7 +73,7 @@ def load(folder: Place, config: ModelConfig, mesh: Mesh, dtype: jax.typing.DType
         name = "/".join(path)
         names = [f"{name}[{i}]" for i in range(leaf.shape[0])] if path[wrapped] == "layers" else [name]
         refuse_nonfinite(leaf, names, str(folder))
-        if config.lora.base_dtype and path[-1] in (*PROJECTIONS, *EXPERT_PROJECTIONS):
+        if config.lora.base_dtype and path[-1] in INTEGER_PROJECTIONS:
             return quantized_leaves(path[wrapped:], leaf, config, mesh)
         return {path[-1]: leaf}
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from podrl.mesh import rules
 from podrl.models import delta, moe
-from podrl.models.config import EXPERT_PROJECTIONS, ModelConfig, quant_groups
+from podrl.models.config import EXPERT_PROJECTIONS, INTEGER_PROJECTIONS, ModelConfig, quant_groups
 from podrl.types import PyTree
 
 
@@ -44,6 +44,12 @@ EINSUMS = {
     "gate": ("BTD,DF->BTF", "DF", ("embed", "mlp")),
     "up": ("BTD,DF->BTF", "DF", ("embed", "mlp")),
     "down": ("BTF,FD->BTD", "FD", ("mlp", "embed")),
+    # Linear attention, which is not cut over tensor: I channels of the convolution, U outputs, N heads of values.
+    "delta_in": ("BTD,DI->BTI", "DI", ("embed", "norm")),
+    "delta_gate": ("BTD,DU->BTU", "DU", ("embed", "norm")),
+    "delta_beta": ("BTD,DN->BTN", "DN", ("embed", "norm")),
+    "delta_decay": ("BTD,DN->BTN", "DN", ("embed", "norm")),
+    "delta_out": ("BTU,UD->BTD", "UD", ("norm", "embed")),
 }
 
 
@@ -101,6 +107,8 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
         "H": config.head_dim,
         "F": config.ffn_dim,
     }
+    if config.delta is not None:
+        size |= {"I": config.delta.channels, "U": config.delta.outputs, "N": config.delta.value_heads}
     layers: dict[str, Param] = {}
 
     def layer(name: str, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: str = ""):
@@ -114,8 +122,9 @@ def _layer_specs(config: ModelConfig) -> dict[str, Param]:
             shape = (*shape[:-1], 2 * config.head_dim)
         split = projection_inputs(name)
         fan_in = math.prod(shape[:split])
-        layer(name, shape, axes, fan_in**-0.5, config.lora.base_dtype)
-        if config.lora.base_dtype:
+        integer = config.lora.base_dtype if name in INTEGER_PROJECTIONS else ""
+        layer(name, shape, axes, fan_in**-0.5, integer)
+        if integer:
             groups = quant_groups(shape[split - 1])
             layer(f"{name}_scale", (*shape[: split - 1], groups, *shape[split:]), axes, -1.0, "float32")
         if config.lora.covers(name):

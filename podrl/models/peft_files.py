@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from podrl.models.config import ATTENTION_PROJECTIONS, EXPERT_PROJECTIONS, PROJECTIONS, LoraConfig, ModelConfig
+from podrl.models.config import (
+    ATTENTION_PROJECTIONS,
+    EXPERT_PROJECTIONS,
+    MODULE_PROJECTIONS,
+    PROJECTIONS,
+    LoraConfig,
+    ModelConfig,
+)
 from podrl.models.hf_load import load_entries, single_device_mesh
 from podrl.models.hf_names import entries, expert_module, module_of
 from podrl.models.hf_save import finished_directory, is_writer, write_entries
@@ -108,8 +115,8 @@ def _modules(config: ModelConfig) -> list[str]:
       ValueError: adapters lie on the dense feed-forwards that some layers have in place of experts. PEFT 0.21 takes the
         names of their modules for names of experts, and leaves these adapters out without an error.
     """
-    covered = [n for n in PROJECTIONS if any(n in a.projections and a.lora.covers(n) for a in config.alike())]
-    dense = [name for name in covered if name not in ATTENTION_PROJECTIONS]
+    covered = [n for n in MODULE_PROJECTIONS if any(n in a.projections and a.lora.covers(n) for a in config.alike())]
+    dense = [name for name in covered if name in PROJECTIONS and name not in ATTENTION_PROJECTIONS]
     if config.experts is not None and not config.experts.beside_dense and dense:
         raise ValueError(
             f"lora.pattern={config.lora.pattern!r} puts adapters on {', '.join(dense)} in the dense layers of a "
@@ -139,10 +146,7 @@ def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= 1e30:
         raise ValueError(f"{path} has lora_alpha={alpha!r}: it must be a finite number.")
     targets = raw.get("target_modules")
-    if isinstance(targets, str):
-        covered = [p for p in PROJECTIONS if targets == "all-linear" or re.fullmatch(targets, _path_of(p))]
-    else:
-        covered = [p for p in PROJECTIONS if any(f".{_path_of(p)}".endswith(f".{t}") for t in targets or ())]
+    covered = [p for p in MODULE_PROJECTIONS if _targeted(p, targets)]
     parameters = raw.get("target_parameters") or []
     experts = [n for n, place in _PARAMETERS.items() if any(f".{place}".endswith(f".{t}") for t in parameters)]
     unknown = [t for t in parameters if not any(f".{place}".endswith(f".{t}") for place in _PARAMETERS.values())]
@@ -163,8 +167,12 @@ def read_lora_config(directory: str | pathlib.Path) -> LoraConfig:
     )
 
 
-def _path_of(projection: str) -> str:
-    return f"model.layers.0.{module_of(projection)}"
+def _targeted(projection: str, targets: Any) -> bool:
+    """Returns True if PEFT's `target_modules` match a projection of a text model, or of a model with several towers."""
+    paths = [f"{above}.layers.0.{module_of(projection)}" for above in ("model", "model.language_model")]
+    if isinstance(targets, str):
+        return targets == "all-linear" or any(re.fullmatch(targets, path) for path in paths)
+    return any(f".{path}".endswith(f".{target}") for target in targets or () for path in paths)
 
 
 def load_adapters(
@@ -199,6 +207,7 @@ def load_adapters(
     if not (wanted := entries(config, adapters=True)):
         raise matches_nothing(config)
     read = load_entries(wanted, scan_file(weights), config, mesh, dtype, where=str(directory))
-    both = zip(stacks_of(params["layers"], config), stacks_of(read["layers"], config), strict=True)
+    found = {kind.name: {} for kind in config.kinds} | read["layers"]  # layers of some kinds may have no adapters
+    both = zip(stacks_of(params["layers"], config), stacks_of(found, config), strict=True)
     layers = [{k: v for k, v in base.items() if not is_adapter(k)} | adapters for base, adapters in both]
     return config, {**params, "layers": as_layers(layers, config)}

@@ -1,4 +1,4 @@
-"""Linear attention: chunks of packed rows equal single tokens; the model of which it is part; refusals."""
+"""Linear attention: chunks of packed rows equal single tokens; the model of which it is part; adapters; refusals."""
 
 import dataclasses
 import json
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from podrl.mesh import build
-from podrl.models import decoder, delta, from_pretrained, parameters
-from podrl.models.config import Delta
+from podrl.models import Decoder, LoraConfig, decoder, delta, from_pretrained, parameters, peft_files
+from podrl.models.config import LINEAR_PROJECTIONS, Delta
 from podrl.models.hf_config import config_from_hf
 
 QWEN3_5 = pathlib.Path(__file__).parent / "fixtures" / "qwen3_5"
@@ -123,9 +123,24 @@ def model():
     return from_pretrained(QWEN3_5)
 
 
-def test_packed_samples_of_a_prompt_are_computed_as_if_alone(model):
+def with_adapters(**settings):
+    """Reads the model with adapters in its linear attention that have an effect."""
+    fresh = from_pretrained(QWEN3_5, lora=LoraConfig(rank=2, alpha=4.0, pattern="in_proj_.*|out_proj", **settings))
+
+    def grow(path, x):
+        return x + 0.3 * jax.random.normal(jax.random.key(7), x.shape) if path[-1].key.endswith("_lora_b") else x
+
+    return Decoder(fresh.config, jax.tree_util.tree_map_with_path(grow, fresh.params), fresh.mesh)
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    return with_adapters()
+
+
+def test_packed_samples_of_a_prompt_are_computed_as_if_alone(adapted):
     segment_BT, prefix_BT = layout()
-    tokens_BT = np.random.default_rng(0).integers(0, model.config.vocab_size, segment_BT.shape)
+    tokens_BT = np.random.default_rng(0).integers(0, adapted.config.vocab_size, segment_BT.shape)
     position_BT = np.zeros_like(segment_BT)
     alone = []
     for b, parts in enumerate(ROWS):
@@ -138,7 +153,7 @@ def test_packed_samples_of_a_prompt_are_computed_as_if_alone(model):
     for b, n in np.argwhere(segment_BT > 0):
         last_BT[b, n] = max(segment_BT[b, (prefix_BT[b] == segment_BT[b, n]) | (np.arange(40) == n)])
     np.testing.assert_array_equal(delta.prefixes(jnp.asarray(segment_BT), jnp.asarray(last_BT)), prefix_BT)
-    hidden = jax.jit(lambda *row, **shared: decoder.hidden(model.params, *row, model.config, **shared))
+    hidden = jax.jit(lambda *row, **shared: decoder.hidden(adapted.params, *row, adapted.config, **shared))
     got_BTD = np.asarray(hidden(tokens_BT, segment_BT, position_BT, last_BT=last_BT))
     rows = np.zeros((3, len(alone), 40), np.int32)  # tokens, segment, position
     for row, (b, _, where) in enumerate(alone):
@@ -147,6 +162,41 @@ def test_packed_samples_of_a_prompt_are_computed_as_if_alone(model):
     want_BTD = np.asarray(hidden(*rows))
     for row, (b, own, where) in enumerate(alone):
         np.testing.assert_allclose(got_BTD[b, own], want_BTD[row, len(where) - len(own) : len(where)], atol=2e-4)
+
+
+def hidden_of(model):
+    tokens_BT = jnp.arange(12)[None]
+    row = tokens_BT, jnp.ones_like(tokens_BT), tokens_BT
+    return np.asarray(jax.jit(lambda params: decoder.hidden(params, *row, model.config))(model.params))
+
+
+def test_adapters_merge_and_go_through_peft_files_of_models_with_several_towers(model, adapted, tmp_path):
+    stack = adapted.params["layers"]["linear"]
+    assert {name for name in stack if name.endswith("_lora_a")} == {f"{name}_lora_a" for name in LINEAR_PROJECTIONS}
+    assert not any(map(parameters.is_adapter, adapted.params["layers"]["full"]))
+    want_BTD = hidden_of(adapted)
+    assert np.abs(want_BTD - hidden_of(model)).max() > 0.1
+    np.testing.assert_allclose(hidden_of(adapted.merged()), want_BTD, atol=2e-4)
+    adapted.save_adapters(tmp_path / "adapters", base="base")
+    settings, weights = (tmp_path / "adapters" / name for name in (peft_files.CONFIG_NAME, peft_files.WEIGHTS_NAME))
+    raw, file = json.loads(settings.read_text()), weights.read_bytes()
+    assert raw["target_modules"] == ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+    # The same adapters, as PEFT writes them for a model whose text decoder is one of several parts.
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = file[8:end].replace(b"model.model.layers", b"model.model.language_model.layers")
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + file[end:])
+    settings.write_text(json.dumps(raw | {"target_modules": r".*language_model\..*\.(in_proj_(qkv|z|b|a)|out_proj)"}))
+    _, again = peft_files.load_adapters(tmp_path / "adapters", model.config, model.params)
+    jax.tree.map(np.testing.assert_array_equal, again, adapted.params)
+
+
+def test_all_but_the_projections_that_pace_the_states_are_stored_as_integers():
+    rounded = with_adapters(base_dtype="int8")
+    stack = rounded.params["layers"]["linear"]
+    integers = {name for name, x in stack.items() if x.dtype == jnp.int8}
+    assert integers == {"delta_in", "delta_gate", "delta_out", "gate", "up", "down"}
+    assert {f"{name}_scale" for name in integers} <= set(stack)
+    np.testing.assert_allclose(hidden_of(rounded.merged()), hidden_of(rounded), atol=2e-4)
 
 
 def test_a_saved_model_is_read_as_the_same(model, tmp_path):

@@ -1,5 +1,7 @@
 """Adapters and exports against peft and transformers."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -34,8 +36,20 @@ def with_effect(model: Decoder) -> Decoder:
     return Decoder(model.config, jax.tree.unflatten(tree, changed), model.mesh)
 
 
-@pytest.mark.parametrize("name", ["gemma2_caps", "qwen2_bias", "llama_untied"])
-@pytest.mark.parametrize("pattern", ["q|k|v|o|gate|up|down", "q|down"])
+LINEAR = "q|in_proj_.*|out_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        *itertools.product(
+            ["gemma2_caps", "qwen2_bias", "llama_untied", "gemma4_small", "qwen3_5_shared_heads"],
+            ["q|k|v|o|gate|up|down", "q|down"],
+        ),
+        ("qwen3_5_shared_heads", LINEAR),
+        ("qwen3_5_moe", LINEAR),
+    ],
+)
 def test_peft_loads_what_podrl_writes(tmp_path, name, pattern):
     theirs = hf_cases.make_model(*BY_NAME[name])
     directory = hf_cases.save_model(theirs, tmp_path / "base")
@@ -52,9 +66,19 @@ def test_peft_loads_what_podrl_writes(tmp_path, name, pattern):
     np.testing.assert_allclose(np.asarray(ours.merged()(tokens_BT)), want_BTV, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "o_proj", "up_proj"], "all-linear", r".*\.(v_proj|down_proj)"])
-def test_podrl_loads_what_peft_writes(tmp_path, targets):
-    theirs = hf_cases.make_model(*BY_NAME["qwen3_untied"])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3_untied", ["q_proj", "o_proj", "up_proj"]),
+        ("qwen3_untied", "all-linear"),
+        ("qwen3_untied", r".*\.(v_proj|down_proj)"),
+        ("gemma4_small", ["q_proj", "k_proj", "v_proj", "down_proj"]),
+        ("qwen3_5_shared_heads", ["q_proj", "v_proj", "in_proj_qkv", "in_proj_z", "out_proj"]),
+        ("qwen3_5_shared_heads", "all-linear"),
+    ],
+)
+def test_podrl_loads_what_peft_writes(tmp_path, name, targets):
+    theirs = hf_cases.make_model(*BY_NAME[name])
     directory = hf_cases.save_model(theirs, tmp_path / "base")
     config = peft.LoraConfig(r=4, lora_alpha=10, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(theirs, config).eval()
