@@ -91,7 +91,8 @@ def test_runs_of_equal_layers_are_the_model_in_its_order(model, kind_L, want):
 )
 def test_every_mesh_computes_what_one_device_does(directory, mesh):
     model = from_pretrained(directory)
-    # With an epsilon of 1e-6 the norms of the small model, over 4 to 8 numbers, magnify rounding to 5e-4 of a gradient.
+    # Norms of the small model, over 4 to 8 numbers, magnify rounding: with an epsilon of 1e-6 to 9e-4 of a gradient's
+    # largest entry, with 1e-2 to 2e-4.
     config = dataclasses.replace(model.config, norm_eps=1e-2) if directory == SMALL else model.config
     mesh = build.make_mesh(mesh, jax.devices()[: math.prod(build.parse_mesh(mesh))])
     tokens_BT = jnp.arange(64).reshape(4, 16) % config.vocab_size
@@ -107,7 +108,12 @@ def test_every_mesh_computes_what_one_device_does(directory, mesh):
     )
     # Gradients are as large as 20; the order of sums differs between processors, which changes them by a factor of
     # 1e-5.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+    share = 1e-3 if directory == SMALL else 0.0
+    largest = jax.tree.map(lambda x: np.abs(x).max(), want)
+    jax.tree.map(
+        lambda a, b, most: np.testing.assert_allclose(a, b, rtol=1e-4, atol=max(1e-4, share * most)),
+        *(got, want, largest),
+    )
 
 
 def test_scalars_of_layers_do_not_train_and_are_joined_again(model):
