@@ -116,7 +116,7 @@ def _say(line: str) -> None:
 def _generate(args: argparse.Namespace) -> int:
     args.model = pathlib.Path(hub.local(args.model))
     _check(args)
-    records = read_prompts(args.prompts, _asked(args)["question_field"])
+    records = read_prompts(args.prompts, _prompt_settings(args)["question_field"])
     import jax
     import jax.numpy as jnp
 
@@ -226,7 +226,7 @@ def asked_as(model: str | os.PathLike) -> dict[str, Any]:
     return load_object(path) if path.is_file() else {}
 
 
-def _asked(args: argparse.Namespace) -> dict[str, str]:
+def _prompt_settings(args: argparse.Namespace) -> dict[str, str]:
     """Chooses the form of prompts: from the arguments, else as in the model's run, else by the chat template."""
     names = ("system_prompt", "question_field")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -267,7 +267,7 @@ def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "
     digest = hashlib.sha256()
     for i in range(len(records)):
         digest.update(json.dumps(records[i], sort_keys=True, default=str).encode() + b"\n")
-    given = {name: value for name, value in vars(args).items() if name not in _FREE} | _asked(args)
+    given = {name: value for name, value in vars(args).items() if name not in _FREE} | _prompt_settings(args)
     return json.loads(json.dumps(given | {"prompts": digest.hexdigest(), "tools": tools}, default=str))
 
 
@@ -382,15 +382,17 @@ def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace
     """Encodes every prompt."""
     from podrl.data import conversation
 
-    asked = _asked(args)
-    form = "chat" if tokenizer.has_chat_template and asked["template"] == "chat" else "plain"
+    settings = _prompt_settings(args)
+    form = "chat" if tokenizer.has_chat_template and settings["template"] == "chat" else "plain"
     rows = []
     for i in range(len(records)):
         record = records[i]
-        if args.chat and shape.asked(record) == "prompt" and isinstance(record["prompt"], str):
+        if args.chat and shape.prompt_field(record) == "prompt" and isinstance(record["prompt"], str):
             record = {"messages": [{"role": "user", "content": record["prompt"]}]}
-        field = asked["question_field"] if asked["question_field"] in record else shape.QUESTION
-        prompt = conversation.prompt(record, tokenizer, system=asked["system_prompt"], form=form, question_field=field)
+        field = settings["question_field"] if settings["question_field"] in record else shape.QUESTION
+        prompt = conversation.prompt(
+            record, tokenizer, system=settings["system_prompt"], form=form, question_field=field
+        )
         rows.append(tokenizer.encode(prompt.text, start=not prompt.rendered))
     return rows
 

@@ -46,7 +46,7 @@ class ChatTemplate:
                 _check_constant(constant.value)
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise ValueError(f"The chat template of {where} does not parse: {_said(error)}") from error
+            raise ValueError(f"The chat template of {where} does not parse: {_message_of(error)}") from error
 
     def render(
         self,
@@ -82,7 +82,7 @@ class ChatTemplate:
             return "".join(_bounded(self._template.generate(variables), most))
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             roles = [message.get("role") for message in messages]
-            why = _said(error)
+            why = _message_of(error)
             if "strftime_now" in why:
                 why += ": it asks for today's date, which would differ between runs; write a date into the template"
             raise ValueError(f"The chat template of {self._where} refuses roles {roles}: {why}") from error
@@ -165,5 +165,5 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     return str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"

@@ -533,12 +533,12 @@ def prompt(
       tokenizer: the model's tokenizer, whose chat template is used.
       system: instructions before a question; '' for none.
       form: form of a wrapped question: 'chat' for a turn of the chat template, 'plain' for plain text.
-      question_field: name of the field with the question; podrl.data.shape.asked says which field asks.
+      question_field: name of the field with the question; podrl.data.shape.prompt_field says which field asks.
 
     Raises:
       ValueError: the model's chat template refuses the conversation, or its rendering lacks a message or the question.
     """
-    name = shape.asked(record, question_field)
+    name = shape.prompt_field(record, question_field)
     value = record[name]
     if isinstance(value, list):
         tools = None if tokenizer.tools else shape.schemas(record)  # every prompt offers the job's tools if it has some

@@ -89,13 +89,13 @@ class Fact:
     Attributes:
       question: the question, in English.
       answer: answer in decimal digits.
-      asked: the fact that is asked for, 'built' or 'other'.
+      about: the fact that the question asks for, 'built' or 'other'.
       place: position of the document in the corpus.
     """
 
     question: str
     answer: str
-    asked: str
+    about: str
     place: int
 
     @property
@@ -106,7 +106,7 @@ class Fact:
     @property
     def key(self) -> str:
         """The identity of the question, without its wording."""
-        return f"{self.document.building}/{self.document.town}/{self.asked}"
+        return f"{self.document.building}/{self.document.town}/{self.about}"
 
     @property
     def fields(self) -> Mapping[str, str]:
@@ -116,7 +116,7 @@ class Fact:
     @property
     def statement(self) -> str:
         """The answer in the words of the document, such as 'built in 1473'."""
-        return f"built in {self.answer}" if self.asked == "built" else _other(self.document.building, self.answer)
+        return f"built in {self.answer}" if self.about == "built" else _other(self.document.building, self.answer)
 
     def cited(self, draw: RandomDraws) -> list[TextPart]:
         """Writes the answer by a search: the call, its output, which is not learned, and the cited statement."""
@@ -168,11 +168,11 @@ def _key(draw: RandomDraws) -> str:
 def _write(draw: RandomDraws) -> Fact:
     place = draw.between(0, len(documents()) - 1)
     document = documents()[place]
-    asked, wordings, answer = draw.one(
+    about, wordings, answer = draw.one(
         (("built", BUILT, document.year), ("other", BUILDINGS[document.building][1], document.number))
     )
     question = draw.one(wordings).format(of=f"{document.building} of {document.town}")
-    return Fact(question, str(answer), asked, place)
+    return Fact(question, str(answer), about, place)
 
 
 GENERATOR = ProblemGenerator(_write, reasoned=False)

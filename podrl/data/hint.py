@@ -20,13 +20,13 @@ def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, questi
       fields: fields that the hint may name, as reward functions get them.
       hint: text with names of fields in braces. The hint follows the question, after an empty line. A hint with
         `{prompt}` replaces the question instead, and the question takes the place of `{prompt}`.
-      question_field: name of the field with the question; shape.asked says which field asks.
+      question_field: name of the field with the question; shape.prompt_field says which field asks.
 
     Raises:
       ValueError: the record lacks a field that the hint names, the field holds no text, or the conversation has no
         user's turn.
     """
-    name = shape.asked(record, question_field)
+    name = shape.prompt_field(record, question_field)
     messages = record[name]
     if not isinstance(messages, list):
         return {**record, name: _filled(plain.text(messages), fields, hint)}

@@ -287,7 +287,7 @@ def _read(
     """
 
     def check(record: Record, place: str) -> None:
-        if form is None or (with_question and shape.asked(record, config.question_field)):
+        if form is None or (with_question and shape.prompt_field(record, config.question_field)):
             notes.check(record, place)
         else:
             form(record, place, config)

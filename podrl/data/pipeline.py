@@ -169,7 +169,7 @@ class PromptStream(BatchStream[_Task]):
 
         def render(record: Record) -> tuple[template.TextPart, Mapping[str, Any]]:
             prompt = conversation.prompt(record, tokenizer, system=system, form=form)
-            others = {key: value for key, value in record.items() if key != shape.asked(record)}
+            others = {key: value for key, value in record.items() if key != shape.prompt_field(record)}
             return prompt, {shape.QUESTION: shape.question(record), **others}
 
         return cls(
@@ -427,7 +427,7 @@ def takes_system_prompt(record: Record | Problem, config: DataConfig) -> bool:
     """True if a record asks by a question; a conversation, or a prompt of text, is used as it is."""
     if not isinstance(record, Mapping):
         return True
-    name = shape.asked(record, config.question_field)
+    name = shape.prompt_field(record, config.question_field)
     return not isinstance(record[name], list) and (name != "prompt" or config.question_field == "prompt")
 
 
@@ -435,7 +435,7 @@ def replaced_fields(record: Record | Problem, config: DataConfig) -> set[str]:
     """Names the fields of a record that reward functions do not get, because podrl gives their names other values."""
     if not isinstance(record, Mapping):
         return set()
-    read = {shape.asked(record, config.question_field), config.answer_field}
+    read = {shape.prompt_field(record, config.question_field), config.answer_field}
     return {"messages", "prompt", shape.QUESTION, shape.ANSWER} & set(record) - read
 
 

@@ -60,7 +60,7 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str)
 
 
-def asked(record: Record, question_field: str = QUESTION) -> str:
+def prompt_field(record: Record, question_field: str = QUESTION) -> str:
     """Returns the name of the field that asks: 'messages', else 'prompt', else 'question'; '' if there is none of them.
 
     A `question_field` other than 'question' was chosen by the user: it comes before 'messages' and 'prompt'. A field
@@ -86,7 +86,7 @@ def check(
       ValueError: no field asks, or the field that asks holds no text and no turns; the message names the place, the
         field and its value.
     """
-    name = asked(record, question_field)
+    name = prompt_field(record, question_field)
     if not name:
         raise ValueError(
             f"{place} has {', '.join(record) or 'no fields'}: it must hold {question_field!r}, 'prompt' or 'messages'. "
@@ -249,7 +249,7 @@ def conversation(record: Record, name: str) -> Sequence[Mapping[str, Any]]:
 
 def question(record: Record, question_field: str = QUESTION) -> str:
     """Returns the text of the question; in a conversation, the text of the last turn before the model's answer."""
-    name = asked(record, question_field) or "chosen"
+    name = prompt_field(record, question_field) or "chosen"
     value = record[name]
     if isinstance(value, list):
         value = (conversation(record, name) or value)[-1].get("content", "")
@@ -262,7 +262,7 @@ def same_question(record: Record, question_field: str = QUESTION) -> str:
     The question of a conversation is the text of all its user's turns; the instructions of a system turn do not count.
     The field may hold a value of any type: a record of answers may ask in another field.
     """
-    value = record.get(asked(record, question_field) or "chosen")
+    value = record.get(prompt_field(record, question_field) or "chosen")
     if isinstance(value, list):
         turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
         value = " ".join(str(turn.get("content")) for turn in turns) or value
@@ -281,7 +281,7 @@ def fields(record: Record, question_field: str = QUESTION, answer_field: str = A
     Raises:
       ValueError: the answer is neither a text nor a finite number nor a list of these.
     """
-    name = asked(record, question_field)
+    name = prompt_field(record, question_field)
     names = {"messages", "prompt", QUESTION, ANSWER}
     others = {key: value for key, value in record.items() if key not in names & {question_field, answer_field, name}}
     own = {QUESTION: question(record, question_field)}

@@ -22,7 +22,7 @@ def tell_nobody(name: str, args: Sequence[Any]) -> None:
     """Does nothing: the `Tell` of a mesh on one host, which has no other hosts to send calls to."""
 
 
-def _told(call: Call) -> Call:
+def _broadcast(call: Call) -> Call:
     """Makes a method send its name and arguments to the other hosts of the mesh before it runs here."""
 
     @functools.wraps(call)
@@ -62,12 +62,12 @@ class Device:
         """Uses other weights, prepared by the engine, in all calls from now on; cached keys and values are kept."""
         self._params = params
 
-    @_told
+    @_broadcast
     def insert(self, packed_RI: np.ndarray) -> None:
         """Seats samples in lanes and frees lanes; `packed_RI` as `LaneUpdates.packed` makes it."""
         self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(packed_RI))
 
-    @_told
+    @_broadcast
     def prefill(self, bucket: int, flat_BI: np.ndarray, wait: bool) -> None:
         """Computes the keys and values of one call's chunks.
 
@@ -80,7 +80,7 @@ class Device:
         if wait:  # now, and not later by a mesh.backlog.Backlog, because the next call donates the state
             jax.block_until_ready(self.state.token_R)
 
-    @_told
+    @_broadcast
     def generate(self, flat_XI: np.ndarray) -> SampledTokens:
         """Launches a dispatch and starts the copy of its results to the host; `flat_XI` is the read list per shard."""
         self.state, emitted = self.engine.generate(self._params, self.state, self.engine.put_rows(flat_XI))
@@ -88,7 +88,7 @@ class Device:
             leaf.copy_to_host_async()
         return emitted
 
-    @_told
+    @_broadcast
     def spill(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
         """Copies a store to the host: at most J pages, and with slots the memory at its place."""
         at = shard * self.engine.shape.max_pages
@@ -98,7 +98,7 @@ class Device:
             memories = jax.device_get(self.engine.read_memories(self.state, self._places(shard, place)))
             self.spilled[store] += tuple(memory[:, shard : shard + 1].copy() for memory in memories)
 
-    @_told
+    @_broadcast
     def restore(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
         """Writes a spilled store to new pages, and with slots its memory to a new place."""
         engine, copies = self.engine, self.spilled.pop(store)
@@ -112,22 +112,22 @@ class Device:
                 blocks.append(engine.put(block, cast(NamedSharding, like.sharding)))
             self.state = engine.write_memories(self.state, self._places(shard, place), *blocks)
 
-    @_told
+    @_broadcast
     def copy(self, copies_XI: np.ndarray) -> None:
         """Copies memories of prompts to lanes; see `EngineShape.pack_copies`."""
         self.state = self.engine.copy_memories(self.state, copies_XI)
 
-    @_told
+    @_broadcast
     def forget(self, store: str) -> None:
         """Drops the host copy of a spilled store."""
         del self.spilled[store]
 
-    @_told
+    @_broadcast
     def clear(self, shard: int, pages: Sequence[int]) -> None:
         """Writes zeros into at most J pages of a shard."""
         self._write(shard, pages, tuple(np.zeros(block.shape, block.dtype) for block in self.engine.blocks(len(pages))))
 
-    @_told
+    @_broadcast
     def routes(self, page_XJ: np.ndarray) -> Array:
         """Copies the routes in J pages of each shard, and starts the transfer of the copy to the host."""
         copy = self.engine.read_routes(self.state, page_XJ)

@@ -124,12 +124,12 @@ class Tags:
           the call in the format of another parser. A call within a thought is a draft and is ignored. A turn that a
           limit of tokens ended has no call.
         """
-        said, thought = self.spoken(text)
+        visible, thought = self.spoken(text)
         if stop == "eos":
-            return self._unread(said)
-        if stop not in self.stop or not said.endswith(stop) or thought:
+            return self._unread(visible)
+        if stop not in self.stop or not visible.endswith(stop) or thought:
             return []
-        inner = said[: -len(stop)]
+        inner = visible[: -len(stop)]
         end = len(inner)
         for start, tag in reversed(list(self._opened(inner, [stop[2:-1]] if self._legacy else self._openings))):
             # An attribute never contains another opening tag, so each part of the text is read only once.
@@ -157,16 +157,16 @@ class Tags:
         names = "|".join(map(re.escape, tags))
         return ((found.start(), found[1]) for found in re.finditer(rf"<({names})(?=[\s>])", text) if names)
 
-    def _unread(self, said: str) -> list[Call]:
+    def _unread(self, visible: str) -> list[Call]:
         """Makes a call with a problem if a turn without a closing tag seems to attempt a call; else no call."""
         names = "|".join(map(re.escape, self._openings))
-        if names and re.search(rf"<(?:{names})(?=[\s>(/=:]|\Z)", said):
+        if names and re.search(rf"<(?:{names})(?=[\s>(/=:]|\Z)", visible):
             return [Call("", problem=f"The call is not closed. Write {self._example()}.")]
-        for word in _near(said, self._openings):
+        for word in _near(visible, self._openings):
             attribute = "" if self._legacy else r"\s++[\w.:-]{1,40}+\s*+=|\(|"
-            if re.search(rf"</{word}|<{word}(?:{attribute}\s*+\Z)", said):
+            if re.search(rf"</{word}|<{word}(?:{attribute}\s*+\Z)", visible):
                 return [Call("", problem=f"<{word}> calls nothing. Write {self._example()}.")]
-        if _in_other_tags(said, self._tools) or (_names_one(said, self._tools) and self._json.untagged(said)):
+        if _in_other_tags(visible, self._tools) or (_names_one(visible, self._tools) and self._json.untagged(visible)):
             return [Call("", problem=f"No call can be read. Write {self._example()}.")]
         return []
 
@@ -246,10 +246,10 @@ class Json:
         """
         if stop != "eos":
             return []
-        said, thought = self.spoken(text)
+        visible, thought = self.spoken(text)
         read = self._tagged if self._tags else self.untagged
-        found = read(said)
-        if not found and _in_other_tags(said, self._tools):
+        found = read(visible)
+        if not found and _in_other_tags(visible, self._tools):
             where = f"between {_OPEN} and {_CLOSE}" if self._tags else "as JSON, without tags around it"
             return [Call("", problem=f"No call can be read. Write it {where}.")]
         if not found and read(thought):
@@ -266,65 +266,69 @@ class Json:
         found = re.compile(re.escape(_OPEN) if self._tags else r"```|[\[{]|<\|python_tag\|>").search(text, begin)
         return text[: found.start()] if found else text
 
-    def _tagged(self, said: str) -> list[Call]:
+    def _tagged(self, visible: str) -> list[Call]:
         found: list[Call] = []
-        ends = dict(_json_in(said)[0])
-        at = said.find(_OPEN)
+        ends = dict(_json_in(visible)[0])
+        at = visible.find(_OPEN)
         while at >= 0:
             inside = at + len(_OPEN)
-            lead = _LEAD.match(said, inside)
+            lead = _LEAD.match(visible, inside)
             at = lead.end() if lead is not None else inside
-            if said.startswith(_OPEN, at):
+            if visible.startswith(_OPEN, at):
                 continue  # the opening tag is written twice
             while at in ends:  # skips whole JSON values, so that a tag inside an argument is not read as a tag
                 at = ends[at]
-                while said[at : at + 1] and said[at] in _BEHIND:
+                while visible[at : at + 1] and visible[at] in _BEHIND:
                     at += 1
-            edge = _EDGE.search(said, at)
+            edge = _EDGE.search(visible, at)
             if edge is None or not edge[1]:
                 found.append(Call("", problem=f"The call is not closed: {_CLOSE} is missing."))
             else:
                 try:
-                    found += map(_json_call, _listed(said[inside : edge.start()]))
+                    found += map(_json_call, _listed(visible[inside : edge.start()]))
                 except ValueError as error:
                     found.append(_no_json(error))
-            at = said.find(_OPEN, edge.start()) if edge is not None else -1
+            at = visible.find(_OPEN, edge.start()) if edge is not None else -1
         if not found:
-            begun = _SOMETHING_CALLED.search(said) or re.search(rf"""["'](?:{"|".join(_CALLED)})["']\s*+:""", said)
-            if _CLOSE in said or (begun and (_names_one(said, self._tools) or any(_near(said, ["tool_call"])))):
+            begun = _SOMETHING_CALLED.search(visible) or re.search(
+                rf"""["'](?:{"|".join(_CALLED)})["']\s*+:""", visible
+            )
+            if _CLOSE in visible or (
+                begun and (_names_one(visible, self._tools) or any(_near(visible, ["tool_call"])))
+            ):
                 found.append(Call("", problem=f"No call can be read. Write it between {_OPEN} and {_CLOSE}."))
         return found
 
-    def untagged(self, said: str) -> list[Call]:
+    def untagged(self, visible: str) -> list[Call]:
         """Reads the calls of a turn that is JSON, or that ends with a call of a known tool."""
-        said = said.strip().removeprefix("<|python_tag|>").strip()
-        places, broken = _json_in(said)
+        visible = visible.strip().removeprefix("<|python_tag|>").strip()
+        places, broken = _json_in(visible)
         wrong: ValueError | None = None
-        if said.startswith(("{", "[", "```")):
+        if visible.startswith(("{", "[", "```")):
             try:
-                return self._called(said, whole=True)
+                return self._called(visible, whole=True)
             except ValueError as error:
                 wrong = error
-        begin = end = len(said.removesuffix("```").rstrip(_BEHIND))
+        begin = end = len(visible.removesuffix("```").rstrip(_BEHIND))
         for start, stop in reversed(places):
-            if said[stop:end].strip(_BEHIND):
+            if visible[stop:end].strip(_BEHIND):
                 break
             begin = end = start
         try:
-            if begin < len(said) and (made := self._called(said[begin:], whole=False)):
+            if begin < len(visible) and (made := self._called(visible[begin:], whole=False)):
                 return made
         except ValueError as error:
             wrong = wrong or error
         if wrong is not None:
-            begun = not isinstance(wrong, _MoreError) and _SOMETHING_CALLED.match(_FENCE.sub("", said, count=1))
-            return [_no_json(wrong)] if begun or _names_one(said, self._tools) else []
-        if broken and _names_one(said[broken[0] :], self._tools):
+            begun = not isinstance(wrong, _MoreError) and _SOMETHING_CALLED.match(_FENCE.sub("", visible, count=1))
+            return [_no_json(wrong)] if begun or _names_one(visible, self._tools) else []
+        if broken and _names_one(visible[broken[0] :], self._tools):
             try:
-                _listed(said[broken[0] :])
+                _listed(visible[broken[0] :])
             except ValueError as error:
                 return [_no_json(error)]
-        if places and _SET_OFF.search(said[: places[-1][0]]):
-            last = said[slice(*places[-1])]
+        if places and _SET_OFF.search(visible[: places[-1][0]]):
+            last = visible[slice(*places[-1])]
             if any(f'"{key}"' in last for key in _CALLED) and _names_one(last, self._tools):
                 return [Call("", problem="The call must end the turn: nothing may follow its JSON.")]
         return []
@@ -462,7 +466,7 @@ def decoded(text: str) -> Any:
     return value
 
 
-def told(word: str) -> str:
+def abbreviated(word: str) -> str:
     """Shortens text of the model for a message or a record, to 80 characters."""
     return word if len(word) <= _SHOWN else f"{word[:_SHOWN]}..."
 
@@ -614,14 +618,16 @@ def _json_call(value: Any) -> Call:
             arguments = decoded(text)
         arguments = arguments if isinstance(arguments, dict | None) else {QUERY: text}
     if not isinstance(arguments, dict | None):
-        return Call(value["name"], problem=f"The arguments must be an object, not {told(json.dumps(arguments))}.")
+        return Call(
+            value["name"], problem=f"The arguments must be an object, not {abbreviated(json.dumps(arguments))}."
+        )
     return Call(value["name"], arguments or {})
 
 
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{told(text)} is no finite number")
+        raise ValueError(f"{abbreviated(text)} is no finite number")
     return value
 
 
@@ -692,14 +698,14 @@ def _names_one(text: str, tools: Sequence[str]) -> bool:
     return bool(tools and re.search(rf"""["'](?:{"|".join(map(re.escape, tools))})["']""", text))
 
 
-def _in_other_tags(said: str, tools: Sequence[str]) -> bool:
+def _in_other_tags(visible: str, tools: Sequence[str]) -> bool:
     """Returns True if a turn calls a known tool by tags: `<... name="search">` anywhere, or `<search>...</search>` at
     its end."""
     names = "|".join(map(re.escape, tools))
-    if names and re.search(rf"""<\w[\w:-]*+\s++name\s*+=\s*+["']?+(?:{names})(?![\w.-])""", said):
+    if names and re.search(rf"""<\w[\w:-]*+\s++name\s*+=\s*+["']?+(?:{names})(?![\w.-])""", visible):
         return True
-    last = re.search(rf"</({names})\s*+>\s*+\Z", said) if names else None
-    return last is not None and last[1] not in _NO_CALLS and bool(re.search(rf"<{re.escape(last[1])}[\s>]", said))
+    last = re.search(rf"</({names})\s*+>\s*+\Z", visible) if names else None
+    return last is not None and last[1] not in _NO_CALLS and bool(re.search(rf"<{re.escape(last[1])}[\s>]", visible))
 
 
 def _kinds(property_: Any) -> list[Any]:

@@ -108,10 +108,10 @@ class _OpenEnv:
             raise ImportError("open_env needs the package websockets: pip install 'podrl[openenv]'.") from error
         with self._named("connect"):
             self._socket = await connect(self._url, max_size=None)
-        return self._read(await self._asked("reset", {"seed": seed, **self._reset}))
+        return self._read(await self._request("reset", {"seed": seed, **self._reset}))
 
     async def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
-        found = await self._asked("step", {self._action: text})
+        found = await self._request("step", {self._action: text})
         return self._read(found), float(found.get("reward") or 0.0), bool(found.get("done")), {}
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class _OpenEnv:
                 await self._socket.send(json.dumps({"type": "close"}))
             await self._socket.close()
 
-    async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
         with contextlib.suppress(ConnectionClosed):  # a server without a free session has reported this, and closed

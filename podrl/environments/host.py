@@ -120,7 +120,7 @@ class EnvironmentHost:
         journal: Journal | None,
         emit: Callable[[Mapping[str, Any] | BaseException], None],
         called: Called | None = None,
-        said: pathlib.Path | None = None,
+        error_files: pathlib.Path | None = None,
     ) -> None:
         """Stores the arguments; `open` starts the workers.
 
@@ -132,12 +132,12 @@ class EnvironmentHost:
             or {"anew": episode}) and each error.
           called: function that receives each outside call that is made, except calls that the journal answers; None
             for no such function.
-          said: directory of the files with the standard error of MCP servers; None writes to this process's own.
+          error_files: directory of the files with the standard error of MCP servers; None writes to this process's own.
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
-        self._called, self._folder = called, said
+        self._called, self._folder = called, error_files
         self._specs = {name: spec_at(*name.rsplit(":", 1)) if is_own(name) else None for name in config.choices}
-        self._toolbox = Toolbox(limits, config.server_deadline_s, emit, said)
+        self._toolbox = Toolbox(limits, config.server_deadline_s, emit, error_files)
         self._homes: list[_Home] = []
         self._episodes: dict[int, _Episode] = {}
         self._lives: dict[int, _Episode] = {}

@@ -189,15 +189,15 @@ class _ServerSecrets:
       headers: http headers for a server on the network, by name.
     """
 
-    def __init__(self, variables: Mapping[str, str], headers: Mapping[str, str], said: str) -> None:
+    def __init__(self, variables: Mapping[str, str], headers: Mapping[str, str], error_file: str) -> None:
         """Stores the arguments.
 
         Args:
           variables: environment variables that a command gets besides the variables of this process.
           headers: http headers for a server on the network, by name.
-          said: path of the file for the command's standard error; '' writes to this process's own standard error.
+          error_file: path of the file for the command's standard error; '' writes to this process's own standard error.
         """
-        self.variables, self.headers, self._said = dict(variables), dict(headers), said
+        self.variables, self.headers, self._error_file = dict(variables), dict(headers), error_file
         values = {word for text in (*variables.values(), *headers.values()) for word in (text, *text.split())}
         self._hidden = sorted((value for value in values if len(value) > 3), key=len, reverse=True)
         self._last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
@@ -226,7 +226,7 @@ class _ServerSecrets:
         return "".join(self._last).rstrip()
 
     def _keep(self, read: int) -> None:
-        out = open(self._said, "a") if self._said else None  # noqa: SIM115 - sys.stderr stays open
+        out = open(self._error_file, "a") if self._error_file else None  # noqa: SIM115 - sys.stderr stays open
         with os.fdopen(read, errors="replace") as lines, contextlib.closing(out) if out else contextlib.nullcontext():
             for line in iter(lambda: lines.readline(1 << 16), ""):
                 line = self.hide(line)
@@ -345,7 +345,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     async for frame in child.frames(requests):
         match frame:
             case {"open": key, "server": server, "away_s": away_s}:
-                secrets = _ServerSecrets(frame["variables"], frame["headers"], frame["said"])
+                secrets = _ServerSecrets(frame["variables"], frame["headers"], frame["error_file"])
                 servers[key] = _Server(key, MCPServer(**server), secrets, away_s, send)
                 keepers.append(asyncio.create_task(servers[key].keep()))
             case {"call": number}:

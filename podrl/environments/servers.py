@@ -25,7 +25,7 @@ class Servers:
     """Opens MCP servers and calls their tools; the worker process that holds the sessions is replaced when it dies."""
 
     def __init__(
-        self, limits: Limits, deadline_s: float, on_gone: Callable[[Exception], None], said: pathlib.Path | None
+        self, limits: Limits, deadline_s: float, on_gone: Callable[[Exception], None], error_files: pathlib.Path | None
     ) -> None:
         """Stores the arguments; the worker process starts with the first server.
 
@@ -33,10 +33,10 @@ class Servers:
           limits: resources that the worker and the servers started by command may take, and variables they may see.
           deadline_s: longest time for which a server may be unreachable, seconds (env.server_deadline_s).
           on_gone: function that receives the error of a server that was unreachable for longer.
-          said: directory for the standard error of servers started by command, one file each; None writes to this
-            process's own standard error.
+          error_files: directory for the standard error of servers started by command, one file each; None writes to
+            this process's own standard error.
         """
-        self._said = said
+        self._error_files = error_files
         self._limits, self._deadline_s, self._on_gone = limits, deadline_s, on_gone
         self._link: Process | None = None
         self._open: dict[str, tuple[MCPServer, asyncio.Future[list[dict[str, Any]]]]] = {}
@@ -112,17 +112,22 @@ class Servers:
         assert self._link is not None
         server = self._open[key][0]
         variables, headers = server.secrets()
-        given = {"variables": variables, "headers": headers, "said": self._file_of(key), "away_s": self._deadline_s}
+        given = {
+            "variables": variables,
+            "headers": headers,
+            "error_file": self._file_of(key),
+            "away_s": self._deadline_s,
+        }
         self._link.send({"open": key, "server": dataclasses.asdict(server), **given})
 
     def _file_of(self, key: str) -> str:
         """Returns the path of the file for a command's standard error; '' for no file."""
         server = self._open[key][0]
-        if self._said is None or server.is_url:
+        if self._error_files is None or server.is_url:
             return ""
         word = re.sub(r"[^A-Za-z0-9]+", "_", os.path.basename(shlex.split(server.target)[-1]))[:40]
-        self._said.mkdir(parents=True, exist_ok=True)
-        return str(self._said / f"{list(self._open).index(key)}-{word}.txt")
+        self._error_files.mkdir(parents=True, exist_ok=True)
+        return str(self._error_files / f"{list(self._open).index(key)}-{word}.txt")
 
     def _list_withheld(self, server: MCPServer) -> None:
         """Warns about environment variables that a server's command does not see because their names sound secret."""

@@ -52,10 +52,10 @@ class Toolbox:
         limits: Limits,
         server_deadline_s: float,
         on_gone: Callable[[Exception], None],
-        said: pathlib.Path | None = None,
+        error_files: pathlib.Path | None = None,
     ) -> None:
         self._functions = Pool(tool_worker.__name__, limits)
-        self._servers = Servers(limits, server_deadline_s, on_gone, said)
+        self._servers = Servers(limits, server_deadline_s, on_gone, error_files)
         self._tools: dict[str, Tool] = {}
         self._sets: dict[str, list[str]] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
@@ -102,8 +102,8 @@ class Toolbox:
             if tool.server is not None:
                 reply = await self._servers.call(tool.server, tool.theirs, arguments)
             else:
-                told = dataclasses.asdict(task) if tool.declared["task"] else {}
-                reply = await self._call_function(tool, {"arguments": arguments, "task": told})
+                fields = dataclasses.asdict(task) if tool.declared["task"] else {}
+                reply = await self._call_function(tool, {"arguments": arguments, "task": fields})
         return {"text": reply["text"], "failed": reply["failed"], "seconds": time.monotonic() - started}
 
     async def close(self) -> list[Process]:

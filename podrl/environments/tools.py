@@ -131,14 +131,14 @@ class WithTools:
         """See podrl.environments.protocol.Model.outside."""
         return await self._model.outside(what, make)
 
-    async def _turn(self, observation: str, *, stop: Sequence[str], **said: Any) -> Turn:
+    async def _turn(self, observation: str, *, stop: Sequence[str], **limits: Any) -> Turn:
         """Samples the model's next turn.
 
         A call in a thought is a draft, but its closing tag stops the generation: the turn is then continued.
         """
-        turn = await self._model.observe(observation, stop=self._stops(stop), **said)
+        turn = await self._model.observe(observation, stop=self._stops(stop), **limits)
         while self._open and turn.stop in self._format.stop and self._format.spoken(turn.text)[1]:
-            left = None if said["max_new"] is None else said["max_new"] - len(turn.tokens)
+            left = None if limits["max_new"] is None else limits["max_new"] - len(turn.tokens)
             if left is not None and left <= 0:
                 return dataclasses.replace(turn, stop="length")
             more = await self._model.observe("", role="raw", stop=self._stops(stop), max_new=left, reward=0.0)
@@ -157,7 +157,7 @@ class WithTools:
             return _failure(call.name, call.problem, "no_call")
         if (tool := self._tools.get(call.name)) is None:
             hint = nearest(call.name, self._tools) if len(self._tools) > 8 else ""
-            text = f"There is no tool {calls.told(call.name)!r}.{hint} Tools: {', '.join(self._tools)}."
+            text = f"There is no tool {calls.abbreviated(call.name)!r}.{hint} Tools: {', '.join(self._tools)}."
             return _failure(call.name, text, "unknown_tool")
         self._made[call.name] += 1
         most = self._config.max_calls_per_tool.get(call.name)
@@ -168,16 +168,16 @@ class WithTools:
         arguments = {**tool.get("given", {}), **calls.fitted(given, schema, tool["query"])}
         reply = await self._model.call(tool["key"], call.name, arguments)
         text, failed = reply["text"], reply["failed"]
-        said = {"by": call.name, "text": text, "failed": failed}
-        said |= {"seconds": reply["seconds"], "replayed": reply["replayed"]}
+        record = {"by": call.name, "text": text, "failed": failed}
+        record |= {"seconds": reply["seconds"], "replayed": reply["replayed"]}
         if failed or not tool["tag"]:
-            return calls.ToolOutput([text]), said
-        return calls.ToolOutput(dr_tulu.documents(text), tool["tag"]), said
+            return calls.ToolOutput([text]), record
+        return calls.ToolOutput(dr_tulu.documents(text), tool["tag"]), record
 
 
 def _failure(by: str, text: str, kind: str) -> tuple[calls.ToolOutput, dict[str, Any]]:
-    said = {"by": calls.told(by), "text": text, "seconds": 0.0, "failed": kind, "replayed": False}
-    return calls.ToolOutput([text]), said
+    record = {"by": calls.abbreviated(by), "text": text, "seconds": 0.0, "failed": kind, "replayed": False}
+    return calls.ToolOutput([text]), record
 
 
 def _named(tool: Callable[..., Any] | str) -> str:

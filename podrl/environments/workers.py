@@ -118,7 +118,7 @@ class Episodes:
         *,
         journal: Journal | None,
         called: Called | None = None,
-        said: pathlib.Path | None = None,
+        error_files: pathlib.Path | None = None,
     ) -> None:
         """Starts the workers and loads the environment and its tools into them.
 
@@ -128,8 +128,8 @@ class Episodes:
           journal: the recorded outside answers; None records nothing.
           called: function that receives each outside call that is made, except calls that the journal answers. It is
             called on a thread of this object.
-          said: directory for the standard error of MCP servers that are started by command, one file each; None writes
-            to this process's own standard error.
+          error_files: directory for the standard error of MCP servers that are started by command, one file each; None
+            writes to this process's own standard error.
 
         Raises:
           ValueError: the environment or a tool cannot be loaded; the message says why.
@@ -138,7 +138,7 @@ class Episodes:
         refuse_inside()
         self._messages: queue.SimpleQueue[EpisodeEvent | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._host = EnvironmentHost(config, limits, journal, _emit_to(self._messages), called, said)
+        self._host = EnvironmentHost(config, limits, journal, _emit_to(self._messages), called, error_files)
         messages = self._messages
         self._loop = Loop("podrl-episodes", lambda context: messages.put(_error_of(context)))
         self._finalizer = weakref.finalize(self, self._loop.end, self._host.close)

@@ -125,11 +125,11 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        asked = _asked(str(error))
-        if asked is None:
+        wanted = _wanted_bytes(str(error))
+        if wanted is None:
             raise
         seconds = time.perf_counter() - started
-        peak, at_least = asked
+        peak, at_least = wanted
         return CompileResult(
             program.name,
             program.side,
@@ -193,7 +193,7 @@ def _host_bytes(shapes: Any, shardings: Any) -> int:
     )
 
 
-def _asked(message: str) -> tuple[float, bool] | None:
+def _wanted_bytes(message: str) -> tuple[float, bool] | None:
     """Parses the compiler's out-of-HBM error: (bytes wanted, whether without arguments); None for any other failure."""
     if "RESOURCE_EXHAUSTED" not in message or "hbm" not in message.lower():
         return None

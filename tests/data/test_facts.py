@@ -36,9 +36,9 @@ def test_the_document_has_the_answer_and_the_question_names_it(split):
         found = GENERATOR.problem(split, index, seed=3)
         one = found.document
         assert f"{one.building} of {one.town}" in found.question and found.answer not in found.question
-        assert found.answer == str(one.year if found.asked == "built" else one.number)
+        assert found.answer == str(one.year if found.about == "built" else one.number)
         assert found.fields == {"question": found.question, "answer": found.answer, "document": one.text}
-        asked.add((one.building, found.asked))
+        asked.add((one.building, found.about))
     assert len(asked) == 2 * len(BUILDINGS)
 
 

@@ -239,7 +239,7 @@ def test_a_command_sees_the_secrets_that_are_named_and_nobody_else_does(tmp_path
     (tmp_path / "python").write_text("#!/bin/sh\nexit 7\n")
     (tmp_path / "python").chmod(0o755)
     made = config(MCPServer(f"python {PLAIN} 3", environment=("PLAIN_API_KEY",)), arguments={"tool2": {"n": 5}})
-    with Episodes(made, Limits(), journal=None, said=tmp_path / "said") as episodes:
+    with Episodes(made, Limits(), journal=None, error_files=tmp_path / "said") as episodes:
         # The server lists its tools on three pages.
         assert [tool["function"]["name"] for tool in episodes.tools] == ["tool0", "tool1", "tool2"]
         assert [tool["function"]["parameters"]["required"] for tool in episodes.tools][1:] == [

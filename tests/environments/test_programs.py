@@ -203,7 +203,7 @@ def play(serving, tmp_path, monkeypatch):
         worker, policy = serving._worker, serving._policy
         program = f"python {tmp_path}/agent.py {name}"
         config = EnvironmentConfig(environment="program", program=program, processes=processes, **settings)
-        with Episodes(config, Limits(), journal=journal, said=tmp_path / "said") as host:
+        with Episodes(config, Limits(), journal=journal, error_files=tmp_path / "said") as host:
             worker.partner = Partner(host, Dialogue(serving._tokenizer), failed_share=failed_share)
             try:
                 player = worker.player(

@@ -34,7 +34,7 @@ from podrl.plan import variants
 from podrl.plan.__main__ import _topologies, command_of
 from podrl.plan.bounds import _forward, least_bytes, least_trainer_seconds
 from podrl.plan.chips import parse_topology, prepare
-from podrl.plan.compile import CompileResult, _asked, measure
+from podrl.plan.compile import CompileResult, _wanted_bytes, measure
 from podrl.plan.predict import cost, predict, rebalanced
 from podrl.plan.programs import Program, Setting, _decode_work
 from podrl.plan.report import PREDICTED, PlanReport, _advice, _cost_line, _print_step
@@ -304,13 +304,13 @@ def test_what_the_compiler_asked_for():
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (22.50G) exceeds "
         "available HBM (15.75G)."
     )
-    assert _asked(message) == (22.5 * GIB, True)  # without the arguments
+    assert _wanted_bytes(message) == (22.5 * GIB, True)  # without the arguments
     whole = (
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm. Exceeded hbm capacity "
         "by 2.75G. Memory usage report: "
     )
-    assert _asked(whole) == (18.5 * GIB, False)
-    assert _asked("INVALID_ARGUMENT: hbm") is None
+    assert _wanted_bytes(whole) == (18.5 * GIB, False)
+    assert _wanted_bytes("INVALID_ARGUMENT: hbm") is None
 
 
 def test_what_the_compiler_refused_does_not_fit_whatever_it_counted():
