@@ -14,6 +14,7 @@ BENCHES = (
         "compiles",
         "decode",
         "device",
+        "front",
         "grpo",
         "kernels",
         "on_chip",

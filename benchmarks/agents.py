@@ -1,15 +1,11 @@
-"""Measures the endpoint of agent programs, and episodes that send conversations: `python -m benchmarks agents`."""
+"""Measures episodes of agent programs, and of environments that send conversations: `python -m benchmarks agents`."""
 
 import argparse
 import asyncio
-import collections
-import http.client
 import json
 import os
-import pathlib
 import resource
 import sys
-import threading
 import time
 import urllib.parse
 import urllib.request
@@ -65,19 +61,16 @@ def _solve(task: dict[str, Any]) -> None:
 
 
 def run(argv: Sequence[str]) -> dict[str, Any]:
-    """Measures the endpoint's processor time, the prefill of equal first requests, and many open episodes.
+    """Measures the prefill of equal first requests, and many open episodes.
 
     Returns:
-      server_cpu_ms (processor time of the endpoint's process per request, with --open requests open), prefilled_say,
-      prefilled_chat and prefilled_program (tokens that prefill computed for --prompts groups of --group samples whose
-      first request is `model.say()`, the same request by `model.chat`, and the same by HTTP), prompt_tokens (of the
-      longest of their prompts), chat_of_say, program_of_say (quotients), episodes, episodes_seconds, answers (of the
-      slow episodes), spills (stores of the slow episodes moved to the host), memory_mb and memory_mb_before (peak of
-      this process, with the slow episodes and before).
+      prefilled_say, prefilled_chat and prefilled_program (tokens that prefill computed for --prompts groups of --group
+      samples whose first request is `model.say()`, the same request by `model.chat`, and the same by HTTP),
+      prompt_tokens (of the longest of their prompts), chat_of_say, program_of_say (quotients), episodes,
+      episodes_seconds, answers (of the slow episodes), spills (stores of the slow episodes moved to the host),
+      memory_mb and memory_mb_before (peak of this process, with the slow episodes and before).
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks agents", description=__doc__)
-    parser.add_argument("--open", type=int, default=128, help="requests that are open at once")
-    parser.add_argument("--requests", type=int, default=4000, help="requests in all")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--max_new", type=int, default=8, help="most tokens of an answer")
@@ -88,7 +81,6 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
     fake_devices(args.devices)
-    figures: dict[str, Any] = {"server_cpu_ms": _server_cpu_ms(args.open, args.requests)}
     bench = _Bench(args)
     environments = {
         "say": {"environment": f"{__name__}:Says"},
@@ -104,7 +96,7 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         with _episodes(environment) as host:
             bench.play(host, args.prompts, args.group)  # starts the processes
             counts[name] = bench.play(host, args.prompts, args.group)[0].prefill_tokens
-    figures["prompt_tokens"] = bench.prompt_tokens
+    figures: dict[str, Any] = {"prompt_tokens": bench.prompt_tokens}
     figures |= {f"prefilled_{name}": count for name, count in counts.items()}
     figures |= {f"{name}_of_say": counts[name] / counts["say"] for name in ("chat", "program")}
     before, started = _peak_mb(), time.perf_counter()
@@ -122,48 +114,6 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _server_cpu_ms(most: int, requests: int) -> float:
-    """Returns the processor time of the endpoint's process per request, in milliseconds.
-
-    Every client has a connection of its own and sends its next request as soon as it has an answer. When `most`
-    requests are open, the oldest is answered. The requests of the first clients, which open the connections, do not
-    count.
-    """
-    from podrl.environments.front import FrontSettings
-    from podrl.environments.wire.requests import Answer, Choice
-    from podrl.serve import Desk
-    from podrl.workers.user_code import Limits
-
-    answer = Answer("id", 0, list(range(200)), [Choice("It is five. " * 8, list(range(32)), [-0.5] * 32, (), "eos")])
-    with Desk(FrontSettings(max_requests=2 * most), Limits()) as desk:
-        address = urllib.parse.urlsplit(desk.address)
-        body = json.dumps({"model": "policy", "messages": [_user(_QUESTION * 8)], "max_tokens": 64}).encode()
-        headers = {"Authorization": f"Bearer {desk.key}", "Content-Type": "application/json"}
-
-        def ask() -> None:
-            client = http.client.HTTPConnection(str(address.hostname), address.port or 0)
-            for _ in range(1 + requests // most):
-                client.request("POST", f"{address.path}/chat/completions", body, headers)
-                client.getresponse().read()
-            client.close()
-
-        threads = [threading.Thread(target=ask, daemon=True) for _ in range(most)]
-        for thread in threads:
-            thread.start()
-        open_: collections.deque[int] = collections.deque()
-        left, process, begun = most * (1 + requests // most), _children()[-1], 0.0
-        while left:
-            open_ += [number for number, wanted in desk.poll(1.0) if wanted is not None]
-            while left and len(open_) >= min(most, left):
-                if left == most * (requests // most):
-                    begun = _cpu_s(process)
-                desk.tell(open_.popleft(), answer)
-                left -= 1
-        for thread in threads:
-            thread.join()
-        return 1e3 * (_cpu_s(process) - begun) / (most * (requests // most))
-
-
 def _episodes(environment: dict[str, Any]) -> Any:
     """Starts the processes in which episodes run, until the end of the context."""
     from podrl.environments.config import EnvironmentConfig
@@ -171,18 +121,6 @@ def _episodes(environment: dict[str, Any]) -> Any:
     from podrl.workers.user_code import Limits
 
     return Episodes(EnvironmentConfig(**environment), Limits(), journal=None)
-
-
-def _children() -> list[int]:
-    """Lists the processes that this process started, the newest last."""
-    children = pathlib.Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return sorted(int(pid) for file in children for pid in file.read_text().split())
-
-
-def _cpu_s(process: int) -> float:
-    """Returns the processor time that a process has used, in seconds."""
-    fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_mb() -> float:

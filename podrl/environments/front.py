@@ -112,7 +112,8 @@ class Front:
 
     def answer(self, number: int, answer: Answer) -> None:
         """Sends the client its whole answer, which ends the request."""
-        self._send({"answer": number, "said": {**vars(answer), "choices": [vars(choice) for choice in answer.choices]}})
+        said, numbers = answer.packed()
+        self._send({"answer": number, "said": said}, numbers)
 
     def refuse(self, number: int, refused: RefusedRequest) -> None:
         """Sends the client a refusal, which ends the request."""
@@ -127,9 +128,9 @@ class Front:
         link, self._link = self._link, None
         return [link.leave()] if link is not None else []
 
-    def _send(self, frame: dict[str, Any]) -> None:
+    def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
         if self._link is not None:
-            self._link.send(frame)
+            self._link.send(header, body)
 
     def _heard(self, frame: dict[str, Any]) -> None:
         assert self._listening is not None

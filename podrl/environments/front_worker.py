@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import hmac
 import itertools
@@ -112,7 +113,7 @@ class _Client:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.path, self.method = str(scope["path"]), scope["method"]
         self._query = bytes(scope.get("query_string", b"")).decode("latin-1")
-        self._headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])  # ASGI has the names in lower case
         self._receive, self._send = receive, send
         self.began = False
 
@@ -228,8 +229,8 @@ class Endpoint:
 
     # Frames of the owner.
 
-    def heard(self, frame: Mapping[str, Any]) -> None:
-        """Acts on a frame of the owner."""
+    def heard(self, frame: Mapping[str, Any], numbers: bytes = b"") -> None:
+        """Acts on a frame of the owner; `numbers` are the token ids and log-probabilities of an answer."""
         match frame:
             case {"open": name, "key": key}:
                 digest = self._digests[name] = _digest(key)
@@ -239,7 +240,7 @@ class Endpoint:
             case {"part": number, "said": said} if number in self._turns:
                 self._turns[number][1].add(AnswerPart(**{**said, "choice": Choice(**said["choice"])}))
             case {"answer": number, "said": said} if number in self._turns:
-                turn, answer = self._turns[number][1], Answer.of(said)
+                turn, answer = self._turns[number][1], Answer.of(said, numbers)
                 if self._page is not None and turn.outcome is None:
                     self._page.add(turn.wanted, answer)
                 turn.add(answer)
@@ -467,6 +468,8 @@ def _digest(key: str) -> bytes:
 
 
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    import uvicorn
+
     loop = asyncio.get_running_loop()
     # Not written with `replies.write`: a write that blocks would stop all clients.
     pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)
@@ -475,12 +478,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         pipe.write(pack(frame))
 
     frames = child.frames(requests)
-    settings = (await anext(frames))["serve"]
-    try:
-        import uvicorn
-    except ImportError:
-        tell({"failed": "the front needs package uvicorn: pip install 'podrl[agents]'."})
-        return
+    settings = (await anext(frames))[0]["serve"]
     try:
         family = socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET
         listening = socket.create_server((settings["host"], settings["port"]), family=family, backlog=_BACKLOG)
@@ -491,6 +489,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     endpoint = Endpoint(settings, tell)
     config = uvicorn.Config(
         endpoint,
+        # httptools would take 0.2 ms less, but it bounds no head, and drops the body of a request with `Upgrade`.
         http="h11",
         ws="none",
         lifespan="off",
@@ -506,8 +505,8 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     tell({"listening": listening.getsockname()[1]})
-    async for frame in frames:
-        endpoint.heard(frame)
+    async for frame, numbers in frames:
+        endpoint.heard(frame, numbers)
     server.should_exit = True
     await serving
 
@@ -515,7 +514,17 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 def main() -> None:
     """Serves requests until the owner closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
-    asyncio.run(_serve(requests, replies))
+    try:
+        import uvicorn  # noqa: F401
+        import uvloop
+    except ImportError as error:
+        replies.write(pack({"failed": f"the front needs package {error.name}: pip install 'podrl[agents]'."}))
+        replies.flush()
+        return
+    # The collector of cycles took a tenth of this process's time, because it walks through all open requests.
+    gc.freeze()
+    gc.set_threshold(50_000)
+    uvloop.run(_serve(requests, replies))  # a quarter less processor time than with asyncio's own loop
 
 
 if __name__ == "__main__":

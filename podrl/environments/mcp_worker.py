@@ -342,7 +342,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         finally:
             del calls[frame["call"]]
 
-    async for frame in child.frames(requests):
+    async for frame, _ in child.frames(requests):
         match frame:
             case {"open": key, "server": server, "away_s": away_s}:
                 secrets = _ServerSecrets(frame["variables"], frame["headers"], frame["error_file"])

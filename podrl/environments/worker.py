@@ -359,7 +359,7 @@ def _checked(result: Any) -> dict[str, Any]:
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     worker = _Worker(replies)
     beats = asyncio.create_task(worker.beat(BEAT_S))
-    async for frame in child.frames(requests):
+    async for frame, _ in child.frames(requests):
         # Sent before the frame is handled: if no frame of this process follows, this episode is the one that blocks it.
         worker.send({"at": next((frame[kind] for kind in _OF_EPISODES if kind in frame), None)})
         worker.handle(frame)

@@ -75,21 +75,19 @@ def serve(
         replies.flush()
 
 
-async def frames(requests: BinaryIO) -> AsyncIterator[dict[str, Any]]:
-    """Yields the headers of requests, on the running event loop, until the parent closes the pipe."""
+async def frames(requests: BinaryIO) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
+    """Yields (header, body) of each request, on the running event loop, until the parent closes the pipe."""
     import asyncio  # imported here, because most workers have no event loop
 
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
-    while lengths := await reader.read(LENGTHS.size):
+    while True:
         try:
-            lengths += await reader.readexactly(LENGTHS.size - len(lengths))
-            head, body = LENGTHS.unpack(lengths)
-            header = json.loads(await reader.readexactly(head))
-            await reader.readexactly(body)
+            head, body = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
+            frame = await reader.readexactly(head + body)
         except asyncio.IncompleteReadError:
             return
-        yield header
+        yield json.loads(frame[:head]), frame[head:]
 
 
 def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:

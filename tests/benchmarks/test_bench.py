@@ -67,11 +67,20 @@ def test_slow_calls_are_hidden_by_an_update_that_is_longer_than_any_window(capsy
 @pytest.mark.slow
 def test_agents(capsys):
     pytest.importorskip("uvicorn", reason="needs the extra [agents]")
-    small = "--open=2 --requests=4 --prompts=1 --group=2 --episodes=2 --slow_s=0 --max_new=4"
+    small = "--prompts=1 --group=2 --episodes=2 --slow_s=0 --max_new=4"
     assert bench.main(["benchmarks", "agents", *small.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["prefilled_say"] == figures["prompt_tokens"] - 1 <= figures["prefilled_chat"]
-    assert figures["episodes"] == 2 and figures["answers"] == 6 and figures["server_cpu_ms"] >= 0
+    assert figures["episodes"] == 2 and figures["answers"] == 6
+
+
+@pytest.mark.nightly("benchmarks/front.py")
+def test_front(capsys):
+    pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+    assert bench.main(["benchmarks", "front", "--open=2", "--requests=2", "--turns=2", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert 0 < figures["server_cpu_ms_least"] <= figures["server_cpu_ms"] and figures["closing_cpu_ms_least"] > 0
+    assert 8_000 < figures["request_bytes"] < 16_000, "a system prompt, and messages of 1 to 2 kB for two turns"
 
 
 def test_a_leader_exchanges_a_few_messages_with_every_host(capsys):

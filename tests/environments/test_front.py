@@ -162,6 +162,30 @@ def test_a_body_of_chunks_is_bounded_too(shared):
         assert b" 413 " in plain.makefile("rb").readline()
 
 
+@pytest.mark.parametrize("where", ["head", "trailers"])
+def test_a_head_is_bounded_too(shared, where):
+    """Strangers without a key could otherwise fill the memory."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    head += "\r\n1\r\n{\r\n0\r\n" if where == "trailers" else ""
+    with socket.create_connection(place(shared), timeout=PATIENCE_S) as plain:
+        with contextlib.suppress(OSError):  # the server has closed the connection
+            plain.sendall(head.encode() + b"x: " + b"y" * (4 << 20))
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 400 " in plain.makefile("rb").readline()
+
+
+def test_a_request_that_offers_another_protocol_is_answered(shared):
+    """Java's client offers HTTP/2 with its first request."""
+    upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAoAAAAAIAAAAA"}
+    connection = http.client.HTTPConnection(*place(shared), timeout=PATIENCE_S)
+    connection.request("POST", CHAT, json.dumps(HI), {"Authorization": f"Bearer {shared.key}", **upgrade})
+    ((number, _),) = events(shared, 1)
+    shared.tell(number, answer("ho"))
+    response = connection.getresponse()
+    assert response.status == 200 and json.loads(response.read())["id"] == "chatcmpl-a1"
+    connection.close()
+
+
 def test_models_are_listed_with_their_context(shared):
     status, body = Client(shared, "/v1/models").json()
     assert status == 200 and [one["id"] for one in body["data"]] == ["policy", "policy:aside"]
@@ -292,7 +316,8 @@ class AsgiClient:
 
 
 def said(number, *texts):
-    return {"answer": number, "said": dataclasses.asdict(answer(*texts))}
+    fields, numbers = answer(*texts).packed()
+    return {"answer": number, "said": fields}, numbers
 
 
 def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
@@ -318,7 +343,7 @@ def test_an_answer_that_reached_nobody_is_dropped(monkeypatch):
     async def run():
         asgi = Asgi(monkeypatch)
         number = await asgi.left()
-        asgi.endpoint.heard(said(number, "ho"))
+        asgi.endpoint.heard(*said(number, "ho"))
         asgi.end_graces()
         assert (await asgi.settled(2))[1:] == [{"drop": number}] and not asgi.delivered
 
@@ -331,10 +356,10 @@ def test_requests_beyond_the_most_of_a_key_wait(monkeypatch):
         clients = [asgi.client(HI | {"seed": i}) for i in range(4)]
         first = [frame["ask"] for frame in await asgi.settled(3)]
         assert len(first) == 3
-        asgi.endpoint.heard(said(first[0], "ho"))
+        asgi.endpoint.heard(*said(first[0], "ho"))
         fourth = (await asgi.settled(4))[3]["ask"]
         for number in (*first[1:], fourth):
-            asgi.endpoint.heard(said(number, "ho"))
+            asgi.endpoint.heard(*said(number, "ho"))
         assert [await client.status() for client in clients] == [200] * 4
         assert sorted(asgi.delivered) == sorted([*first, fourth])
 

@@ -266,11 +266,15 @@ def test_the_clients_stop_string_is_cut_off_and_the_ids_are_kept():
 def test_generate_answers_with_ids():
     wanted = generate.read({"token_ids": [1, 2], "sampling_params": {"logprobs": 1, "stop_token_ids": [9]}}, MODELS, "")
     assert wanted.ask.ids == (1, 2) and wanted.ask.stop_ids == (9,)
-    body = generate.write(wanted, Answer("r", 0, [1, 2], [Choice("x", [7, 9], [-1.0, -2.0], [], "eos")]), "")
-    assert body["request_id"] == "r"
-    (choice,) = body["choices"]
-    assert (choice["token_ids"], choice["finish_reason"]) == ([7, 9], "stop")
-    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-1.0, -2.0]
+    choices = [Choice("x", [7, 9], [-1.0, -1 / 3], [], "eos"), Choice("", [], []), Choice("y", [2**31 - 1], [-0.0])]
+    fields, numbers = Answer("r", 0, [1, 2], choices).packed()
+    answer = Answer.of(json.loads(json.dumps(fields)), numbers)  # as the front gets it
+    body = json.loads(json.dumps(generate.write(wanted, answer, "")))
+    assert body["request_id"] == "r" and list(answer.prompt_ids) == [1, 2]
+    assert [choice["token_ids"] for choice in body["choices"]] == [[7, 9], [], [2**31 - 1]]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", None, None]
+    logprobs = [[entry["logprob"] for entry in choice["logprobs"]["content"]] for choice in body["choices"]]
+    assert logprobs == [[-1.0, -1 / 3], [], [-0.0]]
 
 
 @given(

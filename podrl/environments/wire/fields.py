@@ -56,7 +56,7 @@ def parse(body: bytes) -> Any:
 
     try:
         value = json.loads(body, parse_constant=refuse)
-        if b"\\ud" in body or b"\\uD" in body:
+        if b"\\u" in body and (b"\\ud" in body or b"\\uD" in body):
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (ValueError, RecursionError) as error:
@@ -77,7 +77,7 @@ class Fields:
           RefusedRequest: `body` is not an object.
         """
         self._within = f"{within}." if within else ""
-        if not isinstance(body, Mapping):
+        if not isinstance(body, (dict, Mapping)):  # a test for Mapping alone takes ten times as long
             raise RefusedRequest(400, "invalid_type", f"{within or 'The body'} must be an object.", within or None)
         self._left = {str(name): value for name, value in body.items() if value is not None}
 
@@ -87,7 +87,7 @@ class Fields:
 
     def flag(self, name: str) -> bool:
         """Reads a boolean; False if it is absent."""
-        value = self.take(name)
+        value = self._left.pop(name, None)
         if value is None:
             return False
         if not isinstance(value, bool):
@@ -96,7 +96,7 @@ class Fields:
 
     def whole(self, name: str, low: int, high: int) -> int | None:
         """Reads a whole number from `low` to `high`; None if it is absent."""
-        value = self.take(name)
+        value = self._left.pop(name, None)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -105,7 +105,7 @@ class Fields:
 
     def number(self, name: str, low: float, high: float = math.inf, *, above: bool = False) -> float | None:
         """Reads a finite number from `low` to `high`; `above` excludes `low` itself. None if it is absent."""
-        value = self.take(name)
+        value = self._left.pop(name, None)
         if value is None:
             return None
         fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -116,14 +116,14 @@ class Fields:
 
     def text(self, name: str) -> str | None:
         """Reads a text; None if it is absent."""
-        value = self.take(name)
+        value = self._left.pop(name, None)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, value, "must be a text")
         return value
 
     def listed(self, name: str) -> list[Any] | None:
         """Reads a list; None if it is absent."""
-        value = self.take(name)
+        value = self._left.pop(name, None)
         if value is not None and not isinstance(value, list):
             raise self.wrong(name, value, "must be a list")
         return value
@@ -191,7 +191,7 @@ class Fields:
 
     def neutral(self, name: str, *values: Any) -> None:
         """Reads a field that is not served, and refuses every value except `values`, which change nothing."""
-        value = self.take(name)
+        value = self._left.pop(name, None)
         if value is not None and not any(
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
         ):
@@ -200,7 +200,7 @@ class Fields:
 
     def end(self) -> None:
         """Refuses the first field that was not read, unless it is a label or has a neutral value."""
-        for name, value in [*self._left.items()]:
+        for name, value in [*self._left.items()] if self._left else ():
             if name in NEUTRAL:
                 self.neutral(name, *NEUTRAL[name])
             elif name not in LABELS:

@@ -1,5 +1,6 @@
 """The requests, answers and refusals that all dialects share, and how the text and tokens of an answer are written."""
 
+import array
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -106,10 +107,37 @@ class Answer:
     prompt_ids: Sequence[int]
     choices: Sequence[Choice]
 
+    def packed(self) -> tuple[dict[str, Any], bytes]:
+        """Returns (fields for the header of a frame, token ids and log-probabilities as bytes for its body).
+
+        The header has the number of ids and log-probabilities in their places. As JSON, the ids of a long prompt took a
+        quarter of the front's time, and as much of the owner's.
+        """
+        fields, numbers = {**vars(self), "prompt_ids": len(self.prompt_ids)}, [array.array("i", self.prompt_ids)]
+        fields["choices"] = []
+        for choice in self.choices:
+            numbers += [array.array("i", choice.tokens), array.array("d", choice.logprobs)]
+            counts = {"tokens": len(choice.tokens), "logprobs": len(choice.logprobs)}
+            fields["choices"].append({**vars(choice), **counts})
+        return fields, b"".join(one.tobytes() for one in numbers)
+
     @classmethod
-    def of(cls, frame: Mapping[str, Any]) -> "Answer":
-        """Makes an answer from the output of `dataclasses.asdict`."""
-        return cls(**{**frame, "choices": [Choice(**choice) for choice in frame["choices"]]})
+    def of(cls, fields: Mapping[str, Any], numbers: bytes) -> "Answer":
+        """Makes an answer from the result of `packed`."""
+        at = 0
+
+        def unpack(kind: str, count: int) -> Sequence[Any]:
+            nonlocal at
+            made = array.array(kind)
+            begin, at = at, at + count * made.itemsize
+            made.frombytes(numbers[begin:at])
+            return made
+
+        prompt_ids, choices = unpack("i", fields["prompt_ids"]), []
+        for choice in fields["choices"]:
+            lists = {"tokens": unpack("i", choice["tokens"]), "logprobs": unpack("d", choice["logprobs"])}
+            choices.append(Choice(**{**choice, **lists}))
+        return cls(**{**fields, "prompt_ids": prompt_ids, "choices": choices})
 
 
 @dataclasses.dataclass(frozen=True)
