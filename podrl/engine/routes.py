@@ -68,7 +68,7 @@ class RouteReader:
             name is its key in `Device.spilled`.
         """
         engine = self._device.engine
-        *_, route = engine.pools()
+        *others, route = engine.pools()
         old, width = owner.routes, route.shape[0] * route.shape[4] * route.dtype.itemsize
         owner.routes = np.zeros((length, width), np.uint8)
         if old is not None:
@@ -83,7 +83,7 @@ class RouteReader:
                 if count <= 0:
                     continue
                 if name in self._device.spilled:
-                    _write(_Piece(owner, shard, slot, page.start, count), self._device.spilled[name][2], 0)
+                    _write(_Piece(owner, shard, slot, page.start, count), self._device.spilled[name][len(others)], 0)
                 else:
                     self._wanted.append((_Piece(owner, shard, self._used[shard], page.start, count), page.index))
                     self._used[shard] += 1

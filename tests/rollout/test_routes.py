@@ -147,15 +147,18 @@ def test_experts_on_several_devices_sample_the_tokens_of_whole_ones(routed, work
         np.testing.assert_allclose(got.logprob_BT, want.logprob_BT, atol=1e-5)
 
 
-def check_replayed(tiny, rollouts, shape):
+def check_replayed(tiny, rollouts, shape, *, atol=1e-5):
     """Asserts that a trainer with another selection bias has the sampler's probabilities, if it replays the routes.
 
     Returns:
       The number of tokens that the trainer routed by itself.
     """
-    noise = 0.3 * jax.random.normal(jax.random.key(4), tiny.params["layers"]["selection_bias"].shape)
-    layers = tiny.params["layers"] | {"selection_bias": tiny.params["layers"]["selection_bias"] + noise}
-    params = jax.device_put(tiny.params | {"layers": layers}, tiny.shardings)
+
+    def biased(path, x):
+        noise = 0.3 * jax.random.normal(jax.random.key(4), x.shape)
+        return x + noise if path[-1].key == "selection_bias" else x
+
+    params = jax.device_put(jax.tree_util.tree_map_with_path(biased, tiny.params), tiny.shardings)
     B, T = rollouts.tokens_BT.shape
     placement = place_samples(rollouts, np.arange(B), shape)
     forward = Forward(config=tiny.model, mesh=tiny.mesh)
@@ -171,7 +174,7 @@ def check_replayed(tiny, rollouts, shape):
         return np.abs(logprob_BT - rollouts.logprob_BT)[rollouts.mask_BT > 0], metrics
 
     apart, metrics = off(placement.replayed(rollouts, np.arange(B)))
-    assert apart.max() < 1e-5
+    assert apart.max() < atol
     assert 0.3 < metrics["moe/route_differs"].mean() <= 1
     unknown = round(float(metrics["moe/replayed"].count - metrics["moe/replayed"].total))
     free, metrics = off(placement.layout(rollouts.tokens_BT))
@@ -274,13 +277,43 @@ GLM4 = {
 }
 
 
+# As Gemma 4 26B-A4B: experts beside a dense MLP, and two kinds of attention.
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 320,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 12,
+    "max_position_embeddings": 256,
+}
+
+
 @FORMS
-@pytest.mark.parametrize(("raw", "unrolled"), [(QWEN3_5, 12), (QWEN3_5, 0), (GLM4, 0)], ids=["kinds", "scan", "dense"])
+@pytest.mark.parametrize(
+    ("raw", "unrolled"),
+    [(QWEN3_5, 12), (QWEN3_5, 0), (GLM4, 0), (GEMMA4, 0)],
+    ids=["kinds", "scan", "dense", "beside"],
+)
 def test_layers_of_several_kinds_record_their_experts(
     tiny_on, tight_config, prompts_of, check, monkeypatch, raw, unrolled
 ):
     monkeypatch.setattr(engine_module, "UNROLLED_LAYERS", unrolled)
-    mixed = tiny_on("data=1", 1, config_from_hf(raw))
+    config = config_from_hf(raw)
+    config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, selection_bias=True))
+    mixed = tiny_on("data=1", 1, config)
     worker = mixed.worker(tight_config, warm=False)
     rollouts = worker.generate(Policy(mixed.params, 7), prompts_of([5, 20, 9]), group_size=4, step=3, sampling=SAMPLING)
     check(mixed, rollouts, SAMPLING)
@@ -290,6 +323,9 @@ def test_layers_of_several_kinds_record_their_experts(
     assert want_BTX.shape[2] == 2 * layers
     routes_L = np.moveaxis(want_BTX[known_BT].reshape(-1, layers, 2), 1, 0).reshape(layers, -1)
     assert len({tuple(layer) for layer in routes_L}) == layers
+    B = len(rollouts.length_B)
+    shape = PackShape(micro_batches=1, rows=B, tokens=128, shared=True)
+    assert check_replayed(mixed, rollouts, shape, atol=1e-4) == B  # the last tokens
 
 
 _LESS = '''
