@@ -13,6 +13,7 @@ from podrl.storage.regular import regular
 from podrl.workers.user_code import Limits
 
 TOOLS, NONE, PROGRAM = "tools", "none", "program"  # names of the environments that come with podrl
+VERIFIERS_AGENT = pathlib.Path(__file__).with_name("verifiers_agent.py")
 Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "unified", "qwen3", "llama3", "gemma"]
 
 
@@ -119,7 +120,9 @@ class EnvironmentConfig:
         source.
       program: command of an agent program, such as 'python agent.py', which asks the model over HTTP; '' for none. See
         docs/agents.md. `python` as the first word is the interpreter that runs podrl.
-      processes: number of processes of `program` in each worker. A process runs one episode at a time; other episodes
+      verifiers: interpreter of a Python environment with the package verifiers, such as 'vf/bin/python'. It plays the
+        tasks that podrl.verifiers wrote, in place of a program; '' for none. See docs/ecosystems.md.
+      processes: number of processes of the program in each worker. A process runs one episode at a time; other episodes
         wait for a free process. Episodes that have paused at the end of a window of tokens keep their processes, which
         do not count here.
       failed_share: largest share of the samples of a batch whose programs may fail; more failures end the job.
@@ -158,6 +161,7 @@ class EnvironmentConfig:
     environment: str = ""
     others: tuple[str, ...] = ()
     program: str = ""
+    verifiers: str = ""
     processes: Count = 16
     failed_share: Share = 0.2
     tools: tuple[str, ...] = ()
@@ -206,28 +210,45 @@ class EnvironmentConfig:
             )
 
     def _check_program(self) -> None:
-        if self.environment == PROGRAM and not self.program:
+        if self.program and self.verifiers:
+            raise ValueError(
+                f"env.verifiers={self.verifiers!r} beside env.program={self.program!r}: set env.program='' to play "
+                "tasks of verifiers."
+            )
+        if self.environment == PROGRAM and not self.agent:
             raise ValueError("env.environment='program' names no program: give its command as env.program.")
-        if not self.program:
+        if not self.agent:
             return
+        key = f"env.program={self.program!r}" if self.program else f"env.verifiers={self.verifiers!r}"
         if self.environment not in ("", PROGRAM) or self.tools or self.mcp:
             raise ValueError(
-                f"env.program={self.program!r} beside env.environment={self.environment!r}, env.tools={self.tools} and "
-                "env.mcp: a program brings its own tools, so leave the others out."
+                f"{key} beside env.environment={self.environment!r}, env.tools={self.tools} and env.mcp: a program "
+                "brings its own tools, so leave the others out."
             )
         try:
-            words = shlex.split(self.program)
+            words = self.command
         except ValueError as error:
-            raise ValueError(
-                f"env.program={self.program!r} is not a valid command: {error}. Close its quotes."
-            ) from None
+            raise ValueError(f"{key} is not a valid command: {error}. Close its quotes.") from None
         if not words:
-            raise ValueError(f"env.program={self.program!r} is empty: give a command, such as 'python agent.py'.")
+            raise ValueError(f"{key} is empty: give a command, such as 'python agent.py'.")
+
+    @property
+    def agent(self) -> str:
+        """The agent program as it was named: its command, or the interpreter of verifiers; '' for none."""
+        return self.program or self.verifiers
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the agent program's command; none without a program."""
+        if self.verifiers:
+            # -P keeps the file's directory, whose modules are podrl's, from being searched for imports.
+            return [self.verifiers, "-P", str(VERIFIERS_AGENT)]
+        return shlex.split(self.program)
 
     @property
     def used(self) -> bool:
         """True if the job's samples have an environment."""
-        return bool(self.environment or self.program or self.tools or self.mcp)
+        return bool(self.environment or self.agent or self.tools or self.mcp)
 
     @property
     def branches(self) -> bool:
@@ -237,7 +258,7 @@ class EnvironmentConfig:
     @property
     def choices(self) -> tuple[str, ...]:
         """Names of the job's environments; the first is used for records without the field `env`."""
-        return (self.environment or (PROGRAM if self.program else TOOLS), *self.others) if self.used else ()
+        return (self.environment or (PROGRAM if self.agent else TOOLS), *self.others) if self.used else ()
 
     def system_prompt(self) -> str:
         """Reads the text of `system_prompt_file`.

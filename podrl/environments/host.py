@@ -365,10 +365,10 @@ class EnvironmentHost:
         """
         if self._journal is None or task.fields.get("env") in self._config.others:
             return False
-        return bool(self._config.program) or not self._journal.exact
+        return bool(self._config.agent) or not self._journal.exact
 
     def _what(self, task: Task) -> str:
-        name = self._config.program or self._config.environment
+        name = self._config.agent or self._config.environment
         return f"program {json.dumps([name, dataclasses.asdict(task)], sort_keys=True)}"
 
     async def _look_up(self, episode: _Episode) -> None:
@@ -412,7 +412,7 @@ class EnvironmentHost:
 
     def _returned(self, episode: _Episode, result: Mapping[str, Any]) -> None:
         """Ends an episode whose environment has returned; an episode that asked by conversations is recorded first."""
-        kept = self._keeps(episode.task) and (self._config.program or any(one.get("chat") for one in episode.said))
+        kept = self._keeps(episode.task) and (self._config.agent or any(one.get("chat") for one in episode.said))
         # A request that the environment left without an answer cannot be played from a record.
         if not kept or result["reason"] == "failed" or len(episode.turns) < len(episode.said):
             self._end(episode, "ended", result)
@@ -470,7 +470,7 @@ class EnvironmentHost:
     def _said(self, episode: _Episode, said: dict[str, Any], records: list[dict[str, Any]], *, overlaps: bool) -> None:
         at, episode.at = episode.at, episode.at + 1
         if at < len(episode.said):
-            if episode.said[at] != said and self._config.program:  # a program may behave differently on a replay
+            if episode.said[at] != said and self._config.agent:  # a program may behave differently on a replay
                 why = "its worker was lost, and its program did not ask the same again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pathlib
-import shlex
 import shutil
 import signal
 import sys
@@ -121,11 +120,12 @@ class ProgramEnvironment:
         Raises:
           ValueError: there is no such command.
         """
-        self._command = shlex.split(config.program)
+        self._command = config.command
         if self._command[0] == "python":
             self._command[0] = sys.executable
         if shutil.which(self._command[0]) is None:
-            raise ValueError(f"env.program={config.program!r}: there is no command {self._command[0]!r}.")
+            key = "env.program" if config.program else "env.verifiers"
+            raise ValueError(f"{key}={config.agent!r}: there is no command {self._command[0]!r}.")
         self._config, self._log = config, _Log(folder)
         self._free = asyncio.Semaphore(config.processes)
         self._idle: list[_Runner] = []

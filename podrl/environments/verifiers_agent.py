@@ -1,0 +1,165 @@
+"""The agent program of tasks of the package verifiers; the Python that has verifiers runs it, without podrl.
+
+    PYTHON -P verifiers_agent.py                        plays tasks, as the program of env.verifiers
+    PYTHON -P verifiers_agent.py --list=ENV --limit=N   writes records of an environment's tasks, for podrl.verifiers
+
+ENV is the [env] block of verifiers' own configuration as JSON, such as {"taskset": {"id": "reverse-text"}}. verifiers
+relays the requests of the harness to podrl's endpoint, runs the tools, and computes the reward.
+"""
+
+import argparse
+import asyncio
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_KEY = "PODRL_VERIFIERS_KEY"  # environment variables with the keys of episodes begin so
+# verifiers keeps a client for each key until its server ends, so its server is started again after this many episodes.
+_EPISODES = 256
+
+
+class Player:
+    """One environment of verifiers, and its tasks by their position."""
+
+    def __init__(self, block: dict[str, Any]) -> None:
+        """Loads the environment.
+
+        Args:
+          block: the [env] block of verifiers' configuration. An agent whose runtime it leaves out runs in subprocesses
+            of this machine, and not in a sandbox of Prime's cloud, which is the default of verifiers.
+        """
+        from verifiers.v1 import SubprocessConfig  # pyright: ignore[reportMissingImports]
+        from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
+        from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
+
+        config = loaders.resolve_env_config(block)
+        for agent in agent_config_fields(config).values():
+            if "runtime" not in agent.model_fields_set:
+                agent.runtime = SubprocessConfig()
+        self.env = loaders.load_environment(config)
+        self._tasks = iter(self.env.taskset)
+        self._read: list[Any] = []
+        self._serving: Any = None
+        self._played = 0
+
+    def task(self, index: int) -> Any:
+        """Returns the task at a position.
+
+        Raises:
+          ValueError: the taskset has fewer tasks.
+        """
+        self._read += itertools.islice(self._tasks, index + 1 - len(self._read))
+        if index >= len(self._read):
+            raise ValueError(f"the taskset has {len(self._read)} tasks, and the record is of task {index}")
+        return self._read[index]
+
+    async def play(self, task: Any, base_url: str, key: str) -> dict[str, Any]:
+        """Plays one episode and returns its result, see podrl.agent.serve.
+
+        Raises:
+          RuntimeError: the episode failed, or its traces have different rewards.
+        """
+        from verifiers.v1 import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
+
+        if self._serving is None or self._played % _EPISODES == 0:
+            await self.close()
+            self._serving = self.env.serving()
+            await self._serving.__aenter__()
+        name = f"{_KEY}_{self._played}"
+        self._played += 1
+        os.environ[name] = key
+        try:
+            client = EvalClientConfig(base_url=base_url, api_key_var=name)
+            episode = await self.env.run_episode(task, ModelContext(model="policy", client=client))
+        finally:
+            del os.environ[name]
+        return _result(episode)
+
+    async def close(self) -> None:
+        """Ends the servers of the environment."""
+        if self._serving is not None:
+            await self._serving.__aexit__(None, None, None)
+        self._serving = None
+
+
+def _result(episode: Any) -> dict[str, Any]:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        raise RuntimeError("\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if len({trace.reward for trace in trained}) != 1:
+        rewards = {trace.agent.name: trace.reward for trace in trained}
+        raise RuntimeError(
+            f"the agents of {episode.env.id} have the rewards {rewards}, and a sample has one: use an environment "
+            "whose trained agents share their reward"
+        )
+    metrics: dict[str, float] = {}
+    for trace in trained:
+        metrics |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    return {"reward": trained[0].reward, "metrics": metrics}
+
+
+def _records(block: dict[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
+    """Yields the record of each task: its prompt, and the field 'verifiers', by which `_solve` finds the task again."""
+    taskset = Player(block).env.taskset
+    for task in itertools.islice(taskset, limit):
+        messages = [{"role": "system", "content": task.data.system_prompt}] if task.data.system_prompt else []
+        messages.append({"role": "user", "content": task.data.prompt_text or task.data.name or str(task.data.idx)})
+        place = {"env": block, "index": task.data.idx, "key": task.key}
+        yield {"messages": messages, "verifiers": json.dumps(place)}
+
+
+@functools.cache
+def _player(block: str) -> Player:
+    return Player(json.loads(block))
+
+
+def _solve(runner: asyncio.Runner, task: dict[str, Any]) -> dict[str, Any]:
+    if "verifiers" not in task["fields"]:
+        raise ValueError(
+            "the record has no field 'verifiers': env.verifiers plays records that python -m podrl.verifiers wrote"
+        )
+    place = json.loads(task["fields"]["verifiers"])
+    player = _player(json.dumps(place["env"]))
+    own = player.task(place["index"])
+    if own.key != place["key"]:
+        raise ValueError(
+            f"task {place['index']} of {place['env']['taskset']['id']} is another one than when its record was "
+            "written: the package has changed. Write the records again with python -m podrl.verifiers"
+        )
+    return runner.run(player.play(own, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
+
+
+def _agent() -> Any:
+    """Loads podrl/agent.py, which needs only the standard library, without the package podrl around it."""
+    path = pathlib.Path(__file__).resolve().parent.parent / "agent.py"
+    spec = importlib.util.spec_from_file_location("podrl_agent", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    """Plays tasks until the standard input ends, or lists the tasks of an environment."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--list", metavar="ENV", default="")
+    parser.add_argument("--limit", type=int, default=None)
+    args = parser.parse_args()
+    if args.list:
+        for record in _records(json.loads(args.list), args.limit):
+            sys.stdout.write(json.dumps(record) + "\n")
+        return
+    with asyncio.Runner() as runner:
+        _agent().serve(functools.partial(_solve, runner))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

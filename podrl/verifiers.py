@@ -1,0 +1,102 @@
+"""The command that writes tasks of the package verifiers as records, which env.verifiers plays.
+
+    python -m podrl.verifiers TASKSET --python=vf/bin/python --out=tasks.jsonl [--env=JSON] [--limit=N]
+
+TASKSET is a package with tasks that is installed beside verifiers, in a Python environment of its own, of which
+--python is the interpreter. docs/ecosystems.md describes the rest.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from podrl.environments.config import VERIFIERS_AGENT
+from podrl.runtime.arguments import Parser
+from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
+
+
+def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], limit: int | None) -> int:
+    """Writes a record for each task of a taskset; `out` appears once all are written.
+
+    Args:
+      taskset: name of the taskset.
+      python: interpreter of the environment that has verifiers and the taskset.
+      out: file of the records, one JSON object per line.
+      env: further settings of the [env] block of verifiers' configuration.
+      limit: largest number of records; None for all tasks.
+
+    Returns:
+      Number of records.
+
+    Raises:
+      ValueError: the taskset cannot be loaded, or has no tasks; the message ends with what verifiers wrote.
+    """
+    own = env.get("taskset", {})
+    if not isinstance(own, Mapping):
+        raise ValueError(f"--env: taskset={own!r} must be an object of settings, such as {{'split': 'train'}}.")
+    block = {**env, "taskset": {**own, "id": taskset}}
+    command = [python, "-P", str(VERIFIERS_AGENT), f"--list={json.dumps(block)}"]
+    command += [f"--limit={limit}"] if limit is not None else []
+    partial = out.with_name(f"{out.name}.part")
+    try:
+        with partial.open("wb") as file:
+            done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, check=False)
+        if done.returncode:
+            raise ValueError(
+                f"{taskset} cannot be read with {python}. It must be installed there beside verifiers (0.4 or later), "
+                f"and --env must hold its settings:\n{done.stderr.decode(errors='replace')[-2000:]}"
+            )
+        with partial.open("rb") as lines:
+            count = sum(1 for _ in lines)
+        if not count:
+            raise ValueError(f"{taskset} has no tasks with --env={json.dumps(env)}.")
+        os.replace(partial, out)
+        return count
+    except OSError as error:
+        raise ValueError(f"--python={python} or --out={out}: {error}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="podrl.verifiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("taskset", metavar="TASKSET", help="name of the taskset, as verifiers knows it")
+    parser.add_argument("--python", required=True, help="interpreter of the environment that has verifiers")
+    parser.add_argument("--out", required=True, help="file of the records, such as tasks.jsonl")
+    parser.add_argument(
+        "--env",
+        default="{}",
+        metavar="JSON",
+        help="further settings of verifiers' [env] block, such as "
+        '\'{"taskset": {"split": "train"}, "agent": {"harness": {"id": "null"}}}\'',
+    )
+    parser.add_argument("--limit", type=int, default=None, help="largest number of records; needed if tasks never end")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        env = json.loads(args.env)
+        if not isinstance(env, dict):
+            raise ValueError(f"--env={args.env} must be a JSON object.")
+        count = write(args.taskset, args.python, pathlib.Path(args.out), env, args.limit)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USER
+    sys.stdout.write(
+        f"{args.out} has {count:,} record{'s' if count > 1 else ''}. To train on them:\n"
+        f"python -m podrl.launch --config=grpo_agents.py --config.env.program='' --config.env.verifiers={args.python} "
+        f"--config.data.path={args.out} --config.reward.fns='()'\n"
+    )
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""Tests tasks of verifiers: their records, and rows of their episodes, with the real package where it is installed."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from podrl import serve, verifiers
+from podrl.data.dialogue import Dialogue
+from podrl.engine.config import Sampling
+from podrl.environments.config import EnvironmentConfig
+from podrl.environments.workers import Episodes
+from podrl.rollout.episodes import Partner
+from podrl.rollout.integrity import faults
+from podrl.types import Prompts
+from podrl.workers.user_code import Limits
+
+# .ci/nightly makes this environment, because verifiers pins other versions of what podrl's tests use.
+PYTHON = pathlib.Path(sys.prefix) / "verifiers" / "bin" / "python"
+PACKAGE = pathlib.Path(__file__).with_name("verifiers_package")
+real = pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no environment with verifiers at {PYTHON}")
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    """Writes the records of the taskset in verifiers_package/ with some of its settings."""
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
+
+    def write(limit=None, **settings):
+        path = tmp_path / "tasks.jsonl"
+        count = verifiers.write("podrl-sums", str(PYTHON), path, {"taskset": settings}, limit)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(lines) == count
+        return lines
+
+    return write
+
+
+@real
+@pytest.mark.slow
+def test_an_episode_of_verifiers_is_one_row_with_its_reward(records, monkeypatch):
+    asked = records()
+    assert [record["messages"] for record in asked] == [[{"role": "user", "content": f"{i}+1="}] for i in range(3)]
+    assert len(records(limit=2)) == 2
+    arguments = ["--model=tiny_tools", "--parser=call_tool", "--lanes=8", "--context=160"]
+    serving, _ = serve._loaded(serve._parser().parse_args(arguments), jax.devices()[:1])
+    config = EnvironmentConfig(environment="program", verifiers=str(PYTHON), processes=2)
+
+    def play(record):
+        prompt = "<start_of_turn>user\n1+1=<end_of_turn>\n<start_of_turn>model\n"
+        tokens_P = np.asarray([serving._tokenizer.encode(prompt, start=True)], np.int32)
+        fields = {"verifiers": [record["verifiers"]]}
+        prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [prompt], fields, b"")
+        worker = serving._worker
+        with Episodes(config, Limits(), journal=None) as host:
+            worker.partner = Partner(host, Dialogue(serving._tokenizer), failed_share=0.0)
+            player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=100, temperature=1.0))
+            try:
+                for _ in worker.advance(serving._policy, [(player, None)]):
+                    pass
+                return worker.rows(player, 0.0)
+            finally:
+                worker.partner = None
+
+    try:
+        rollouts = play(asked[1])
+        assert not faults(rollouts, step=1, max_staleness=1)
+        for b in range(4):
+            metrics = rollouts.episodes[b]["metrics"]
+            assert metrics["chat_requests"] == 2.0 and metrics["chat_forks"] == 0.0
+            assert rollouts.turn_reward_BT[b].sum() == metrics["numbers"] and metrics["numbers"] in (0.5, 1.5)
+        place = json.loads(asked[1]["verifiers"])
+        place["env"]["taskset"]["changed"] = True
+        with pytest.raises(Exception, match=r"task 1 of podrl-sums is another one .* podrl\.verifiers"):
+            play({"verifiers": json.dumps(place)})
+    finally:
+        serving.close()
+
+
+@real
+@pytest.mark.slow
+def test_settings_that_verifiers_refuses_are_shown(records):
+    with pytest.raises(ValueError, match=r"(?s)podrl-sums cannot be read with .*smallest"):
+        records(smallest=1)
+    with pytest.raises(ValueError, match="podrl-sums has no tasks"):
+        records(largest=0)
+
+
+def test_an_interpreter_without_verifiers_is_named(tmp_path, capfd):
+    out = tmp_path / "tasks.jsonl"
+    assert verifiers.main(["some-tasks", f"--python={tmp_path}/none", f"--out={out}"]) == 1
+    assert f"--python={tmp_path}/none" in capfd.readouterr().err
+    assert verifiers.main(["some-tasks", f"--python={sys.executable}", f"--out={out}"]) == 1
+    error = capfd.readouterr().err
+    assert "some-tasks cannot be read" in error and "No module named 'verifiers'" in error
+    assert verifiers.main(["some-tasks", "--python=python", f"--out={out}", "--env=[]"]) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_verifiers_takes_the_place_of_a_program():
+    config = EnvironmentConfig(verifiers="vf/bin/python")
+    assert config.used and config.choices == ("program",) and config.branches
+    assert config.command[:2] == ["vf/bin/python", "-P"] and pathlib.Path(config.command[2]).exists()
+    with pytest.raises(ValueError, match=r"env\.verifiers='a' beside env\.program='b'"):
+        EnvironmentConfig(verifiers="a", program="b")
+    with pytest.raises(ValueError, match=r"env\.verifiers='a' beside .*env\.tools=\('calculator',\)"):
+        EnvironmentConfig(verifiers="a", tools=("calculator",))
