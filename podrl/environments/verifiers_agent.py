@@ -54,7 +54,7 @@ class Player:
         Raises:
           ValueError: the taskset has fewer tasks.
         """
-        self._read += itertools.islice(self._tasks, index + 1 - len(self._read))
+        self._read += itertools.islice(self._tasks, max(0, index + 1 - len(self._read)))
         if index >= len(self._read):
             raise ValueError(f"the taskset has {len(self._read)} tasks, and the record is of task {index}")
         return self._read[index]
