@@ -40,8 +40,7 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], 
     if not isinstance(own, Mapping):
         raise ValueError(f"--env: taskset={own!r} must be an object of settings, such as {{'split': 'train'}}.")
     block = {**env, "taskset": {**own, "id": taskset}}
-    command = [python, "-P", str(VERIFIERS_AGENT), f"--list={json.dumps(block)}"]
-    command += [f"--limit={limit}"] if limit is not None else []
+    command = [python, "-P", str(VERIFIERS_AGENT), json.dumps(block), *([] if limit is None else [str(limit)])]
     partial = out.with_name(f"{out.name}.part")
     try:
         with partial.open("wb") as file:
@@ -64,7 +63,7 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="podrl.verifiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("podrl.verifiers", __doc__)
     parser.add_argument("taskset", metavar="TASKSET", help="name of the taskset, as verifiers knows it")
     parser.add_argument("--python", required=True, help="interpreter of the environment that has verifiers")
     parser.add_argument("--out", required=True, help="file of the records, such as tasks.jsonl")

@@ -1,13 +1,12 @@
 """The agent program of tasks of the package verifiers; the Python that has verifiers runs it, without podrl.
 
-    PYTHON -P verifiers_agent.py                        plays tasks, as the program of env.verifiers
-    PYTHON -P verifiers_agent.py --list=ENV --limit=N   writes records of an environment's tasks, for podrl.verifiers
+    PYTHON -P verifiers_agent.py               plays tasks, as the program of env.verifiers
+    PYTHON -P verifiers_agent.py ENV [LIMIT]   writes records of at most LIMIT tasks, for podrl.verifiers
 
 ENV is the [env] block of verifiers' own configuration as JSON, such as {"taskset": {"id": "reverse-text"}}. verifiers
 relays the requests of the harness to podrl's endpoint, runs the tools, and computes the reward.
 """
 
-import argparse
 import asyncio
 import functools
 import importlib.util
@@ -148,13 +147,10 @@ def _agent() -> Any:
 
 
 def main() -> None:
-    """Plays tasks until the standard input ends, or lists the tasks of an environment."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--list", metavar="ENV", default="")
-    parser.add_argument("--limit", type=int, default=None)
-    args = parser.parse_args()
-    if args.list:
-        for record in _records(json.loads(args.list), args.limit):
+    """Plays tasks until the standard input ends, or writes the records of an environment's tasks."""
+    if len(sys.argv) > 1:
+        block, *limit = map(json.loads, sys.argv[1:])
+        for record in _records(block, limit[0] if limit else None):
             sys.stdout.write(json.dumps(record) + "\n")
         return
     with asyncio.Runner() as runner:
@@ -162,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

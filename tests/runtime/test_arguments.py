@@ -13,7 +13,8 @@ from podrl.runtime.arguments import Parser
 ROOT = pathlib.Path(__file__).parents[2]
 # Modules that a user starts and that parse their own arguments.
 COMMANDS = ("podrl.contrib.kaggle_gemma", "podrl.doctor", "podrl.evaluate", "podrl.export", "podrl.generate")
-COMMANDS += ("podrl.replay", "podrl.serve", "podrl.view.__main__", "launch.gke", "launch.gke_add", "launch.xpk")
+COMMANDS += ("podrl.replay", "podrl.serve", "podrl.verifiers", "podrl.view.__main__")
+COMMANDS += ("launch.gke", "launch.gke_add", "launch.xpk")
 # Their flags are absl's, whose help shows defaults of itself.
 ABSL = ("podrl.launch", "podrl.plan.__main__")
 
