@@ -152,7 +152,7 @@ def check_all(job: Job) -> None:
     # Names of tools that servers offer are not known without them.
     tools = tuple(tool for tool in env.tools if not (env.mcp and tool in dr_tulu.TOOLS))
     if tools or env.agent or any(map(is_own, env.choices)):
-        named = {"environment": env.environment if tools or env.program else next(filter(is_own, env.choices))}
+        named = {"environment": env.environment if tools or env.agent else next(filter(is_own, env.choices))}
         local = dataclasses.replace(env, tools=tools, mcp=(), max_calls_per_tool={}, arguments={}, **named)
         # Servers may be elsewhere when a dry run is made: they are asked when the run starts.
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
