@@ -162,7 +162,7 @@ class Desk:
           limits: resources that the front's process may take, and environment variables that it may see.
 
         Raises:
-          ValueError: the front cannot listen at its address, or package uvicorn is missing.
+          ValueError: the front cannot listen at its address, or a package of the extra [agents] is missing.
           ServiceError: the front's process did not start.
         """
         self._events: queue.SimpleQueue[tuple[int, ParsedRequest | None] | Exception | None] = queue.SimpleQueue()
@@ -253,15 +253,16 @@ def _check(args: argparse.Namespace) -> None:
     """Checks the arguments before the model is loaded.
 
     Raises:
-      ValueError: an argument is out of its range, or package uvicorn is missing.
+      ValueError: an argument is out of its range, or a package of the extra [agents] is missing.
     """
     check_numbers(args, "lanes", "devices", "max_requests")
     if args.context is not None and args.context < 2:
         raise ValueError(f"--context={args.context} must be at least 2: one token of prompt and one of answer.")
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port={args.port} must be from 0 to 65535.")
-    if importlib.util.find_spec("uvicorn") is None:
-        raise ValueError("podrl.serve needs package uvicorn: pip install 'podrl[agents]'.")
+    for package in ("uvicorn", "uvloop"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"podrl.serve needs package {package}: pip install 'podrl[agents]'.")
     _sampling(args)
 
 

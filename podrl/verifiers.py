@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from podrl.config import plural
 from podrl.environments.config import VERIFIERS_AGENT
 from podrl.runtime.arguments import Parser
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
@@ -38,7 +39,7 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], 
     """
     own = env.get("taskset", {})
     if not isinstance(own, Mapping):
-        raise ValueError(f"--env: taskset={own!r} must be an object of settings, such as {{'split': 'train'}}.")
+        raise ValueError(f'--env: taskset={own!r} must be an object of settings, such as {{"split": "train"}}.')
     block = {**env, "taskset": {**own, "id": taskset}}
     command = [python, "-P", str(VERIFIERS_AGENT), json.dumps(block), *([] if limit is None else [str(limit)])]
     partial = out.with_name(f"{out.name}.part")
@@ -85,12 +86,14 @@ def main(argv: Sequence[str]) -> int:
         env = json.loads(args.env)
         if not isinstance(env, dict):
             raise ValueError(f"--env={args.env} must be a JSON object.")
+        if args.limit is not None and args.limit < 1:
+            raise ValueError(f"--limit={args.limit} must be at least 1.")
         count = write(args.taskset, args.python, pathlib.Path(args.out), env, args.limit)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER
     sys.stdout.write(
-        f"{args.out} has {count:,} record{'s' if count > 1 else ''}. To train on them:\n"
+        f"{args.out} has {plural(count, 'record')}. To train on them:\n"
         f"python -m podrl.launch --config=grpo_agents.py --config.env.program='' --config.env.verifiers={args.python} "
         f"--config.data.path={args.out} --config.reward.fns='()'\n"
     )

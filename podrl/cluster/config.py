@@ -95,7 +95,7 @@ class ClusterConfig:
                 "give the reward model the rollout's mesh or devices of its own."
             )
         if (own := self.rollout().engine) not in ENGINES:
-            if self.rollout_engine not in ENGINES:
+            if self.rollout_engine not in (*ENGINES, own):
                 raise ValueError(
                     f"rollout_engine={self.rollout_engine!r} and rollout_config.engine={own!r} both name an engine: "
                     "give one of them."

@@ -84,7 +84,7 @@ class Front:
         """Starts the process and returns the base URL for clients.
 
         Raises:
-          ValueError: the process cannot listen at the address, or package uvicorn is missing.
+          ValueError: the process cannot listen at the address, or a package of the extra [agents] is missing.
           ServiceError: the process died, or did not start in time.
         """
         self._listening = asyncio.get_running_loop().create_future()

@@ -225,6 +225,7 @@ class Files:
                     file.write(sealed_lines.encode(record))
                     if _is_large(record):
                         self._shed.add(name)
+                        known.pop(_key(record), None)  # a record of an earlier run is out of date
                     else:
                         known[_key(record)] = record
                 for file in changed.values():

@@ -68,8 +68,9 @@ class Player:
 
         if self._serving is None or self._played % _EPISODES == 0:
             await self.close()
-            self._serving = self.env.serving()
-            await self._serving.__aenter__()
+            serving = self.env.serving()
+            await serving.__aenter__()
+            self._serving = serving
         name = f"{_KEY}_{self._played}"
         self._played += 1
         os.environ[name] = key

@@ -325,7 +325,7 @@ class EpisodePlayer:
         return self._calls is not None and episode.calls >= self._calls
 
     def owed(self) -> int:
-        return sum(not self._parked(self._episodes[b]) for b in self._waiting)
+        return sum(not self._parked(self._episodes[b]) for b in self._waiting - self._returned)
 
     def take(self) -> list[tuple[int, Any]]:
         self._record_returned()
@@ -500,7 +500,7 @@ class EpisodePlayer:
                     f"{most} are possible: give fewer."
                 )
                 raise RefusedRequest(400, "unsupported_parameter", why, "stop_token_ids")
-            drawn = _with_routes(message.drawn) if self._by_wall else next(iter(episode.answers), None)
+            drawn = _unpack_drawn(message.drawn) if self._by_wall else next(iter(episode.answers), None)
             leaves, urgent = self._leaves(episode), self._points.urgent
             new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=urgent, leaves=leaves, drawn=drawn)
         except RefusedRequest as error:
@@ -789,8 +789,8 @@ class EpisodePlayer:
         return f"The environment of sample {g} of prompt {int(self.request.prompts.index_P[p])}"
 
 
-def _with_routes(drawn: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Unpacks the routes of a recorded answer, if it has any."""
+def _unpack_drawn(drawn: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Unpacks the routes of a recorded answer, if it has any; its other columns stay packed."""
     if drawn is None or "routes" not in drawn:
         return drawn
     return {**drawn, "routes": unpack_routes(drawn["routes"])}

@@ -1,5 +1,6 @@
 """Engines by name and by class: their abilities, and which engines are refused."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -70,6 +71,7 @@ def test_a_setting_names_an_engine_of_a_users_file(mine):
     assert type(made).__name__ == "Engine" and made.config.lanes == 3
     assert made.settings["seed"] == 5 and made.settings["pad_id"] == tokenizer.pad_id
     assert not able(config.rollout_engine, "windows")
+    assert dataclasses.replace(config).rollout_engine == config.rollout_engine
     with pytest.raises(ValueError, match="both name an engine"):
         configured(f"{mine}:Engine", rollout_engine=Plain)
 

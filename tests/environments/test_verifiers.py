@@ -98,6 +98,8 @@ def test_an_interpreter_without_verifiers_is_named(tmp_path, capfd):
     error = capfd.readouterr().err
     assert "some-tasks cannot be read" in error and "No module named 'verifiers'" in error
     assert verifiers.main(["some-tasks", "--python=python", f"--out={out}", "--env=[]"]) == 1
+    assert verifiers.main(["some-tasks", "--python=python", f"--out={out}", "--limit=-1"]) == 1
+    assert "--limit=-1 must be at least 1" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
