@@ -223,6 +223,7 @@ FILES = {
     "a set": ({"eval": {"sets": ({"name": "s", "path": "no.jsonl"},)}}, r"no\.jsonl does not exist"),
     "an environment": ({"env": {"environment": "no.py:Env"}}, r"no\.py does not exist"),
     "another environment": ({"env": {"tools": ("calculator",), "others": ("no.py:Env",)}}, r"no\.py does not exist"),
+    "verifiers": ({"env": {"verifiers": "no/python"}}, r"env\.verifiers='no/python': there is no command"),
     "a tool": ({"env": {"tools": ("no.py:tool",)}}, r"no\.py does not exist"),
     "a plan": ({"log": {"plan": "no.json"}}, r"log\.plan='no\.json' is not a plan"),
     "a schema": ({"reward": {"fns": ("json_schema",), "text": {"schema": "no.json"}}}, r"no\.json"),
