@@ -271,6 +271,14 @@ class Outside:
             return podrl.Result(text=str(error))
 
 
+class Asks:
+    """Sends one conversation."""
+
+    async def run(self, task, model):
+        await model.chat([{"role": "user", "content": task.prompt}])
+        return podrl.Result(1.0)
+
+
 class Slow:
     async def run(self, task, model):
         await model.say()

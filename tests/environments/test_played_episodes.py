@@ -17,7 +17,7 @@ from podrl.environments.calls import SEPARATOR
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.journal import Files, Journal
 from podrl.environments.protocol import FULL, Task, Turn
-from podrl.environments.workers import EnvironmentFailure, EpisodeEnd, EpisodeObservation, Episodes
+from podrl.environments.workers import EnvironmentFailure, EpisodeEnd, EpisodeObservation, EpisodeReturn, Episodes
 from podrl.workers.user_code import Limits
 
 ACTS = pathlib.Path(__file__).parent / "acts.py"
@@ -423,6 +423,33 @@ def test_answers_come_from_the_journal_of_the_run_before(tmp_path):
     assert set(evaluated).isdisjoint(again) and replayed == [False, False]
     Files(tmp_path).drop(before=8)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversation_is_recorded_with_its_routes_or_not_at_all(tmp_path):
+    """An episode that is cancelled while its record waits for routes has no record, and begins again."""
+    columns, routes = {"tokens": "AA"}, {"width": 2, "bytes": "AAAA"}
+
+    def heard(count):
+        messages, end = [], time.monotonic() + PATIENCE_S
+        while len(messages) < count and time.monotonic() < end:
+            messages += episodes.poll(1.0)
+        return sorted(messages, key=lambda message: message.episode)
+
+    with Episodes(config("Asks"), Limits(), journal=Journal(Files(tmp_path), exact=False)) as episodes:
+        for number in range(2):
+            episodes.start(number, Task("p", index=number, step=3))
+        for said in heard(2):
+            episodes.turn(said.episode, Turn("4"), columns)
+        assert heard(2) == [EpisodeReturn(0), EpisodeReturn(1)]
+        assert not list(tmp_path.iterdir())
+        episodes.cancel(0)
+        for number in range(2):
+            episodes.record(number, [routes])
+        (done,) = heard(1)
+        assert (done.episode, done.reward, done.reason) == (1, 1.0, "ended")
+        for number in (2, 3):
+            episodes.start(number, Task("p", index=number - 2, step=3))
+        assert [said.drawn for said in heard(2)] == [None, {**columns, "routes": routes}]
 
 
 def test_what_outside_raises_is_recorded(tmp_path):
