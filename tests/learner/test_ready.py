@@ -52,11 +52,6 @@ def test_a_dry_run_of_what_is_all_there_passes(tmp_path, model):
     assert job.dry_run(made, "runs/x") == EXIT_DONE
 
 
-def test_a_python_of_verifiers_that_does_not_exist_is_named(capsys):
-    made = values(env={"verifiers": "none/python"}, reward={"fns": ()}, rollout={"max_response_tokens": 200})
-    refused(made, r"env\.verifiers='none/python': there is no command", capsys)
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
