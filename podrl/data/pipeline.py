@@ -435,8 +435,9 @@ def replaced_fields(record: Record | Problem, config: DataConfig) -> set[str]:
     """Names the fields of a record that reward functions do not get, because podrl gives their names other values."""
     if not isinstance(record, Mapping):
         return set()
-    read = {shape.prompt_field(record, config.question_field), config.answer_field}
-    return {"messages", "prompt", shape.QUESTION, shape.ANSWER} & set(record) - read
+    read, made = {shape.prompt_field(record, config.question_field), config.answer_field}, task_fields(record, config)
+    own = {name for name in (shape.QUESTION, shape.ANSWER) if record.get(name) is not None}
+    return {name for name in own - read if made[name] != record[name]}
 
 
 def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:

@@ -68,13 +68,13 @@ def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> No
         )
 
 
-def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
+def check_files(mine: Mapping[str, str], pod: Pod, deadline_s: float) -> None:
     """Refuses files and versions that differ from those of the other hosts.
 
     A data file or code that is missing on this host is not reported here, but by the function that reads it.
 
     Args:
-      job: the job.
+      mine: files and versions of this host, as `facts` describes them.
       pod: the job's processes.
       deadline_s: longest wait for the leader, in seconds.
 
@@ -82,7 +82,6 @@ def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
       ValueError: a file or version differs; the message names it, both values and both hosts.
       ChannelError: the leader did not answer.
     """
-    mine = facts(job)
     if pod.leads:
         pod.channel.serve("alike", SettingsComparison(pod.seat.process, mine))
         return
@@ -97,19 +96,21 @@ def check_files(job: Job, pod: Pod, deadline_s: float) -> None:
         )
 
 
-def changed_since(job: Job, workdir: pathlib.Path) -> str:
+def changed_since(mine: Mapping[str, str], place: str, workdir: pathlib.Path) -> str:
     """Writes the facts of this start into files.json of a run directory; returns how those of the last start differ.
 
     A changed file does not end a run: a corrected line of data or a repaired function is a good reason to go on.
 
     Args:
-      job: the job.
-      workdir: the run directory, which may hold the facts of an earlier start.
+      mine: files and versions of this start, as `facts` describes them.
+      place: the run directory as the user named it, which holds the checkpoints.
+      workdir: the directory on this machine's disk that holds the run's files, perhaps the facts of an earlier start.
 
     Returns:
-      A sentence that names the facts that differ; '' if none does, or if no earlier start wrote facts.
+      A sentence that names the facts that differ; '' if none does, if no earlier start wrote facts, or if the run has
+      made no step, which the files could have changed.
     """
-    path, mine = workdir / NAME, facts(job)
+    path = workdir / NAME
     try:
         theirs = json.loads(path.read_bytes())
         differ = [
@@ -118,7 +119,7 @@ def changed_since(job: Job, workdir: pathlib.Path) -> str:
     except (OSError, ValueError, AttributeError):  # the first start, or a damaged file
         differ = []
     write_whole(path, json.dumps(mine, indent=2, sort_keys=True) + "\n")
-    if not differ:
+    if not differ or not identity.has_steps(workdir, locate(place) / "checkpoints"):
         return ""
     return (
         f"Files or versions have changed since this run was last started: {'; '.join(differ[:_SHOWN])}{_more(differ)}. "

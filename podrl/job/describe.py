@@ -152,7 +152,7 @@ def _sources(job: Job) -> Table:
     return Table("Sources", columns, table)
 
 
-_LOOK = 256  # records of a source that are searched for questions
+_LOOK = 256  # records of a source's files that are searched for questions
 _FEW = 10  # held-out records below which a comparison says nothing
 
 
@@ -168,16 +168,16 @@ def data_lines(job: Job) -> list[str]:
     for part in opened.parts:
         if text := system_prompt(part.config):
             fields |= {"system_prompt": None}
-            firsts = (part.train[i] for i in range(min(len(part.train), _LOOK)))
+            look = 1 if is_generated(part.config.path) else _LOOK  # to generate many takes seconds, and all are alike
+            firsts = (part.train[i] for i in range(min(len(part.train), look)))
             takes = {takes_system_prompt(record, part.config) for record in firsts}
             before |= {text: None} if True in takes else {}
             unused |= {part.config.path: None} if False in takes else {}
         fields |= dict.fromkeys([*part.fields, *task_fields(part.train[0], part.config)])
         hidden |= replaced_fields(part.train[0], part.config)
     fields |= dict.fromkeys(["turns", "model_text", "sample_text"] if job.env.used else [])
-    about = (
-        f"{reward_line(job)}\nReward functions are given prompts, completions, and of the records: {', '.join(fields)}."
-    )
+    about = f"{reward_line(job)}\n"
+    about += f"Reward functions are given prompts, completions, and of the records: {', '.join(fields)}."
     if "answer" in fields:
         about += "".join(
             f"\nSome records have no answer, and None is given: {place}." for place, _ in opened.unanswered
@@ -188,10 +188,8 @@ def data_lines(job: Job) -> list[str]:
         about += f"\nNo accuracies: {why}."
     about += "".join(f"\nQuestions are preceded by {text!r} (data.system_prompt)." for text in before)
     for path in unused:
-        about += (
-            f"\nWarning: data.system_prompt is not put before the records of {path} that are conversations or have "
-        )
-        about += "a text in 'prompt': these are used as they are."
+        about += f"\nWarning: data.system_prompt is not put before the records of {path} that are conversations or "
+        about += "have a text in 'prompt': these are used as they are."
     if not before:
         about += "\nNothing precedes a question (data.system_prompt)."
     count = f"Data: {plural(sum(len(part.train) for part in opened.parts), 'record')} to train on, "

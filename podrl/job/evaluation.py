@@ -43,11 +43,12 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
     data, count = job.data, job.eval.problems
     if not count:
         return ()
+    more = f" raise data.eval_fraction={data.eval_fraction},"
     if job.kind.scores:
         found: Sequence[Any] = held_out_pairs(data, tokenizer, count=count, **pair_settings(job))
         why = f"none fits {job.section}.max_length={job.algo.max_length}"
         if not data.eval_path and (lacks := split(data, job.kind.form).unanswered):
-            why = f"{lacks[0][0]}, and where pairs have no answer, none are held out"
+            why, more = f"{lacks[0][0]}, and where pairs have no answer, none are held out", ""
     else:
         limit, why = (
             job.rollout.max_prompt_length,
@@ -59,7 +60,7 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
             if not opened.held_out:
                 why = "a question's hash decides whether its records are held out, and there are too few questions"
             if job.kind.offline and unanswered and not data.eval_path:
-                why = f"{unanswered[0][0]}, and where records have no answer, none are held out"
+                why, more = f"{unanswered[0][0]}, and where records have no answer, none are held out", ""
                 found = ()
             else:
                 found = held_out_prompts(data, tokenizer, count=count, max_prompt_length=limit)
@@ -67,16 +68,16 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
             error.add_note(f"the evaluation reads it, which eval.problems={count} asks for and 0 leaves out")
             raise
     if not found:
-        _say_none(data.path, why, data.eval_fraction)
+        _say_none(data.path, why, more)
     return found
 
 
 @functools.cache  # warns once, though the checks of a start and the evaluation both open the records
-def _say_none(path: str, why: str, fraction: float) -> None:
+def _say_none(path: str, why: str, more: str) -> None:
     _log.warning(
-        "There is no evaluation on records held out from data.path=%s: %s. Give data.eval_path, raise "
-        "data.eval_fraction=%s, or set eval.problems=0.",
-        *(path, why, fraction),
+        "There is no evaluation on records held out from data.path=%s: %s. Give data.eval_path,%s or set "
+        "eval.problems=0.",
+        *(path, why, more),
     )
 
 

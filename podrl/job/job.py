@@ -221,8 +221,10 @@ def run(
     with announce_if_long("Reading the configuration, and the data for its longest prompt ...", say):
         job = parse(with_prompt_length(values, tools))
     check_models(job, _loads(pod))
+    with announce_if_long("Reading the files that the job names ...", say):
+        files = alike.facts(job)
     if pod is not None:
-        alike.check_files(job, pod, 4 * job.log.stall_s)
+        alike.check_files(files, pod, 4 * job.log.stall_s)
     started = time.monotonic()
     link = _pull_link(job, pod)
     role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
@@ -244,7 +246,7 @@ def run(
         _write_sources(current, job, {})
         if current.leads and current.workdir is not None:
             write_about(current.workdir, describe.about_job(job, on, pod, code))
-            if changed := alike.changed_since(job, current.workdir):
+            if changed := alike.changed_since(files, current.place, current.workdir):
                 _log.warning("%s", changed)
         step = _train(job, on, link, current, pod, tools)
         if not current.leads:

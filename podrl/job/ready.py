@@ -104,6 +104,7 @@ def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
             own = set[str]().union(*(fields for _, fields in records))
             rewards.check_fields(records, part.fields.get("reward_fns", ()), own)
             sets.append((part, records))
+    rewards.warn_of_absent(everywhere.union(*(fields for _, records in sets for _, fields in records)))
     # A source of a mixture gives all of its records one data set.
     whole = all(len(part.train) <= _LOOK or job.reward.dataset_field in part.fields for part, _ in (*shown, *sets))
     trained, others = ([record for _, records in parts for record in records] for parts in (shown, sets))
@@ -127,11 +128,14 @@ def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
 
 def _check_field_names(job: Job) -> None:
     """Refuses a field name that the user chose if no record has it: other fields would silently take its place."""
-    parts = split(job.data, job.kind.form).parts
+    opened = split(job.data, job.kind.form)
+    read: list[tuple[Any, Any]] = [(part.config, part.train) for part in opened.parts]
+    # The held-out records alone may have a field, such as the answers of an evaluation of chat records.
+    read += [] if opened.evaluation is None else [(job.data, opened.evaluation)]
     for key, usual in (("question_field", QUESTION), ("answer_field", ANSWER)):
-        for name in dict.fromkeys(getattr(part.config, key) for part in parts):
-            of_name = [part.train for part in parts if getattr(part.config, key) == name != usual]
-            records = [train[i] for train in of_name for i in range(min(len(train), _LOOK))]
+        for name in dict.fromkeys(getattr(config, key) for config, _ in read):
+            of_name = [source for config, source in read if getattr(config, key) == name != usual]
+            records = [source[i] for source in of_name for i in range(min(len(source), _LOOK))]
             known = [record for record in records if isinstance(record, Mapping)]
             if known and not any(name in record for record in known):
                 raise ValueError(

@@ -276,10 +276,22 @@ class Rewards:
                         f"{place} has no field {name!r} (it has {', '.join(fields)}), which {function.name} of "
                         "reward.fns takes: name a field that the records have, or give the argument a default."
                     )
-            for name in self._about("options")[function.name]:
-                if not always and mine and name not in fields_of_job:
-                    known = ", ".join(mine[0][1])
-                    _log.warning("%s always gets %s=None: no record has this field (%s).", function.name, name, known)
+
+    def warn_of_absent(self, fields_of_job: Collection[str]) -> None:
+        """Warns of arguments of users' functions that are None in every call, because no record has their field.
+
+        Args:
+          fields_of_job: names of all fields that any record of the job or of its evaluation sets has.
+        """
+        optional, own = self._about("options"), f"{__package__}."
+        for function in self._functions:
+            if isinstance(function.here, _Judge) or (function.spec or {}).get("module", "").startswith(own):
+                continue
+            for name in (name for name in optional[function.name] if name not in fields_of_job):
+                _log.warning(
+                    "%s gets %s=None: no record has this field, judging by the first records of every source (%s).",
+                    *(function.name, name, ", ".join(sorted(fields_of_job))),
+                )
 
     def check_scored(
         self,

@@ -60,24 +60,26 @@ def main() -> None:
 
 def needs(fn: Callable[..., Any]) -> list[str]:
     """Names the record fields that a reward function requires: its arguments without a default, and its own `reads`."""
+    required = [p.name for p in _of_fields(fn) if p.default is p.empty]
+    return [*required, *getattr(fn, "reads", ())]
+
+
+def options(fn: Callable[..., Any]) -> list[str]:
+    """Names the record fields in whose place a reward function gets None if no record has them."""
+    return [p.name for p in _of_fields(fn) if p.default is None]
+
+
+def _of_fields(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Returns the parameters that get fields of records: all but prompts and completions, *args and **kwargs."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         return []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    if "completions" not in [p.name for p in parameters]:
-        required = required[2:]  # prompts and completions by position
-    return [*(name for name in required if name not in ("prompts", "completions")), *getattr(fn, "reads", ())]
-
-
-def options(fn: Callable[..., Any]) -> list[str]:
-    """Names the arguments that have None as their default, so that a function sees None if no record has the field."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.default is None]
+    named = [p for p in parameters if p.kind not in variable]
+    if "completions" not in [p.name for p in named]:
+        named = named[2:]  # prompts and completions by position
+    return [p for p in named if p.name not in ("prompts", "completions")]
 
 
 def _mistaken(fn: Callable[..., Any], fields: Mapping[str, Any]) -> str:
@@ -88,14 +90,15 @@ def _mistaken(fn: Callable[..., Any], fields: Mapping[str, Any]) -> str:
         return ""
     if any(p.name == "completions" or p.kind is p.VAR_POSITIONAL for p in parameters):
         return ""
-    first = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-    taken = [name for name in first if name in fields]
+    first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
+    taken = [p.name for p in first if p.kind is p.POSITIONAL_OR_KEYWORD and p.name in fields]
     if len(first) == 2 and not taken:
         return ""
+    shown = ", ".join([*(p.name for p in first), "..."])
     what = f"{taken[0]!r} is a field of the records" if taken else "it takes fewer"
     others = "".join(f", {name}" for name in taken)
     return (
-        f"is defined with ({', '.join(first)}, ...), but its first two arguments get the prompts and the completions, "
+        f"is defined with ({shown}), but its first two arguments get the prompts and the completions, "
         f"and {what}: define it as {getattr(fn, '__name__', 'f')}(prompts, completions{others}, **fields)"
     )
 

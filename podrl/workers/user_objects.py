@@ -77,7 +77,7 @@ def load(spec: Mapping[str, Any]) -> Any:
     found: Any = module
     for part in spec["name"].split("."):
         if not hasattr(found, part):
-            own = [name for name, value in vars(found).items() if _is_own(value, module.__name__)]
+            own = [name for name, value in getattr(found, "__dict__", {}).items() if _is_own(value, module.__name__)]
             by_lower = {name.lower(): name for name in own}
             close = difflib.get_close_matches(part.lower(), by_lower, n=1)
             hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""

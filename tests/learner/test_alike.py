@@ -104,13 +104,18 @@ def test_a_file_that_differs_is_named(files, what):
 def test_a_resumed_run_names_files_that_changed_since_its_last_start(files):
     job, run = job_of(settings(files)), files / "run"
     run.mkdir()
-    assert alike.changed_since(job, run) == "" == alike.changed_since(job, run)
+    changed = lambda: alike.changed_since(alike.facts(job), str(run), run)  # noqa: E731
+    assert changed() == ""
+    _add("# repaired\n")(files / "rewards.py")
+    assert changed() == "", "no step was made"
+    (run / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0}\n')
+    assert changed() == ""
     _add("# another\n")(files / "rewards.py")
-    said = alike.changed_since(job, run)
+    said = changed()
     assert "last started: reward.fns=" in said and "rewards.py was " in said and ", now " in said
     assert said.count(", now ") == 1 and "give another --workdir" in said
     (run / alike.NAME).write_text("[")
-    assert alike.changed_since(job, run) == ""
+    assert changed() == ""
 
 
 def _reward_in(place: pathlib.Path, name: str) -> dict[str, str]:
@@ -224,20 +229,19 @@ def _checked(pods: list[Any], checks: list[Callable[[], None]]) -> list[str]:
     return said
 
 
-def test_a_host_with_other_files_is_refused_with_both_values_and_hosts(monkeypatch):
+def test_a_host_with_other_files_is_refused_with_both_values_and_hosts():
     mine: dict[str, dict[str, str]] = {
         "trainer 0": {"data.path=d": "5 bytes", "jax": "1"},
         "rollout 0": {"data.path=d": "5 bytes", "jax": "1", "reward.model=r": "7 bytes"},
         "rollout 1": {"data.path=d": "6 bytes", "jax": "1"},
     }
     with joined(HOSTS) as pods:
-        monkeypatch.setattr(alike, "facts", lambda job: job)
-        said = _checked(pods, [lambda pod=pod: alike.check_files(mine[pod.name], pod, PATIENCE_S) for pod in pods])  # pyright: ignore
+        said = _checked(pods, [lambda pod=pod: alike.check_files(mine[pod.name], pod, PATIENCE_S) for pod in pods])
         assert said[:2] == ["", ""]
         assert said[2].startswith("rollout 1 (host 2, ")
         assert "data.path=d is 6 bytes here, and 5 bytes on trainer 0 (host 0)" in said[2]
         again = {"reward.model=r": "8 bytes"}  # rollout hosts compare the files that the leader does not have
-        said = _checked(pods[2:], [lambda: alike.check_files(again, pods[2], PATIENCE_S)])  # pyright: ignore
+        said = _checked(pods[2:], [lambda: alike.check_files(again, pods[2], PATIENCE_S)])
         assert "reward.model=r is 8 bytes here, and 7 bytes on rollout 0 (host 1)" in said[0]
 
 

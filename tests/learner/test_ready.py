@@ -197,7 +197,7 @@ def test_a_users_function_is_given_none_where_other_records_have_the_field(tmp_p
 
 def test_a_field_name_that_no_record_has_is_never_passed_over(tmp_path, capsys, caplog):
     row = {"prompt": "say it", "text": "2+2?", "answer": "mine", "target": "4"}
-    mine = "def scored(prompts, completions, targt=None, answer=None):\n    return [0.0] * len(completions)\n"
+    mine = "def scored(completions, prompts=None, targt=None, answer=None):\n    return [0.0] * len(completions)\n"
     (tmp_path / "mine.py").write_text(mine)
     data, fns = records(tmp_path, *[row] * 3), {"fns": (f"{tmp_path}/mine.py:scored",)}
     for key, name in (("question_field", "txt"), ("answer_field", "targe")):
@@ -207,9 +207,28 @@ def test_a_field_name_that_no_record_has_is_never_passed_over(tmp_path, capsys, 
         refused(values(data=data | {key: name}, reward=fns), message, capsys)
     named = data | {"question_field": "text", "answer_field": "target"}
     assert job.dry_run(values(data=named, reward=fns), "runs/x") == EXIT_DONE
-    assert "scored always gets targt=None: no record has this field" in caplog.text and "answer=None" not in caplog.text
+    assert "scored gets targt=None: no record has this field" in caplog.text
+    assert "answer=None" not in caplog.text and "prompts=None" not in caplog.text
     said = " ".join(capsys.readouterr().out.split())
-    assert all(f"The records' own field '{name}' is not given" in said for name in ("answer", "prompt"))
+    assert "The records' own field 'answer' is not given" in said
+    assert "field 'prompt' is not given" not in said, "reward functions get it"
+
+
+def test_fields_that_only_evaluations_have_are_accepted(tmp_path, caplog):
+    held = records(tmp_path, {"problem": "2+2?", "target": "4", "level": 1})["path"]
+    held = str(pathlib.Path(held).rename(tmp_path / "held.jsonl"))
+    data = records(tmp_path, *[{"prompt": "q", "completion": "a"}] * 3)
+    data |= {"eval_path": held, "question_field": "problem", "answer_field": "target"}
+    assert job.dry_run(values("sft", data=data), "runs/x") == EXIT_DONE
+    mine = "def scored(prompts, completions, level=None):\n    return [0.0] * len(completions)\n"
+    (tmp_path / "mine.py").write_text(mine)
+    row = {"question": "1+1?", "answer": "2"}
+    sets = ({"name": "hard", "path": str(tmp_path / "hard.jsonl"), "problems": 1},)
+    for path, more in (("d.jsonl", {"level": 2}), ("hard.jsonl", {})):
+        (tmp_path / path).write_text(json.dumps(row | more) + "\n")
+    made = values(data={"path": str(tmp_path / "d.jsonl")}, reward={"fns": (f"{tmp_path}/mine.py:scored",)})
+    assert job.dry_run(merge(made, {"eval": {"problems": 0, "sets": sets}}), "runs/x") == EXIT_DONE
+    assert "level=None" not in caplog.text
 
 
 FILES = {

@@ -220,6 +220,7 @@ def test_a_host_that_kills_every_worker_is_at_fault():
             r"graders\.py has no function or class 'lenght'; it has .*length.*\. Did you mean 'length'\?",
         ),
         (f"{FILE}:not_callable", r"'not_callable' is int 3, not a function"),
+        (f"{FILE}:not_callable.score", r"graders\.py has no function or class 'not_callable\.score'; it has none\."),
         ("no.such.module:f", r"No module named 'no'"),
         (3, r"reward\.fns holds 3 \(int\)"),
     ],
