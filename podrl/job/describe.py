@@ -196,7 +196,7 @@ def data_lines(job: Job) -> list[str]:
     about += "".join(f"\n{line}" for line in _set_lines(job))
     if not job.eval.problems:
         apart = sum(len(part.held_out) for part in opened.parts if not is_generated(part.config.path))
-        lost = f" {apart} are held out and not used: data.eval_fraction=0 trains on them, too." if apart else ""
+        lost = f" Held out by data.eval_fraction, but not used: {plural(apart, 'record')}." if apart else ""
         return [f"{count}no evaluation on held-out records (eval.problems=0).{lost}", about]
     if not opened.held_out:
         return [

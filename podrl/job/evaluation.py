@@ -68,16 +68,15 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
             error.add_note(f"the evaluation reads it, which eval.problems={count} asks for and 0 leaves out")
             raise
     if not found:
-        _say_none(data.path, why, more)
+        _say_none("data.sources" if data.sources else f"data.path={data.path}", why, more)
     return found
 
 
 @functools.cache  # warns once, though the checks of a start and the evaluation both open the records
-def _say_none(path: str, why: str, more: str) -> None:
+def _say_none(origin: str, why: str, more: str) -> None:
     _log.warning(
-        "There is no evaluation on records held out from data.path=%s: %s. Give data.eval_path,%s or set "
-        "eval.problems=0.",
-        *(path, why, more),
+        "There is no evaluation on records held out from %s: %s. Give data.eval_path,%s or set eval.problems=0.",
+        *(origin, why, more),
     )
 
 

@@ -218,7 +218,7 @@ def test_a_dry_run_counts_records_and_names_the_fields_of_reward_functions(tmp_p
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1})[1]
     assert "too few to tell before from after. Raise data.eval_fraction=0.1, or give data.eval_path." in text
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1}, eval={"problems": 0})[1]
-    assert re.search(r"\(eval\.problems=0\)\. \d are held out and not used: data\.eval_fraction=0 trains on them", text)
+    assert re.search(r"\(eval\.problems=0\)\. Held out by data\.eval_fraction, but not used: \d records?\.", text)
     assert "Nothing precedes a question (data.system_prompt)." in text
     text = planned("grpo", data={"path": str(own), "eval_fraction": 0.1, "system_prompt": "Be kind."})[1]
     assert "Questions are preceded by 'Be kind.' (data.system_prompt)." in text
