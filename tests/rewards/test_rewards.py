@@ -115,6 +115,10 @@ def test_fields_of_numpy_reach_the_worker_and_others_are_refused():
 def test_arguments_by_name_or_by_position():
     assert score(named("other_names"), "ab").tolist() == [[2.0]]
     assert score(named("completions_only"), "abc", answer=["4"]).tolist() == [[3.0]]
+    positional = lambda question, answer, /, **fields: [float(len(answer[0]))]  # noqa: E731
+    assert score(RewardConfig(fns=(positional,)), "ab", answer=["four"]).tolist() == [[2.0]], (
+        "its arguments are not the fields"
+    )
 
 
 def test_no_completions():
