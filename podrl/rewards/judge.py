@@ -78,8 +78,8 @@ class JudgeConfig:
             raise ValueError("reward.judge.rubric='' must name a field, which records may lack.")
         if len(self.criteria_weights) not in (0, len(self.criteria)):
             raise ValueError(
-                f"reward.judge.criteria_weights has {len(self.criteria_weights)} values for {len(self.criteria)} in "
-                "reward.judge.criteria: give one each, or none for 1 each."
+                f"reward.judge.criteria_weights has {plural(len(self.criteria_weights), 'value')} for "
+                f"{len(self.criteria)} in reward.judge.criteria: give one each, or none for 1 each."
             )
 
     def default_rubric(self) -> list[tuple[str, float]]:

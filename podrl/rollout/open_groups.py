@@ -155,10 +155,9 @@ class OpenGroups(Generic[_G]):
                 self._add(prompts, int(values["asked"]), bool(values["repeated"]), origin if known else None)
         # Every batch has equally many prompts in reserve, because `submit` refuses another number, and a step opens
         # them only after its checkpoint.
-        if batches := len(self.groups) // self._size:
+        if self._keeps_reserve and (batches := len(self.groups) // self._size):
             self._resumed_reserve = len(reserve) // batches
-        for i, prompts in enumerate(reserve):
-            self._reserve.append((step + i * batches // len(reserve), prompts))
+            self._reserve += [(step + i * batches // len(reserve), prompts) for i, prompts in enumerate(reserve)]
 
     def submit(self, prompts: Prompts, step: int) -> None:
         """Opens the groups of a step's batch, made from its prompts.

@@ -144,7 +144,7 @@ def test_calls_that_are_dear_are_few_and_said_while_they_are_waited_for(tmp_path
             (tmp_path / "go").touch()
 
     experience = made(tmp_path, Engine([5, 4, 0, 2, 3, 1], wait), "gated", watch=said, calls="sample", workers=1)
-    assert re.fullmatch(r"reward function gated of [12] samples, for \d+ s", said[1]) and said[0]() == ""
+    assert re.fullmatch(r"reward function gated of (1 sample|2 samples), for \d+ s", said[1]) and said[0]() == ""
     assert sorted(experience.reward_FB[0]) in ([1, 5, 5, 5, 5, 5], [1, 1, 4, 4, 4, 4])
 
 

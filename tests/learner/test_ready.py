@@ -132,7 +132,7 @@ REWARDS = {
     "no file": ("{0}/no.py:scored", "no.py does not exist"),
     "no function": (
         "{0}/mine.py:scorde",
-        "has no function or class 'scorde'; it has scored, other, positional. Did you mean 'scored'",
+        "has no function or class 'scorde'; it has scored, other, positional, single, alone. Did you mean 'scored'",
     ),
     "no module": ("nowhere_at_all.rewards:f", "nowhere_at_all"),
     "no field": ("{0}/mine.py:other", "has no field 'difficulty' .it has .*level.*, which other of reward.fns"),
