@@ -1,6 +1,4 @@
-"""A model with layers of linear attention, and adapters in them, passes the tests of rollouts, windows and replicas."""
-
-import dataclasses
+"""A model with layers of linear attention passes the tests of rollouts, windows and replicas unchanged."""
 
 import pytest
 from test_episodes import (
@@ -25,7 +23,6 @@ from test_windows import (
 )
 from tiny_engine import TIGHT, Tiny
 
-from podrl.models.config import LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.types import Policy
 
@@ -66,8 +63,7 @@ QWEN3_5 = {
 
 @pytest.fixture(scope="session")
 def tiny():
-    lora = LoraConfig(rank=2, alpha=4.0, pattern="q|in_proj_.*|out_proj|down")
-    return Tiny("data=2", 2, dataclasses.replace(config_from_hf(QWEN3_5), lora=lora))
+    return Tiny("data=2", 2, config_from_hf(QWEN3_5))
 
 
 @pytest.fixture(scope="session")
