@@ -407,7 +407,9 @@ def _convolve_on(
     wide_BTI = jnp.concatenate([inputs_BI.reshape(B, W - 1, channels), x_BTI], axis=1)
     # The barrier is the only reader of the concatenation, so that XLA can write the new inputs over the old ones.
     wide_BTI = lax.optimization_barrier(wide_BTI)
-    out_BTI = x_BTI * weight_WI[-1]
+    # The last tap, too, reads the concatenation: XLA would fuse the sum of projection and adapter into its product, and
+    # round it otherwise than the input that later tokens read.
+    out_BTI = wide_BTI[:, W - 1 :] * weight_WI[-1]
     for w in range(W - 2, -1, -1):
         out_BTI = out_BTI + wide_BTI[:, w : w + T] * weight_WI[w]
     if length_B is None:

@@ -1,4 +1,6 @@
-"""A model with layers of linear attention passes the tests of rollouts, windows and replicas unchanged."""
+"""A model with layers of linear attention, and adapters in them, passes the tests of rollouts, windows and replicas."""
+
+import dataclasses
 
 import pytest
 from test_episodes import (
@@ -23,6 +25,7 @@ from test_windows import (
 )
 from tiny_engine import TIGHT, Tiny
 
+from podrl.models.config import LoraConfig
 from podrl.models.hf_config import config_from_hf
 from podrl.types import Policy
 
@@ -63,7 +66,8 @@ QWEN3_5 = {
 
 @pytest.fixture(scope="session")
 def tiny():
-    return Tiny("data=2", 2, config_from_hf(QWEN3_5))
+    lora = LoraConfig(rank=2, alpha=4.0, pattern="in_proj_.*|out_proj")
+    return Tiny("data=2", 2, dataclasses.replace(config_from_hf(QWEN3_5), lora=lora))
 
 
 @pytest.fixture(scope="session")
