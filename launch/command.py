@@ -25,7 +25,7 @@ _SECRET = re.compile(r"(^|_)(SECRETS?|TOKENS?|PASS(WD|WORD|PHRASE)?|CREDENTIALS?
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the description, and adds the default value to the help of an option that has one."""
+    """Formats help as podrl.runtime.arguments does, which launch/ may not import: see there."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default

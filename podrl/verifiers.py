@@ -20,6 +20,8 @@ from podrl.environments.config import VERIFIERS_AGENT
 from podrl.runtime.arguments import Parser
 from podrl.runtime.watchdog import EXIT_DONE, EXIT_USER
 
+_DEADLINE_S = 3600.0  # longest time for which verifiers may write records; a taskset may first download its data
+
 
 def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], limit: int | None) -> int:
     """Writes a record for each task of a taskset; `out` appears once all are written.
@@ -35,7 +37,8 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], 
       Number of records.
 
     Raises:
-      ValueError: the taskset cannot be loaded, or has no tasks; the message ends with what verifiers wrote.
+      ValueError: the taskset cannot be loaded (the message ends with verifiers' own error), has no tasks, or has not
+        ended after an hour.
     """
     own = env.get("taskset", {})
     if not isinstance(own, Mapping):
@@ -45,7 +48,9 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], 
     partial = out.with_name(f"{out.name}.part")
     try:
         with partial.open("wb") as file:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, check=False)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, check=False, timeout=_DEADLINE_S
+            )
         if done.returncode:
             raise ValueError(
                 f"{taskset} cannot be read with {python}. It must be installed there beside verifiers (0.4 or later), "
@@ -57,6 +62,10 @@ def write(taskset: str, python: str, out: pathlib.Path, env: Mapping[str, Any], 
             raise ValueError(f"{taskset} has no tasks with --env={json.dumps(env)}.")
         os.replace(partial, out)
         return count
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"{taskset} wrote records for {_DEADLINE_S:g} s and has not ended. Tasks that never end need --limit=N."
+        ) from error
     except OSError as error:
         raise ValueError(f"--python={python} or --out={out}: {error}.") from error
     finally:

@@ -424,7 +424,7 @@ def task_fields(record: Record | Problem, config: DataConfig) -> dict[str, Any]:
 
 
 def takes_system_prompt(record: Record | Problem, config: DataConfig) -> bool:
-    """True if a record asks by a question; a conversation, or a prompt of text, is used as it is."""
+    """Returns True if the prompt is made from a question; conversations and prompts of text are used as they are."""
     if not isinstance(record, Mapping):
         return True
     name = shape.prompt_field(record, config.question_field)

@@ -570,7 +570,7 @@ class EnvironmentHost:
 def _with_routes(
     drawn: Sequence[Mapping[str, Any] | None], routes: Sequence[Mapping[str, Any] | None]
 ) -> list[Mapping[str, Any] | None]:
-    """Adds the routes, one for each turn that has token columns, to these columns."""
+    """Adds the routes of an episode to the token columns of its turns; turns without columns have no routes."""
     assert len(routes) == sum(one is not None for one in drawn), (len(routes), len(drawn))
     left = iter(routes)
     return [one and (one if (new := next(left)) is None else {**one, "routes": new}) for one in drawn]

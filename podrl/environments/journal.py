@@ -289,7 +289,7 @@ def _key(record: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _is_large(record: Record) -> bool:
-    """Returns True for a finished episode with its tokens, which only a run that is started again looks up."""
+    """Returns True for the record of a finished episode with its tokens; only a run that is started again reads it."""
     return record["n"] == NUMBER and "drawn" in record["answer"]
 
 

@@ -1,4 +1,4 @@
-"""The agent program of tasks of the package verifiers; the Python that has verifiers runs it, without podrl.
+"""The agent program that plays tasks of the package verifiers; it runs in the Python of verifiers, without podrl.
 
     PYTHON -P verifiers_agent.py               plays tasks, as the program of env.verifiers
     PYTHON -P verifiers_agent.py ENV [LIMIT]   writes records of at most LIMIT tasks, for podrl.verifiers
@@ -101,8 +101,9 @@ def _result(episode: Any) -> dict[str, Any]:
         )
     metrics: dict[str, float] = {}
     for trace in trained:
-        metrics |= {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        of = f"{trace.agent.name}/" if len(trained) > 1 else ""  # agents may have rewards of the same names
+        metrics |= {of + name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+        metrics |= {of + name: float(value) for name, value in trace.metrics.items() if value is not None}
     return {"reward": trained[0].reward, "metrics": metrics}
 
 
@@ -151,8 +152,11 @@ def main() -> None:
     """Plays tasks until the standard input ends, or writes the records of an environment's tasks."""
     if len(sys.argv) > 1:
         block, *limit = map(json.loads, sys.argv[1:])
-        for record in _records(block, limit[0] if limit else None):
-            sys.stdout.write(json.dumps(record) + "\n")
+        # Descriptor 1 becomes a copy of standard error, so that output of the taskset cannot mix with the records.
+        with os.fdopen(os.dup(1), "w", encoding="utf-8") as records:
+            os.dup2(2, 1)
+            for record in _records(block, limit[0] if limit else None):
+                records.write(json.dumps(record) + "\n")
         return
     with asyncio.Runner() as runner:
         _agent().serve(functools.partial(_solve, runner))

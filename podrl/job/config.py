@@ -445,7 +445,15 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def other_section(name: str, algorithm: str) -> str:
-    """Says what an algorithm reads in place of a section that other algorithms have; '' if no algorithm has it."""
+    """Returns a sentence for an error: which settings an algorithm has in place of a section of other algorithms.
+
+    Args:
+      name: name of the section that was given.
+      algorithm: algorithm of the job, which does not read the section.
+
+    Returns:
+      The sentence, with a space before it; '' if no algorithm has such a section.
+    """
     if name in KINDS:
         return f" The settings of algorithm={algorithm!r} are in config.{section_of(algorithm)}."
     return f" algorithm={algorithm!r} reads no such settings." if name in defaults(Job) else ""

@@ -362,7 +362,7 @@ class Rewards:
                 )
 
     def _about(self, what: Literal["needs", "options"]) -> dict[str, list[str]]:
-        """Returns what `worker.needs` or `worker.options` says about each function, by name of the function."""
+        """Returns the argument names that `worker.needs` or `worker.options` finds for each function, by its name."""
         here = {f.name: getattr(worker, what)(f.here) for f in self._functions if f.here is not None}
         return here | {name: about[what] for name, about in (self._pool.about if self._pool else {}).items()}
 

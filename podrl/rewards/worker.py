@@ -83,7 +83,7 @@ def _of_fields(fn: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _mistaken(fn: Callable[..., Any], fields: Mapping[str, Any]) -> str:
-    """Says why a function cannot take prompts and completions as its first two arguments; '' if it can."""
+    """Returns the reason why a reward function cannot get prompts and completions as its first two arguments, or ''."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):

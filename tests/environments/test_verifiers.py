@@ -90,6 +90,16 @@ def test_settings_that_verifiers_refuses_are_shown(records):
         records(largest=0)
 
 
+def test_a_taskset_that_never_ends_is_named(tmp_path, monkeypatch):
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(verifiers, "_DEADLINE_S", 0.01)
+    with pytest.raises(ValueError, match=r"endless wrote records for 0\.01 s .* --limit=N"):
+        verifiers.write("endless", str(slow), tmp_path / "tasks.jsonl", {}, None)
+    assert list(tmp_path.iterdir()) == [slow]
+
+
 def test_an_interpreter_without_verifiers_is_named(tmp_path, capfd):
     out = tmp_path / "tasks.jsonl"
     assert verifiers.main(["some-tasks", f"--python={tmp_path}/none", f"--out={out}"]) == 1

@@ -1,5 +1,7 @@
 """A taskset of verifiers: sums, with a harness that asks the model twice without a program of its own."""
 
+import sys
+
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.harnesses.null import NullHarness, NullHarnessConfig
@@ -26,6 +28,7 @@ class SumsConfig(vf.TasksetConfig):
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
     def load(self):
+        sys.stdout.write("a line that is no record\n")
         for i in range(self.config.largest):
             prompt = f"{i}-1=" if self.config.changed else f"{i}+1="
             yield Sum(Data(prompt=prompt, answer=str(i + 1)), self.config.task)
