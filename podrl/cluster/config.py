@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from podrl.cluster.engines import ENGINES, check_engine
 from podrl.config import section
-from podrl.engine.config import RolloutConfig
+from podrl.engine.config import RolloutConfig, Sampling
 from podrl.mesh.build import AXES, with_own_axes
 from podrl.trainer.config import RLTrainingConfig
 from podrl.workers.child import refuse_inside
@@ -32,6 +32,10 @@ class Mode(enum.Enum):
     EVAL = "eval"
 
 
+# Fields of RolloutConfig that an evaluation may set for itself, because requests carry them to the engine.
+_OF_A_MODE = ("temperature", "top_p", "top_k", "min_p", "max_tokens_to_generate", "return_logprobs")
+
+
 @section(
     "cluster_config",
     {
@@ -50,7 +54,9 @@ class ClusterConfig:
         share the actor's mesh. By default the critic and the teachers use the actor's mesh, the reward model the
         rollout's.
       training_config: steps, optimizer, batch sizes.
-      rollout_config: sampling and engine settings; a mapping gives training and evaluation settings of their own.
+      rollout_config: sampling and engine settings; a mapping gives training and evaluation settings of their own. One
+        engine samples for both, so they may differ in temperature, top_p, top_k, min_p and max_tokens_to_generate only,
+        which then also hold for `learner.train(eval_ds=...)`.
       rollout_engine: the decoding engine, where `rollout_config.engine` names none of the user's: a name in
         podrl.cluster.engines.ENGINES ('vanilla' and 'podrl' are names of podrl's engine), or a class with the methods
         of podrl.rollout.interface.RolloutEngine.
@@ -94,6 +100,7 @@ class ClusterConfig:
                 "role_to_mesh puts Role.REWARD on devices of Role.ACTOR: samples are scored while the actor trains, so "
                 "give the reward model the rollout's mesh or devices of its own."
             )
+        self._check_modes()
         if (own := self.rollout().engine) not in ENGINES:
             if self.rollout_engine not in (*ENGINES, own):
                 raise ValueError(
@@ -102,6 +109,27 @@ class ClusterConfig:
                 )
             object.__setattr__(self, "rollout_engine", own)
         check_engine(self.rollout_engine)
+
+    def _check_modes(self) -> None:
+        """Refuses keys of `rollout_config` that are no modes, and settings of evaluations that would have no effect."""
+        if isinstance(self.rollout_config, RolloutConfig):
+            return
+        if wrong := [key for key in self.rollout_config if not isinstance(key, Mode)]:
+            raise ValueError(f"rollout_config has the key {wrong[0]!r}: its keys are Mode.TRAIN and Mode.EVAL.")
+        train, own = self.rollout(), self.rollout_config.get(Mode.EVAL, self.rollout())
+        for field in dataclasses.fields(RolloutConfig):
+            ours, theirs = getattr(own, field.name), getattr(train, field.name)
+            if ours != theirs and field.name not in _OF_A_MODE:
+                raise ValueError(
+                    f"rollout_config[Mode.EVAL].{field.name}={ours!r} is not that of Mode.TRAIN, {theirs!r}: one "
+                    f"engine samples for both, so they may differ in {', '.join(_OF_A_MODE)} only. Write "
+                    "dataclasses.replace(train, temperature=...) for Mode.EVAL."
+                )
+        if own.max_tokens_to_generate > train.max_tokens_to_generate:
+            raise ValueError(
+                f"rollout_config[Mode.EVAL].max_tokens_to_generate={own.max_tokens_to_generate}, and caches are made "
+                f"for that of Mode.TRAIN, {train.max_tokens_to_generate}: give at most that."
+            )
 
     def roles_of(self, process: int) -> tuple[bool, bool]:
         """Returns (trains, generates): whether a process has devices of the actor's mesh, and of the rollout's mesh."""
@@ -127,3 +155,9 @@ class ClusterConfig:
         if mode not in self.rollout_config:
             raise ValueError(f"rollout_config has no entry for {mode}: it has {[m.name for m in self.rollout_config]}.")
         return self.rollout_config[mode]
+
+    def eval_sampling(self) -> Sampling | None:
+        """Returns the sampling settings that evaluations have for themselves; None if they have none."""
+        if isinstance(self.rollout_config, RolloutConfig) or Mode.EVAL not in self.rollout_config:
+            return None
+        return self.rollout(Mode.EVAL).sampling()

@@ -5,7 +5,6 @@ import functools
 import json
 import logging
 import pathlib
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -225,7 +224,6 @@ def run(
         files = alike.facts(job)
     if pod is not None:
         alike.check_files(files, pod, 4 * job.log.stall_s)
-    started = time.monotonic()
     link = _pull_link(job, pod)
     role = TRAINER if pod is None else pod.seat.hosts.role(pod.seat.process)
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
@@ -243,7 +241,7 @@ def run(
         describe.print_plan(current.console, job, on, workdir, pod)
         if pod is not None and pod.leads and pod.seat.disposable:
             current.console.print(f"Further rollout hosts join by this command with --join={pod.channel.address}\n")
-        _write_sources(current, job, {})
+        _write_sources(current, job)
         if current.leads and current.workdir is not None:
             write_about(current.workdir, describe.about_job(job, on, pod, code))
             if changed := alike.changed_since(files, current.place, current.workdir):
@@ -251,7 +249,7 @@ def run(
         step = _train(job, on, link, current, pod, tools)
         if not current.leads:
             return EXIT_DONE if step == job.max_steps else EXIT_PREEMPTED
-        facts = {"seed": job.seed, "devices": describe.device_line(), "wall_s": round(time.monotonic() - started, 1)}
+        facts = {"seed": job.seed, "devices": describe.device_line()}
         facts |= {"code": code} if code else {}
         return finish(current, step, job.max_steps, facts)
 
@@ -326,12 +324,18 @@ def _follow(cluster: RLCluster | None, current: Run, pod: Pod) -> int:
         return follow(cluster, pod, current, deadline_s=4 * current.log_config.stall_s)
 
 
-def _write_sources(current: Run, job: Job, too_long: Mapping[str, int]) -> None:
-    """Writes sources.json: counts of the records of each source of a mixture, by their use."""
+def _write_sources(current: Run, job: Job, too_long: Mapping[str, int] | None = None) -> None:
+    """Writes sources.json: counts of the records of each source of a mixture, by their use.
+
+    Args:
+      current: the run.
+      job: the job.
+      too_long: number of draws that were too long since step 0, by source; None before the run knows it.
+    """
     if current.leads and current.workdir is not None and job.data.sources:
         rows = [dict(row) for row in split(job.data, job.kind.form).rows()]
-        for row in rows:
-            row["too long"] = too_long.get(str(row["source"]), 0)
+        if too_long is not None:
+            rows = [{**row, "too long": too_long.get(str(row["source"]), 0)} for row in rows]
         storage.write_whole(current.workdir / "sources.json", json.dumps(rows, indent=2) + "\n")
 
 

@@ -173,6 +173,7 @@ class Evaluator:
         sets: Sequence[HeldOut] = (),
         nth: Callable[[int], int] = lambda step: 0,
         groups: Sequence[str] = (),
+        sampled: Sampling | None = None,
     ):
         """Stores the prompts and settings.
 
@@ -186,10 +187,12 @@ class Evaluator:
           nth: function from a step to the number of the evaluation after it, from 0 on; 0 also for the last evaluation,
             which has all sets.
           groups: names of groups of held-out records, by the field `group`; each also has metrics eval/group_NAME/*.
+          sampled: sampling settings of the held-out prompts' completions, of which the greedy one takes all but the
+            temperature; None for temperature 1 without filters. At temperature 0 there is only the greedy completion.
         """
-        rollout = cluster.config.rollout()
-        sampled = Sampling(max_new=rollout.max_tokens_to_generate, stop_strings=stop_texts(cluster))
-        own = [HeldOut(batches, sampled, config.samples, scorer)] if batches else []
+        sampled = sampled or Sampling(max_new=cluster.config.rollout().max_tokens_to_generate)
+        sampled = dataclasses.replace(sampled, stop_strings=stop_texts(cluster))
+        own = [HeldOut(batches, sampled, config.samples if sampled.temperature else 0, scorer)] if batches else []
         self._cluster, self._sets, self._show, self._nth = cluster, [*own, *sets], config.show, nth
         self.rewards, self._groups = rewards, groups
         self.keep: Callable[[int, Mapping[str, list[float | None]]], None] = lambda step, means: None

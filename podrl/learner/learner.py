@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -280,7 +279,7 @@ class SampleLearner:
                 raise ValueError("eval_ds and evaluator both say what is evaluated: give one of them.")
             evaluator = self._evaluator(eval_ds)
         prompts = train_ds.prompts_per_step // self.config.prompt_batches
-        started, own = time.monotonic(), run is None
+        own = run is None
         if run is None:
             saves = None if checkpoint is None else as_settings(CheckpointConfig, checkpoint, "checkpoint")
             run = Run(training.checkpoint_root_directory, config=self._settings(prompts), checkpoint=saves)
@@ -324,7 +323,7 @@ class SampleLearner:
             trained = self._trained(train_ds, rewards.names, run) if self.cluster.trains else None
             step = fit(self.cluster, train_ds, run, schedule, workload, trained=trained, offline=False, pod=self._pod)
             if own and run.leads and run.workdir is not None and step == schedule.max_steps:
-                write_ending(run, {"seed": self.cluster.seed, "wall_s": round(time.monotonic() - started, 1)})
+                write_ending(run, {"seed": self.cluster.seed})
             return step
 
     def _listed(self, items: Sequence[Any], size: int, *, shuffle_seed: int | None = None) -> PromptStream:
@@ -343,7 +342,8 @@ class SampleLearner:
         items, _ = from_batches(list(eval_ds))
         if not items:
             return None
-        return Evaluator(self.cluster, [next(self._listed(items, len(items)))], EvalConfig(), rewards=self.rewards_of)
+        batch, sampled = next(self._listed(items, len(items))), self.cluster.config.eval_sampling()
+        return Evaluator(self.cluster, [batch], EvalConfig(), rewards=self.rewards_of, sampled=sampled)
 
     def rewards_of(self, rollouts: Rollouts) -> dict[str, np.ndarray]:
         """Scores samples by the reward functions of the running training, in batches of the training's size.

@@ -5,8 +5,8 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from podrl.storage.regular import regular
 
@@ -151,16 +151,35 @@ def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
     """
     if workdir is None:
         return began
-    path = workdir / _STARTS
-    found = [began]
+    earlier = starts(workdir)
+    with (workdir / _STARTS).open("a") as file:
+        file.write(json.dumps({"time": began, "step": step}) + "\n")
+    return min((began, *(start.time for start in earlier)))
+
+
+class RunStart(NamedTuple):
+    """A start of a run: its time in seconds since 1970, and the step from which it continued."""
+
+    time: float
+    step: int
+
+
+def starts(workdir: pathlib.Path) -> list[RunStart]:
+    """Reads the starts of a run from starts.jsonl, in their order; a damaged line is left out."""
+    path, found = workdir / _STARTS, list[RunStart]()
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            found.append(float(json.loads(line)["time"]))
-        except (ValueError, TypeError, KeyError):  # the time of a start whose line is damaged is not known
+            values = json.loads(line)
+            found.append(RunStart(float(values["time"]), int(values["step"])))
+        except (ValueError, TypeError, KeyError, OverflowError):
             continue
-    with path.open("a") as file:
-        file.write(json.dumps({"time": began, "step": step}) + "\n")
-    return min(found)
+    return found
+
+
+def ages(starts: Sequence[RunStart]) -> tuple[float, float]:
+    """Returns the seconds from the first start and from the newest start of a run to now."""
+    now = time.time()
+    return max(now - min(start.time for start in starts), 0.0), max(now - starts[-1].time, 0.0)
 
 
 def read_plan(path: str | os.PathLike) -> dict[str, float]:

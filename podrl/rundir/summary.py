@@ -1,5 +1,6 @@
 """Writes a finished run's summary.json and before/after table."""
 
+import contextlib
 import json
 import math
 import pathlib
@@ -11,7 +12,7 @@ from typing import Any
 import rich.console
 
 from podrl.config import plural
-from podrl.rundir import intervals
+from podrl.rundir import gauges, intervals
 from podrl.rundir.console import print_table
 from podrl.rundir.intervals import format_interval, is_share
 from podrl.rundir.metrics import read_metrics
@@ -46,8 +47,9 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
         spent = sum(r.get(time) or 0.0 for r in timed)
         return round(sum(r.get(tokens) or 0.0 for r in timed) / spent, 1) if spent else None
 
+    last = max((r["step"] for r in steps), default=0)
     summary = {
-        "steps": max((r["step"] for r in steps), default=0),
+        "steps": last,
         "before": _eval_values(evals[0]) if evals else {},
         "after": _eval_values(evals[-1]) if evals else {},
         "change": _paired_intervals(workdir, evals[0]["step"], evals[-1]["step"]) if evals else {},
@@ -58,10 +60,27 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
             "step_tokens_per_s": rate("tokens/completion", "time/step"),
         },
         "seconds": seconds,
+        **_wall_seconds(workdir, last),
         **extra,
     }
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _wall_seconds(workdir: pathlib.Path, last: int) -> dict[str, float]:
+    """Returns the number of starts of the run, and the wall seconds from the first and from the newest start to now.
+
+    A start that continues from the last step trains nothing, so the seconds in an earlier summary.json stay.
+    """
+    if not (starts := gauges.starts(workdir)):
+        return {}
+    seconds = dict(zip(("wall_s", "wall_s_last_start"), gauges.ages(starts), strict=True))
+    path = workdir / "summary.json"
+    if starts[-1].step == last and path.exists():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            earlier = json.loads(path.read_text())
+            seconds = {name: float(earlier[name]) for name in seconds}
+    return {"starts": len(starts), **{name: round(s, 1) for name, s in seconds.items()}}
 
 
 _FOLDER = "evaluations"

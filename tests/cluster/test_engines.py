@@ -43,11 +43,11 @@ def mine(tmp_path):
     return tmp_path / "mine.py"
 
 
-def configured(engine, **more):
+def configured(engine, rollout: Any = None, **more):
     mesh = podrl.make_mesh("data=1", jax.devices()[:1])
     roles = {podrl.Role.ACTOR: mesh, podrl.Role.ROLLOUT: mesh}
     training = podrl.RLTrainingConfig(max_steps=1, eval_every_n_steps=0)
-    rollout = podrl.RolloutConfig(engine=engine, lanes=3)
+    rollout = rollout or podrl.RolloutConfig(engine=engine, lanes=3)
     return podrl.ClusterConfig(role_to_mesh=roles, training_config=training, rollout_config=rollout, **more), mesh
 
 
@@ -91,3 +91,29 @@ def test_a_job_refuses_an_engine_that_it_cannot_use(mine, name, message):
     values["rollout"]["engine"] = name.format(mine)
     with pytest.raises(ValueError, match=message):
         parse(values)
+
+
+def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():
+    """Changes every field of the evaluation's configuration in turn."""
+    base = podrl.RolloutConfig(top_k=5)
+    changed = {field.name: f"another {field.name}" for field in dataclasses.fields(base)}
+    changed |= {"temperature": 0.25, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "max_tokens_to_generate": 7}
+    honoured = set()
+    for name, value in changed.items():
+        own = dataclasses.replace(base)
+        object.__setattr__(own, name, value)  # whatever value a field has, also one that podrl does not know yet
+        try:
+            config, _ = configured("podrl", rollout={podrl.Mode.TRAIN: base, podrl.Mode.EVAL: own})
+        except ValueError as error:
+            assert f"rollout_config[Mode.EVAL].{name}={value!r}" in str(error)
+        else:
+            honoured.add(name)
+            if name != "return_logprobs":  # log-probabilities always come
+                key = "max_new" if name == "max_tokens_to_generate" else name
+                assert getattr(config.eval_sampling(), key) == value
+    assert honoured == {"temperature", "top_p", "top_k", "min_p", "max_tokens_to_generate", "return_logprobs"}
+    longer = dataclasses.replace(base, max_tokens_to_generate=65)
+    with pytest.raises(ValueError, match=r"Mode\.EVAL\]\.max_tokens_to_generate=65.*Mode\.TRAIN, 64: give at most"):
+        configured("podrl", rollout={podrl.Mode.TRAIN: base, podrl.Mode.EVAL: longer})
+    with pytest.raises(ValueError, match="rollout_config has the key 'eval'"):
+        configured("podrl", rollout={podrl.Mode.TRAIN: base, "eval": base})

@@ -74,7 +74,9 @@ def test_the_first_start_is_kept(tmp_path):
     assert first_start(None, 7.0, 0) == 7.0
     assert first_start(tmp_path, 100.0, 0) == 100.0
     with (tmp_path / "starts.jsonl").open("a") as file:
-        file.write('{"time": 1\n[]\n{"time": "soon"}\n')  # a torn line, or one of another program
+        file.write(
+            '{"time": 1\n[]\n{"time": "soon"}\n{"time": 1, "step": Infinity}\n'
+        )  # a torn line, or one of another program
     assert first_start(tmp_path, 300.0, 12) == 100.0 == first_start(tmp_path, 500.0, 14)
     assert json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[-1]) == {"time": 500.0, "step": 14}
 

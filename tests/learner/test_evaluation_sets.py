@@ -36,6 +36,15 @@ class Drawing(Cluster):
         return samples_of(prompts, drawn)
 
 
+def test_held_out_prompts_are_sampled_by_settings_of_their_own():
+    of = {temperature: Drawing([*"1111"]) for temperature in (0.5, 0.0)}
+    for temperature, cluster in of.items():
+        own = Sampling(temperature=temperature, max_new=5)
+        Evaluator(cluster, [prompts_with("1")], EvalConfig(samples=3), scorer=right, sampled=own)("policy", 0)  # pyright: ignore[reportArgumentType]
+    assert of[0.5].asked == [(1, 1, 0.0, 5), (1, 3, 0.5, 5)]
+    assert of[0.0].asked == [(1, 1, 0.0, 5)]  # further samples would be equal
+
+
 def test_evaluations_stop_where_training_does():
     held = HeldOut([prompts_with("1")], Sampling(stop_strings=("b",)), 1, right, name="hard")
 
