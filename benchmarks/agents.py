@@ -171,7 +171,7 @@ class _Bench:
         import numpy as np
 
         from podrl.engine.config import Sampling
-        from podrl.rollout.episodes import Partner
+        from podrl.rollout.episodes import EnvironmentClient
         from podrl.types import Prompts
 
         texts = [f"{_QUESTION}{p}" for p in range(prompts)]
@@ -183,7 +183,7 @@ class _Bench:
         fields = {"question": texts, "most": [self._args.max_new] * prompts, "slow_s": [self._args.slow_s] * prompts}
         batch = Prompts(tokens_PT, length_P, np.arange(prompts), texts, fields, b"")
         self.prompt_tokens = int(length_P.max())
-        self._worker.partner = Partner(host, self._dialogue, started=self._started)
+        self._worker.env_client = EnvironmentClient(host, self._dialogue, started=self._started)
         self._started += prompts * group
         try:
             sampling = Sampling(max_new=_TURNS * self._args.max_new)
@@ -192,7 +192,7 @@ class _Bench:
                 pass
             return self._worker.stats, self._worker.rows(player, 0.0)
         finally:
-            self._worker.partner = None
+            self._worker.env_client = None
 
 
 if __name__ == "__main__":  # as a program of env.program

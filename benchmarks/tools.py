@@ -75,9 +75,9 @@ def run(argv: Sequence[str]) -> dict[str, Any]:
         jobs = {
             "plain": _Job(bench),
             "prefill": _Job(prefills),
-            "context": _Job(bench, _partner(host), _asked(args, 0, given // 2)),
+            "context": _Job(bench, _env_client(host), _asked(args, 0, given // 2)),
             "half": _Job(half),
-            "called": _Job(bench, _partner(host), _asked(args, args.calls, args.given)),
+            "called": _Job(bench, _env_client(host), _asked(args, args.calls, args.given)),
         }
         times = [{name: job.time() for name, job in jobs.items()} for _ in range(args.repeats + 1)][1:]
     seconds, cpu, threads = ({name: median(t[name][i] for t in times) for name in jobs} for i in range(3))
@@ -120,7 +120,7 @@ def _stale(bench: rollout.Bench, args: Any) -> dict[str, Any]:
     busy: dict[int, list[float]] = {args.staleness: [], 1: []}
     with _playing(args) as host:
         for _ in range(args.repeats + 1):
-            bench.worker.partner = _partner(host)
+            bench.worker.env_client = _env_client(host)
             for staleness in times:
                 seconds, lanes = _steps(bench, args, fields, staleness)
                 times[staleness] += seconds
@@ -166,9 +166,9 @@ def _steps(
 class _Job:
     """A batch that can be generated again and again; `stats` are the statistics of the last time."""
 
-    def __init__(self, bench: rollout.Bench, partner: Any = None, fields: Mapping[str, Any] | None = None):
-        """Prepares the bench's batch; with a partner, environments play it and find `fields` in their tasks."""
-        self._bench, self._partner = bench, partner
+    def __init__(self, bench: rollout.Bench, env_client: Any = None, fields: Mapping[str, Any] | None = None):
+        """Prepares the bench's batch; with an `env_client`, environments play it and find `fields` in their tasks."""
+        self._bench, self._env_client = bench, env_client
         count = len(bench.prompts.length_P)
         self._prompts = dataclasses.replace(
             bench.prompts, fields={name: [value] * count for name, value in (fields or {}).items()}
@@ -177,7 +177,7 @@ class _Job:
 
     def time(self) -> tuple[float, float, float]:
         """Generates the batch: seconds, CPU seconds of the process, CPU seconds of its Python threads."""
-        self._bench.prompts, self._bench.worker.partner = self._prompts, self._partner
+        self._bench.prompts, self._bench.worker.env_client = self._prompts, self._env_client
         before = _thread_seconds()
         self.stats = self._bench.generate()
         return self.stats.seconds, self._bench.cpu_seconds, _thread_seconds() - before
@@ -209,12 +209,12 @@ def _playing(args: Any) -> Any:
     return Episodes(EnvironmentConfig(environment=f"{__name__}:Calls"), Limits(), journal=None)
 
 
-def _partner(host: Any) -> Any:
+def _env_client(host: Any) -> Any:
     from podrl.data.dialogue import Dialogue
     from podrl.data.tokenizer import Tokenizer
     from podrl.job.config import TINY
-    from podrl.rollout.episodes import Partner
+    from podrl.rollout.episodes import EnvironmentClient
 
     dialogue = Dialogue(Tokenizer(TINY))
     assert len(dialogue.encode("1" * 40)) == 40
-    return Partner(host, dialogue)
+    return EnvironmentClient(host, dialogue)

@@ -156,7 +156,7 @@ def _generate(args: argparse.Namespace) -> int:
         worker = RolloutWorker(model, mesh, config, seed=args.seed, **given)
         worker.warm_up(params, _say)
         prompts = _prompts(rows, left, records, tokenizer)
-        with _partner(environment, tokenizer) as worker.partner:
+        with _env_client(environment, tokenizer) as worker.env_client:
             given = {"group_size": args.n, "step": 0, "sampling": sampling, "mode": "eval"}
             _write(worker.stream(Policy(params, 0), prompts, **given), records, left, output)
         stats = worker.stats
@@ -416,20 +416,20 @@ def _environment(args: argparse.Namespace) -> env.EnvironmentConfig:
 
 
 @contextlib.contextmanager
-def _partner(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
-    """Starts the environment of the completions, and yields its partner for the engine; None without an environment."""
+def _env_client(config: env.EnvironmentConfig, tokenizer: Any) -> Iterator[Any]:
+    """Starts the environment of the completions, and yields the engine's client of it; None without an environment."""
     from podrl.data.dialogue import Dialogue
     from podrl.environments.workers import Episodes
     from podrl.learner.run_environments import check
-    from podrl.rollout.episodes import Partner
+    from podrl.rollout.episodes import EnvironmentClient
 
     if not config.used:
         yield None
         return
     with Episodes(config, Limits(), journal=None) as host:
-        partner = Partner(host, Dialogue(tokenizer))
-        check(host, partner.dialogue)
-        yield partner
+        env_client = EnvironmentClient(host, Dialogue(tokenizer))
+        check(host, env_client.dialogue)
+        yield env_client
 
 
 def _prompts(rows: Sequence[Sequence[int]], wanted: Sequence[int], records: sources.Records, tokenizer: Any) -> Any:

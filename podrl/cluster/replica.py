@@ -1,7 +1,7 @@
 """A rollout replica over several hosts: its head sends its calls to the other hosts, which make the same calls.
 
 The head schedules, scores and answers the trainers. Before it makes a call that touches the replica's mesh (a move of
-weights, a session, a program of the engine), it tells the call to the other hosts, in order; each of them makes the
+weights, a session, a program of the engine), it sends the call to the other hosts, in order; each of them makes the
 same call with its own devices. Weights reach every host of a replica in the usual way: each host pulls them, or takes
 part in the collective.
 """
@@ -21,7 +21,7 @@ from podrl.runtime.pod import LEADER, Pod
 from podrl.runtime.watchdog import EXIT_PREEMPTED
 from podrl.types import Policy
 
-_AHEAD = 16  # calls that a host requests before the head tells them
+_AHEAD = 16  # calls that a host requests before the head sends them
 _ACK_EVERY = 8  # calls between two acknowledgements
 _LOOK_S = 0.5
 _OWN = ("step", "move", "open", "use", "close", "sleep")  # calls that are not calls of a Device
@@ -29,7 +29,10 @@ _LEAVE_S = 60.0  # time for the thread that ends this process
 
 
 class ReplicaHead:
-    """The head's side of a replica. Any thread may call `tell`; the other hosts make the calls in the same order."""
+    """The head's side of a replica.
+
+    Any thread may call `broadcast`; the other hosts make the calls in the same order.
+    """
 
     def __init__(self, pod: Pod, *, stops: Callable[[], None] = lambda: None):
         """Watches the other hosts of the replica; if a host is lost, this process ends.
@@ -49,7 +52,7 @@ class ReplicaHead:
         for process in self._others:
             pod.channel.watch(pod.address(process), lambda process=process: self._lost(process))
 
-    def tell(self, name: str, args: Sequence[Any]) -> None:
+    def broadcast(self, name: str, args: Sequence[Any]) -> None:
         """Tells the other hosts to make a call; arguments are arrays, numbers, texts or lists of these."""
         arrays = {str(i): arg for i, arg in enumerate(args) if isinstance(arg, np.ndarray)}
         plain = [None if isinstance(arg, np.ndarray) else _plain(arg) for arg in args]
@@ -96,13 +99,13 @@ def follow(cluster: Any, pod: Pod, run: Run, *, deadline_s: float) -> int:
     head = pod.seat.hosts.replica_of(pod.seat.process)[0]
     name, address = pod.seat.hosts.name(head), pod.address(head)
     pod.channel.watch(address, lambda: pod.quit(f"{name} (host {head}), the head of this replica, is gone"))
-    follower, told_stop, count = _Follower(cluster, run), False, 0
+    follower, stop_sent, count = _Follower(cluster, run), False, 0
     requests = collections.deque(pod.channel.request(address, "get", _key(n), Message()) for n in range(_AHEAD))
     while True:
         with run.watchdog.stage(f"following {name}"):
             while not requests[0].arrived(_LOOK_S):
-                if run.stopping() and not told_stop:
-                    told_stop = True
+                if run.stopping() and not stop_sent:
+                    stop_sent = True
                     word = Message({"process": pod.seat.process, "step": 0, "stop": True})
                     if pod.seat.disposable:
                         pod.call(head, "replica stops", word, deadline_s)

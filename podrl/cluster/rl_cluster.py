@@ -28,7 +28,7 @@ from podrl.mesh.build import local_mesh
 from podrl.models.config import LoraConfig, ModelConfig
 from podrl.models.moe import check_mesh
 from podrl.models.pretrained import Decoder, check_positions, check_vocab, directories_of, on_this_host
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.interface import RolloutEngine
 from podrl.rundir.metrics import MetricsLogger, UserMetrics
 from podrl.types import Batch, Policy, Prompts, Rollouts, TrainState
@@ -60,11 +60,11 @@ class RLCluster:
       directories: directory of each model, by its key in the configuration's `model`; '' for a model without one.
       tokenizer: tokenizer of all roles.
       metrics: values and loggers that users add to the run's records.
-      partner: the environments of all samples; None if samples have none. Set by `play`.
+      env_client: the environments of all samples; None if samples have none. Set by `use_environments`.
     """
 
     critic: Critic | None = None
-    partner: Partner | None = None
+    env_client: EnvironmentClient | None = None
 
     # Attributes of Tunix's cluster that podrl does not have, with what to use instead.
     actor_trainer = Elsewhere("an update is update_actor(batch); weights and optimizer are `state`, the model `actor`.")
@@ -271,9 +271,9 @@ class RLCluster:
 
     # Generation.
 
-    def play(self, partner: Partner | None) -> None:
-        """Gives every sample from now on an environment of `partner`; None gives samples no environment."""
-        self.partner = self.rollout.partner = partner
+    def use_environments(self, env_client: EnvironmentClient | None) -> None:
+        """Gives every sample from now on an environment of `env_client`; None gives samples no environment."""
+        self.env_client = self.rollout.env_client = env_client
 
     @functools.cached_property
     def rollout(self) -> RolloutEngine:
@@ -326,7 +326,7 @@ class RLCluster:
             sampling = self.config.rollout(mode).sampling()
         policy = self.sync_weights() if policy is None else policy
         tells = able(self.config.rollout_engine, "tells")
-        more: Any = ({"mode": mode.value} if tells or self.partner else {}) | ({"ended": ended} if tells else {})
+        more: Any = ({"mode": mode.value} if tells or self.env_client else {}) | ({"ended": ended} if tells else {})
         return self.rollout.generate(policy, prompts, group_size=group_size, step=step, sampling=sampling, **more)
 
     @refused_arguments(_STEPPED)

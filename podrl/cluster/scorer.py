@@ -27,7 +27,7 @@ class ScorerCluster:
       metrics: values and loggers that users add to the run's records.
     """
 
-    critic = reward_model = partner = None
+    critic = reward_model = env_client = None
 
     def __init__(
         self,

@@ -13,21 +13,21 @@ from podrl.engine.engine import Engine
 from podrl.engine.state import DecodeState, LaneUpdates, SampledTokens
 from podrl.types import PyTree
 
-Tell = Callable[[str, Sequence[Any]], None]
+Broadcast = Callable[[str, Sequence[Any]], None]
 Call = TypeVar("Call", bound=Callable[..., Any])
 CALLS: dict[str, Callable[..., Any]] = {}  # the methods of Device that are sent to other hosts, by name
 
 
-def tell_nobody(name: str, args: Sequence[Any]) -> None:
-    """Does nothing: the `Tell` of a mesh on one host, which has no other hosts to send calls to."""
+def no_broadcast(name: str, args: Sequence[Any]) -> None:
+    """Does nothing: the `Broadcast` of a mesh on one host, which has no other hosts to send calls to."""
 
 
-def _broadcast(call: Call) -> Call:
+def _on_all_hosts(call: Call) -> Call:
     """Makes a method send its name and arguments to the other hosts of the mesh before it runs here."""
 
     @functools.wraps(call)
     def run(self: "Device", *args: Any) -> Any:
-        self._tell(call.__name__, args)
+        self._broadcast(call.__name__, args)
         return call(self, *args)
 
     CALLS[call.__name__] = call
@@ -46,28 +46,28 @@ class Device:
       spilled: copies of caches that were moved to the host, by the name of their store.
     """
 
-    def __init__(self, engine: Engine, state: DecodeState, params: PyTree, tell: Tell = tell_nobody):
+    def __init__(self, engine: Engine, state: DecodeState, params: PyTree, broadcast: Broadcast = no_broadcast):
         """Stores the state and the weights.
 
         Args:
           engine: programs of the engine.
           state: pools and lanes.
           params: parameters prepared by the engine.
-          tell: function that sends the name and the arguments of every call to the other hosts of the mesh.
+          broadcast: function that sends the name and the arguments of every call to the other hosts of the mesh.
         """
-        self.engine, self.state, self._params, self._tell = engine, state, params, tell
+        self.engine, self.state, self._params, self._broadcast = engine, state, params, broadcast
         self.spilled: dict[str, tuple[np.ndarray, ...]] = {}
 
     def use(self, params: PyTree) -> None:
         """Uses other weights, prepared by the engine, in all calls from now on; cached keys and values are kept."""
         self._params = params
 
-    @_broadcast
+    @_on_all_hosts
     def insert(self, packed_RI: np.ndarray) -> None:
         """Seats samples in lanes and frees lanes; `packed_RI` as `LaneUpdates.packed` makes it."""
         self.state = self.engine.bulk_insert(self.state, self.engine.put_rows(packed_RI))
 
-    @_broadcast
+    @_on_all_hosts
     def prefill(self, bucket: int, flat_BI: np.ndarray, wait: bool) -> None:
         """Computes the keys and values of one call's chunks.
 
@@ -80,7 +80,7 @@ class Device:
         if wait:  # now, and not later by a mesh.backlog.Backlog, because the next call donates the state
             jax.block_until_ready(self.state.token_R)
 
-    @_broadcast
+    @_on_all_hosts
     def generate(self, flat_XI: np.ndarray) -> SampledTokens:
         """Launches a dispatch and starts the copy of its results to the host; `flat_XI` is the read list per shard."""
         self.state, emitted = self.engine.generate(self._params, self.state, self.engine.put_rows(flat_XI))
@@ -88,7 +88,7 @@ class Device:
             leaf.copy_to_host_async()
         return emitted
 
-    @_broadcast
+    @_on_all_hosts
     def spill(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
         """Copies a store to the host: at most J pages, and with slots the memory at its place."""
         at = shard * self.engine.shape.max_pages
@@ -98,7 +98,7 @@ class Device:
             memories = jax.device_get(self.engine.read_memories(self.state, self._places(shard, place)))
             self.spilled[store] += tuple(memory[:, shard : shard + 1].copy() for memory in memories)
 
-    @_broadcast
+    @_on_all_hosts
     def restore(self, store: str, shard: int, pages: Sequence[int], place: int) -> None:
         """Writes a spilled store to new pages, and with slots its memory to a new place."""
         engine, copies = self.engine, self.spilled.pop(store)
@@ -112,22 +112,22 @@ class Device:
                 blocks.append(engine.put(block, cast(NamedSharding, like.sharding)))
             self.state = engine.write_memories(self.state, self._places(shard, place), *blocks)
 
-    @_broadcast
+    @_on_all_hosts
     def copy(self, copies_XI: np.ndarray) -> None:
         """Copies memories of prompts to lanes; see `EngineShape.pack_copies`."""
         self.state = self.engine.copy_memories(self.state, copies_XI)
 
-    @_broadcast
+    @_on_all_hosts
     def forget(self, store: str) -> None:
         """Drops the host copy of a spilled store."""
         del self.spilled[store]
 
-    @_broadcast
+    @_on_all_hosts
     def clear(self, shard: int, pages: Sequence[int]) -> None:
         """Writes zeros into at most J pages of a shard."""
         self._write(shard, pages, tuple(np.zeros(block.shape, block.dtype) for block in self.engine.blocks(len(pages))))
 
-    @_broadcast
+    @_on_all_hosts
     def routes(self, page_XJ: np.ndarray) -> Array:
         """Copies the routes in J pages of each shard, and starts the transfer of the copy to the host."""
         copy = self.engine.read_routes(self.state, page_XJ)

@@ -22,7 +22,7 @@ from podrl.rollout.group_player import with_counts
 from podrl.rollout.integrity import ages, beyond, faults
 from podrl.rollout.partial import PartialBatch, join_prompts
 from podrl.rollout.players import Player
-from podrl.rollout.points import Points
+from podrl.rollout.token_budget import TokenBudget
 from podrl.rollout.worker import FinishedSample
 from podrl.rundir.spans import Spans
 from podrl.types import STOP_DEADLINE, STOP_FAILED, Experience, LeftOut, Policy, Prompts, Rollouts
@@ -156,7 +156,7 @@ class Generator:
 
     def play(
         self,
-        in_flight: Sequence[tuple[GroupInFlight, int | Points | None]],
+        in_flight: Sequence[tuple[GroupInFlight, int | TokenBudget | None]],
         policy: Policy,
         *,
         halt: Callable[[], bool] | None = None,
@@ -166,14 +166,14 @@ class Generator:
 
         Args:
           in_flight: the batches, each with the number of tokens that a sample draws (None for all its remaining
-            tokens), or with the points where its samples stop. `halt` and `on_ended` may append further batches, which
+            tokens), or with a budget. `halt` and `on_ended` may append further batches, which
             are played, too.
           policy: weights on the rollout mesh.
           halt: function called between dispatches; the call ends when it returns True. None never ends the call early.
           on_ended: function called when samples of a batch have ended and have been passed to the reward functions.
         """
         started = time.monotonic()
-        players: list[tuple[Player, int | Points | None]] = []
+        players: list[tuple[Player, int | TokenBudget | None]] = []
         by_player: dict[int, GroupInFlight] = {}
 
         def add() -> None:
@@ -425,7 +425,7 @@ class Generator:
           own: token ids that the model sampled.
         """
         fields, text = {}, completion
-        if self._cluster.partner is not None:
+        if self._cluster.env_client is not None:
             text, words = scored_text(completion, episode), self._cluster.tokenizer.decode(own)
             fields = {"turns": list(episode["turns"]), "model_text": words, "sample_text": completion}
         if stop == STOP_FAILED:
@@ -461,7 +461,7 @@ class Generator:
             self._end(batch, b, rollouts.stop_B[b], rollouts.completions[b], rollouts.episodes[b], own)
         model_reward_B = self._model_rewards(rollouts) if model_reward_B is None else model_reward_B
         more = [] if model_reward_B is None else [model_reward_B]
-        if self._cluster.partner is not None:
+        if self._cluster.env_client is not None:
             more.append(rollouts.turn_reward_BT.sum(axis=1, dtype=np.float64))
         scored_FB = batch.result()
         failed_B = (rollouts.stop_B == STOP_FAILED) | np.isnan(scored_FB).any(axis=0)
@@ -470,7 +470,7 @@ class Generator:
 
     def _sees_signals(self) -> bool:
         """True if all rewards of a group can be known while other groups are still sampled."""
-        if not self._refills or self._cluster.reward_model or self._cluster.partner:
+        if not self._refills or self._cluster.reward_model or self._cluster.env_client:
             return False
         return able(self._cluster.config.rollout_engine, "windows")
 

@@ -13,7 +13,7 @@ from podrl.environments.config import PROGRAM, EnvironmentConfig
 from podrl.environments.journal import AtLeader, Files, Journal
 from podrl.environments.protocol import Task
 from podrl.environments.workers import Episodes
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rundir.run import OUTSIDE, Run
 from podrl.runtime.pod import Pod
 from podrl.workers.user_code import Limits
@@ -109,11 +109,11 @@ def run_environments(
         host = Episodes(config, limits, journal=journal, called=called, error_files=errors)
         stack.callback(host.close)
         clock = cluster.config.rollout().clock
-        partner = Partner(host, Dialogue(cluster.tokenizer), clock=clock, failed_share=config.failed_share)
-        cluster.play(partner)
-        stack.callback(cluster.play, None)
-        run.watchdog.wait_sources.append(lambda: partner.waits_for)
-        check(host, partner.dialogue)
+        env_client = EnvironmentClient(host, Dialogue(cluster.tokenizer), clock=clock, failed_share=config.failed_share)
+        cluster.use_environments(env_client)
+        stack.callback(cluster.use_environments, None)
+        run.watchdog.wait_sources.append(lambda: env_client.waits_for)
+        check(host, env_client.dialogue)
         yield
 
 

@@ -134,9 +134,9 @@ class BatchMaker:
             groups = self._waited[step].result()
         del self._waited[step]
         self._clock.forget(step + 1)
-        made = self._player.experience(groups, step, self._open.rest())
-        self._clock.saw(step, longest_of(made))
-        return dataclasses.replace(made, counts={**made.counts, **self._open.counts(step)})
+        experience = self._player.experience(groups, step, self._open.rest())
+        self._clock.saw(step, longest_of(experience))
+        return dataclasses.replace(experience, counts={**experience.counts, **self._open.counts(step)})
 
     def state(self, step: int) -> Experience | PartialBatch:
         """Returns a batch's part of a checkpoint: the batch, or its open groups; call it between windows only.

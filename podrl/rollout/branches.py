@@ -89,7 +89,7 @@ class _Branch:
     def tokens(self) -> list[int]:
         return [*self.track.prompt.tolist(), *self.track.tokens]
 
-    def kept(self, values: Sequence[Any]) -> list[Any]:
+    def in_row(self, values: Sequence[Any]) -> list[Any]:
         """Selects the values of the tokens that stay in the row; `values` has one for each token of the track."""
         return list(values[: self.count])
 
@@ -176,7 +176,7 @@ class Branches:
         """Number of tokens that the model has drawn in all branches, with asides and answers that were dropped."""
         return sum(track.sampled for track in self._tracks)
 
-    def ask(
+    def add_request(
         self,
         session: Session,
         request: ChatRequest,
@@ -212,10 +212,10 @@ class Branches:
         first = not self._branches and tokens[: len(self._prompt)] == self._prompt.tolist()
         # The first `known` tokens take no room of the response: the branch has them, or they stand for the prompt.
         known = len(branch.tokens()) if branch else len(self._prompt) if first or request.aside else 0
-        left = self._response - (0 if request.aside else self._used()) - (len(tokens) - known)
-        sampled = sum(version >= 0 for one in self._branches for version in one.kept(one.track.versions))
+        room = self._response - (0 if request.aside else self._used()) - (len(tokens) - known)
+        sampled = sum(version >= 0 for one in self._branches for version in one.in_row(one.track.versions))
         assert self._sampling.max_new is not None
-        most = [left, self._sampling.max_new - (0 if request.aside else sampled)]
+        most = [room, self._sampling.max_new - (0 if request.aside else sampled)]
         if request.max_new is not None:
             most.append(request.max_new)
         if branch is not None:
@@ -266,7 +266,7 @@ class Branches:
         return tokens[known:]
 
     def enter(self, session: Session, leaves: int | None, *, urgent: bool) -> None:
-        """Goes on with the newest answer in a session, if it has not ended; arguments are those of `ask`."""
+        """Goes on with the newest answer in a session, if it has not ended; arguments are those of `add_request`."""
         if self.current is not None and self.current.track.paused is None and self.current.track.stop is None:
             self._seat(session, self.current.track, leaves, urgent=urgent)
 
@@ -351,22 +351,23 @@ class Branches:
             return None, [], []
         whole = session.track(self._prompt, self._key_2, self._sampling, Opening())
         piece_X: list[int] = []
-        first = self._branches[0].track.prompt is not self._prompt  # by identity: `ask` hands this very array on
+        # Compared by identity, because `add_request` passes this very array to the track.
+        first = self._branches[0].track.prompt is not self._prompt
         for number, branch in enumerate(self._branches, int(first)):
             track = branch.track
-            prompt, kept = track.prompt.tolist() if number else [], branch.kept(track.versions)
-            whole.tokens += [*prompt, *branch.kept(track.tokens)]
-            whole.versions += [*[-1] * len(prompt), *kept]
+            prompt, versions = track.prompt.tolist() if number else [], branch.in_row(track.versions)
+            whole.tokens += [*prompt, *branch.in_row(track.tokens)]
+            whole.versions += [*[-1] * len(prompt), *versions]
             for name, values in whole.drawn.items():
-                values += [*[DRAWN[name].fill] * len(prompt), *branch.kept(track.drawn[name])]
-            whole.sampled += sum(version >= 0 for version in kept)
-            piece_X += [number] * (len(prompt) + len(kept))
+                values += [*[DRAWN[name].fill] * len(prompt), *branch.in_row(track.drawn[name])]
+            whole.sampled += sum(version >= 0 for version in versions)
+            piece_X += [number] * (len(prompt) + len(versions))
         numbers = {id(branch): number for number, branch in enumerate(self._branches, int(first))}
         for branch in self._branches if len(self._branches) > 1 else ():
             of, shared = branch.like or (None, 0)
             of = numbers.get(id(of))
-            said = {"piece": numbers[id(branch)], "why": branch.why, "of": of, "shared": 0 if of is None else shared}
-            branch.turns[0] = {**branch.turns[0], "branch": said}
+            origin = {"piece": numbers[id(branch)], "why": branch.why, "of": of, "shared": 0 if of is None else shared}
+            branch.turns[0] = {**branch.turns[0], "branch": origin}
         whole.paused = self._branches[-1].track.paused
         self._join_routes(session, whole)
         return whole, piece_X, [turn for branch in self._branches for turn in branch.turns]
@@ -415,7 +416,7 @@ class Branches:
         if any(branch.count is not None for branch in self._branches):
             session.finish_routes()  # a cut branch's routes are copied below, so they must have arrived
         for branch, track in zip(self._branches, tracks, strict=True):
-            start, end = end, end + len(track.prompt) + len(branch.kept(track.tokens))
+            start, end = end, end + len(track.prompt) + len(branch.in_row(track.tokens))
             if track.routes is not None and branch.count is not None:
                 whole.routes[start:end] = track.routes[: end - start]
             elif track.routes is not None:
@@ -484,7 +485,7 @@ class Branches:
     def _used(self) -> int:
         """Counts the tokens of the row after the data's prompt."""
         return sum(
-            len(b.kept(b.track.tokens)) + len(b.track.prompt) * (b.track.prompt is not self._prompt)
+            len(b.in_row(b.track.tokens)) + len(b.track.prompt) * (b.track.prompt is not self._prompt)
             for b in self._branches
         )
 
@@ -500,8 +501,8 @@ def read_record(rows: Sequence[Sequence[Any]], record: Track) -> list[Mapping[st
     """Reads the answers that `Branches.record` recorded.
 
     Returns:
-      Each answer as `Branches.ask` takes it over: as podrl.rollout.partial.pack_turn packs it, with `request`, the hash
-      of the request, and `routes`, the routes of the branch that it opened, or None.
+      Each answer as `Branches.add_request` takes it over: as podrl.rollout.partial.pack_turn packs it, with `request`,
+      the hash of the request, and `routes`, the routes of the branch that the request opened, or None.
     """
     answers, first, known = [], 0, 0
     for request, count, paused, routed in rows:

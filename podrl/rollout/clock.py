@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from podrl.engine.config import RolloutConfig
 from podrl.rollout.journal import WallJournal
-from podrl.rollout.points import Points
+from podrl.rollout.token_budget import TokenBudget
 from podrl.types import LeftOut
 
 _LOOKED_AT = 4  # number of batches whose longest sample sets the quantum
@@ -268,9 +268,9 @@ class WallClock:
         if (known := self._journal.batch(step)) is not None:
             keys = {(index, submit_step) for index, submit_step in known.get("dropped", ())}
             return [group for group in groups if (group.index, group.submit_step) in keys]
-        gone = [group for group in groups if group.ready and group.signal is False][:most]
-        self._dropped += [(group.index, group.submit_step) for group in gone]
-        return gone
+        dropped = [group for group in groups if group.ready and group.signal is False][:most]
+        self._dropped += [(group.index, group.submit_step) for group in dropped]
+        return dropped
 
     def batch(self, step: int, groups: Sequence[_C], size: int, *, over: bool = False) -> list[_C]:
         """Returns the groups of a step's batch; an empty list as long as too few are ready.
@@ -363,27 +363,27 @@ def choose(groups: Sequence[_C], step: int, size: int, staleness: int) -> list[_
     return chosen if len(chosen) == size else []
 
 
-def in_sessions(points: Sequence[tuple[_G, Sequence[Points]]]) -> Iterator[list[tuple[_G, Points]]]:
-    """Yields, for each session of a version, the groups that the session draws and the points at which samples stop.
+def in_sessions(budgets: Sequence[tuple[_G, Sequence[TokenBudget]]]) -> Iterator[list[tuple[_G, TokenBudget]]]:
+    """Yields, for each session of a version, the groups that the session draws, each with its budget.
 
     Args:
-      points: groups, each with the points of its samples in each session of the version.
+      budgets: groups, each with its budgets for the sessions of the version.
     """
-    for k in range(max((len(each) for _, each in points), default=0)):
-        yield [(group, each[k]) for group, each in points if k < len(each)]
+    for k in range(max((len(each) for _, each in budgets), default=0)):
+        yield [(group, each[k]) for group, each in budgets if k < len(each)]
 
 
-def sessions_of(group: Mapping[str, Any], version: int) -> list[Points]:
-    """Lists, for each session of a version, the points at which a recorded group's samples stop.
+def sessions_of(group: Mapping[str, Any], version: int) -> list[TokenBudget]:
+    """Lists the budget of a recorded group in each session of a version.
 
     A sample does not stop in the session that draws its last token.
     """
     ends = [[tokens for v, tokens in runs if v == version] for runs in group["runs"]]
-    return [_points(group, version, ends, k) for k in range(max([1, *map(len, ends)]))]
+    return [_budget_of(group, version, ends, k) for k in range(max([1, *map(len, ends)]))]
 
 
-def _points(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]], k: int) -> Points:
-    """Returns the points at which a recorded group's samples stop in session `k` of a version.
+def _budget_of(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]], k: int) -> TokenBudget:
+    """Returns the budget of a recorded group in session `k` of a version.
 
     Args:
       group: the group's entry in the journal.
@@ -399,4 +399,4 @@ def _points(group: Mapping[str, Any], version: int, ends: Sequence[Sequence[int]
             recorded[b] = ends[b][min(k, len(ends[b]) - 1)] if ends[b] else before
         elif b in group["late"]:
             late[b] = group["tokens"][b]
-    return Points(recorded=recorded, late=late, repeated=True)
+    return TokenBudget(recorded=recorded, late=late, repeated=True)

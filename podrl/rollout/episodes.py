@@ -19,7 +19,7 @@ from podrl.environments.wire.requests import RefusedRequest
 from podrl.environments.workers import EpisodeEnd, EpisodeEvent, EpisodeObservation, EpisodeRestart, EpisodeReturn
 from podrl.rollout.branches import Branches, ChatRequest, read_record
 from podrl.rollout.partial import PartialBatch, fill, pack_routes, pack_turn, unpack_routes
-from podrl.rollout.points import Points
+from podrl.rollout.token_budget import TokenBudget
 from podrl.types import (
     STOP_CALLS,
     STOP_DEADLINE,
@@ -33,7 +33,7 @@ from podrl.types import (
     Prompts,
 )
 
-_STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "heard", "seconds", "piece")
+_STATE = ("strings", "turns", "rewards", "metrics", "stop", "text", "full", "seconds", "piece")
 _log = logging.getLogger("podrl.environments")
 
 
@@ -56,7 +56,7 @@ class EpisodeHost(Protocol):
 
 
 @dataclasses.dataclass
-class Partner:
+class EnvironmentClient:
     """The environments of all samples, as the engine sees them.
 
     Attributes:
@@ -143,10 +143,10 @@ class Episode:
       metrics: metrics that the environment gave, by name.
       stop: reason why the sample ended (`podrl.types.STOP_ENV` and the others); None while it goes on.
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
-      answered: whether the environment gave `text`.
+      own_text: whether `text` is the environment's own.
       full: whether the sample had no room for the environment's last message.
       sent_turns: messages to the environment. With them another process can bring a new environment to the same point.
-      heard: number of messages from the environment.
+      received: number of messages from the environment.
       repeated: number of messages repeated so far, if the environment began again; None when all are repeated, or if it
         did not begin again.
       calls: number of turns that the sample has ended in the present session.
@@ -170,10 +170,10 @@ class Episode:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     stop: int | None = None
     text: str = ""
-    answered: bool = False
+    own_text: bool = False
     full: bool = False
     sent_turns: list[Turn] = dataclasses.field(default_factory=list)
-    heard: int = 0
+    received: int = 0
     repeated: int | None = None
     calls: int = 0
     branches: Branches | None = None
@@ -185,41 +185,42 @@ class Episode:
 
     def state(self) -> dict[str, Any]:
         """Returns the episode's part of a checkpoint, as values for JSON; its track is not included."""
-        kept = {name: getattr(self, name) for name in _STATE}
+        state = {name: getattr(self, name) for name in _STATE}
         sent_turns = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.sent_turns]
-        kept |= {"answered": self.answered, "reward": self.reward}
-        return kept | {"stops": list(self.stops.items()), "told": sent_turns}
+        state |= {"heard": self.received, "answered": self.own_text, "reward": self.reward}
+        return state | {"stops": list(self.stops.items()), "told": sent_turns}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over the values that `state` returned in another process; the environment will begin again."""
         for name in _STATE:
             setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints lack some
-        self.answered, self.reward = state.get("answered", False), state.get("reward")  # older checkpoints lack them
+        self.received = state["heard"]
+        self.own_text, self.reward = state.get("answered", False), state.get("reward")  # older checkpoints lack them
         self.strings, self.rewards = tuple(self.strings), [(place, reward) for place, reward in self.rewards]
         self.stops = {int(id_): text for id_, text in state["stops"]}
         self.sent_turns = [Turn(text, stop, tuple(tokens)) for text, stop, tokens in state["told"]]
-        self.repeated = 0 if self.heard else None
+        self.repeated = 0 if self.received else None
 
     def record(self) -> dict[str, Any]:
         """Returns the episode's entry of `Rollouts.episodes`."""
-        given = {"text": self.text} if self.answered else {}
-        given |= {} if self.reward is None else {"reward": self.reward}
-        return {"turns": self.turns, "metrics": self.metrics, "seconds": self.seconds, **given}
+        optional = {"text": self.text} if self.own_text else {}
+        optional |= {} if self.reward is None else {"reward": self.reward}
+        return {"turns": self.turns, "metrics": self.metrics, "seconds": self.seconds, **optional}
 
 
 class EpisodePlayer:
     """Plays the samples of one request with their environments. Implements podrl.rollout.players.Player."""
 
-    def __init__(self, partner: Partner, request: RolloutRequest, partial: PartialBatch | None = None):
+    def __init__(self, env_client: EnvironmentClient, request: RolloutRequest, partial: PartialBatch | None = None):
         """Stores the request, and restores the samples of `partial`.
 
         Args:
-          partner: the environments of all samples.
+          env_client: the environments of all samples.
           request: the request.
           partial: the samples' state when another process stopped playing them; None if they begin here.
         """
         self.request, self.rows, self.done = request, {}, {}
-        self._partner, self._host, self._dialogue = partner, partner.host, partner.dialogue
+        self._env_client, self._host, self._dialogue = env_client, env_client.host, env_client.dialogue
         self._partial = partial
         self._session: Any = None
         self._episodes = {b: Episode() for b in range(len(request.prompts.length_P) * request.group_size)}
@@ -227,24 +228,24 @@ class EpisodePlayer:
         self._ended: list[int] = []
         self._waiting: set[int] = set()  # samples that wait for a message of their environments
         self._returned: set[int] = set()  # samples whose environments wait for routes (`EpisodeReturn`)
-        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # by row: the episode's inbox in `Partner.inboxes`
-        self._points = Points()
+        self._inboxes: dict[int, list[EpisodeEvent]] = {}  # by row: the episode's inbox in `EnvironmentClient.inboxes`
+        self._budget = TokenBudget()
         self._calls: int | None = None
         self._failed = 0
         self._windows = partial is not None and not self._by_wall  # whether windows of tokens cut the samples
         self._warned = False
-        self._first = partner.started
-        partner.started += len(self._episodes)
+        self._first = env_client.started
+        env_client.started += len(self._episodes)
 
-    def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
+    def enter(self, session: Session, budget: TokenBudget, calls: int | None = None) -> None:
         if self._session is None:
             # By the wall clock the tokens in a record come from old versions of the weights. Only a batch that is
             # repeated from the journal may use them.
-            self._begin_all(session, recorded=points.repeated or not self._by_wall)
-        self._session, self._points = session, points
-        self._windows |= points.quantum is not None
-        self._calls = None if points.quantum is None else calls
-        for b, drawn in points.late.items():
+            self._begin_all(session, recorded=budget.repeated or not self._by_wall)
+        self._session, self._budget = session, budget
+        self._windows |= budget.quantum is not None
+        self._calls = None if budget.quantum is None else calls
+        for b, drawn in budget.late.items():
             if not drawn and b in self._episodes and self._episodes[b].stop is None:
                 self._run_out(b)
         groups: dict[int, list[Track]] = {}
@@ -252,13 +253,13 @@ class EpisodePlayer:
             episode.calls = 0
             if episode.branches is not None:
                 episode.entered = episode.branches.drawn
-                episode.branches.enter(session, self._leaves(episode), urgent=points.urgent)
+                episode.branches.enter(session, self._leaves(episode), urgent=budget.urgent)
             elif (track := episode.track) is not None and track.stop is None:
-                track.leave_at(points.hold(b, track.sampled), recorded=b in points.recorded)
+                track.leave_at(budget.limit(b, track.sampled), recorded=b in budget.recorded)
                 if track.paused is None and track.sampled < track.until:
                     groups.setdefault(b // self.request.group_size, []).append(track)
         for tracks in groups.values():
-            session.seat(tracks, pieces=self.request.pieces, urgent=points.urgent)
+            session.seat(tracks, pieces=self.request.pieces, urgent=budget.urgent)
 
     def _begin_all(self, session: Session, *, recorded: bool) -> None:
         G = self.request.group_size
@@ -270,9 +271,9 @@ class EpisodePlayer:
                 continue
             if episode.track is None:
                 self._unopened.setdefault(b // G, set()).add(b)
-            if episode.heard == len(episode.sent_turns):  # the environment has had every turn: it speaks next
+            if episode.received == len(episode.sent_turns):  # the environment has had every turn: it speaks next
                 self._waiting.add(b)
-            self._partner.inboxes[self._first + b] = self._inboxes[b] = []
+            self._env_client.inboxes[self._first + b] = self._inboxes[b] = []
             self._host.start(self._first + b, self._task(*divmod(b, G)), recorded=recorded)
 
     def _track(self, session: Session, p: int, g: int, opening: Opening) -> Track:
@@ -324,7 +325,7 @@ class EpisodePlayer:
         """Returns True if messages of the sample's environment wait for the next session."""
         return self._calls is not None and episode.calls >= self._calls
 
-    def owed(self) -> int:
+    def count_waiting(self) -> int:
         return sum(not self._parked(self._episodes[b]) for b in self._waiting - self._returned)
 
     def take(self) -> list[tuple[int, Any]]:
@@ -335,7 +336,7 @@ class EpisodePlayer:
 
     def abandon(self) -> None:
         for b in self._episodes:
-            self._partner.inboxes.pop(self._first + b, None)
+            self._env_client.inboxes.pop(self._first + b, None)
             self._host.cancel(self._first + b)
 
     def _task(self, p: int, g: int) -> Task:
@@ -353,7 +354,7 @@ class EpisodePlayer:
 
     # Messages of environments.
 
-    def hear(self) -> None:
+    def handle_messages(self) -> None:
         """Acts on the messages of environments."""
         for b, inbox in list(self._inboxes.items()):
             while inbox and b in self._episodes and not self._parked(self._episodes[b]):
@@ -370,7 +371,7 @@ class EpisodePlayer:
                         self._on_observation(b, message)
                     else:
                         self._on_done(b, message)
-        for p in [p for p, unasked in self._unopened.items() if not unasked]:
+        for p in [p for p, unopened in self._unopened.items() if not unopened]:
             del self._unopened[p]
             self._begin(p)
 
@@ -383,7 +384,7 @@ class EpisodePlayer:
         """
         episode = self._episodes[b]
         if episode.repeated is None:
-            episode.heard += 1
+            episode.received += 1
             return False
         if isinstance(message, EpisodeEnd):
             raise BatchError(
@@ -393,7 +394,7 @@ class EpisodePlayer:
         if episode.repeated < len(episode.sent_turns):
             self._host.turn(self._first + b, episode.sent_turns[episode.repeated])
         episode.repeated += 1
-        if episode.repeated == episode.heard:
+        if episode.repeated == episode.received:
             episode.repeated = None
         return True
 
@@ -501,8 +502,10 @@ class EpisodePlayer:
                 )
                 raise RefusedRequest(400, "unsupported_parameter", why, "stop_token_ids")
             drawn = _unpack_drawn(message.drawn) if self._by_wall else next(iter(episode.answers), None)
-            leaves, urgent = self._leaves(episode), self._points.urgent
-            new_tokens = episode.branches.ask(session, chat, texts, ids, urgent=urgent, leaves=leaves, drawn=drawn)
+            leaves, urgent = self._leaves(episode), self._budget.urgent
+            new_tokens = episode.branches.add_request(
+                session, chat, texts, ids, urgent=urgent, leaves=leaves, drawn=drawn
+            )
         except RefusedRequest as error:
             self._send_turn(b, Turn(json.dumps(error.fields()), REFUSED))
             return
@@ -518,7 +521,7 @@ class EpisodePlayer:
         if episode.answers:
             del episode.answers[0]
             if not episode.branches.repeated:
-                self._asks_otherwise(b)
+                self._drop_recorded_answers(b)
         if branch.track.paused is not None:
             self._take_turn(b, branch.track)
         elif branch.track.held:
@@ -530,10 +533,10 @@ class EpisodePlayer:
 
     def _leaves(self, episode: Episode) -> int | None:
         """Returns how many tokens the branches of an episode have drawn when it leaves the session; None for never."""
-        return None if self._points.quantum is None else episode.entered + self._points.quantum
+        return None if self._budget.quantum is None else episode.entered + self._budget.quantum
 
-    def _asks_otherwise(self, b: int) -> None:
-        """Drops the recorded answers that are left, because the environment does not ask the same again."""
+    def _drop_recorded_answers(self, b: int) -> None:
+        """Drops the remaining recorded answers, because the environment now sends other requests than before."""
         if not self._warned:
             _log.warning(
                 "%s was open when the run was saved. It began again, and now it asks otherwise (after request %d): it "
@@ -546,7 +549,7 @@ class EpisodePlayer:
     @property
     def _by_wall(self) -> bool:
         """True if time decides which version draws a token, so that the samples cannot be drawn again."""
-        return self._partner.clock == "wall" and self.request.mode == "train"
+        return self._env_client.clock == "wall" and self.request.mode == "train"
 
     def _join(self, episode: Episode) -> None:
         """Joins all branches of an episode into one completion."""
@@ -575,40 +578,40 @@ class EpisodePlayer:
                 packed = [None if routes is None else pack_routes(routes) for routes in branches.routes()]
                 self._host.record(self._first + b, packed)
 
-    def _on_done(self, b: int, done: EpisodeEnd) -> None:
+    def _on_done(self, b: int, end: EpisodeEnd) -> None:
         episode = self._episodes[b]
-        if done.reason == "failed":
+        if end.reason == "failed":
             self._failed += 1
-            if self._failed > (share := self._partner.failed_share) * self.request.samples:
+            if self._failed > (share := self._env_client.failed_share) * self.request.samples:
                 raise BatchError(
                     f"The programs of {self._failed} of {self.request.samples} samples failed; env.failed_share="
                     f"{share:g} allows at most {int(share * self.request.samples)}. The last one was {self._name(b)}: "
-                    f"{done.why}"
+                    f"{end.why}"
                 )
         if episode.branches is not None:
-            for number in done.dropped:
+            for number in end.dropped:
                 episode.branches.drop(self._session, number)
         self._join(episode)
-        lost = done.reason in ("deadline", "failed")
-        if episode.answers and not lost:
-            self._asks_otherwise(b)
-        if lost and episode.branches is not None and self._by_wall:
+        failed = end.reason in ("deadline", "failed")
+        if episode.answers and not failed:
+            self._drop_recorded_answers(b)
+        if failed and episode.branches is not None and self._by_wall:
             # No record leads to this conversation again, and its tokens leave the loss. The sample keeps nothing of it,
             # so that the sample of a repeated run is the same.
             episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
-        if lost:
+        if failed:
             episode.rewards = []  # rewards that an episode got before it was lost would look like its whole reward
-        self._reward(b, 0.0 if done.reward is None else done.reward, whole=True)
-        if done.reward is not None or episode.rewards:
+        self._reward(b, 0.0 if end.reward is None else end.reward, whole=True)
+        if end.reward is not None or episode.rewards:
             episode.reward = sum((reward for _, reward in episode.rewards), 0.0)
         counted = {} if episode.branches is None else episode.branches.metrics()
-        episode.metrics = {**counted, **done.metrics}
+        episode.metrics = {**counted, **end.metrics}
         self._unopened.get(b // self.request.group_size, set()).discard(b)
         track = episode.track
-        stop = STOP_DEADLINE if lost else self._why(episode, done)
+        stop = STOP_DEADLINE if failed else self._why(episode, end)
         if track is not None and track.stop is None:
             self._session.end(track, stop)
-        self._end(b, stop, done.text)
+        self._end(b, stop, end.text)
 
     def _run_out(self, b: int) -> None:
         """Ends a sample at the point at which its environment ran out of time in the run that is repeated."""
@@ -616,7 +619,7 @@ class EpisodePlayer:
         self._waiting.discard(b)
         self._on_done(b, EpisodeEnd(self._first + b, None, {}, None, "deadline"))
 
-    def _why(self, episode: Episode, done: EpisodeEnd) -> int:
+    def _why(self, episode: Episode, end: EpisodeEnd) -> int:
         """Returns the stop reason of a sample whose environment has returned."""
         track = episode.track
         if track is None:
@@ -626,11 +629,11 @@ class EpisodePlayer:
         spent = track.sampled >= (self.request.sampling.max_new or 0) or len(track.tokens) >= self.request.response
         if track.paused == STOP_LENGTH and spent:
             return STOP_LENGTH
-        if done.reason == "calls":
+        if end.reason == "calls":
             return STOP_CALLS
         # The model ended the sample itself if its last turn ends with its own end token and not with a stop string of
         # the environment.
-        own = track.paused == STOP_EOS and not episode.stops.get(track.tokens[-1]) and done.reason != "turns"
+        own = track.paused == STOP_EOS and not episode.stops.get(track.tokens[-1]) and end.reason != "turns"
         return STOP_EOS if own else STOP_ENV
 
     def _begin(self, p: int) -> None:
@@ -653,12 +656,12 @@ class EpisodePlayer:
         tracks = []
         for b, opening in ready:
             track = self._track(session, p, b % G, opening)
-            track.leave_at(self._points.hold(b, 0), recorded=b in self._points.recorded)
+            track.leave_at(self._budget.limit(b, 0), recorded=b in self._budget.recorded)
             self._episodes[b].track, self.rows[track] = track, b
             if track.until:
                 tracks.append(track)
         if tracks:
-            session.seat(tracks, pieces=request.pieces, urgent=self._points.urgent)
+            session.seat(tracks, pieces=request.pieces, urgent=self._budget.urgent)
 
     # Turns of the model.
 
@@ -731,7 +734,7 @@ class EpisodePlayer:
             (podrl.rollout.partial.pack_turn); None for a turn that is not recorded.
         """
         track = self._episodes[b].track
-        if track is not None and self._points.late.get(b) == len(track.tokens):
+        if track is not None and self._budget.late.get(b) == len(track.tokens):
             self._run_out(b)
             return
         self._waiting.add(b)
@@ -775,13 +778,13 @@ class EpisodePlayer:
         episode = self._episodes[b]
         self._waiting.discard(b)
         self._returned.discard(b)
-        self._partner.inboxes.pop(self._first + b, None)
+        self._env_client.inboxes.pop(self._first + b, None)
         self._inboxes.pop(b, None)
         episode.stop, episode.seconds = stop, time.monotonic() - episode.started
         whole = "" if episode.track is None else episode.track.text
         if text is None and episode.branches is not None:
             text = episode.branches.text
-        episode.text, episode.answered = (whole, False) if text is None else (text, True)
+        episode.text, episode.own_text = (whole, False) if text is None else (text, True)
         self._ended.append(b)
 
     def _name(self, b: int) -> str:

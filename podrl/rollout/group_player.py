@@ -10,7 +10,7 @@ from podrl.rollout.clock import in_sessions, last_window, sessions_of, stop_at
 from podrl.rollout.journal import runs_of
 from podrl.rollout.open_groups import Group
 from podrl.rollout.partial import PartialBatch, of_tracks
-from podrl.rollout.points import Points, points
+from podrl.rollout.token_budget import TokenBudget, as_budget
 from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 
 # 'wall': the wall clock. 'windows': the token clock when several versions draw a sample. 'whole': the token clock when
@@ -63,16 +63,15 @@ class OwnGroup(Group):
     def states(self) -> Sequence[tuple[Mapping[str, Any], Track | None]]:
         return self.samples.player.state()
 
-    def sessions(self, version: int) -> list[Points]:
-        """Lists, for each session of a version, the points at which the samples of a fixed group stop."""
+    def sessions(self, version: int) -> list[TokenBudget]:
+        """Lists the budget of a fixed group in each session of a version."""
         assert self.recorded is not None
         return sessions_of(self.recorded, version)
 
-    def row(self, points: Points) -> tuple[Any, Points]:
-        """Returns the samples and the points at which they stop, as a pair for
-        podrl.learner.generation.Generator.play."""
+    def row(self, budget: TokenBudget) -> tuple[Any, TokenBudget]:
+        """Returns the samples and their budget, as a pair for podrl.learner.generation.Generator.play."""
         self.origin = None  # from now on the samples are ahead of the state that came with the group
-        return self.samples, points
+        return self.samples, budget
 
     def record(self) -> Mapping[str, Any]:
         states = self.states()
@@ -114,8 +113,8 @@ class TokenGroup(OwnGroup):
     def drawn(self) -> None:
         return None
 
-    def sessions(self, version: int) -> list[Points]:
-        return [points(stop_at(self.submit_step, version, self.quantum))]
+    def sessions(self, version: int) -> list[TokenBudget]:
+        return [as_budget(stop_at(self.submit_step, version, self.quantum))]
 
     def part(self, step: int) -> PartialBatch:
         """Copies the present state of the samples, for a checkpoint.
@@ -264,12 +263,12 @@ class GroupPlayer:
         A group that is opened meanwhile joins the session that plays the others, because a further session would
         prefill all open samples again.
         """
-        rows: list[tuple[Any, Points]] = []
+        rows: list[tuple[Any, TokenBudget]] = []
         begun: set[OwnGroup] = set()
 
         def add() -> None:
             new = [group for group in groups() if not (group.fixed or group.ended or group in begun)]
-            rows.extend(group.row(Points(urgent=group.oldest is not None)) for group in new)
+            rows.extend(group.row(TokenBudget(urgent=group.oldest is not None)) for group in new)
             begun.update(new)
 
         def ended() -> None:

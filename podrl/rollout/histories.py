@@ -141,11 +141,11 @@ class Histories:
         at = next((i for i, (text, _) in enumerate(whole) if words in text), None)
         if at is None:
             return None
-        (head, _, tail), is_given = whole[at][0].rpartition(words), whole[at][1]
-        shown = "".join(text for text, _ in whole[:at]) + head
-        if shown != "".join(text for text, _ in before):
+        (head, _, tail), is_plain = whole[at][0].rpartition(words), whole[at][1]
+        rendered = "".join(text for text, _ in whole[:at]) + head
+        if rendered != "".join(text for text, _ in before):
             return None
-        rest = [(tail, is_given), *whole[at + 1 :]]
+        rest = [(tail, is_plain), *whole[at + 1 :]]
         if last in self._tokenizer.eos_ids:  # the answer has its end token already
             place = next((i for i, (text, _) in enumerate(rest) if text), None)
             if place is None:
@@ -200,11 +200,11 @@ class Histories:
     def _encoded(self, parts: Sequence[tuple[str, bool]], last: int | None) -> list[int]:
         """Encodes the output of `_parts`; `last` is the token before the text, None if the text begins the sequence."""
         ids: list[int] = []
-        for text, is_given in parts:
+        for text, is_plain in parts:
             if not text:
                 continue
             before = ids[-1] if ids else last
-            if is_given:
+            if is_plain:
                 ids += self._tokenizer.encode_plain(text, behind=ORDINARY if before is None else before)
             else:
                 ids += self._tokenizer.encode(text, behind=before)

@@ -26,11 +26,11 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
       The counts that are not 0, by name; counts of several hosts may be added.
     """
     prompts = rollouts.prompts
-    asked_B = prompts.length_P[rollouts.group_B]
+    prompt_length_B = prompts.length_P[rollouts.group_B]
     place_T = np.arange(rollouts.tokens_BT.shape[1])
     usable_B1 = (rollouts.stop_B != STOP_FAILED)[:, None]
     sampled_BT = rollouts.version_BT >= 0
-    completion_BT = (place_T >= asked_B[:, None]) & (place_T < rollouts.length_B[:, None])
+    completion_BT = (place_T >= prompt_length_B[:, None]) & (place_T < rollouts.length_B[:, None])
     likely_BT = np.isfinite(rollouts.logprob_BT) & (rollouts.logprob_BT <= 1e-5)
     trained_BT = rollouts.mask_BT > 0
     step_BT = np.diff(rollouts.piece_BT.astype(np.int32), axis=1, prepend=0)
@@ -40,8 +40,8 @@ def faults(rollouts: Rollouts, *, step: int, max_staleness: int) -> dict[str, fl
     predicted_BT = completion_BT & (step_BT == 0)  # the first token of a piece has no context
     wrong_BT = (trained_BT != sampled_BT) | (trained_BT & ~(predicted_BT & likely_BT))
     width = min(prompts.tokens_PT.shape[1], len(place_T))
-    given_BT = prompts.tokens_PT[rollouts.group_B, :width]
-    altered_BT = (rollouts.tokens_BT[:, :width] != given_BT) & (place_T[:width] < asked_B[:, None])
+    prompt_BT = prompts.tokens_PT[rollouts.group_B, :width]
+    altered_BT = (rollouts.tokens_BT[:, :width] != prompt_BT) & (place_T[:width] < prompt_length_B[:, None])
     counts = {
         "rollout/faulty_tokens": ((wrong_BT | misnumbered_BT) & usable_B1).sum() + altered_BT.sum(),
         "rollout/unknown_version": (rollouts.version_BT > step).sum(),

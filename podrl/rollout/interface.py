@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
 from podrl.engine.config import Ability, RolloutConfig, Sampling
-from podrl.engine.device import Device, Tell
+from podrl.engine.device import Broadcast, Device
 from podrl.engine.stats import RolloutStats
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.partial import PartialBatch
 from podrl.rollout.players import Chosen, Player
 from podrl.types import Mode, Policy, Prompts, PyTree, Rollouts
@@ -25,15 +25,15 @@ class RolloutEngine(Protocol):
         attribute has none of them, and needs only `generate`, `warm_up`, `sleep` and `wake`.
       config: settings of the engine and of sampling.
       stats: counters of the last call's work.
-      partner: the environments of all samples; None if samples have no environments.
-      tell: function that sends the calls to run to the other processes of the mesh; None if there are no others.
+      env_client: the environments of all samples; None if samples have no environments.
+      broadcast: function that sends the calls to run to the other processes of the mesh; None if there are no others.
     """
 
     abilities: ClassVar[frozenset[Ability]]
     config: RolloutConfig
     stats: RolloutStats
-    partner: Partner | None
-    tell: Tell | None
+    env_client: EnvironmentClient | None
+    broadcast: Broadcast | None
 
     def warm_up(self, params: PyTree, progress: Callable[[str], None] | None = None) -> None: ...
 
@@ -75,6 +75,6 @@ class RolloutEngine(Protocol):
 
     # Methods for a mesh over several processes.
 
-    def device(self, policy: Policy, tell: Tell | None = None) -> Device: ...
+    def device(self, policy: Policy, broadcast: Broadcast | None = None) -> Device: ...
 
     def put_back(self, device: Device) -> None: ...

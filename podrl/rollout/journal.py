@@ -54,7 +54,7 @@ class WallJournal:
         for number, why in found.damaged:
             # Earlier versions, which wrote lines without checksums, left torn lines before others.
             if number > max(found.unsealed, default=0):
-                raise ValueError(self._lost(number, why, found.records))
+                raise ValueError(self._damage_message(number, why, found.records))
         for _, line in found.records:
             self._note(line)
 
@@ -102,7 +102,7 @@ class WallJournal:
             for step in [step for step in known if step < before]:
                 del known[step]
 
-    def _lost(self, number: int, why: str, records: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    def _damage_message(self, number: int, why: str, records: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
         """Returns the error message for a damaged line: the steps of the lines beside it, and what to do."""
         before = [record["step"] for at, record in records if at < number]
         after = [record["step"] for at, record in records if at > number]

@@ -195,14 +195,16 @@ class OpenGroups(Generic[_G]):
         """
         opened = False
         # In a step that is repeated, groups that are opened here may be among the groups to drop.
-        while gone := self._clock.without_signal(step, self.groups, left := sum(s == step for s, _ in self._reserve)):
-            if len(gone) > left:
+        while dropped := self._clock.without_signal(
+            step, self.groups, left := sum(s == step for s, _ in self._reserve)
+        ):
+            if len(dropped) > left:
                 raise ValueError(
-                    f"batches.jsonl drops {len(gone)} groups of equal rewards in step {step}, and {left} prompts are "
-                    "in reserve. To repeat a run, use its dynamic_sampling and dynamic_sampling_batches. Restore them, "
-                    "or delete the file to go on without repeating."
+                    f"batches.jsonl drops {len(dropped)} groups of equal rewards in step {step}, and {left} prompts "
+                    "are in reserve. To repeat a run, use its dynamic_sampling and dynamic_sampling_batches. Restore "
+                    "them, or delete the file to go on without repeating."
                 )
-            for group in gone:
+            for group in dropped:
                 give_up(group)
                 self.groups.remove(group)
                 self._add(self._reserve.pop(0)[1], step)  # `decide` has dropped the reserves of earlier steps

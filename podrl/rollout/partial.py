@@ -221,9 +221,9 @@ def cut(partial: PartialBatch, prompts: Prompts, first: int) -> PartialBatch:
       prompts: the prompts to cut out.
       first: index of the first of these prompts in the batch.
     """
-    asked_P = partial.rows["asked_P"]
-    group = len(partial.samples) // max(int(asked_P.sum()), 1)
-    places = np.cumsum([0, *asked_P]) * group
+    submitted_P = partial.rows["asked_P"]
+    group = len(partial.samples) // max(int(submitted_P.sum()), 1)
+    places = np.cumsum([0, *submitted_P]) * group
     own = slice(first, first + len(prompts.length_P))
     chosen = slice(int(places[own.start]), int(places[own.stop]))
     ends = np.cumsum([0, *partial.rows["count_B"]])

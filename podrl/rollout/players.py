@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from podrl.engine.session import Session, Track
-from podrl.rollout.episodes import Episode, Partner, RolloutRequest
+from podrl.rollout.episodes import EnvironmentClient, Episode, RolloutRequest
 from podrl.rollout.partial import PartialBatch, fill
-from podrl.rollout.points import Points, points
+from podrl.rollout.token_budget import TokenBudget, as_budget
 
-_POLL_S = 1.0  # the longest wait for environments before `Partner.waits_for` names them
+_POLL_S = 1.0  # the longest wait for environments before `EnvironmentClient.waits_for` names them
 _HALT_S = 0.02  # the same if the caller may halt the samples, because its signal is seen only between two waits
 _RARELY = 6  # failed trials of `Pace` in a row after which trials become no rarer
 _BUNCH_S = 0.002  # while no sample runs, answers less than this apart are handled together
@@ -33,21 +33,21 @@ class Player(Protocol):
     rows: dict[Track, int]
     done: dict[int, Any]
 
-    def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
+    def enter(self, session: Session, budget: TokenBudget, calls: int | None = None) -> None:
         """Submits the open samples to a session.
 
         Args:
           session: session on which the samples are played until all rest.
-          points: tokens that each sample may draw on the session.
-          calls: turns that each sample may end on the session, if `points` has a quantum; None for any number.
+          budget: tokens that each sample may draw on the session.
+          calls: turns that each sample may end on the session, if `budget` has a quantum; None for any number.
         """
         ...
 
-    def hear(self) -> None:
+    def handle_messages(self) -> None:
         """Acts on the messages of environments."""
         ...
 
-    def owed(self) -> int:
+    def count_waiting(self) -> int:
         """Counts the samples that wait for an answer of their environment on this session."""
         ...
 
@@ -72,7 +72,7 @@ class Player(Protocol):
         ...
 
 
-Chosen = Sequence[tuple[Player, int | Points | None]]  # players, and the tokens that their samples may draw
+Chosen = Sequence[tuple[Player, int | TokenBudget | None]]  # players, and the tokens that their samples may draw
 
 
 class PlainPlayer:
@@ -90,18 +90,18 @@ class PlainPlayer:
         self._ended: list[int] = []
         self._entered = False
 
-    def enter(self, session: Session, points: Points, calls: int | None = None) -> None:
+    def enter(self, session: Session, budget: TokenBudget, calls: int | None = None) -> None:
         del calls
         if not self._entered:
             self._make(session)
         groups: dict[int, list[Track]] = {}
         for b, track in self._open.items():
             if track.stop is None:
-                track.leave_at(points.hold(b, track.sampled), recorded=b in points.recorded)
+                track.leave_at(budget.limit(b, track.sampled), recorded=b in budget.recorded)
                 if track.sampled < track.until:
                     groups.setdefault(b // self.request.group_size, []).append(track)
         for tracks in groups.values():
-            session.seat(tracks, pieces=self.request.pieces, urgent=points.urgent)
+            session.seat(tracks, pieces=self.request.pieces, urgent=budget.urgent)
 
     def _make(self, session: Session) -> None:
         self._entered, request = True, self.request
@@ -118,10 +118,10 @@ class PlainPlayer:
             if track.stop is not None:
                 self._ended.append(b)
 
-    def hear(self) -> None:
+    def handle_messages(self) -> None:
         return
 
-    def owed(self) -> int:
+    def count_waiting(self) -> int:
         return 0
 
     def event(self, track: Track) -> None:
@@ -148,7 +148,7 @@ def play(
     players: Chosen,
     *,
     calls: int | None = None,
-    partner: Partner | None,
+    env_client: EnvironmentClient | None,
     between: Callable[[], None],
     halt: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[Player, int, Track | Episode]]:
@@ -156,10 +156,10 @@ def play(
 
     Args:
       session: the session.
-      players: players in the order in which their samples get lanes, each with the quantum or the points of its
+      players: players in the order in which their samples get lanes, each with the quantum or the budget of its
         samples. Players that the caller appends meanwhile are played, too.
       calls: turns that each sample may end on the session (`Player.enter`).
-      partner: the environments' side; None if samples have no environments.
+      env_client: the environments' side; None if samples have no environments.
       between: function that is called before each step of the engine.
       halt: function that returns True once all samples must stop where they are; None if they never must.
 
@@ -171,16 +171,16 @@ def play(
     def enter() -> None:
         for player, quantum in players[len(every) :]:
             every.append(player)
-            player.enter(session, points(quantum), calls)
+            player.enter(session, as_budget(quantum), calls)
 
     try:
         enter()
         while session.busy or not all(player.resting() for player in every):
             between()
             halted = halt is not None and halt()
-            if partner is not None and not halted:
-                _listen(session, partner, every, _POLL_S if halt is None else _HALT_S)
-            samples, answers = session.flying, partner is not None and not halted and pace.read_first()
+            if env_client is not None and not halted:
+                _listen(session, env_client, every, _POLL_S if halt is None else _HALT_S)
+            samples, answers = session.flying, env_client is not None and not halted and pace.read_first()
             first = answers or (not halted and pace.refills())
             step = session.suspend if halted else session.read if first else session.step
             tracks = step() if halted or session.busy else []
@@ -188,8 +188,8 @@ def play(
                 pace.read(samples, sum(track.paused is not None for track in tracks), len(tracks))
             for track in tracks:
                 next(player for player in every if track in player.rows).event(track)
-            if answers and partner is not None:
-                pace.wait(partner, every)
+            if answers and env_client is not None:
+                pace.wait(env_client, every)
             for player in every:
                 for b, sample in player.take():
                     yield player, b, sample
@@ -201,8 +201,8 @@ def play(
             player.abandon()
         raise
     finally:
-        if partner is not None:
-            partner.waits_for = ""
+        if env_client is not None:
+            env_client.waits_for = ""
 
 
 class Pace:
@@ -250,13 +250,13 @@ class Pace:
         self._samples, self._paused, self._since = samples, paused, self._clock()
         self._shares.append(left / samples)
 
-    def wait(self, partner: Partner, players: Sequence[Player]) -> None:
+    def wait(self, env_client: EnvironmentClient, players: Sequence[Player]) -> None:
         """Waits for answers while the device is idle, at most as long as the answered samples' lanes are worth."""
         lane_s = min(self._session.took, default=0.0) / self._samples  # value of a lane, in seconds of the device
         since = self._since - 2 * max(self._session.planned, default=0.0)  # the next launch costs idle time as well
         before = left = _waiting(players)
         while left and (rest := since + lane_s * self._paused - self._clock()) > 0:
-            if not _hear(partner, players, min(rest, lane_s * left)):
+            if not _poll(env_client, players, min(rest, lane_s * left)):
                 break
             left = _waiting(players)
         if before:
@@ -270,31 +270,31 @@ def _mean(values: Collection[float]) -> float:
 
 
 def _waiting(players: Sequence[Player]) -> int:
-    return sum(player.owed() for player in players)
+    return sum(player.count_waiting() for player in players)
 
 
-def _hear(partner: Partner, players: Sequence[Player], wait_s: float) -> int:
+def _poll(env_client: EnvironmentClient, players: Sequence[Player], wait_s: float) -> int:
     """Waits at most `wait_s` seconds for messages of environments, and lets the players act on them.
 
     Returns:
       The number of messages.
     """
-    count = partner.poll(wait_s)
+    count = env_client.poll(wait_s)
     for player in players:
-        player.hear()
+        player.handle_messages()
     return count
 
 
-def _listen(session: Session, partner: Partner, players: Sequence[Player], most_s: float) -> None:
+def _listen(session: Session, env_client: EnvironmentClient, players: Sequence[Player], most_s: float) -> None:
     """Handles messages of environments. Does not wait while the device has work; else waits for the first messages.
 
     If the device is idle, it waits at most `most_s` seconds for the first message, and a moment for further messages.
-    If none comes, `partner.waits_for` names the environments that the samples wait for.
+    If none comes, `env_client.waits_for` names the environments that the samples wait for.
     """
     idle = not session.busy
-    count = _hear(partner, players, most_s if idle else 0.0)
-    partner.waits_for = ", ".join(partner.host.waiting()[:3]) if idle and not count else ""
+    count = _poll(env_client, players, most_s if idle else 0.0)
+    env_client.waits_for = ", ".join(env_client.host.waiting()[:3]) if idle and not count else ""
     while _waiting(players) and (count or not idle):
         if (wait := _BUNCH_S if idle else session.slack_s) <= 0:
             break
-        count = _hear(partner, players, wait)
+        count = _poll(env_client, players, wait)

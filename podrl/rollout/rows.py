@@ -51,7 +51,7 @@ def collect(
     request: RolloutRequest,
     samples: Mapping[int, Track | Episode],
     *,
-    answered: bool,
+    has_environments: bool,
     longest: int,
     pad_id: int,
     seconds: float,
@@ -61,14 +61,14 @@ def collect(
     Args:
       request: the request.
       samples: samples by row; samples without any tokens may be missing.
-      answered: whether the samples have environments, so that `samples` are episodes.
+      has_environments: whether the samples have environments, so that `samples` are episodes.
       longest: largest number of tokens of a completion; a row's length is this plus the width of the prompts.
       pad_id: id that fills the rows.
       seconds: duration of the generation.
     """
     prompts, group_size = request.prompts, request.group_size
-    episodes: Any = samples if answered else {}
-    tracks: Any = {b: episode.track for b, episode in episodes.items()} if answered else samples
+    episodes: Any = samples if has_environments else {}
+    tracks: Any = {b: episode.track for b, episode in episodes.items()} if has_environments else samples
     P, width = prompts.tokens_PT.shape
     B, T = P * group_size, width + longest
     columns = blank_columns((B, T), pad_id=pad_id)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from podrl.engine.config import Ability, RolloutConfig, Sampling
-from podrl.engine.device import Device, Tell, compile_all, tell_nobody
+from podrl.engine.device import Broadcast, Device, compile_all, no_broadcast
 from podrl.engine.engine import Engine
 from podrl.engine.keys import sample_keys
 from podrl.engine.session import Session, Track
@@ -23,7 +23,7 @@ from podrl.mesh.build import describe_mesh, spreads_copies
 from podrl.mesh.rules import batch_shards
 from podrl.models import moe
 from podrl.models.config import ModelConfig
-from podrl.rollout.episodes import Episode, EpisodePlayer, Partner, RolloutRequest
+from podrl.rollout.episodes import EnvironmentClient, Episode, EpisodePlayer, RolloutRequest
 from podrl.rollout.partial import PartialBatch
 from podrl.rollout.players import Chosen, PlainPlayer, Player, play
 from podrl.rollout.rows import SampleLengths, collect
@@ -84,9 +84,9 @@ class RolloutWorker:
       mesh: the rollout mesh.
       config: sampling defaults and engine sizes.
       stats: counters of the last finished `generate`, `stream` or `advance`.
-      partner: the environments of all samples; None if samples have no environments.
+      env_client: the environments of all samples; None if samples have no environments.
       several_hosts: whether the mesh has devices of other processes.
-      tell: function that sends the calls to run to the other processes of the mesh; None if there are none.
+      broadcast: function that sends the calls to run to the other processes of the mesh; None if there are none.
     """
 
     abilities: ClassVar[frozenset[Ability]] = frozenset(get_args(Ability))
@@ -107,7 +107,7 @@ class RolloutWorker:
         Args:
           model: the policy's architecture.
           mesh: the rollout mesh. If it has devices of several processes, one of them generates and sends its calls to
-            the others (`tell`).
+            the others (`broadcast`).
           config: sampling defaults and engine sizes.
           pad_id: id that fills the rows of the result.
           eos_ids: ids that end every sample.
@@ -122,9 +122,9 @@ class RolloutWorker:
         _check_ends(eos_ids, model, "rollout.eos_tokens")
         self.model, self.mesh, self.config = model, mesh, config
         self.stats = RolloutStats()
-        self.partner: Partner | None = None
+        self.env_client: EnvironmentClient | None = None
         self.several_hosts = spreads_copies(mesh)
-        self.tell: Tell | None = None
+        self.broadcast: Broadcast | None = None
         self._pad_id, self._eos_ids, self._decode = pad_id, tuple(eos_ids), decode
         self._seed = seed if config.seed is None else config.seed
         shards = batch_shards(mesh)
@@ -144,17 +144,17 @@ class RolloutWorker:
           params: weights as in `Policy.params`.
           progress: function that is called with one line of text before each program.
         """
-        say, started = progress or (lambda line: None), time.perf_counter()
+        log, started = progress or (lambda line: None), time.perf_counter()
 
         def note(words: str) -> None:
-            say(f"rollout: compiling {words} ({time.perf_counter() - started:.1f} s)")
+            log(f"rollout: compiling {words} ({time.perf_counter() - started:.1f} s)")
 
         self._state = compile_all(self._get_engine(params), params, self._take_state, note)
 
     def sleep(self) -> None:
         """Frees the pools until `wake` or the next call, and keeps the compiled programs."""
-        if self.tell is not None:
-            self.tell("sleep", ())
+        if self.broadcast is not None:
+            self.broadcast("sleep", ())
         if self._state is not None:
             for leaf in jax.tree.leaves(self._state):
                 leaf.delete()
@@ -259,7 +259,9 @@ class RolloutWorker:
         """
         version = policy.version if policy is not None else step
         request = self._request(version, prompts, group_size, step, sampling, mode)
-        return PlainPlayer(request, partial) if self.partner is None else EpisodePlayer(self.partner, request, partial)
+        if self.env_client is None:
+            return PlainPlayer(request, partial)
+        return EpisodePlayer(self.env_client, request, partial)
 
     def advance(
         self, policy: Policy, players: Chosen, *, calls: int | None = None, halt: Callable[[], bool] | None = None
@@ -271,7 +273,8 @@ class RolloutWorker:
         Args:
           policy: weights on the rollout mesh, with their version.
           players: players in the order in which their samples get lanes, each with the tokens that its samples may
-            draw: a number, None for all, or points. The caller may append further players to the list between samples.
+            draw: a number, None for all, or a budget. The caller may append further players to the list between
+            samples.
           calls: turns that a sample may end in this call, if its player has a quantum; None for any number.
           halt: function that is called between dispatches; True ends the call and leaves all samples in their present
             state.
@@ -296,9 +299,11 @@ class RolloutWorker:
           seconds: time that the request took.
         """
         request = player.request
-        longest = request.response if self.partner else request.sampling.max_new or 0
-        answered, pad_id = bool(self.partner), self._pad_id
-        rollouts = collect(request, player.done, answered=answered, longest=longest, pad_id=pad_id, seconds=seconds)
+        longest = request.response if self.env_client else request.sampling.max_new or 0
+        has_environments, pad_id = bool(self.env_client), self._pad_id
+        rollouts = collect(
+            request, player.done, has_environments=has_environments, longest=longest, pad_id=pad_id, seconds=seconds
+        )
         return self._lengths.remember(request, rollouts)
 
     def session(self, policy: Policy) -> Session:
@@ -309,14 +314,14 @@ class RolloutWorker:
         """
         if self._session is not None:
             raise ValueError("This worker is generating already: finish that call, or close its session, first.")
-        if self.several_hosts and self.tell is None:
+        if self.several_hosts and self.broadcast is None:
             raise ValueError(
                 f"The rollout mesh {describe_mesh(self.mesh)} has devices of other processes, and this process cannot "
                 "send them its calls. Give each process a rollout mesh of its own devices, or start the job with "
                 "podrl.launch."
             )
         self._session = Session(
-            self.device(policy, self.tell),
+            self.device(policy, self.broadcast),
             policy.version,
             decode=self._decode,
             eos_ids=self._eos_ids,
@@ -330,23 +335,23 @@ class RolloutWorker:
         self._session, self._refreshed = None, None
         self.put_back(session.device)
 
-    def device(self, policy: Policy, tell: Tell | None = None) -> Device:
+    def device(self, policy: Policy, broadcast: Broadcast | None = None) -> Device:
         """Lends the pools together with a policy's weights, until `put_back`.
 
         Args:
           policy: weights on the rollout mesh, with their version.
-          tell: function that sends the calls of the device to the mesh's other processes; None if there are no others,
-            and in a process that carries out such calls.
+          broadcast: function that sends the calls of the device to the mesh's other processes; None if there are no
+            others, and in a process that carries out such calls.
         """
-        if tell is not None:
-            tell("open", (policy.version,))
+        if broadcast is not None:
+            broadcast("open", (policy.version,))
         engine = self._get_engine(policy.params)
-        return Device(engine, self._take_state(), engine.prepare(policy.params), tell or tell_nobody)
+        return Device(engine, self._take_state(), engine.prepare(policy.params), broadcast or no_broadcast)
 
     def put_back(self, device: Device) -> None:
         """Takes back the pools that `device` handed out."""
-        if self.tell is not None:
-            self.tell("close", ())
+        if self.broadcast is not None:
+            self.broadcast("close", ())
         self._state = device.state
 
     def _request(
@@ -381,14 +386,14 @@ class RolloutWorker:
 
         def between() -> None:
             if self._refreshed is not None:
-                if self.tell is not None:
-                    self.tell("use", (self._refreshed.version,))
+                if self.broadcast is not None:
+                    self.broadcast("use", (self._refreshed.version,))
                 session.refresh(session.engine.prepare(self._refreshed.params), self._refreshed.version)
                 self._refreshed = None
             self._bound_failures(session, sum(player.request.samples for player, _ in players))
 
         try:
-            yield from play(session, players, calls=calls, partner=self.partner, between=between, halt=halt)
+            yield from play(session, players, calls=calls, env_client=self.env_client, between=between, halt=halt)
             session.finish_routes()
             between()
             if session.stats.failed:

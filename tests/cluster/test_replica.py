@@ -70,21 +70,21 @@ def test_all_hosts_make_the_heads_calls_in_its_order(pods, monkeypatch):
         monkeypatch.setitem(CALLS, name, lambda device, *args, name=name: device.note((name, *args)))
     head = ReplicaHead(pods[1])
 
-    def tell(name, *args):
+    def broadcast(name, *args):
         told.append((name, *args))
-        head.tell(name, args)
+        head.broadcast(name, args)
 
-    tell("move", 0, True)
+    broadcast("move", 0, True)
     ended = followed(pods[2:], parts, run)
-    tell("step", 0, (3, 5))
-    tell("open", 0)
+    broadcast("step", 0, (3, 5))
+    broadcast("open", 0)
     rng = np.random.default_rng(0)
     for i in range(200):
-        tell("insert", rng.integers(0, 9, (2, 3)).astype(np.int32))
-        tell("spill", f"sample/{i}/0", np.int64(1), [i, i + 1])
-    tell("close")
-    tell("sleep")
-    tell("end", 7)
+        broadcast("insert", rng.integers(0, 9, (2, 3)).astype(np.int32))
+        broadcast("spill", f"sample/{i}/0", np.int64(1), [i, i + 1])
+    broadcast("close")
+    broadcast("sleep")
+    broadcast("end", 7)
     assert [each.result(PATIENCE_S) for each in ended] == [7, 7] and run.profiler.planned == [3, 5]
     expected = [call for call in told if call[0] not in ("step", "end")]
     for part in parts:
@@ -107,7 +107,7 @@ def test_all_hosts_make_the_heads_calls_in_its_order(pods, monkeypatch):
 def test_a_call_that_does_not_fit_is_refused(pods, calls, message):
     head = ReplicaHead(pods[1])
     for name, args in calls:
-        head.tell(name, args)
+        head.broadcast(name, args)
     (ended,) = followed(pods[2:3], [Part()], run_of())
     with pytest.raises(ValueError, match=message):
         ended.result(PATIENCE_S)
@@ -118,7 +118,7 @@ def test_a_host_that_is_asked_to_stop_tells_the_leader(pods):
     pods[0].channel.serve("reached", lambda message: stops.append(message.value) or asked.set() or Message())
     (ended,) = followed(pods[2:3], [Part()], run_of(stopping=lambda: True))
     assert asked.wait(PATIENCE_S)
-    ReplicaHead(pods[1]).tell("end", (4,))
+    ReplicaHead(pods[1]).broadcast("end", (4,))
     assert ended.result(PATIENCE_S) == 4 and stops == [{"process": 2, "step": 0, "stop": True}]
 
 
@@ -139,7 +139,7 @@ def test_a_host_of_a_split_job_that_is_asked_to_stop_tells_its_head_and_all_of_t
     head = ReplicaHead(pods[1], stops=asked.set)
     ended = followed(pods[2:], [Part(), Part()], run_of(stopping=lambda: True))
     assert asked.wait(PATIENCE_S)
-    head.tell("leave", ())
+    head.broadcast("leave", ())
     for each in ended:
         with pytest.raises(LeftError):
             each.result(PATIENCE_S)

@@ -43,8 +43,8 @@ def test_a_host_that_makes_the_told_calls_has_the_same_state(tiny, tight):
     engine, told = tight._get_engine(tiny.params), []
     params = engine.prepare(tiny.params)
 
-    def session(tell):
-        device = Device(engine, engine.init_state(), params, tell)
+    def session(broadcast):
+        device = Device(engine, engine.init_state(), params, broadcast)
         return Session(device, 7, decode=str, eos_ids=(), cache_tokens=64)
 
     deciding = session(lambda name, args: told.append(sent(name, args)))

@@ -24,10 +24,10 @@ class World:
         self.left -= heard
         return heard
 
-    def owed(self):
+    def count_waiting(self):
         return self.left
 
-    def hear(self):
+    def handle_messages(self):
         return
 
     def dispatches(self, count, paused):

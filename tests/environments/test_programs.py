@@ -21,7 +21,7 @@ from podrl.environments.programs import ProgramEnvironment
 from podrl.environments.workers import Episodes
 from podrl.job.config import parse
 from podrl.launch import find_config, load_config
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.integrity import faults
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
 from podrl.workers.user_code import Limits
@@ -204,7 +204,7 @@ def play(serving, tmp_path, monkeypatch):
         program = f"python {tmp_path}/agent.py {name}"
         config = EnvironmentConfig(environment="program", program=program, processes=processes, **settings)
         with Episodes(config, Limits(), journal=journal, error_files=tmp_path / "said") as host:
-            worker.partner = Partner(host, Dialogue(serving._tokenizer), failed_share=failed_share)
+            worker.env_client = EnvironmentClient(host, Dialogue(serving._tokenizer), failed_share=failed_share)
             try:
                 player = worker.player(
                     prompts, group_size=4, step=1, sampling=Sampling(max_new=response, temperature=temperature)
@@ -214,7 +214,7 @@ def play(serving, tmp_path, monkeypatch):
                         pass
                 return worker.rows(player, 0.0)
             finally:
-                worker.partner = None
+                worker.env_client = None
 
     return run
 

@@ -13,7 +13,7 @@ from podrl.data.dialogue import Dialogue
 from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.workers import Episodes
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.integrity import faults
 from podrl.types import Prompts
 from podrl.workers.user_code import Limits
@@ -56,14 +56,14 @@ def test_an_episode_of_verifiers_is_one_row_with_its_reward(records, monkeypatch
         prompts = Prompts(tokens_P, np.asarray([tokens_P.shape[1]]), np.zeros(1, np.int64), [prompt], fields, b"")
         worker = serving._worker
         with Episodes(config, Limits(), journal=None) as host:
-            worker.partner = Partner(host, Dialogue(serving._tokenizer), failed_share=0.0)
+            worker.env_client = EnvironmentClient(host, Dialogue(serving._tokenizer), failed_share=0.0)
             player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=100, temperature=1.0))
             try:
                 for _ in worker.advance(serving._policy, [(player, None)]):
                     pass
                 return worker.rows(player, 0.0)
             finally:
-                worker.partner = None
+                worker.env_client = None
 
     try:
         play(asked[2])  # a process plays tasks in any order

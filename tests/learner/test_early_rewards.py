@@ -54,7 +54,7 @@ def fails(prompts, completions, **fields):
 class Engine:
     """An engine that ends samples in a given order; it calls `wait(b)` before each end."""
 
-    reward_model = partner = None
+    reward_model = env_client = None
     config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=2), rollout_engine=object)
 
     def __init__(self, order, wait=lambda b: None, failed=()):

@@ -26,7 +26,7 @@ from podrl.learner.pods.trainer import RemoteRollouts
 from podrl.learner.recorder import HostRecorder
 from podrl.rollout.clock import TokenClock
 from podrl.rollout.partial import PartialBatch
-from podrl.rollout.points import Points
+from podrl.rollout.token_budget import TokenBudget
 from podrl.rundir.leases import Lease, LeaseClient, LeaseServer, cut, evaluation
 from podrl.rundir.profiler import Profiler
 from podrl.rundir.step_barrier import StepBarrier
@@ -134,7 +134,7 @@ class Sampler:
 
     def __call__(self, prompts: Prompts, policy: Policy, step: int) -> Experience:
         making = self.begin(prompts, step)
-        self.play([(making, Points())], policy)
+        self.play([(making, TokenBudget())], policy)
         return self.finish(making, policy)
 
     def begin(self, prompts, step, partial=None):
@@ -143,10 +143,10 @@ class Sampler:
         return types.SimpleNamespace(prompts=prompts, step=step, player=player, drawn=drawn)
 
     def play(self, makings, policy, *, halt=None, on_ended=lambda: None):
-        for making, points in makings:
+        for making, budget in makings:
             for (p, g), versions in making.drawn.items():
                 left = length(making.step, p, g) - len(versions)
-                versions += [policy.version] * (left if points.quantum is None else min(left, points.quantum))
+                versions += [policy.version] * (left if budget.quantum is None else min(left, budget.quantum))
 
     def finish(self, making, policy):
         versions = list(making.drawn.values())

@@ -47,7 +47,7 @@ def samples_of(prompts: Prompts, completions: list[str]) -> Rollouts:
 class Cluster:
     """An engine of another system: it returns given texts, first greedy ones, then sampled ones."""
 
-    partner = reward_model = None
+    env_client = reward_model = None
     config = types.SimpleNamespace(rollout=lambda: RolloutConfig(max_tokens_to_generate=LIMIT), rollout_engine=object)
 
     def __init__(self, greedy, sampled):

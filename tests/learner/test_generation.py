@@ -32,7 +32,7 @@ def prompts(count):
 class Engine:
     """An engine whose samples are three tokens: prompt, member and temperature; it records its requests."""
 
-    reward_model = partner = None
+    reward_model = env_client = None
 
     def __init__(self, failed=()):
         self.asked: list[tuple[list[int], int]] = []

@@ -35,7 +35,7 @@ LIMIT, PROMPT, STEP = 5, 2, 9
 class Engine:
     """An engine that draws samples of random lengths, stop reasons and versions; some samples are empty."""
 
-    reward_model = partner = None
+    reward_model = env_client = None
 
     def __init__(self, rng):
         self._rng = rng

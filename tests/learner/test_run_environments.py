@@ -154,4 +154,4 @@ def test_a_run_from_python_trains_on_turns(kind, tmp_path):
         assert record["environment"] == pytest.approx(sum(turn["reward"] for turn in turns))
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["episode/given_tokens"] > 0 and 1 <= metrics["env/length"] <= 6
-    assert cluster.partner is None
+    assert cluster.env_client is None

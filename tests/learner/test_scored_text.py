@@ -31,7 +31,7 @@ def given(completion, said, own):
     """Returns the arguments that reward functions get for a sample: `completions` and fields."""
     generator: Any = object.__new__(Generator)
     tokenizer = types.SimpleNamespace(decode=lambda ids: own)
-    generator._cluster = types.SimpleNamespace(partner=object(), tokenizer=tokenizer)
+    generator._cluster = types.SimpleNamespace(env_client=object(), tokenizer=tokenizer)
     added = []
     generator._end(types.SimpleNamespace(add=lambda *a: added.append(a)), 0, 0, completion, said, [1, 2])
     return added[0][1:]

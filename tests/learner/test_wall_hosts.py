@@ -84,7 +84,7 @@ class Sampler:
         return types.SimpleNamespace(player=Player(prompts, step, partial), step=step)
 
     def play(self, makings, policy, *, halt, on_ended):
-        rows = [(m.player, g, points.hold(g, m.player.tracks[g].sampled)) for m, points in makings for g in range(G)]
+        rows = [(m.player, g, budget.limit(g, m.player.tracks[g].sampled)) for m, budget in makings for g in range(G)]
         while rows and not halt():
             time.sleep(self._pace.choice([0.0, 0.001, 0.003]))
             for row in list(rows):

@@ -19,10 +19,10 @@ from podrl.engine.config import Sampling
 from podrl.environments.config import EnvironmentConfig
 from podrl.environments.journal import Files, Journal
 from podrl.environments.workers import EnvironmentFailure, Episodes
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.integrity import faults
 from podrl.rollout.partial import of_tracks
-from podrl.rollout.points import Points
+from podrl.rollout.token_budget import TokenBudget
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Policy, Prompts
 from podrl.view.runs import branches
 from podrl.workers.user_code import Limits
@@ -154,14 +154,14 @@ def play(serving, tmp_path):
         worker, policy = serving._worker, serving._policy
         config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:{name}", **settings)
         with Episodes(config, Limits(), journal=None) as host:
-            worker.partner = Partner(host, Dialogue(serving._tokenizer), clock=clock)
+            worker.env_client = EnvironmentClient(host, Dialogue(serving._tokenizer), clock=clock)
             try:
                 player = worker.player(prompts, group_size=4, step=1, sampling=Sampling(max_new=response))
                 for _ in worker.advance(policy, [(player, quantum)]):
                     pass
                 return worker.rows(player, 0.0)
             finally:
-                worker.partner = None
+                worker.env_client = None
 
     return run
 
@@ -279,9 +279,9 @@ def test_windows_of_conversations_are_the_same_in_a_run_that_is_killed_at_every_
     S, K = 3, 4
     batches = [dataclasses.replace(asked_once(serving), index_P=np.asarray([b])) for b in range(NEWEST + 1)]
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
-        partner = Partner(host, Dialogue(serving._tokenizer))
+        env_client = EnvironmentClient(host, Dialogue(serving._tokenizer))
         run = (serving._worker, of_versions(serving, NEWEST + 1), batches, Sampling(max_new=100))
-        how = {"S": S, "quantum": K, "calls": calls, "partner": lambda: partner}
+        how = {"S": S, "quantum": K, "calls": calls, "env_client": lambda: env_client}
         whole, killed = in_windows(*run, **how), in_windows(*run, **how, restarts=range(1, NEWEST + 1))
     for b, (mine, theirs) in enumerate(zip(whole, killed, strict=True)):
         for name in ("tokens_BT", "piece_BT", "mask_BT", "raw_logprob_BT", "version_BT", "turn_reward_BT", "stop_B"):
@@ -309,7 +309,7 @@ def test_an_agent_that_asks_otherwise_after_a_kill_is_named_and_goes_on_from_its
     how = {"group_size": 4, "step": 3, "sampling": Sampling(max_new=100)}
     policies = of_versions(serving, 3)
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Chance"), Limits(), journal=None) as host:
-        worker.partner = Partner(host, Dialogue(serving._tokenizer))
+        worker.env_client = EnvironmentClient(host, Dialogue(serving._tokenizer))
         try:
             before = worker.player(prompts, **how)
             for _ in worker.advance(policies[1], [(before, 8)]):
@@ -321,7 +321,7 @@ def test_an_agent_that_asks_otherwise_after_a_kill_is_named_and_goes_on_from_its
                 pass
             rollouts = worker.rows(after, 0.0)
         finally:
-            worker.partner = None
+            worker.env_client = None
     assert "asks otherwise (after request 1)" in caplog.text
     assert not faults(rollouts, step=3, max_staleness=2)
     assert part.rows["count_B"].tolist() == [8] * 4 and (part.rows["version_X"] == 1).all()
@@ -336,7 +336,7 @@ def test_an_agent_that_is_lost_by_the_wall_clock_has_no_tokens(play):
     rollouts = play("Hangs", clock="wall", deadline_s=1.0)
     assert (rollouts.stop_B == STOP_DEADLINE).tolist() == [True, False, False, False]
     assert rollouts.mask_BT.any(axis=1).tolist() == [False, True, True, True]
-    repeated = play("Hangs", clock="wall", quantum=Points(late={0: 0}, repeated=True), deadline_s=1.0)
+    repeated = play("Hangs", clock="wall", quantum=TokenBudget(late={0: 0}, repeated=True), deadline_s=1.0)
     assert (repeated.stop_B == rollouts.stop_B).all()
     for lost in (rollouts.episodes[0], repeated.episodes[0]):
         assert {**lost, "seconds": 0.0} == {"turns": [], "metrics": {}, "seconds": 0.0}
@@ -360,8 +360,8 @@ def test_by_the_wall_clock_a_killed_run_trains_each_prompt_once_and_asks_no_agen
         files = Files(directory / "outside")
         config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:Chance")
         with Episodes(config, Limits(), journal=Journal(files, exact=False)) as host:
-            partner = Partner(host, Dialogue(serving._tokenizer), clock="wall")
-            given = {"S": 2, "partner": lambda: partner, **more}
+            env_client = EnvironmentClient(host, Dialogue(serving._tokenizer), clock="wall")
+            given = {"S": 2, "env_client": lambda: env_client, **more}
             found, saved = made(serving._worker, policies, batches, Sampling(max_new=100), directory, **given)
         files.close()
         for step, batch in found.items():
@@ -400,7 +400,7 @@ def test_finished_conversations_are_whole_in_a_checkpoint_and_open_ones_begin_ag
     worker, policy, prompts = serving._worker, serving._policy, asked_once(serving)
     how = {"group_size": 4, "step": 1, "sampling": Sampling(max_new=100)}
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Waits"), Limits(), journal=None) as host:
-        worker.partner = Partner(host, Dialogue(serving._tokenizer), clock="wall")
+        worker.env_client = EnvironmentClient(host, Dialogue(serving._tokenizer), clock="wall")
         try:
             before = worker.player(prompts, **how)
             for _ in worker.advance(policy, [(before, None)], halt=lambda: len(before.done) == 3):
@@ -413,7 +413,7 @@ def test_finished_conversations_are_whole_in_a_checkpoint_and_open_ones_begin_ag
                 pass
             rollouts = worker.rows(after, 0.0)
         finally:
-            worker.partner = None
+            worker.env_client = None
     assert [sample["track"] is None for sample in part.samples] == [True, False, False, False]
     assert not faults(rollouts, step=1, max_staleness=1) and (rollouts.piece_BT.max(axis=1) == 1).all()
     for b, episode in before.done.items():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from podrl.engine.config import Sampling
 from podrl.environments.protocol import FULL
 from podrl.environments.workers import EpisodeEnd, EpisodeObservation
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.players import Pace
 from podrl.types import STOP_CALLS, STOP_DEADLINE, STOP_ENV, STOP_EOS, STOP_LENGTH, BatchError
 
@@ -105,12 +105,12 @@ def play(tight, policy, prompts_of):
 
     def run(script, lengths=(20, 3, 11), *, group_size=3, seed=None, sampling=None, host=Scripted):
         host = host(script, seed)
-        tight.partner = Partner(host, Words())
+        tight.env_client = EnvironmentClient(host, Words())
         try:
             sampling = sampling or Sampling(max_new=12)
             return tight.generate(policy, prompts_of(lengths), group_size=group_size, step=1, sampling=sampling), host
         finally:
-            tight.partner = None
+            tight.env_client = None
 
     return run
 
@@ -289,4 +289,4 @@ def test_a_reward_before_any_turn_is_refused(tight, play):
 
     with pytest.raises(BatchError, match=r"sample 0 of prompt 0 gave the reward 1 before the model's first turn"):
         play(hasty)
-    assert tight.partner is None
+    assert tight.env_client is None

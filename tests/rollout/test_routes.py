@@ -25,9 +25,9 @@ from podrl.mesh.build import parse_mesh
 from podrl.models import decoder, moe
 from podrl.models.config import LoraConfig
 from podrl.models.hf_config import config_from_hf
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.partial import of_tracks
-from podrl.rollout.points import Points
+from podrl.rollout.token_budget import TokenBudget
 from podrl.storage.hub import EMBEDDED
 from podrl.trainer.objective import Forward
 from podrl.trainer.pack_shape import PackShape
@@ -359,7 +359,7 @@ def chats(tiny_on, tight_config, tmp_path, asked):
 def test_every_branch_of_an_agent_has_the_routes_it_was_computed_with(tiny_on, tight_config, tmp_path, asked):
     chatty, worker, prompts, tokenizer = chats(tiny_on, tight_config, tmp_path, asked)
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
-        worker.partner = Partner(host, Dialogue(tokenizer))
+        worker.env_client = EnvironmentClient(host, Dialogue(tokenizer))
         player = worker.player(prompts, group_size=2, step=1, sampling=Sampling(max_new=100))
         for _ in worker.advance(Policy(chatty.params, 0), [(player, None)]):
             pass
@@ -384,7 +384,7 @@ def test_branches_that_windows_cut_keep_their_routes_in_a_run_that_is_killed(tin
     policies = [Policy(chatty.make_params(version), version) for version in (1, 2)]
     how = {"group_size": 2, "step": 3, "sampling": Sampling(max_new=100)}
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:
-        worker.partner = Partner(host, Dialogue(tokenizer))
+        worker.env_client = EnvironmentClient(host, Dialogue(tokenizer))
 
         def drawn(*, kill):
             player = worker.player(prompts, **how)
@@ -411,7 +411,7 @@ def test_an_agent_that_asks_less_after_a_kill_keeps_the_routes_of_its_tokens(tin
     (tmp_path / "agents.py").write_text(f"{AGENTS}{_LESS.replace('RAN', str(tmp_path / 'ran'))}")
     how = {"group_size": 2, "step": 3, "sampling": Sampling(max_new=100)}
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Less"), Limits(), journal=None) as host:
-        worker.partner = Partner(host, Dialogue(tokenizer))
+        worker.env_client = EnvironmentClient(host, Dialogue(tokenizer))
         player = worker.player(prompts, **how)
         for _ in worker.advance(Policy(chatty.params, 1), [(player, 8)]):
             pass
@@ -475,16 +475,16 @@ def test_a_record_of_an_agent_by_the_wall_clock_has_the_routes_of_its_tokens(tin
     (tmp_path / "agents.py").write_text(f"{AGENTS}{_WILD.replace('RAN', str(tmp_path / 'ran'))}")
     config = EnvironmentConfig(environment=f"{tmp_path}/agents.py:Wild")
 
-    def drawn(points, *, pauses):
+    def drawn(budget, *, pauses):
         files = Files(tmp_path / "outside")
         with Episodes(config, Limits(), journal=Journal(files, exact=False)) as host:
-            worker.partner = Partner(host, Dialogue(tokenizer), clock="wall")
+            worker.env_client = EnvironmentClient(host, Dialogue(tokenizer), clock="wall")
             player = worker.player(prompts, group_size=2, step=2, sampling=Sampling(max_new=100))
             begun = lambda: min(episode.track is not None and len(episode.track.tokens) for episode in of) > 1  # noqa: E731
             of = list(player._episodes.values())
             for version in (1, 2) if pauses else (2,):
                 halt = begun if version == 1 else None
-                for _ in worker.advance(Policy(chatty.params, version), [(player, points)], halt=halt):
+                for _ in worker.advance(Policy(chatty.params, version), [(player, budget)], halt=halt):
                     pass
             files.close()
             return worker.rows(player, 0.0)
@@ -494,7 +494,7 @@ def test_a_record_of_an_agent_by_the_wall_clock_has_the_routes_of_its_tokens(tin
     pieces = 2 + one.piece_BT.max(axis=1).sum()
     unknown = check_replayed(chatty, one, PackShape(micro_batches=1, rows=pieces, tokens=160, shards=1))
     assert unknown == pieces - 2  # the last tokens; a branch that was cut went on, so its last token was computed
-    again = drawn(Points(repeated=True), pauses=False)
+    again = drawn(TokenBudget(repeated=True), pauses=False)
     assert (tmp_path / "ran").read_text() == "xx"  # no program ran again
     for name in ("tokens_BT", "piece_BT", "mask_BT", "version_BT", "raw_logprob_BT", "route_BTX", "stop_B"):
         np.testing.assert_array_equal(getattr(one, name), getattr(again, name), err_msg=name)

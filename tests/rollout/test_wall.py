@@ -20,12 +20,12 @@ from podrl.environments.workers import EpisodeEnd
 from podrl.learner.experience import join
 from podrl.rollout.batches import BatchMaker
 from podrl.rollout.clock import WallClock, in_sessions, sessions_of
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.group_player import GroupPlayer, OwnGroup
 from podrl.rollout.journal import NAME, WallJournal, runs_of
 from podrl.rollout.partial import join as join_parts
 from podrl.rollout.partial import join_prompts, of_message, of_tracks, take_prompts
-from podrl.rollout.points import Points
+from podrl.rollout.token_budget import TokenBudget
 from podrl.runtime.message import decode, encode
 from podrl.runtime.watchdog import Watchdog
 from podrl.storage import sealed_lines
@@ -51,7 +51,7 @@ class Maker:
         left, taken, rows = self._clock.randint(0, 3), [0], []
 
         def add():
-            rows.extend((making.player, points) for making, points in makings[len(rows) :])
+            rows.extend((making.player, budget) for making, budget in makings[len(rows) :])
 
         def halted():
             stops = halt()  # halt() may open groups
@@ -88,7 +88,7 @@ class Interrupted(Maker):
             left -= 1
             asked = itertools.count()
             halted = functools.partial(self._heard, asked, self._clock.randint(1, 3))
-            for _ in self._worker.advance(policy, [(m.player, points) for m, points in makings], halt=halted):
+            for _ in self._worker.advance(policy, [(m.player, budget) for m, budget in makings], halt=halted):
                 on_ended()
         super().play(makings, policy, halt=halt, on_ended=on_ended)
 
@@ -140,7 +140,7 @@ def made(
     clock=0,
     begin=None,
     until=LAST,
-    partner=lambda: None,
+    env_client=lambda: None,
     maker=Maker,
     replaced=0,
 ):
@@ -150,7 +150,7 @@ def made(
       The batches by step, and the content of a checkpoint after each step.
     """
     directory.mkdir(exist_ok=True)
-    worker.partner = partner()
+    worker.env_client = env_client()
     thread = ThreadPoolExecutor(1)
     run = types.SimpleNamespace(watchdog=Watchdog(60.0))
     clock_of = WallClock(WallJournal(directory), S, str(directory), replaced=replaced)
@@ -174,7 +174,7 @@ def made(
         wall.closing()
         thread.shutdown()
         wall.close()
-        worker.partner = None
+        worker.env_client = None
     return found, saved
 
 
@@ -243,10 +243,10 @@ def test_sessions_within_one_version_are_repeated(tight, policies, batches, tmp_
     sampling = Sampling(max_new=40, stop_ids=(17, 250))
     seeds = iter(range(9))
 
-    def partner():
-        return Partner(Scripted(dialogue_of, next(seeds)), Words()) if answered else None
+    def env_client():
+        return EnvironmentClient(Scripted(dialogue_of, next(seeds)), Words()) if answered else None
 
-    more = {"S": 2, "partner": partner}
+    more = {"S": 2, "env_client": env_client}
     whole, _ = made(tight, policies, batches, sampling, tmp_path / "one", **more, clock=3, maker=Interrupted)
     assert_whole(whole, 2)
     journal = WallJournal(tmp_path / "one")
@@ -276,10 +276,10 @@ def test_a_killed_run_goes_on_without_losing_a_prompt(tight, policies, batches, 
     sampling, S = Sampling(max_new=30, stop_ids=(17, 250)), 2
     seeds = iter(range(100))
 
-    def partner():
-        return Partner(Scripted(dialogue_of, next(seeds)), Words()) if answered else None
+    def env_client():
+        return EnvironmentClient(Scripted(dialogue_of, next(seeds)), Words()) if answered else None
 
-    more = {"S": S, "partner": partner}
+    more = {"S": S, "env_client": env_client}
     for killed, saved_after in [(2, 1), (4, 2), (4, 4), (6, 3)]:
         directory = tmp_path / f"{killed}-{saved_after}"
         lived, saved = made(tight, policies, batches, sampling, directory, clock=killed, until=killed, **more)
@@ -366,13 +366,13 @@ def test_samples_out_of_time_are_so_again(tight, policies, batches, tmp_path):
     more = {"S": 2, "clock": 1}
     sampling = Sampling(max_new=30, stop_ids=(17, 250))
     play = functools.partial(made, tight, policies, batches, sampling, **more)
-    whole, _ = play(tmp_path / "one", partner=lambda: Partner(Scripted(late), Words()))
+    whole, _ = play(tmp_path / "one", env_client=lambda: EnvironmentClient(Scripted(late), Words()))
     stops = np.concatenate([batch.rollouts.stop_B for batch in whole.values()])
     drawn = np.concatenate([batch.rollouts.mask_BT.any(axis=1) for batch in whole.values()])
     assert (drawn & (stops == STOP_DEADLINE)).any() and (~drawn & (stops == STOP_DEADLINE)).any()
     (tmp_path / "two").mkdir()
     shutil.copy(tmp_path / "one" / NAME, tmp_path / "two")
-    assert_equal(whole, play(tmp_path / "two", partner=lambda: Partner(Scripted(dialogue_of), Words()))[0])
+    assert_equal(whole, play(tmp_path / "two", env_client=lambda: EnvironmentClient(Scripted(dialogue_of), Words()))[0])
 
 
 def test_a_failure_ends_the_waits_for_all(tight, policies, batches, tmp_path):
@@ -419,16 +419,17 @@ def test_runs_and_points_of_a_sample():
     group = {"runs": [[[2, 3], [4, 5]], [], [[3, 7]]], "tokens": [5, 0, 8], "late": [1, 2]}
     found = [list(in_sessions([("a", sessions_of(group, version))])) for version in (1, 2, 3, 4)]
     assert [[name for name, _ in session] for each in found for session in each] == [["a"]] * 4
-    found = [points for each in found for [(_, points)] in each]
-    assert [points.recorded for points in found] == [{0: 0, 2: 0}, {0: 3, 2: 0}, {0: 3}, {}]
-    assert [points.late for points in found] == [{1: 0}, {1: 0}, {1: 0, 2: 8}, {1: 0, 2: 8}]
+    found = [budget for each in found for [(_, budget)] in each]
+    assert [budget.recorded for budget in found] == [{0: 0, 2: 0}, {0: 3, 2: 0}, {0: 3}, {}]
+    assert [budget.late for budget in found] == [{1: 0}, {1: 0}, {1: 0, 2: 8}, {1: 0, 2: 8}]
     broken = {"runs": [[[2, 3], [2, 6], [4, 9]], [[2, 5]], [[2, 1], [2, 2], [2, 4]]], "tokens": [9, 5, 4], "late": [2]}
     found = list(in_sessions([("a", sessions_of(group, 2)), ("b", sessions_of(broken, 2))]))
     assert [[name for name, _ in session] for session in found] == [["a", "b"], ["b"], ["b"]]
     found = [session[-1][1] for session in found]
-    assert [points.recorded for points in found] == [{0: 3, 2: 1}, {0: 6, 2: 2}, {0: 6}]
-    assert [points.late for points in found] == [{}, {}, {2: 4}]
-    assert Points(4, {1: 8}).hold(0, 5) == 9 and Points(4, {1: 8}).hold(1, 5) == 8 and Points().hold(2, 5) is None
+    assert [budget.recorded for budget in found] == [{0: 3, 2: 1}, {0: 6, 2: 2}, {0: 6}]
+    assert [budget.late for budget in found] == [{}, {}, {2: 4}]
+    budget = TokenBudget(4, {1: 8})
+    assert budget.limit(0, 5) == 9 and budget.limit(1, 5) == 8 and TokenBudget().limit(2, 5) is None
 
 
 def test_partial_samples_keep_what_was_said_of_their_group(tight, policies, batches, tmp_path):

@@ -14,10 +14,10 @@ from podrl.engine.config import RolloutConfig, Sampling
 from podrl.learner.experience import share_of
 from podrl.rollout.batches import BatchMaker
 from podrl.rollout.clock import TokenClock
-from podrl.rollout.episodes import Partner
+from podrl.rollout.episodes import EnvironmentClient
 from podrl.rollout.group_player import TokenGroup
 from podrl.rollout.partial import PartialBatch, cut, join, of_message
-from podrl.rollout.points import Points
+from podrl.rollout.token_budget import TokenBudget
 from podrl.runtime.message import decode, encode
 from podrl.runtime.watchdog import Watchdog
 from podrl.trainer.objective import Forward
@@ -60,9 +60,9 @@ def experience_of(rollouts):
     return Experience(rollouts, np.zeros((0, len(none_B))), none_B, none_B, 0.0, {}, none_B.astype(np.int32))
 
 
-def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=None, partner=lambda: None):
+def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=None, env_client=lambda: None):
     """Returns the batches of a loop with staleness S; after the steps in `restarts` another process goes on."""
-    worker.partner = partner()
+    worker.env_client = env_client()
     thread, run = ThreadPoolExecutor(1), types.SimpleNamespace(watchdog=Watchdog(60.0))
     settings = RolloutConfig(window_tokens=quantum, steps_per_dispatch=4, max_tokens_to_generate=44)
     lengths = TokenClock(settings, staleness=S)
@@ -73,7 +73,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
         windows.publish(policies[step])
         if step in restarts:
             pending = [again(batch.complete()) for batch in flying]
-            lengths, worker.partner = TokenClock(settings, staleness=S), partner()
+            lengths, worker.env_client = TokenClock(settings, staleness=S), env_client()
             windows = BatchMaker(Maker(worker, sampling, calls), thread, run, lengths)
             flying = windows.resume(step, pending)
             windows.publish(policies[step])
@@ -82,7 +82,7 @@ def made(worker, policies, batches, sampling, *, S, quantum, restarts=(), calls=
             submitted += 1
         found.append(flying.pop(0).result().rollouts)
     thread.shutdown()
-    worker.partner = None
+    worker.env_client = None
     return found
 
 
@@ -202,14 +202,14 @@ def test_windows_of_samples_that_are_answered(tight, policies, batches, calls):
     sampling, S, K = Sampling(max_new=30), 3, 8
     hosts = itertools.count()
 
-    def partner(seed=None):
-        return Partner(Scripted(dialogue_of, None if seed is None else seed + next(hosts)), Words())
+    def env_client(seed=None):
+        return EnvironmentClient(Scripted(dialogue_of, None if seed is None else seed + next(hosts)), Words())
 
     more = {"S": S, "quantum": K, "calls": calls}
-    whole = made(tight, policies, batches, sampling, **more, partner=partner)
-    late = made(tight, policies, batches, sampling, **more, partner=lambda: partner(5))
+    whole = made(tight, policies, batches, sampling, **more, env_client=env_client)
+    late = made(tight, policies, batches, sampling, **more, env_client=lambda: env_client(5))
     restarted = made(
-        tight, policies, batches, sampling, **more, partner=lambda: partner(17), restarts=range(1, LAST + 1)
+        tight, policies, batches, sampling, **more, env_client=lambda: env_client(17), restarts=range(1, LAST + 1)
     )
     for other in (late, restarted):
         for mine, theirs in zip(whole, other, strict=True):
@@ -247,7 +247,7 @@ def test_a_batch_of_several_hosts_is_cut_for_as_many_or_others(tight, policies, 
             batches[first], data_state=b"there", fields={"answer": ["1", "2", "3"]}, text=["a", "b", "c"]
         )
         group = TokenGroup(share, first, 7, False, None, maker.begin(share, 7), quantum=8)
-        maker.play([group.row(Points(8))], policies[0])
+        maker.play([group.row(TokenBudget(8))], policies[0])
         parts.append(dataclasses.replace(group.part(7), longest=[31]))
     whole = again(join(parts))
     assert whole.prompts.text == ["a", "b", "c"] * 2 and whole.prompts.fields["answer"] == ["1", "2", "3"] * 2

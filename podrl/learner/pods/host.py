@@ -89,7 +89,7 @@ class HostRollouts:
         self._policy: Policy | None = None  # the policy on the rollout mesh; used on the rollout thread only
         self._replica = ReplicaHead(pod, stops=run.stop) if pod.seat.hosts.replica > 1 else None
         if self._replica is not None and cluster.generates:
-            cluster.rollout.tell = self._replica.tell
+            cluster.rollout.broadcast = self._replica.broadcast
         pod.channel.serve("rows", self._rows)
 
     def enter(self) -> Mapping[str, Any]:
@@ -118,7 +118,7 @@ class HostRollouts:
             self._leases.reached(step)
         self._barrier.agree(step)
         if self._replica is not None:
-            self._replica.tell("step", (step, self._run.profiler.planned))
+            self._replica.broadcast("step", (step, self._run.profiler.planned))
         needed_step = self._barrier.needed_step
         self._player.await_orders(step, self._barrier.orders, needed_step)
         _drop_before(needed_step, self._offered, self._pod)
@@ -136,7 +136,7 @@ class HostRollouts:
     def _leave(self) -> None:
         """Ends this host and its replica after a stop signal; other hosts take over its groups."""
         if self._replica is not None:
-            self._replica.tell("leave", ())
+            self._replica.broadcast("leave", ())
         self._pod.quit("it was asked to stop, and the job goes on without it", EXIT_PREEMPTED)
         self._pod.await_end(_LAST_WORDS_S)
 
@@ -184,7 +184,7 @@ class HostRollouts:
             self._closed = True
         self._player.close()
         if self._replica is not None:
-            self._replica.tell("end", (self._at,))
+            self._replica.broadcast("end", (self._at,))
 
     # Leases.
 
@@ -230,7 +230,7 @@ class HostRollouts:
 
     def _move(self, step: int, in_place: bool) -> Policy:
         if self._replica is not None:
-            self._replica.tell("move", (step, in_place))
+            self._replica.broadcast("move", (step, in_place))
         self._policy = self._cluster.sync_weights(step, in_place=in_place)
         return self._policy
 

@@ -1,12 +1,14 @@
-"""Points: how many tokens the samples of a request may draw in a session before they leave it."""
+"""TokenBudget: how many tokens the samples of a request may draw in one session of the engine."""
 
 import dataclasses
 from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
-class Points:
-    """The tokens at which the samples of a request leave a session, to continue in another.
+class TokenBudget:
+    """The number of tokens that each sample of a request may draw in a session before it leaves the session.
+
+    A sample that has not ended then continues in a later session.
 
     Attributes:
       quantum: number of tokens that each sample may draw in the session; None for all its remaining tokens.
@@ -25,16 +27,16 @@ class Points:
     urgent: bool = True
     repeated: bool = False
 
-    def hold(self, b: int, sampled: int) -> int | None:
+    def limit(self, b: int, sampled: int) -> int | None:
         """Returns the number of sampled tokens at which sample `b` leaves the session; None for never.
 
         Args:
           b: row of the sample.
-          sampled: number of tokens it has sampled so far.
+          sampled: number of tokens that the sample has sampled so far.
         """
         return self.recorded.get(b, None if self.quantum is None else sampled + self.quantum)
 
 
-def points(quantum: "int | Points | None") -> Points:
-    """Makes points from a plain quantum; samples without a quantum (None) are urgent. Returns points unchanged."""
-    return Points(quantum, urgent=quantum is None) if quantum is None or isinstance(quantum, int) else quantum
+def as_budget(quantum: "int | TokenBudget | None") -> TokenBudget:
+    """Makes a budget from a plain quantum; samples without a quantum (None) are urgent. Returns a budget unchanged."""
+    return TokenBudget(quantum, urgent=quantum is None) if quantum is None or isinstance(quantum, int) else quantum
