@@ -296,7 +296,7 @@ def defaults(cls: type) -> dict[str, Any]:
             continue
         value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # pyright: ignore[reportCallIssue]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            values[field.name] = merge(defaults(type(value)), _given(dataclasses.asdict(value)))
+            values[field.name] = merge(defaults(type(value)), _without_none(dataclasses.asdict(value)))
         elif value is None:
             choices = [type(c) for t in typing.get_args(hints[field.name]) for c in typing.get_args(t)]
             simple = [t for t in (*typing.get_args(hints[field.name]), *choices) if t in (int, float, str, bool)]
@@ -306,10 +306,10 @@ def defaults(cls: type) -> dict[str, Any]:
     return values
 
 
-def _given(values: Mapping[str, object]) -> dict[str, object]:
+def _without_none(values: Mapping[str, object]) -> dict[str, object]:
     """Removes the values that are None, also in nested groups."""
-    given = {key: value for key, value in values.items() if value is not None}
-    return {key: _given(value) if isinstance(value, Mapping) else value for key, value in given.items()}
+    present = {key: value for key, value in values.items() if value is not None}
+    return {key: _without_none(value) if isinstance(value, Mapping) else value for key, value in present.items()}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,8 +329,8 @@ def check(value: object, hint: object, key: str) -> Any:
     """
     options = _options(hint)
     for option in options:
-        done, result = _try(value, option, key)
-        if done:
+        ok, result = _try(value, option, key)
+        if ok:
             return result
     raise ValueError(f"{key}={value!r} must be {_names(options)}.")
 
@@ -424,15 +424,15 @@ def described(hint: object) -> str:
 def _names(options: typing.Iterable[object], many: bool = False) -> str:
     """Describes a hint in words: 'a number in [0, 1] or None', "'a', 'b' or 'c'"; in the plural if `many`."""
     a, s = ("", "s") if many else ("a ", "")
-    said: list[str] = []
+    kinds: list[str] = []
     for option in options:
         if (limits := _range_of(option)) is not None:
-            said.append(f"{a}{'whole ' if typing.get_args(option)[0] is int else ''}number{s} in {limits}")
+            kinds.append(f"{a}{'whole ' if typing.get_args(option)[0] is int else ''}number{s} in {limits}")
         elif typing.get_origin(option) is typing.Literal:
-            said += [repr(value) for value in typing.get_args(option)]
+            kinds += [repr(value) for value in typing.get_args(option)]
         elif typing.get_origin(option) is tuple:
-            said.append(f"{a}list{s} of {_names(_options(typing.get_args(option)[0]), many=True)}")
+            kinds.append(f"{a}list{s} of {_names(_options(typing.get_args(option)[0]), many=True)}")
         else:
             words = {str: f"text{s}", bool: "True or False", type(None): "None"}
-            said.append(words.get(option) or getattr(option, "__name__", str(option)))
-    return f"{', '.join(said[:-1])} or {said[-1]}" if len(said) > 1 else said[0]
+            kinds.append(words.get(option) or getattr(option, "__name__", str(option)))
+    return f"{', '.join(kinds[:-1])} or {kinds[-1]}" if len(kinds) > 1 else kinds[0]

@@ -84,9 +84,9 @@ def main(argv: Sequence[str]) -> int:
         # Functions that cannot be loaded, and programs that cannot be isolated, are refused before anything is sampled.
         with Rewards(config) if config.fns else contextlib.nullcontext() as rewards:
             acts = bool({arg.partition("=")[0] for arg in rest} & {"--program", "--env"})
-            asks = {name: getattr(args, name) or value for name, value in fields_of_run(args.model).items()}
-            rest = [*rest, f"--question_field={asks['question_field']}"]
-            score = Scoring(rewards, config, args.right, args.n, acts=acts, **asks)
+            fields = {name: getattr(args, name) or value for name, value in fields_of_run(args.model).items()}
+            rest = [*rest, f"--question_field={fields['question_field']}"]
+            score = Scoring(rewards, config, args.right, args.n, acts=acts, **fields)
             records = {name: score.read(path) for name, path in sets.items()}
             if not any(arg.partition("=")[0] == "--stop" for arg in rest):
                 rest += [f"--stop={text}" for text in stop_strings(models.values())]
@@ -182,18 +182,18 @@ def _sets(text: str) -> dict[str, str]:
     return sets
 
 
-def reward_config(fns: str, given: Sequence[str]) -> RewardConfig:
+def reward_config(fns: str, arguments: Sequence[str]) -> RewardConfig:
     """Reads the settings of reward functions from the command line.
 
     Args:
       fns: names of the functions, separated by commas; '' for none.
-      given: arguments of the form --config.reward.KEY=VALUE.
+      arguments: arguments of the form --config.reward.KEY=VALUE.
 
     Raises:
       ValueError: a key does not exist or has no use here, or does not take its value.
     """
     values: dict[str, Any] = {"fns": tuple(fns.split(",")) if fns else ()}
-    for arg in given:
+    for arg in arguments:
         if not fns:
             raise ValueError(f"{arg} sets reward functions, and there are none: name them in --fns.")
         key, equals, text = arg.removeprefix(_SETTING).partition("=")
@@ -246,20 +246,20 @@ def _scored(
     found = {}
     for one, prompts in sets.items():
         out = args.out / f"{one}.{name}.jsonl"
-        given = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
+        command = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
         if (
             not args.fns
             and not any(arg.startswith(("--system_prompt", "--program")) for arg in rest)
-            and not generate.asked_as(directory)
+            and not generate.prompt_settings_of(directory)
         ):
             # This prompt asks for the tags in which the accuracies look for the answer.
-            given.append(f"--system_prompt={SYSTEM_PROMPT}")
-        if generate.main([*given, f"--devices={args.devices}"]):
+            command.append(f"--system_prompt={SYSTEM_PROMPT}")
+        if generate.main([*command, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed; see the error above.")
         # Reads bytes, because str.splitlines would also cut at characters such as U+2028 within a text.
         lines = map(json.loads, out.read_bytes().splitlines())
-        told = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]
-        found[one] = (score(told), [str(record.get(args.by, "")) for record in told])
+        completed = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]
+        found[one] = (score(completed), [str(record.get(args.by, "")) for record in completed])
     return found
 
 
@@ -286,7 +286,7 @@ def fields_of_run(path: str) -> dict[str, str]:
     """
     own = _settings_of_run(path, "data")
     if own is None:
-        own = generate.asked_as(path)
+        own = generate.prompt_settings_of(path)
     defaults = {"question_field": shape.QUESTION, "answer_field": shape.ANSWER}
     return {name: own.get(name) or default for name, default in defaults.items()}
 
@@ -347,8 +347,8 @@ class Scoring:
         self._question, self._answer = question_field, answer_field
 
     def _fields(self, record: shape.Record) -> dict[str, Any]:
-        asks = self._question if self._question in record else shape.QUESTION
-        return shape.fields(record, asks, self._answer)
+        question_field = self._question if self._question in record else shape.QUESTION
+        return shape.fields(record, question_field, self._answer)
 
     def read(self, path: str) -> Sequence[shape.Record]:
         """Reads the records of a set.
@@ -362,17 +362,17 @@ class Scoring:
         source = generate.read_prompts(path, self._question)
         records = [source[i] for i in range(len(source))]
         # Fields that functions may take although records lack them.
-        given = {"sample_text": ""} | ({"turns": "", "model_text": ""} if self._acts else {})
-        fields_of = sources.make_all(source, lambda record: given | self._fields(record))
-        asked = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
+        optional = {"sample_text": ""} | ({"turns": "", "model_text": ""} if self._acts else {})
+        fields_of = sources.make_all(source, lambda record: optional | self._fields(record))
+        tasks = [(source.place(i), fields) for i, fields in enumerate(fields_of)]
         lacks = [
             f"{place} lacks {self._answer!r} (it has {', '.join(record)})"
-            for (place, fields), record in zip(asked, records, strict=True)
+            for (place, fields), record in zip(tasks, records, strict=True)
             if "answer" not in fields
         ]
         if self._rewards is not None:
             self._rewards.check_answers([(lacks[0], ())] if lacks else [])
-            self._rewards.check_fields(asked, (), set[str]().union(*(fields for _, fields in asked)))
+            self._rewards.check_fields(tasks, (), set[str]().union(*(fields for _, fields in tasks)))
         elif lacks and not self._acts:
             raise ValueError(f"{lacks[0]}: give it, name it by --answer_field, or --fns=FUNCTION.")
         return records
@@ -393,31 +393,31 @@ class Scoring:
         completions = [one for record in records for one in record["completions"]]
         texts = [one["text"] for one in completions]
         own = [without_outputs(text) for text in texts]
-        asked = [self._fields({k: v for k, v in record.items() if k != "completions"}) for record in records]
+        tasks = [self._fields({k: v for k, v in record.items() if k != "completions"}) for record in records]
         size = (len(records), self._n)
-        given = [one.get("reward") for one in completions]
+        rewards = [one.get("reward") for one in completions]
         acted: dict[str, Any] = {}
         # If no episode ended, the accuracies would hide it: every answer would be wrong.
         none_ended = self._acts and all(one.get("stop") == "deadline" for one in completions)
-        if none_ended or any(reward is not None for reward in given):
-            acted["reward"] = np.array([0.0 if reward is None else reward for reward in given])
-            acted["lost"] = np.array([float(reward is None) for reward in given])
+        if none_ended or any(reward is not None for reward in rewards):
+            acted["reward"] = np.array([0.0 if reward is None else reward for reward in rewards])
+            acted["lost"] = np.array([float(reward is None) for reward in rewards])
         if self._rewards is not None:
             fields: dict[str, Any] = {"sample_text": texts}
             if self._acts:  # as in training, episodes add these fields
                 fields |= {"turns": [one.get("turns", []) for one in completions], "model_text": own}
-            scores = self._rewarded(self._rewards, asked, texts, fields)
+            scores = self._rewarded(self._rewards, tasks, texts, fields)
             first = next(iter(scores))
             scores = {"right": (scores[first] >= self._right).astype(float), **scores, **acted}
         elif acted:
             scores = {"right": (acted["reward"] >= self._right) * (1 - acted["lost"]), **acted}
-        elif lacking := [fields for fields in asked if "answer" not in fields]:
+        elif lacking := [fields for fields in tasks if "answer" not in fields]:
             raise ValueError(
                 f"No completion has a reward, and a record lacks 'answer' (it has {', '.join(lacking[0])}): let the "
                 "program return a reward, give the answers, or --fns=FUNCTION."
             )
         else:
-            truths = [fields["answer"] for fields in asked for _ in range(self._n)]
+            truths = [fields["answer"] for fields in tasks for _ in range(self._n)]
             found = [accuracies(text, truth) for text, truth in zip(own, truths, strict=True)]
             scores = {key: np.array([one[key] for one in found]) for key in found[0]}
             scores["right"] = scores.pop("answer")
@@ -429,7 +429,7 @@ class Scoring:
     def _rewarded(
         self,
         rewards: Rewards,
-        asked: Sequence[Mapping[str, Any]],
+        tasks: Sequence[Mapping[str, Any]],
         texts: list[str],
         of_samples: Mapping[str, Sequence[Any]],
     ) -> dict[str, Any]:
@@ -437,15 +437,15 @@ class Scoring:
 
         Args:
           rewards: the reward functions.
-          asked: fields of each record as in training.
+          tasks: fields of each record as in training.
           texts: completions, record by record, n of each.
           of_samples: fields by name, a value for each completion.
 
         Returns:
           Rewards by the name of the function, each (P * G).
         """
-        names = list(dict.fromkeys(key for fields in asked for key in fields))
-        each = [fields for fields in asked for _ in range(self._n)]
+        names = list(dict.fromkeys(key for fields in tasks for key in fields))
+        each = [fields for fields in tasks for _ in range(self._n)]
         fields = {key: [one.get(key) for one in each] for key in names} | dict(of_samples)
         scores = rewards.score([one["question"] for one in each], texts, fields)
         if np.isnan(scores).any():

@@ -105,11 +105,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _generate(args)
     except (ValueError, OSError, ImportError, StorageError) as error:
-        _say(f"podrl.generate: error: {error}")
+        _report(f"podrl.generate: error: {error}")
         return 1
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
@@ -138,7 +138,7 @@ def _generate(args: argparse.Namespace) -> int:
     output = OutputFile(args.out, _settings(args, records, tokenizer.tools_digest), args.n)
     left = [index for index in range(len(records)) if index not in output.done]
     if output.done:
-        _say(f"{output.partial} holds {len(output.done)} of {plural(len(records), 'prompt')}; going on from there.")
+        _report(f"{output.partial} holds {len(output.done)} of {plural(len(records), 'prompt')}; going on from there.")
     if left:
         model, params = hf_load.load(args.model, mesh, dtype)
         longest, new = max(map(len, rows)), args.max_response or args.max_new
@@ -152,15 +152,15 @@ def _generate(args: argparse.Namespace) -> int:
             kv_cache_size=prompt + new,
             lanes=lanes,
         )
-        given = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
-        worker = RolloutWorker(model, mesh, config, seed=args.seed, **given)
-        worker.warm_up(params, _say)
+        tokenizer_settings = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
+        worker = RolloutWorker(model, mesh, config, seed=args.seed, **tokenizer_settings)
+        worker.warm_up(params, _report)
         prompts = _prompts(rows, left, records, tokenizer)
         with _env_client(environment, tokenizer) as worker.env_client:
-            given = {"group_size": args.n, "step": 0, "sampling": sampling, "mode": "eval"}
-            _write(worker.stream(Policy(params, 0), prompts, **given), records, left, output)
+            request = {"group_size": args.n, "step": 0, "sampling": sampling, "mode": "eval"}
+            _write(worker.stream(Policy(params, 0), prompts, **request), records, left, output)
         stats = worker.stats
-        _say(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)")
+        _report(f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / stats.seconds:.0f} tokens/s)")
     output.finish()
     return 0
 
@@ -210,7 +210,7 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def asked_as(model: str | os.PathLike) -> dict[str, Any]:
+def prompt_settings_of(model: str | os.PathLike) -> dict[str, Any]:
     """Reads the settings with which a model's run made prompts from questions, from prompts.json in its directory.
 
     Args:
@@ -229,8 +229,9 @@ def asked_as(model: str | os.PathLike) -> dict[str, Any]:
 def _prompt_settings(args: argparse.Namespace) -> dict[str, str]:
     """Chooses the form of prompts: from the arguments, else as in the model's run, else by the chat template."""
     names = ("system_prompt", "question_field")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"} | asked_as(args.model) | given
+    own = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    default = {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"}
+    return default | prompt_settings_of(args.model) | own
 
 
 def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) -> sources.Records:
@@ -255,8 +256,8 @@ def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) 
 
 def _check_record(record: shape.Record, place: str, question_field: str) -> None:
     """Refuses a record without a prompt, or with a field that the output cannot hold."""
-    asks = question_field if question_field in record else shape.QUESTION
-    shape.check(record, place, asks, remedy="name it by --question_field")
+    name = question_field if question_field in record else shape.QUESTION
+    shape.check(record, place, name, remedy="name it by --question_field")
     if "completions" in record:
         raise ValueError(f"{place} has a field 'completions', which the output's own would replace: rename it.")
     sources.check_json(record, place)
@@ -267,8 +268,8 @@ def _settings(args: argparse.Namespace, records: sources.Records, tools: str = "
     digest = hashlib.sha256()
     for i in range(len(records)):
         digest.update(json.dumps(records[i], sort_keys=True, default=str).encode() + b"\n")
-    given = {name: value for name, value in vars(args).items() if name not in _FREE} | _prompt_settings(args)
-    return json.loads(json.dumps(given | {"prompts": digest.hexdigest(), "tools": tools}, default=str))
+    own = {name: value for name, value in vars(args).items() if name not in _FREE} | _prompt_settings(args)
+    return json.loads(json.dumps(own | {"prompts": digest.hexdigest(), "tools": tools}, default=str))
 
 
 class OutputFile:
@@ -328,7 +329,7 @@ class OutputFile:
             if digest == _digest(rest):
                 self.done[int(index)] = (offset + len(line) - len(record), len(record) + 1)
             else:
-                _say(
+                _report(
                     f"Line {number} of {self.partial} is damaged, or of another version: its prompt is generated again."
                 )
             offset += len(line) + 1
@@ -373,9 +374,9 @@ def _sampling(args: argparse.Namespace) -> Any:
     from podrl.engine.config import Sampling, preset
 
     names = ("temperature", "top_p", "top_k", "min_p")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    given |= {"max_new": args.max_new, "stop_strings": tuple(args.stop)}
-    return preset(args.preset, **given) if args.preset else Sampling(**given)
+    own = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    own |= {"max_new": args.max_new, "stop_strings": tuple(args.stop)}
+    return preset(args.preset, **own) if args.preset else Sampling(**own)
 
 
 def _tokenise(records: sources.Records, tokenizer: Any, args: argparse.Namespace) -> list[list[int]]:

@@ -202,8 +202,8 @@ def _check_overrides(argv: Sequence[str], config: ConfigDict) -> None:
             if not isinstance(group, ConfigDict) or key not in group:
                 known = list(group) if isinstance(group, ConfigDict) else []
                 where = ".".join(["config", *path.split(".")[:i]])
-                if gone := former(path):
-                    raise ValueError(f"{where} has no key {key!r}: {gone}")
+                if removed := former(path):
+                    raise ValueError(f"{where} has no key {key!r}: {removed}")
                 hint = "" if i else other_section(key, config.algorithm)
                 hint = hint or elsewhere(key, config.to_dict(), "config.") or nearest(key, known)
                 raise ValueError(f"{where} has no key {key!r}.{hint}")

@@ -138,9 +138,9 @@ def replay(
         _launch(scratch, again, [*values, *flags], lambda: step - 1 in complete_steps(again / "checkpoints"))
     source = again if start < step - 1 else run
     both = {scratch / "unchanged": (), scratch / "changed": changes}
-    for workdir, given in both.items():
-        _prepare(source, workdir, step - 1, _changed(config, given))
-        settings = [*values, "--config.log.trace=updates", *(f"--config.{change}" for change in given)]
+    for workdir, own_changes in both.items():
+        _prepare(source, workdir, step - 1, _changed(config, own_changes))
+        settings = [*values, "--config.log.trace=updates", *(f"--config.{change}" for change in own_changes)]
         _launch(scratch, workdir, [*settings, *flags], functools.partial(_done, workdir, step))
     return ReplayedStep(start, recorded, _of_step(scratch / "changed", step) or {}, _tokens(*both, step=step))
 
@@ -229,21 +229,21 @@ def _changed(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any
     Raises:
       ValueError: a change is not of this form, or the configuration has no such key.
     """
-    made = json.loads(json.dumps(config))
+    changed = json.loads(json.dumps(config))
     for change in changes:
-        key, given, text = change.partition("=")
+        key, equals, text = change.partition("=")
         *groups, name = key.split(".")
-        section = made
+        section = changed
         for group in groups:
             section = section.get(group) if isinstance(section, dict) else None
-        if not given or not isinstance(section, dict) or name not in section:
+        if not equals or not isinstance(section, dict) or name not in section:
             raise ValueError(f"--change={change} must be KEY=VALUE of a key that the run's configuration has.")
         try:
             value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
         except ValueError:
             value = text
         section[name] = float(value) if isinstance(section[name], float) and isinstance(value, int) else value
-    return made
+    return changed
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -145,4 +145,4 @@ def test_an_export_knows_how_its_run_put_questions(tmp_path):
     assert export._prompts(data | {"system_prompt": "X", "sources": [{"system_prompt": ""}]}) == asked
     assert export._prompts(data | {"sources": [{"system_prompt": "A"}, {"system_prompt": "B"}]}) is None
     (tmp_path / PROMPTS_FILE).write_text(json.dumps(asked))
-    assert generate.asked_as(tmp_path) == asked and generate.asked_as(tmp_path / "elsewhere") == {}
+    assert generate.prompt_settings_of(tmp_path) == asked and generate.prompt_settings_of(tmp_path / "elsewhere") == {}

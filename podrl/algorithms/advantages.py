@@ -49,8 +49,8 @@ def by_group(estimate: Callable[..., Groups], group_B: GroupIndex, *values_B: Fl
     order_B = np.concatenate([rows_PG.ravel() for rows_PG in sizes])
     if len(sizes) == 1 and np.array_equal(order_B, np.arange(size)):  # the order of podrl's engine: a reshape is enough
         return estimate(*(values.reshape(sizes[0].shape) for values in values_B)).reshape(-1)
-    made = [estimate(*(values[rows_PG] for values in values_B)).reshape(-1) for rows_PG in sizes]
-    return xp.concatenate(made)[np.argsort(order_B)]
+    advantages = [estimate(*(values[rows_PG] for values in values_B)).reshape(-1) for rows_PG in sizes]
+    return xp.concatenate(advantages)[np.argsort(order_B)]
 
 
 def _centred(reward_PG: Groups, baseline_PG: Groups) -> Groups:

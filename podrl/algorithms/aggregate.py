@@ -76,8 +76,8 @@ def canonical_mode(mode: str, *, key: str = "grpo.loss_agg_mode", dialect: str =
         others = sorted({name for names in DIALECTS.values() for name in names})
         raise ValueError(f"{key}={mode!r} is not an aggregation mode: use one of {', '.join((*MODES, *others))}.")
     if len(set(meanings.values())) > 1:
-        told = ", ".join(f"{meaning!r} ({whose})" for whose, meaning in meanings.items())
-        raise ValueError(f"{key}={mode!r} has more than one meaning: say which of {told}.")
+        choices = ", ".join(f"{meaning!r} ({whose})" for whose, meaning in meanings.items())
+        raise ValueError(f"{key}={mode!r} has more than one meaning: say which of {choices}.")
     return next(iter(meanings.values()))
 
 

@@ -56,10 +56,10 @@ def with_observations(loss: PolicyLossFn):
         logprob_BT: Float[Array, "B T"], entropy_BT: Float[Array, "B T"], rows: ObservedRows
     ) -> tuple[Ratio, dict[str, Ratio]]:
         found, metrics = loss(logprob_BT, entropy_BT, rows.policy)
-        given_BT = (rows.weight_BT > 0).astype(logprob_BT.dtype)
-        nll_BT = -masked(logprob_BT, given_BT)
+        observed_BT = (rows.weight_BT > 0).astype(logprob_BT.dtype)
+        nll_BT = -masked(logprob_BT, observed_BT)
         total = jnp.sum(rows.weight_BT * nll_BT)
-        told = jax.lax.stop_gradient(token_mean(nll_BT, given_BT))
-        return Ratio(found.total + rows.scale * total, found.count), {**metrics, "echo/nll": told}
+        mean_nll = jax.lax.stop_gradient(token_mean(nll_BT, observed_BT))
+        return Ratio(found.total + rows.scale * total, found.count), {**metrics, "echo/nll": mean_nll}
 
     return joined

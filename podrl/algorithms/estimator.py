@@ -205,7 +205,7 @@ class AdvantageEstimator:
         counted_BT = keep_BT | ~keep_BT.any(axis=1, keepdims=True)
         reward_B = xp.where(counted_BT, reward_BT, 0.0).sum(axis=1)
         if self.own is not None:
-            advantage_B = self._given(reward_B, keep_BT.sum(axis=1), group_B)
+            advantage_B = self._call_own(reward_B, keep_BT.sum(axis=1), group_B)
             return xp.where(keep_BT, advantage_B[:, None], 0.0)
         group = {"group_B": group_B, "singleton": settings.singleton}
         scale = {"scale": settings.advantage_scale, "eps": settings.advantage_eps}
@@ -231,7 +231,7 @@ class AdvantageEstimator:
                 advantage_B = advantages.pass_at_k(reward_B, group_B=group_B, **scale)
         return xp.where(keep_BT, advantage_B[:, None], 0.0)
 
-    def _given(self, reward_B: Any, length_B: Any, group_B: advantages.GroupIndex) -> Any:
+    def _call_own(self, reward_B: Any, length_B: Any, group_B: advantages.GroupIndex) -> Any:
         """Calls the user's function, once for all groups of one size, and returns an advantage per sample.
 
         Raises:
@@ -242,13 +242,13 @@ class AdvantageEstimator:
 
         def estimate(reward_PG: Any, length_PG: Any) -> Any:
             xp, (P, G) = namespace(reward_PG), reward_PG.shape
-            made_PG = xp.asarray(own(reward_PG, length_PG=length_PG), reward_PG.dtype)
-            if made_PG.size != reward_PG.size or not bool(xp.isfinite(made_PG).all()):
+            advantage_PG = xp.asarray(own(reward_PG, length_PG=length_PG), reward_PG.dtype)
+            if advantage_PG.size != reward_PG.size or not bool(xp.isfinite(advantage_PG).all()):
                 raise ValueError(
-                    f"{self.settings.section}.advantage_estimator={self.kind} returned shape {made_PG.shape} with "
-                    f"{int((~xp.isfinite(made_PG)).sum())} values that are not finite: it must return a finite number "
-                    f"for each of {P} prompts x {G} samples."
+                    f"{self.settings.section}.advantage_estimator={self.kind} returned shape {advantage_PG.shape} with "
+                    f"{int((~xp.isfinite(advantage_PG)).sum())} values that are not finite: it must return a finite "
+                    f"number for each of {P} prompts x {G} samples."
                 )
-            return made_PG
+            return advantage_PG
 
         return advantages.by_group(estimate, group_B, reward_B, length_B)

@@ -573,7 +573,7 @@ class PolicyLoss:
         bounds = {"epsilon_low": settings.low, "epsilon_high": settings.high}
         if self.own is not None:
             context = dict(zip(CONTEXT, where, strict=True))
-            return surrogates.given(self.own(*policy, **context), *policy[:2])
+            return surrogates.of_token_losses(self.own(*policy, **context), *policy[:2])
         match settings.kind:
             case "clip":
                 return surrogates.clip(*policy, **bounds, epsilon_c=settings.epsilon_c)

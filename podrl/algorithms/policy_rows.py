@@ -59,8 +59,8 @@ class PolicyRows:
     def clean(self) -> "PolicyRows":
         """Sets the values of masked tokens to 0, and their lengths to 1, so that no NaN enters the arithmetic."""
         names = [f.name for f in dataclasses.fields(self) if f.name.endswith("_BT")]
-        given = {name: getattr(self, name) for name in names if name != "mask_BT"}
-        values = {name: masked(x_BT, self.mask_BT) for name, x_BT in given.items() if x_BT is not None}
+        columns = {name: getattr(self, name) for name in names if name != "mask_BT"}
+        values = {name: masked(x_BT, self.mask_BT) for name, x_BT in columns.items() if x_BT is not None}
         values["length_BT"] = jnp.where(self.mask_BT.astype(bool), self.length_BT, jnp.ones((), self.length_BT.dtype))
         return dataclasses.replace(self, **values)
 

@@ -51,7 +51,7 @@ def token_ratio(logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B
     return jnp.exp(jnp.clip(logprob_BT - old_logprob_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def given(
+def of_token_losses(
     loss_BT: Float[Array, "B T"], logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"]
 ) -> Surrogate:
     """Makes a Surrogate of token losses from a user's function, with no token marked as clipped."""

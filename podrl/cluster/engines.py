@@ -34,8 +34,8 @@ def check_engine(engine: str | type) -> None:
     if isinstance(engine, str) and ":" not in engine:
         known = ", ".join(map(repr, ENGINES))
         raise ValueError(f"rollout.engine={engine!r} must be {known}, 'file.py:Class' or 'package.module:Class'.")
-    made = engine_class(engine)
-    if lacks := [name for name in _METHODS if not callable(getattr(made, name, None))]:
+    instance = engine_class(engine)
+    if lacks := [name for name in _METHODS if not callable(getattr(instance, name, None))]:
         raise ValueError(
             f"rollout.engine={engine!r} lacks {', '.join(lacks)}: an engine is a class with the methods of "
             "podrl.rollout.interface.RolloutEngine."

@@ -74,7 +74,7 @@ def read(folder: str | pathlib.Path, size: str) -> tuple[ModelConfig, dict]:
     unknown = []
     for name, path in sorted(by_name.items()):
         layer = _LAYER.fullmatch(name)
-        takes = _MADE.get(layer[2] if layer else name)
+        takes = _CONVERSIONS.get(layer[2] if layer else name)
         if takes is None:
             unknown.append(name)
             continue
@@ -101,7 +101,7 @@ def convert(checkpoint: str | pathlib.Path, size: str, out: str | pathlib.Path, 
     if model is None:
         raise ValueError(f"There is no {' or '.join(map(str, places))}: give Kaggle's file as --tokenizer=FILE.")
     config, params = read(checkpoint, size)
-    told = {
+    tokenizer_config = {
         "tokenizer_class": "GemmaTokenizer",
         "add_bos_token": True,
         "bos_token": "<bos>",
@@ -110,7 +110,10 @@ def convert(checkpoint: str | pathlib.Path, size: str, out: str | pathlib.Path, 
         "added_tokens_decoder": _turn_marks(model),
         "chat_template": CHAT_TEMPLATE,
     }
-    files = {"tokenizer.model": model.read_bytes(), "tokenizer_config.json": json.dumps(told, indent=2).encode()}
+    files = {
+        "tokenizer.model": model.read_bytes(),
+        "tokenizer_config.json": json.dumps(tokenizer_config, indent=2).encode(),
+    }
     hf_save.save(out, config, params, dtype=jnp.bfloat16, extra_files=files)
 
 
@@ -186,8 +189,8 @@ def _gates(both: np.ndarray, config: ModelConfig) -> dict[str, np.ndarray]:
     return {name: part.T if turned else part for name, part in zip(("gate", "up"), both, strict=True)}
 
 
-_Made = Callable[[np.ndarray, ModelConfig], Mapping[str, np.ndarray]]
-_MADE: Mapping[str, _Made] = {
+_Conversion = Callable[[np.ndarray, ModelConfig], Mapping[str, np.ndarray]]
+_CONVERSIONS: Mapping[str, _Conversion] = {
     "embedder/input_embedding": lambda embed, config: {"embed": embed[: config.vocab_size]},
     "final_norm/scale": lambda scale, config: {"final_norm": scale},
     "attn/q_einsum/w": lambda w_NDH, config: {"q": w_NDH.transpose(1, 0, 2)},

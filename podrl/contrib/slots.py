@@ -378,14 +378,16 @@ class SlotEngine:
           (state, all pages of the prompt, the last of which has room for one more token).
         """
         engine = self._prefiller
-        C, given = engine.shape.page_tokens, tokens_T[:-1]
+        C, context_T = engine.shape.page_tokens, tokens_T[:-1]
         prior = [(block.index, block.start, block.count) for block in blocks]
-        new = [Page(len(blocks) + j, start + j * C, min(C, len(given) - j * C)) for j in range(-(-len(given) // C))]
+        new = [
+            Page(len(blocks) + j, start + j * C, min(C, len(context_T) - j * C)) for j in range(-(-len(context_T) // C))
+        ]
         targets = [page.index for page in new]
-        chunks = [cut_chunks(engine.shape, x, given, start, prior, targets) for x in range(engine.shards)]
+        chunks = [cut_chunks(engine.shape, x, context_T, start, prior, targets) for x in range(engine.shards)]
         blocks = [*blocks, *new]
         if not new or new[-1].count == C:
-            blocks.append(Page(len(blocks), start + len(given), 0))
+            blocks.append(Page(len(blocks), start + len(context_T), 0))
         device = Device(engine, state, params)
         run_chunks(device, chunks)
         return device.state, blocks

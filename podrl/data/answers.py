@@ -104,8 +104,8 @@ def of_record(
     before = _turns_before(record, answers[0], render)
     whole = [[*before, *_as_turns(answer)] for answer in answers]
     first = len(before) or _shared(whole)
-    made = [turns(messages, tokenizer, limit, tools=record.get("tools"), first=first) for messages in whole]
-    return [example if isinstance(example, TooLong) else _ended(example) for example in made]
+    examples = [turns(messages, tokenizer, limit, tools=record.get("tools"), first=first) for messages in whole]
+    return [example if isinstance(example, TooLong) else _ended(example) for example in examples]
 
 
 def check(record: Mapping[str, Any], names: Sequence[str], data: DataConfig) -> str:

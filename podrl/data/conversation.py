@@ -28,7 +28,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the fiel
 # Largest number of characters of a turn's header, of the text between the header and the turn's words, and of its end
 # mark.
 _MOST = 256
-_ASK = {"role": "user", "content": "ask"}  # question that is put before a turn if the template demands one
+_QUESTION = {"role": "user", "content": "ask"}  # question that is put before a turn if the template demands one
 
 
 def render(
@@ -88,18 +88,18 @@ def parts(
         for i, before, span in zip(turns[1:], spans, spans[1:], strict=False):
             if span.start < before.end:
                 raise writing.fault(i, "writes this turn so that it overlaps the turn before it")
-    made, shown, whole = [], 0, writing.whole
+    text_parts, end, whole = [], 0, writing.whole
     for span in spans:
-        made.append(TextPart(whole[shown : span.start]))
-        made.append(TextPart(whole[span.start : span.end], learned=True))
-        shown = span.end
-    if spans and spans[-1].open and shown == len(whole) and turns[-1] == len(messages) - 1:
-        made[-1] = made[-1]._replace(ends=True)
-    made.append(TextPart(whole[shown:]))
-    learned = "".join(part.text for part in made if part.learned)
+        text_parts.append(TextPart(whole[end : span.start]))
+        text_parts.append(TextPart(whole[span.start : span.end], learned=True))
+        end = span.end
+    if spans and spans[-1].open and end == len(whole) and turns[-1] == len(messages) - 1:
+        text_parts[-1] = text_parts[-1]._replace(ends=True)
+    text_parts.append(TextPart(whole[end:]))
+    learned = "".join(part.text for part in text_parts if part.learned)
     if any(_thoughts(messages[i]) not in learned for i in turns):
-        _say_dropped(str(tokenizer.directory))
-    return [part for part in made if part.text or part.ends]
+        _warn_dropped(str(tokenizer.directory))
+    return [part for part in text_parts if part.text or part.ends]
 
 
 def _thoughts(message: Message) -> str:
@@ -110,7 +110,7 @@ def _thoughts(message: Message) -> str:
 
 
 @functools.cache
-def _say_dropped(directory: str) -> None:
+def _warn_dropped(directory: str) -> None:
     """Warns, once per model directory, that thoughts in the data are not learned."""
     _log.warning(
         "The chat template of %s leaves thoughts of the data out of its text, so they are not learned: see "
@@ -147,7 +147,7 @@ class _Writing:
         # A word that occurs in no message, so it is found in a rendering exactly where the template wrote its field.
         self._word = next(word for n in range(len(key)) if (word := f"zq{n}x") not in key)
         fault: ValueError | None = None
-        for self.messages in _forms([_given(message) for message in messages]):
+        for self.messages in _forms([_normalized(message) for message in messages]):
             try:
                 self.whole = self.write(self.messages, add_generation_prompt=False)
                 self._check_written()
@@ -160,10 +160,10 @@ class _Writing:
         if tools and self.whole == tokenizer.apply_chat_template(self.messages, add_generation_prompt=False, tools=()):
             others = _json([message.get("content") for message in messages if message["role"] != "assistant"])
             names = [str(_function(tool).get("name", "")) for tool in tools]
-            if lost := [name for name in names if name not in others]:
+            if missing := [name for name in names if name not in others]:
                 raise ValueError(
                     f"The chat template of {tokenizer.directory} ignores 'tools', and no message names "
-                    f"{', '.join(lost)}: describe them in a system message, or leave 'tools' out."
+                    f"{', '.join(missing)}: describe them in a system message, or leave 'tools' out."
                 )
 
     def fault(self, i: int, why: str) -> ValueError:
@@ -239,7 +239,7 @@ class _Writing:
     def _header(self) -> str:
         """The text that a generation prompt adds after a question: the opening of the assistant's turn."""
         try:
-            question, prompt = (self.write([_ASK], add_generation_prompt=opens) for opens in (False, True))
+            question, prompt = (self.write([_QUESTION], add_generation_prompt=opens) for opens in (False, True))
         except ValueError:
             return ""
         return prompt[_shared(question, prompt) :]
@@ -249,7 +249,7 @@ class _Writing:
         try:
             self.write(self.messages[:i], add_generation_prompt=True)
         except ValueError:
-            return [*self.messages[:i], _ASK]
+            return [*self.messages[:i], _QUESTION]
         return self.messages[:i]
 
     def _headers(self, before: Sequence[Message], prompt: str) -> Mapping[int, str]:
@@ -379,9 +379,11 @@ class _Writing:
         The mark is the special token that ends the turn, or the last one of adjacent tokens that end it. It is '' if
         the template writes no mark, and None if the template refuses a conversation of a question and an answer.
         """
-        messages = [_ASK, {"role": "assistant", "content": self._word}]
+        messages = [_QUESTION, {"role": "assistant", "content": self._word}]
         try:
-            last, earlier = (self.write(turns, add_generation_prompt=False) for turns in (messages, [*messages, _ASK]))
+            last, earlier = (
+                self.write(turns, add_generation_prompt=False) for turns in (messages, [*messages, _QUESTION])
+            )
         except ValueError:
             return None, ""
         last, earlier = (text.partition(self._word)[2] for text in (last, earlier))
@@ -421,13 +423,13 @@ class _Writing:
                 raise self.fault(i, "writes the arguments of its call as text within text")
 
 
-def _given(message: Message) -> Message:
+def _normalized(message: Message) -> Message:
     """Copies a message without empty calls and None fields, with its thoughts under both names that templates use."""
-    kept = _without_none(message)
-    if calls := kept.pop("tool_calls", None):
-        kept["tool_calls"] = [_with(_without_none(call), _without_none(_function(call))) for call in calls]
-    thoughts = next((kept[name] for name in _REASONING if name in kept), None)
-    return kept if thoughts is None else {"thinking": thoughts, **kept, "reasoning_content": thoughts}
+    fields = _without_none(message)
+    if calls := fields.pop("tool_calls", None):
+        fields["tool_calls"] = [_with(_without_none(call), _without_none(_function(call))) for call in calls]
+    thoughts = next((fields[name] for name in _REASONING if name in fields), None)
+    return fields if thoughts is None else {"thinking": thoughts, **fields, "reasoning_content": thoughts}
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -452,8 +454,8 @@ def _formed(message: Message, read: Any, blank: Message) -> Message:
         _with(call, {**_function(call), "arguments": read(_function(call).get("arguments"))})
         for call in message["tool_calls"]
     ]
-    kept = {name: value for name, value in message.items() if name != "content" or value}
-    return {**blank, **kept, "tool_calls": calls}
+    fields = {name: value for name, value in message.items() if name != "content" or value}
+    return {**blank, **fields, "tool_calls": calls}
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -470,11 +472,11 @@ def _called(call: Mapping[str, Any], word: str) -> Mapping[str, Any]:
     if "arguments" in function:
         arguments = {f"{word}k": f"{word}v"}
         function["arguments"] = _text(arguments) if isinstance(function["arguments"], str) else arguments
-    made = dict(_with(call, function))
+    call_fields = dict(_with(call, function))
     name = _function(call).get("name")
-    if isinstance(made.get("id"), str) and name:  # Kimi's template writes a call's name only as part of its id
-        made["id"] = made["id"].replace(name, function["name"])
-    return made
+    if isinstance(call_fields.get("id"), str) and name:  # Kimi's template writes a call's name only as part of its id
+        call_fields["id"] = call_fields["id"].replace(name, function["name"])
+    return call_fields
 
 
 def _object(arguments: Any) -> Any:

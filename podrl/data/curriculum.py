@@ -119,13 +119,13 @@ class ChosenStream(Stream[Item], Generic[Item]):
             number = start + walk.next()
             if is_taken(number):
                 continue
-            made = self.item(number)
-            if not isinstance(made, TooLong):
+            item = self.item(number)
+            if not isinstance(item, TooLong):
                 for placeholder in too_long:
                     self._pass_over(placeholder)
-                return number, made
+                return number, item
             self._long[part].add(number)
-            too_long.append(made)
+            too_long.append(item)
             if len(too_long) == MOST_IN_A_ROW:
                 raise self.unfit(MOST_IN_A_ROW)
         # The walk goes back to its start position. A run that knows all records that are too long never begins this

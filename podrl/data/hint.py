@@ -9,7 +9,7 @@ from podrl.runtime import plain
 
 TEACHER_PROMPT = "teacher_prompt"  # field of a prompt with the token ids that its teacher reads in place of the prompt
 _SLOT = re.compile(r"\{(\w+)\}")
-_ASKED = "prompt"  # name of the slot that stands for the text of the question
+_QUESTION_SLOT = "prompt"  # name of the slot that stands for the text of the question
 
 
 def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, question_field: str) -> shape.Record:
@@ -40,13 +40,13 @@ def with_hint(record: shape.Record, fields: Mapping[str, Any], hint: str, questi
 def _filled(question: str, fields: Mapping[str, Any], hint: str) -> str:
     def text(slot: re.Match[str]) -> str:
         name = slot[1]
-        if name == _ASKED:
+        if name == _QUESTION_SLOT:
             return question
         value = fields.get(name)
         # If several answers are right, the field is a list, and the hint names the first answer.
         value = value[0] if isinstance(value, list | tuple) and value else value
         if not shape.is_text(value):
-            named = ", ".join((_ASKED, *fields))
+            named = ", ".join((_QUESTION_SLOT, *fields))
             raise ValueError(
                 f"data.hint names {{{name}}}, and it is {value!r} in the record {question[:80]!r}: name a field of "
                 f"text that every record has, such as one of {named}."

@@ -18,20 +18,20 @@ def main() -> None:
 
 def mapped(function: Callable[..., Any], records: list[dict[str, Any]]) -> dict[str, Any]:
     """Applies a function to records: {'records': results}, or {'raised': error, 'record': index of the record}."""
-    made: list[Any] = []
+    results: list[Any] = []
     left = frames.MOST_BYTES // 2  # the other half of a message is room for the JSON around the records
     for i, record in enumerate(records):
         try:
-            made.append(function(record))
-            left -= len(json.dumps(made[-1]))
+            results.append(function(record))
+            left -= len(json.dumps(results[-1]))
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
             return {"raised": explain(error), "record": i}
-        if made[-1] is not None and not isinstance(made[-1], dict):
-            return {"raised": f"it returned {short(made[-1])}, neither a dict nor None", "record": i}
+        if results[-1] is not None and not isinstance(results[-1], dict):
+            return {"raised": f"it returned {short(results[-1])}, neither a dict nor None", "record": i}
         if left < 0:
             more = f"more than {frames.MOST_BYTES // 2} bytes of JSON"
             return {"raised": f"it returned {more} for this record and the {i} before it", "record": i}
-    return {"records": made}
+    return {"records": results}
 
 
 if __name__ == "__main__":

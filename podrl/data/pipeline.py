@@ -128,7 +128,7 @@ class PromptStream(BatchStream[_Task]):
           ValueError: a record or a setting is not allowed.
         """
         opened = split(config)
-        made = cls(
+        pipeline = cls(
             opened.train,
             renderer(config, tokenizer, teachers or {}),
             tokenizer,
@@ -140,8 +140,8 @@ class PromptStream(BatchStream[_Task]):
             curriculum=config.curriculum,
             hint_tokens=hint_tokens,
         )
-        made.groups = config.groups
-        return made
+        pipeline.groups = config.groups
+        return pipeline
 
     @classmethod
     def from_list(
@@ -250,7 +250,7 @@ def _fixed(
 ) -> list[Prompts]:
     """Makes batches of the first `count` prompts that are not too long."""
     limit = Limit(max_prompt_length, "rollout.max_prompt_length", config.long_prompts)
-    tasks = (_tokenise(*made, tokenizer, limit) for made in rendered)
+    tasks = (_tokenise(*prompt, tokenizer, limit) for prompt in rendered)
     fitting = (task for task in tasks if not isinstance(task, TooLong))
     chosen = list(itertools.islice(fitting, count))
     size = batch_size or max(1, len(chosen))
@@ -435,9 +435,9 @@ def replaced_fields(record: Record | Problem, config: DataConfig) -> set[str]:
     """Names the fields of a record that reward functions do not get, because podrl gives their names other values."""
     if not isinstance(record, Mapping):
         return set()
-    read, made = {shape.prompt_field(record, config.question_field), config.answer_field}, task_fields(record, config)
+    read, task = {shape.prompt_field(record, config.question_field), config.answer_field}, task_fields(record, config)
     own = {name for name in (shape.QUESTION, shape.ANSWER) if record.get(name) is not None}
-    return {name for name in own - read if made[name] != record[name]}
+    return {name for name in own - read if task[name] != record[name]}
 
 
 def _listed(item: str | Mapping[str, Any], index: int) -> Mapping[str, Any]:

@@ -87,7 +87,7 @@ class Story:
     def text(self) -> str:
         return " ".join(self.sentences)
 
-    def tell(self, wordings: Sequence[str], **numbers: int) -> None:
+    def add_sentence(self, wordings: Sequence[str], **numbers: int) -> None:
         """Adds a sentence in one of the wordings; `numbers` fill the letters in its braces."""
         self.sentences.append(self._draw.one(wordings).format(**self._words, **numbers))
 
@@ -103,12 +103,12 @@ def _write(draw: RandomDraws) -> WordProblem:
     story, left = Story(draw), draw.one(STEPS)
     if draw.between(0, 3) == 0:
         boxes, each = draw.between(2, 9), draw.between(2, 9)
-        story.tell(BOXES, a=boxes, b=each)
+        story.add_sentence(BOXES, a=boxes, b=each)
         story.compute(boxes, "*", each)
         left -= 1
     else:
         story.value = draw.between(2, LARGEST)
-        story.tell(HAS, a=story.value)
+        story.add_sentence(HAS, a=story.value)
     while left > 1 and not (left == 2 and draw.between(0, 5) == 0):
         _change(draw, story)
         left -= 1
@@ -122,11 +122,11 @@ def _change(draw: RandomDraws, story: Story) -> str:
     gains = value < LARGEST if value < 1 else value < LARGEST and draw.between(0, 1) == 0
     if gains:
         amount = draw.between(1, LARGEST - value)
-        story.tell(GAIN, b=amount)
+        story.add_sentence(GAIN, b=amount)
         story.compute(value, "+", amount)
         return "gain"
     amount = draw.between(1, value)
-    story.tell(LOSE, b=amount)
+    story.add_sentence(LOSE, b=amount)
     story.compute(value, "-", amount)
     return "loss"
 
@@ -135,7 +135,7 @@ def _finish(draw: RandomDraws, story: Story, left: int) -> None:
     """Adds the last `left` steps (0, 1 or 2) and the question to the story."""
     value = story.value
     if left == 0:
-        story.tell(NOW[:1])
+        story.add_sentence(NOW[:1])
         return
     if left == 2:
         if value < 1 or 2 * value + 1 > LARGEST:
@@ -143,8 +143,8 @@ def _finish(draw: RandomDraws, story: Story, left: int) -> None:
             _finish(draw, story, 1)
             return
         more = draw.between(1, LARGEST - 2 * value)
-        story.tell(MORE, b=more)
-        story.tell(_TOGETHER)
+        story.add_sentence(MORE, b=more)
+        story.add_sentence(_TOGETHER)
         story.compute(value, "+", more)
         story.compute(value, "+", story.value)
         return
@@ -152,25 +152,25 @@ def _finish(draw: RandomDraws, story: Story, left: int) -> None:
     kind = draw.one(("change", "change", "change", "more", "fewer", "twice", "share"))
     if kind == "more" and value < LARGEST:
         more = draw.between(1, LARGEST - value)
-        story.tell(MORE, b=more)
-        story.tell(OTHER)
+        story.add_sentence(MORE, b=more)
+        story.add_sentence(OTHER)
         story.compute(value, "+", more)
     elif kind == "fewer" and value > 0:
         fewer = draw.between(1, value)
-        story.tell(FEWER, b=fewer)
-        story.tell(OTHER)
+        story.add_sentence(FEWER, b=fewer)
+        story.add_sentence(OTHER)
         story.compute(value, "-", fewer)
     elif kind == "twice" and 2 * value <= LARGEST:
-        story.tell(_TWICE)
-        story.tell(OTHER)
+        story.add_sentence(_TWICE)
+        story.add_sentence(OTHER)
         story.compute(value, "*", 2)
     elif kind == "share" and divisors:
         parts = draw.one(divisors)
-        story.tell(_SHARE, b=parts)
-        story.tell(_EACH)
+        story.add_sentence(_SHARE, b=parts)
+        story.add_sentence(_EACH)
         story.compute(value, "/", parts)
     else:
-        story.tell(LEFT if _change(draw, story) == "loss" else NOW)
+        story.add_sentence(LEFT if _change(draw, story) == "loss" else NOW)
 
 
 GENERATOR = ProblemGenerator(_write)

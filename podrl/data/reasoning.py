@@ -55,10 +55,10 @@ class ReasoningGym:
 
     def distinct(self, count: int) -> Iterator[Record]:
         """Yields the first `count` held-out problems with different questions; fewer, with a warning, if it has few."""
-        held, seen = self.source("held_out"), set[str]()
-        last = min(len(held), _LOOKED_AT * count)
+        held_out, seen = self.source("held_out"), set[str]()
+        last = min(len(held_out), _LOOKED_AT * count)
         for start in range(0, last, _AT_ONCE):
-            for record in held.several(range(start, min(start + _AT_ONCE, last))):
+            for record in held_out.several(range(start, min(start + _AT_ONCE, last))):
                 if record["question"] not in seen:
                     seen.add(record["question"])
                     yield record
@@ -93,10 +93,10 @@ class ReasoningProblems(Records):
           ValueError: reasoning-gym is not installed, has no such dataset, does not take its arguments, or wrote no
             problem in time; the message names the key to change.
         """
-        asked = {"name": self._dataset.path.removeprefix(PREFIX), "arguments": dict(self._dataset.arguments)}
-        asked |= {"seed": self._dataset.seed, "size": self._dataset.size, "split": self._split}
+        request = {"name": self._dataset.path.removeprefix(PREFIX), "arguments": dict(self._dataset.arguments)}
+        request |= {"seed": self._dataset.seed, "size": self._dataset.size, "split": self._split}
         try:
-            reply = _process().call("records", {**asked, "indices": list(indices)}, _DEADLINE_S)
+            reply = _process().call("records", {**request, "indices": list(indices)}, _DEADLINE_S)
         except (LateWorkerError, DiedError) as error:
             raise ValueError(
                 f"{self._dataset.path} wrote no problem: {error} Some datasets write data.size={self._dataset.size} "

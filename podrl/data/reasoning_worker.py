@@ -95,9 +95,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _answer(given: dict[str, Any]) -> dict[str, Any]:
+def _answer(arguments: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"records": records(**given)}
+        return {"records": records(**arguments)}
     except ValueError as error:
         return {"refused": str(error)}
     except Exception as error:  # noqa: BLE001 - the parent shows the traceback in its own error
@@ -106,7 +106,7 @@ def _answer(given: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
-    child.serve(lambda fn, spec: {}, lambda fn, given: _answer(given))
+    child.serve(lambda fn, spec: {}, lambda fn, arguments: _answer(arguments))
 
 
 if __name__ == "__main__":

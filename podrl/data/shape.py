@@ -27,17 +27,17 @@ def normal(record: Record) -> Record:
     that may hold a conversation, ShareGPT's 'from' and 'value' of a turn become 'role' and 'content', and content in
     parts becomes the joined text of the parts. Other forms stay as they are, and `turns_fault` refuses them.
     """
-    made = dict(record)
-    if made.get("messages") is None and isinstance(made.get("conversations"), list):
-        made["messages"] = made.pop("conversations")
-        system = made.get("system")
+    result = dict(record)
+    if result.get("messages") is None and isinstance(result.get("conversations"), list):
+        result["messages"] = result.pop("conversations")
+        system = result.get("system")
         if isinstance(system, str) and system.strip():
-            made["messages"] = [{"role": "system", "content": system}, *made["messages"]]
-            del made["system"]
+            result["messages"] = [{"role": "system", "content": system}, *result["messages"]]
+            del result["system"]
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
-        if isinstance(made.get(name), list):
-            made[name] = normal_turns(made[name])
-    return made
+        if isinstance(result.get(name), list):
+            result[name] = normal_turns(result[name])
+    return result
 
 
 def normal_turns(turns: Sequence[Any]) -> list[Any]:

@@ -394,16 +394,16 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
       ValueError: a key occurs twice.
     """
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         _refuse_twice([name for name, _ in pairs], "keys of an object")
-    return made
+    return fields
 
 
-def _refuse_twice(names: Sequence[str], what: str) -> None:
+def _refuse_twice(names: Sequence[str], noun: str) -> None:
     """Raises ValueError if a name occurs twice, because one of its two values would be lost."""
     if twice := sorted(name for name, count in collections.Counter(names).items() if count > 1):
-        raise ValueError(f"several {what} have the name {', '.join(map(repr, twice))}: each must have its own name")
+        raise ValueError(f"several {noun} have the name {', '.join(map(repr, twice))}: each must have its own name")
 
 
 def _csv(file: epath.Path, one_of: Sequence[str], accept: Check) -> Records:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 # The number of consecutive items that may be too long. A larger number is an error, because skipping through a large
 # source would look like a hang.
 MOST_IN_A_ROW = 10_000
-_TOLD = 1000  # number of records after which a check reports its progress again
+_REPORT_EVERY = 1000  # number of records after which a check reports its progress again
 
 
 class TooLong:
@@ -180,7 +180,7 @@ class Stream(Generic[Item]):
             looked, long = min(most, len(source)), 0
             for i in range(looked):
                 long += isinstance(self.make_item(i, part, i), TooLong)
-                if (i + 1) % _TOLD == 0:
+                if (i + 1) % _REPORT_EVERY == 0:
                     _log.info("%d of %d records%s are checked.", i + 1, looked, f" of {name}" * bool(name))
             if long == self.records:  # the run would find out at its first batch
                 raise self.unfit(2 * long)

@@ -68,7 +68,7 @@ def _write(draw: RandomDraws) -> Sum:
     else:
         story = Story(draw)
         for wordings in draw.one(_STORIES[operator]):
-            story.tell(wordings, a=a, b=b)
+            story.add_sentence(wordings, a=a, b=b)
         question = story.text
     value = {"+": a + b, "-": a - b, "*": a * b}[operator]
     return Sum(question, f"{a}{operator}{b}", str(value))

@@ -28,8 +28,8 @@ FILES = (
 ORDINARY = -1  # stands for any token that is not special
 _ANCHORS = ("\n", "0", ".", "a")  # a continuation is encoded after the first of these that shares no token with it
 _WORD = "zq0x"  # stands for the model's words, or for a call's name, in a rendering that shows how a turn ends
-_ASK = {"role": "user", "content": "ask"}
-_SAID = {"role": "assistant", "content": _WORD}
+_USER_TURN = {"role": "user", "content": "ask"}
+_ASSISTANT_TURN = {"role": "assistant", "content": _WORD}
 _CALLED = {
     "role": "assistant",
     "content": "",
@@ -100,7 +100,7 @@ class Tokenizer:
         self._tokens = self._special_tokens()
         self.tools = tuple(tools)
         self._templates = self._read_templates()
-        turn_ends = [i for turn in (_SAID, _CALLED) if (i := self._end_of(turn)) is not None]
+        turn_ends = [i for turn in (_ASSISTANT_TURN, _CALLED) if (i := self._end_of(turn)) is not None]
         self.eos_ids = self._end_ids(generation, model, turn_ends)
         self.turn_end_id = next(iter(turn_ends), self.eos_ids[0])
         self.bos_id = self._one_id("bos", generation, model)
@@ -390,7 +390,7 @@ class Tokenizer:
 
     def _end_of(self, turn: Message) -> int | None:
         """Returns the id of the mark that the chat template writes after `turn`; None if it writes none."""
-        for before in ([_ASK], [{"role": "system", "content": "be brief"}, _ASK], []):
+        for before in ([_USER_TURN], [{"role": "system", "content": "be brief"}, _USER_TURN], []):
             try:
                 text = self.apply_chat_template([*before, turn], add_generation_prompt=False) if self._templates else ""
             except ValueError:
@@ -398,7 +398,7 @@ class Tokenizer:
             _, found, tail = text.rpartition(_WORD)
             # After a call the template first closes the call, so the mark of the turn is the last one.
             marks = [i for i in self._backend.encode(tail) if self._is_mark(i)] if found else []
-            return next(iter(marks if turn is _SAID else reversed(marks)), None)
+            return next(iter(marks if turn is _ASSISTANT_TURN else reversed(marks)), None)
         return None
 
     def _is_mark(self, token: int) -> bool:

@@ -157,9 +157,9 @@ def _step(
             dropped["length"] += 1
     named = list(step.rename) if step.length is None else [step.length.field]
     if had and (lacks := [name for name in named if name not in had]):
-        what = "rename" if step.length is None else "length"
+        key = "rename" if step.length is None else "length"
         raise ValueError(
-            f"data.sources: {what} names {', '.join(map(repr, lacks))}, which no record of {path} has "
+            f"data.sources: {key} names {', '.join(map(repr, lacks))}, which no record of {path} has "
             f"(they have {', '.join(had)})."
         )
 

@@ -169,15 +169,15 @@ class Engine:
         Args:
           places: number of places per shard; None for `EngineShape.places`.
         """
-        P, made = self.shards * (self.shape.places if places is None else places), []
+        P, shapes = self.shards * (self.shape.places if places is None else places), []
         for m in self._recurrent:
             layers, arrays = (1, m.num_layers) if self.unrolled else (m.num_layers, 1)
             pair = []
             for rest, dtype in zip(delta.memory_shapes(m), (jnp.dtype(jnp.float32), self.dtype), strict=True):
                 shape, axes = (layers, P, *rest), ("layers", "batch", *["norm"] * len(rest))
                 pair.append(jax.ShapeDtypeStruct(shape, dtype, sharding=rules.sharding_for(axes, shape, self.mesh)))
-            made += pair * arrays
-        return tuple(made)
+            shapes += pair * arrays
+        return tuple(shapes)
 
     def _memory_of(self, number: int, index: Array | int) -> tuple[int, Array | int]:
         """Returns the number of a layer's pair in `DecodeState.memories`, and the layer's index in the pair's arrays.
@@ -342,10 +342,10 @@ class Engine:
 
     def _zeros(self, size: Callable[[jax.ShapeDtypeStruct], tuple[int, ...]]) -> tuple[Array, ...]:
         """Makes an array of zeros for each pool, of the shape that `size` returns; keys and values share one array."""
-        made: list[Array] = []
+        arrays: list[Array] = []
         for i, pool in enumerate(self.pools()):
-            made.append(made[-1] if i % 2 else jnp.zeros(size(pool), pool.dtype))
-        return tuple(made)
+            arrays.append(arrays[-1] if i % 2 else jnp.zeros(size(pool), pool.dtype))
+        return tuple(arrays)
 
     def init_state(self) -> DecodeState:
         """Allocates empty pools and lanes on the mesh, in their final sharding."""
@@ -362,10 +362,10 @@ class Engine:
           builds one.
         """
         s, J = self.shape, self.shape.max_pages
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         prepared = jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)),
-            jax.eval_shape(self._prepare, given),
+            jax.eval_shape(self._prepare, abstract),
             self._param_specs(),
         )
         state = jax.tree.map(
@@ -390,7 +390,7 @@ class Engine:
             EngineProgram("restore_memory", self._write_memory, (state, rows(self.shards), *self.memories(1))),
         ]
         return [
-            *([EngineProgram("prepare", self.prepare, (given,))] if self.unrolled else []),
+            *([EngineProgram("prepare", self.prepare, (abstract,))] if self.unrolled else []),
             *prefills,
             EngineProgram("insert", self.bulk_insert, (state, rows(*updates.shape))),
             EngineProgram("generate", self.generate, (prepared, state, rows(self.shards, self.read_shape.size))),
@@ -602,9 +602,9 @@ class Engine:
                         jax.lax.dynamic_slice(m, begin, (1, R, *m.shape[2:]))[0]
                         for m, begin in zip(whole, at, strict=True)
                     )
-                    out, made = delta.mix_one(h_R1D, layer, alike[kind], project, (state, inputs))
+                    out, updated = delta.mix_one(h_R1D, layer, alike[kind], project, (state, inputs))
                     new = []
-                    for m, begin, old, y in zip(whole, at, (state, inputs), made, strict=True):
+                    for m, begin, old, y in zip(whole, at, (state, inputs), updated, strict=True):
                         # A lane that no longer samples keeps its state: a paused sample goes on from it.
                         y = jnp.where(live_R.reshape(R, *[1] * (y.ndim - 1)), y, old)
                         new.append(jax.lax.dynamic_update_slice(m, y[None], begin))
@@ -706,8 +706,8 @@ class Engine:
 
                 def mix(h_BTD: Array, layer: PyTree, project: delta.Project) -> tuple[Array, tuple[Array, Array]]:
                     old, inputs = (self._memory_at(m, place, begins_B) for m in _of_kind(state.memories, pair))
-                    out, made = delta.mix_on(h_BTD, layer, alike[kind], project, (old, inputs), length_B)
-                    new = [m.at[place].set(y) for m, y in zip(_of_kind(learned, pair), made, strict=True)]
+                    out, updated = delta.mix_on(h_BTD, layer, alike[kind], project, (old, inputs), length_B)
+                    new = [m.at[place].set(y) for m, y in zip(_of_kind(learned, pair), updated, strict=True)]
                     return out, (new[0], new[1])
 
                 x, new, route_BTk = decoder.block(x, layer, info, position_BT, alike[kind], mix, routed=self._routed)

@@ -150,7 +150,7 @@ def page_attention(
     rows, pages = sizes.rows, min(sizes.pages(key_LMKCH.dtype), runs.page_U.shape[0])
     q_RKgH = jnp.pad(q_RNH.reshape(R, K, G, H).astype(jnp.float32), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
     limits_2 = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
-    told = (runs.first_R, runs.number_R, runs.lane_UW.reshape(-1), runs.page_U, runs.start_U, runs.count_U)
+    scalars = (runs.first_R, runs.number_R, runs.lane_UW.reshape(-1), runs.page_U, runs.start_U, runs.count_U)
     anywhere, wide = pl.BlockSpec(memory_space=pl.ANY), (W, K, rows, _LANES)
     pair = (2, pages, K, C, H)
     value_RKgH, stats_RKg = pl.pallas_call(
@@ -178,7 +178,7 @@ def page_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM_BYTES),
         name=name,
         interpret=interpret,
-    )(*told, position_R, limits_2, q_RKgH, key_LMKCH, value_LMKCH)
+    )(*scalars, position_R, limits_2, q_RKgH, key_LMKCH, value_LMKCH)
     reads_R = runs.number_R > 0  # the kernel writes nothing for the other lanes: their outputs are uninitialised
     top_RKG = jnp.where(reads_R[:, None, None], stats_RKg[:, :, :G, 0], NEG_INF)
     mass_RKG = jnp.where(reads_R[:, None, None], stats_RKg[:, :, :G, _LANES // 2], 0.0)

@@ -40,10 +40,10 @@ def cut_chunks(
     chunks = []
     for at in range(0, len(tokens), largest):
         part, place = np.asarray(tokens[at : at + largest], np.int32), offset + at
-        held = [(page, start - offset + j * C, min(C, place - j * C)) for j, page in enumerate(pages[: -(-place // C)])]
+        own = [(page, start - offset + j * C, min(C, place - j * C)) for j, page in enumerate(pages[: -(-place // C)])]
         targets = pages[place // C : -(-(place + len(part)) // C)]
         begins = places[1] if chunks else places[0]
-        chunks.append(PrefillChunk(shard, part, start + at, [*prior, *held], targets, place % C, begins, places[1]))
+        chunks.append(PrefillChunk(shard, part, start + at, [*prior, *own], targets, place % C, begins, places[1]))
     return chunks
 
 

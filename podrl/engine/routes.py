@@ -73,11 +73,11 @@ class RouteReader:
         owner.routes = np.zeros((length, width), np.uint8)
         if old is not None:
             owner.routes[: min(len(old), length)] = old[:length]
-        pages = sum(len(held) for name, _, held in stores if name not in self._device.spilled)
+        pages = sum(len(pages_of_store) for name, _, pages_of_store in stores if name not in self._device.spilled)
         if stores and self._used[stores[0][1]] + pages > engine.shape.max_pages:
             self.launch()
-        for name, shard, held in stores:
-            for slot, page in enumerate(held):
+        for name, shard, pages_of_store in stores:
+            for slot, page in enumerate(pages_of_store):
                 # The last token has not been fed to the model, so it has no routes.
                 count = min(page.count, length - 1 - page.start)
                 if count <= 0:

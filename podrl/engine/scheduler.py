@@ -103,15 +103,15 @@ class Scheduler:
           joins: whether these samples prefer a shard with the prompt's pages to the shard with the most free lanes.
         """
         how = (urgent, joins)
-        made = [
+        new = [
             Sample(
                 handle, prompt, length, max_new, expected, max_new, length - 1, TokenStore(("sample", handle, 0)), *how
             )
             for handle, max_new, expected in samples
         ]
-        self.samples.update((s.id, s) for s in made)
-        size = -(-len(made) // pieces)
-        self._pieces.extend(made[i : i + size] for i in range(0, len(made), size))
+        self.samples.update((s.id, s) for s in new)
+        size = -(-len(new) // pieces)
+        self._pieces.extend(new[i : i + size] for i in range(0, len(new), size))
         self._sorted = False
 
     def finish(self, handle: int, *, grown: int, live: bool) -> list[tuple[TokenStore, int, list[int]]]:
@@ -145,14 +145,14 @@ class Scheduler:
         if row.users == 0:
             dropped.append(row.store)
             del shard.prompts[sample.prompt]
-        given = []
+        freed = []
         for store in dropped:
-            held = [] if store.spilled else [s.index for s in store.pages]
-            shard.give(held)
+            pages = [] if store.spilled else [s.index for s in store.pages]
+            shard.give(pages)
             self._give_slot(shard, store)
             store.pages = []
-            given.append((store, shard.index, held))
-        return given
+            freed.append((store, shard.index, pages))
+        return freed
 
     def stores(self, handle: int) -> list[tuple[TokenStore, int]]:
         """Lists the stores that hold a sample's tokens, each with its shard.
@@ -348,9 +348,9 @@ class Scheduler:
         return [store for store in stores if store.pages and not store.spilled]
 
     def _spill(self, shard: _Shard, store: TokenStore, plan: DispatchPlan) -> None:
-        held = [s.index for s in store.pages]
-        plan.spills.append(StoreMove(store, shard.index, held, store.place))
-        shard.give(held)
+        pages = [s.index for s in store.pages]
+        plan.spills.append(StoreMove(store, shard.index, pages, store.place))
+        shard.give(pages)
         self._give_slot(shard, store)
         store.spilled = True
 

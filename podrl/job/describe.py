@@ -234,7 +234,7 @@ def _set_lines(job: Job) -> list[str]:
         samples, most = job.eval.samples if one.samples is None else one.samples, one.problems or job.eval.problems
         drawn = f"greedy and {samples} at temperature {one.temperature:g}" if samples else "greedy"
         often = "" if one.every == 1 else f", in every {one.every}th evaluation, the first and the last"
-        also = split(job.data, job.kind.form).asked_by(split(one.data(job.data)))
+        also = split(job.data, job.kind.form).named_by(split(one.data(job.data)))
         trained = f" Training records with the same question as a record of this set: {also}." if also else ""
         lines.append(
             f"Evaluation set {one.name}: at most {plural(most, 'record')} of {one.path}, {drawn}{often}.{trained}"
@@ -326,8 +326,8 @@ def batch_rows(job: Job, on: Meshes) -> list[list[str]]:
     apart = []
     if on.critic != on.trainer:
         critic = job.pack_shape(on.critic)
-        made = _rows_of(critic)
-        apart = [["micro-batches per update, critic", f"at most {critic.micro_batches}", made]]
+        row = _rows_of(critic)
+        apart = [["micro-batches per update, critic", f"at most {critic.micro_batches}", row]]
     return [
         *set_aside,
         ["prompts per step", f"{prompts}", "rollout.prompts_per_step"],

@@ -216,11 +216,11 @@ def run(
         alike.check_settings(values, pod, 4 * build(LogConfig, values["log"], "config.log").stall_s)
     values = _pinned(values, workdir, pod)
     tools = tools_of_prompts(values, pod)
-    say = make_console(quiet=pod is not None and not pod.leads).print
-    with announce_if_long("Reading the configuration, and the data for its longest prompt ...", say):
+    log = make_console(quiet=pod is not None and not pod.leads).print
+    with announce_if_long("Reading the configuration, and the data for its longest prompt ...", log):
         job = parse(with_prompt_length(values, tools))
     check_models(job, _loads(pod))
-    with announce_if_long("Reading the files that the job names ...", say):
+    with announce_if_long("Reading the files that the job names ...", log):
         files = alike.facts(job)
     if pod is not None:
         alike.check_files(files, pod, 4 * job.log.stall_s)
@@ -229,12 +229,12 @@ def run(
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
     # A record that cannot be rendered, or a reward that is misspelt, fails before models are loaded.
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
-    with announce_if_long("Checking the records of the data ...", say):
+    with announce_if_long("Checking the records of the data ...", log):
         if role == TRAINER:
             check_records(job, tokenizer)
     if not job.kind.offline:
         others = {REWARD_NAME: job.env.reward_weight} if job.env.used else {}
-        with announce_if_long("Trying the reward functions ...", say), Rewards(job.reward, others) as rewards:
+        with announce_if_long("Trying the reward functions ...", log), Rewards(job.reward, others) as rewards:
             check_rewards(job, rewards, tokenizer)
     with _open_run(job, workdir, pod, command) as current:
         current.profiler = Profiler(workdir, pod.name if pod else "trainer 0", steps)

@@ -30,11 +30,11 @@ from podrl.types import SOURCE, Batch, Experience, Layout, Rollouts, unrouted
 
 
 def make_grpo(
-    cluster: RLCluster, config: GRPOConfig, *, samples: int, say: Callable[[str], None], pieces: bool = False
+    cluster: RLCluster, config: GRPOConfig, *, samples: int, log: Callable[[str], None], pieces: bool = False
 ) -> GRPO:
     """Makes a configuration's algorithm: DistilledGRPO if a teacher has a weight, else GRPO; arguments as in GRPO."""
-    made = GRPO if config.distillation is None else DistilledGRPO
-    return made(cluster, config, samples=samples, say=say, pieces=pieces)
+    algorithm = GRPO if config.distillation is None else DistilledGRPO
+    return algorithm(cluster, config, samples=samples, log=log, pieces=pieces)
 
 
 class DistilledGRPO(GRPO):
@@ -46,7 +46,7 @@ class DistilledGRPO(GRPO):
         config: GRPOConfig,
         *,
         samples: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         pieces: bool = False,
     ):
         """Prepares the teacher; arguments as in GRPO.
@@ -70,7 +70,7 @@ class DistilledGRPO(GRPO):
         self._rate, self._hint_tokens = config.teacher_rate, config.teacher_hint_tokens
         if self._teacher.teacher == "ema":
             cluster.actor.keep_average()
-        super().__init__(cluster, config, samples=samples, say=say, pieces=pieces)
+        super().__init__(cluster, config, samples=samples, log=log, pieces=pieces)
         if self._teacher.teacher != "reference":
             self._shape_on(cluster.actor_mesh)  # contradicting settings fail here, not in the first step
 

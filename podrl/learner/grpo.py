@@ -46,7 +46,7 @@ class GRPO:
         config: GRPOConfig | PPOConfig,
         *,
         samples: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         pieces: bool = False,
     ):
         """Sets the cluster's loss, and keeps a reference if the settings need one.
@@ -55,7 +55,7 @@ class GRPO:
           cluster: the actor and its reference.
           config: the settings.
           samples: number of samples of a step.
-          say: function that prints a warning about settings that are probably a mistake.
+          log: function that prints a warning about settings that are probably a mistake.
           pieces: whether samples may have several pieces.
         """
         self.cluster, self._config, self._samples, self._pieces = cluster, config, samples, pieces
@@ -68,9 +68,9 @@ class GRPO:
         self._reward_kl, self._loss_kl = RewardKL(config), LossKL(config)
         self._scored_first, self._needs_reference = self._reference_use()
         for warning in config.warnings(updates):
-            say(f"Warning: {warning}")
+            log(f"Warning: {warning}")
         if cluster.actor.model.experts is not None and not cluster.config.rollout().router_replay:
-            say(
+            log(
                 "Warning: the model has experts, and the trainer chooses each token's anew, as rollout.router_replay "
                 "is off. Where it differs from the sampler, log-probabilities differ: watch sampler/abs_diff, and set "
                 "sampler_correction='tis'."

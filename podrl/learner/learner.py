@@ -398,7 +398,7 @@ class SampleLearner:
             self.cluster,
             self.config,
             samples=samples,
-            say=run.console.print,
+            log=run.console.print,
             pieces=self._environment.branches,
         )
         report = SampleReport(

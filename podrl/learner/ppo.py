@@ -44,12 +44,12 @@ class PPO:
         config: PPOConfig,
         *,
         samples: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         pieces: bool = False,
     ):
         """Makes the critic if the cluster has none; arguments as in GRPO."""
         self._cluster, self._config = cluster, config
-        self.policy = GRPO(cluster, config, samples=samples, say=say, pieces=pieces)
+        self.policy = GRPO(cluster, config, samples=samples, log=log, pieces=pieces)
         critic = cluster.make_critic()
         assert critic is not None, "a trainer's process has devices of the critic's mesh"
         self._critic = critic

@@ -36,8 +36,8 @@ def parse_mesh(spec: str, *, key: str = "mesh", auto: str = "fsdp=-1") -> Sizes:
     text = auto if spec.strip() == "auto" else spec
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
-        given, _, value = (p.strip() for p in part.partition("="))
-        name = _ALIASES.get(given, given)
+        alias, _, value = (p.strip() for p in part.partition("="))
+        name = _ALIASES.get(alias, alias)
         if name not in AXES:
             raise ValueError(f"{key}={spec!r} names axis {name!r}: axes are {', '.join(AXES)}, or the word 'auto'.")
         if name in sizes:

@@ -393,17 +393,17 @@ class _Pass:
         mixer = attend if alike.delta is None else mix
 
         def step(carry: tuple, xs: tuple[PyTree, LayerInfo, Array | None]) -> tuple[tuple, Array | None]:
-            (x_BTD, keys), (layer, info, given_BTk) = carry, xs
+            (x_BTD, keys), (layer, info, route_BTk) = carry, xs
             drop = drop_nothing if self.dropout_key is None else adapter_dropout(config, self.dropout_key, info.index)
 
             def routed(h_BTD: Array, layer: PyTree, info: LayerInfo, router_BTD: Array | None) -> tuple[Array, Array]:
                 return moe.feed_forward(
-                    h_BTD, layer, info.index, config, mesh=mesh, tpu=tpu, route_BTk=given_BTk, router_BTD=router_BTD
+                    h_BTD, layer, info.index, config, mesh=mesh, tpu=tpu, route_BTk=route_BTk, router_BTD=router_BTD
                 )
 
-            x_BTD, made, own_BTk = block(x_BTD, layer, info, self.position_BT, alike, mixer, mesh, drop, routed)
-            keys = {**keys, kind: made} if kind in keys else keys
-            return (x_BTD, keys), None if given_BTk is None else own_BTk
+            x_BTD, own_keys, own_BTk = block(x_BTD, layer, info, self.position_BT, alike, mixer, mesh, drop, routed)
+            keys = {**keys, kind: own_keys} if kind in keys else keys
+            return (x_BTD, keys), None if route_BTk is None else own_BTk
 
         return step if self.remat == "none" else jax.checkpoint(step, policy=POLICIES[self.remat], prevent_cse=False)
 

@@ -227,10 +227,10 @@ def over_rows(
             ).squeeze(axis)
             kept_BN, past_BC = take(x["kept"], 2), take(now.past_BXCC, 1)
             weight_BNC = jnp.exp(jnp.where(past_BC[:, None], kept_BN[..., None] - x["kept"], -jnp.inf))
-            made = _sum("BNCH,BNCU->BNHU", x["keys"] * weight_BNC[..., None], change_BNCU)
+            updated = _sum("BNCH,BNCU->BNHU", x["keys"] * weight_BNC[..., None], change_BNCU)
             for state, from_BC in sources:
-                made += state * jnp.where(take(from_BC, 1)[:, None], jnp.exp(kept_BN), 0.0)[..., None, None]
-            return jnp.where((place_B >= 0)[:, None, None, None], made, otherwise)
+                updated += state * jnp.where(take(from_BC, 1)[:, None], jnp.exp(kept_BN), 0.0)[..., None, None]
+            return jnp.where((place_B >= 0)[:, None, None, None], updated, otherwise)
 
         return (after(now.last_BX, carry[0]), after(now.hold_BX, carry[1])), out_BNCU
 

@@ -229,13 +229,13 @@ def config_from_hf(raw: Mapping[str, Any], *, where: str = "config.json") -> Mod
     if name == "glm4_moe":
         kinds, kind_L = _dense_first(known, layers, head_dim, where)
     theta_L, scaling_L = _rope(name, known, read, sliding, where)
-    given, activation = _activation(name, known, where)
+    activation_name, activation = _activation(name, known, where)
     refuse_unread(
         name,
         fields,
         head_dim=head_dim,
         theta_L=theta_L,
-        activation=given,
+        activation=activation_name,
         sliding=sliding,
         original=scaling_L[0].original_length,
         where=where,
@@ -317,10 +317,10 @@ def _kinds(
     if known["attention_k_eq_v"] and known.get("num_global_key_value_heads"):
         change["num_key_value_heads"] = known["num_global_key_value_heads"]
     if "per_layer_config" in known:  # the newer form, which overrides the other fields
-        given = {int(i): dict(changes) for i, changes in known["per_layer_config"].items() if changes}
+        per_layer = {int(i): dict(changes) for i, changes in known["per_layer_config"].items() if changes}
         full = [i for i, slides in enumerate(sliding) if not slides]
-        change = given.get(full[0], {})
-        if given != {i: change for i in full if change} or set(change) - set(near):
+        change = per_layer.get(full[0], {})
+        if per_layer != {i: change for i in full if change} or set(change) - set(near):
             raise ValueError(
                 f"{where} has per_layer_config={known['per_layer_config']!r}: it must give num_key_value_heads and "
                 f"head_dim of the layers {full} of full_attention, the same for all, and nothing else."
@@ -358,7 +358,7 @@ def _rotary_dim(name: str, known: Mapping[str, Any], head_dim: int, where: str) 
     Text has the same position on all three axes of mrope, so mrope is ordinary rotary embedding here.
     """
     outer = known.get("partial_rotary_factor", 0.25 if name in QWEN3_5 else 0.5)
-    share = _given(known.get("rope_parameters")).get("partial_rotary_factor", outer)
+    share = _not_null(known.get("rope_parameters")).get("partial_rotary_factor", outer)
     if "partial_rotary_factor" in known and share != outer:
         raise ValueError(
             f"{where} has partial_rotary_factor={outer!r} and in rope_parameters {share!r}: they must be the same."
@@ -464,12 +464,12 @@ def _family_of(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, An
 
 def _activation(name: str, known: Mapping[str, Any], where: str) -> tuple[str, str]:
     """Reads the activation: (its name in the file, podrl's name)."""
-    given = known["hidden_activation" if reads(name, "hidden_activation") else "hidden_act"]
-    if name == "gemma" and given == "gelu":
-        given = "gelu_pytorch_tanh"  # early Gemma files say gelu but mean the tanh form
-    if given not in _ACTIVATIONS:
-        raise ValueError(f"{where} has activation {given!r}: {', '.join(_ACTIVATIONS)} are supported.")
-    return given, _CLAMPED if name == "gpt_oss" else _ACTIVATIONS[given]
+    activation = known["hidden_activation" if reads(name, "hidden_activation") else "hidden_act"]
+    if name == "gemma" and activation == "gelu":
+        activation = "gelu_pytorch_tanh"  # early Gemma files say gelu but mean the tanh form
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"{where} has activation {activation!r}: {', '.join(_ACTIVATIONS)} are supported.")
+    return activation, _CLAMPED if name == "gpt_oss" else _ACTIVATIONS[activation]
 
 
 def _softcap(key: str, fields: Mapping[str, Any], family: Family) -> float:
@@ -519,12 +519,12 @@ def _rope(
     name: str, known: Mapping[str, Any], fields: Mapping[str, Any], sliding: tuple[bool, ...], where: str
 ) -> tuple[tuple[float, ...], tuple[RopeScaling, ...]]:
     """Reads every layer's rotary base and scaling from rope_theta and rope_scaling, or from rope_parameters."""
-    shared = _given(known.get("rope_parameters"))
+    shared = _not_null(known.get("rope_parameters"))
     if name in PARTIAL_ROPE:
         shared = {key: value for key, value in shared.items() if key not in _LINEAR_ROPE}
     theta = float(known.get("rope_theta", 10_000.0))
     local = known.get("rope_local_base_freq")
-    full = {"rope_theta": theta, **_given(known.get("rope_scaling"))}
+    full = {"rope_theta": theta, **_not_null(known.get("rope_scaling"))}
     near = {"rope_theta": float(local)} if local is not None else full
     if name == "olmo3":  # rope_scaling applies to the layers without a window only
         near = {"rope_theta": theta}
@@ -537,18 +537,20 @@ def _rope(
                 "layers with a window. Then, and always in an olmo3 model, it must hold nothing but full_attention and "
                 "sliding_attention."
             )
-        full = {"rope_theta": full["rope_theta"], **_given(shared.get("full_attention", full))}
-        near = {"rope_theta": near["rope_theta"], **_given(shared.get("sliding_attention", near))}
+        full = {"rope_theta": full["rope_theta"], **_not_null(shared.get("full_attention", full))}
+        near = {"rope_theta": near["rope_theta"], **_not_null(shared.get("sliding_attention", near))}
     elif shared:
         full = {"rope_theta": full["rope_theta"], **shared}
         near = near if local is not None else full
     limit = known.get("max_position_embeddings")
     parsed = {True: _rope_kind(near, limit, where), False: _rope_kind(full, limit, where)}
     named = {"rope_theta", "rope_scaling", "rope_local_base_freq"}
-    told = {name: fields[name] for name in named if fields.get(name) is not None}
+    legacy = {name: fields[name] for name in named if fields.get(name) is not None}
     for slides, keys in ((False, ("rope_theta", "rope_scaling")), (True, ("rope_local_base_freq",))):
         before, now = _rope_kind(old[slides], limit, where), parsed[slides]
-        differs = (before[0] != now[0] and keys[0] in told) or (before[1] != now[1] and keys[-1] in told and not slides)
+        differs = (before[0] != now[0] and keys[0] in legacy) or (
+            before[1] != now[1] and keys[-1] in legacy and not slides
+        )
         if shared and differs:
             raise ValueError(
                 f"{where} has {', '.join(f'{name}={value!r}' for name, value in sorted(told.items()))} beside "
@@ -557,12 +559,12 @@ def _rope(
     return tuple(parsed[s][0] for s in sliding), tuple(parsed[s][1] for s in sliding)
 
 
-def _given(fields: Mapping[str, Any] | None) -> dict[str, Any]:
+def _not_null(fields: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the fields that are not null."""
     return {key: value for key, value in (fields or {}).items() if value is not None}
 
 
-def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple[float, RopeScaling]:
+def _rope_kind(rope: Mapping[str, Any], limit: int | None, where: str) -> tuple[float, RopeScaling]:
     allowed = {
         "default": set(),
         "linear": {"factor"},
@@ -570,32 +572,32 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
         "yarn": {"factor", "original_max_position_embeddings", *_YARN},
         "proportional": {"factor", "partial_rotary_factor"},
     }
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if given.get("type") not in (None, kind):
-        raise ValueError(f"{where} has rope_type={kind!r} and type={given['type']!r}: they must be the same.")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("type") not in (None, kind):
+        raise ValueError(f"{where} has rope_type={kind!r} and type={rope['type']!r}: they must be the same.")
     if kind not in allowed:
         raise ValueError(f"{where} has rope scaling {kind!r}: {', '.join(allowed)} are supported.")
-    given = {k: v for k, v in given.items() if v is not None and not (k == "partial_rotary_factor" and v == 1)}
-    extra = sorted(set(given) - allowed[kind] - {"rope_theta", "rope_type", "type"})
+    rope = {k: v for k, v in rope.items() if v is not None and not (k == "partial_rotary_factor" and v == 1)}
+    extra = sorted(set(rope) - allowed[kind] - {"rope_theta", "rope_type", "type"})
     if extra:
         raise ValueError(f"{where} has rope field(s) {', '.join(extra)}, which its rope scaling {kind!r} does not use.")
-    theta = float(given["rope_theta"])
+    theta = float(rope["rope_theta"])
     try:
         if kind == "linear":
-            return theta, RopeScaling("linear", factor=float(given["factor"]))
+            return theta, RopeScaling("linear", factor=float(rope["factor"]))
         if kind == "proportional":
-            turned = float(given.get("partial_rotary_factor", 1.0))
+            turned = float(rope.get("partial_rotary_factor", 1.0))
             if turned > 1:
                 raise ValueError(f"{where} has partial_rotary_factor={turned:g}: it must be at most 1.")
-            return theta, RopeScaling("proportional", factor=float(given.get("factor", 1.0)), turned=turned)
+            return theta, RopeScaling("proportional", factor=float(rope.get("factor", 1.0)), turned=turned)
         if kind == "llama3":
-            low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+            low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
             if low >= high:
                 raise ValueError(f"{where} has low_freq_factor={low:g}, which must be below high_freq_factor={high:g}.")
-            length = int(given.get("original_max_position_embeddings") or limit or 8192)
-            return theta, RopeScaling("llama3", float(given["factor"]), low, high, length)
+            length = int(rope.get("original_max_position_embeddings") or limit or 8192)
+            return theta, RopeScaling("llama3", float(rope["factor"]), low, high, length)
         if kind == "yarn":
-            return theta, _yarn(given, theta, limit, where)
+            return theta, _yarn(rope, theta, limit, where)
     except KeyError as error:
         raise ValueError(f"{where} has rope scaling {kind!r} without {error}.") from None
     return theta, RopeScaling()
@@ -604,9 +606,9 @@ def _rope_kind(given: Mapping[str, Any], limit: int | None, where: str) -> tuple
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
-def _yarn(given: Mapping[str, Any], theta: float, limit: int | None, where: str) -> RopeScaling:
+def _yarn(rope: Mapping[str, Any], theta: float, limit: int | None, where: str) -> RopeScaling:
     """Reads YaRN (arXiv 2309.00071) with the defaults of transformers."""
-    factor, fast, slow = float(given["factor"]), float(given.get("beta_fast", 32)), float(given.get("beta_slow", 1))
+    factor, fast, slow = float(rope["factor"]), float(rope.get("beta_fast", 32)), float(rope.get("beta_slow", 1))
     if fast < slow or theta <= 1:
         raise ValueError(
             f"{where} has beta_fast={fast:g}, beta_slow={slow:g} and rope_theta={theta:g}: beta_fast must be at least "
@@ -617,16 +619,16 @@ def _yarn(given: Mapping[str, Any], theta: float, limit: int | None, where: str)
         return 0.1 * by * math.log(factor) + 1 if factor > 1 else 1.0
 
     inferred = grown(1)
-    if "mscale" in given and "mscale_all_dim" in given:
-        inferred = grown(given["mscale"]) / grown(given["mscale_all_dim"])
+    if "mscale" in rope and "mscale_all_dim" in rope:
+        inferred = grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
     return RopeScaling(
         "yarn",
         factor,
-        original_length=int(given.get("original_max_position_embeddings") or limit or 8192),
+        original_length=int(rope.get("original_max_position_embeddings") or limit or 8192),
         beta_fast=fast,
         beta_slow=slow,
-        truncate=given.get("truncate", True),
-        attention_factor=float(given.get("attention_factor", inferred)),
+        truncate=rope.get("truncate", True),
+        attention_factor=float(rope.get("attention_factor", inferred)),
     )
 
 

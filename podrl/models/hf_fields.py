@@ -373,11 +373,11 @@ def refuse_unread(
         listed = reads(family, "layer_types") and fields.get("layer_types") is not None
         return listed or [bool((i + 1) % value) for i in range(len(sliding))] == list(sliding)
 
-    said = {"num_experts_per_tok": fields.get("num_experts_per_tok"), "rope_scaling": original}
-    for key, other in zip(_TWICE, said, strict=True):
-        if fields.get(key) not in (None, said[other]):
+    originals = {"num_experts_per_tok": fields.get("num_experts_per_tok"), "rope_scaling": original}
+    for key, other in zip(_TWICE, originals, strict=True):
+        if fields.get(key) not in (None, originals[other]):
             raise ValueError(
-                f"{where} has {key}={fields[key]!r}, but {other} says {said[other]!r}: they must be the same."
+                f"{where} has {key}={fields[key]!r}, but {other} says {originals[other]!r}: they must be the same."
             )
     for key, value in fields.items():
         if key not in _TWICE and value is not None and not reads(family, key) and not agrees(key, value):

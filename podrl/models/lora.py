@@ -111,14 +111,14 @@ def merge(params: PyTree, config: ModelConfig) -> tuple[ModelConfig, PyTree]:
     return dataclasses.replace(config, lora=LoraConfig()), {**params, "layers": layers}
 
 
-def _merged_stack(given: Mapping[str, Array], params: PyTree, config: ModelConfig) -> dict[str, Array]:
+def _merged_stack(stack: Mapping[str, Array], params: PyTree, config: ModelConfig) -> dict[str, Array]:
     """Merges the adapters of layers that are alike into their weights."""
-    layers = {k: v for k, v in given.items() if not is_adapter(k) and not k.endswith("_scale")}
+    layers = {k: v for k, v in stack.items() if not is_adapter(k) and not k.endswith("_scale")}
     for name in (*MODULE_PROJECTIONS, *EXPERT_PROJECTIONS):
-        if f"{name}_scale" in given:
-            layers[name] = dequantized(name, given, params["embed"].dtype)
-        if f"{name}_lora_a" in given:
-            a, b = given[f"{name}_lora_a"], given[f"{name}_lora_b"]
+        if f"{name}_scale" in stack:
+            layers[name] = dequantized(name, stack, params["embed"].dtype)
+        if f"{name}_lora_a" in stack:
+            a, b = stack[f"{name}_lora_a"], stack[f"{name}_lora_b"]
             layers[name] = _merged(name, layers[name], a, b, config.lora.scale)
     return layers
 

@@ -172,8 +172,8 @@ def route(
         choice_XE = choice_XE + lax.stop_gradient(layer["selection_bias"].astype(jnp.float32))
     own_Xk = expert_Xk = lax.top_k(choice_XE, experts.chosen)[1]
     if route_Xk is not None:
-        given_Xk = route_Xk.astype(jnp.int32)
-        expert_Xk = jnp.where(given_Xk != UNKNOWN, given_Xk - 1, expert_Xk)
+        route_Xk = route_Xk.astype(jnp.int32)
+        expert_Xk = jnp.where(route_Xk != UNKNOWN, route_Xk - 1, expert_Xk)
     expert_Xk = checkpoint_name(expert_Xk, ROUTES_NAME)
     weight_Xk = jnp.take_along_axis(score_XE, expert_Xk, axis=-1)
     if experts.score == "chosen":
@@ -224,7 +224,7 @@ def feed_forward(
     routing = ("router", "router_bias", "router_gain", "selection_bias")
     weights = {name: w for name, w in layer.items() if name in routing or name.startswith("expert_")}
     floats = [n for n in weights if n not in routing and f"{n}_scale" not in weights]
-    given = {name: a for name, a in (("route", route_BTk), ("router", router_BTD)) if a is not None}
+    replayed = {name: a for name, a in (("route", route_BTk), ("router", router_BTD)) if a is not None}
     spread = spread_over(experts, mesh) if mesh is not None else ()
     parts = math.prod(mesh.shape[axis] for axis in spread) if mesh is not None else 1
 
@@ -232,7 +232,7 @@ def feed_forward(
         x_BTD: Array,
         weights: PyTree,
         index: Any,
-        given: Mapping[str, Array],
+        replayed: Mapping[str, Array],
         *,
         cuts: Mapping[str, Spec],
         tensor: tuple[str, ...] = (),
@@ -242,10 +242,10 @@ def feed_forward(
         # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
         whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}
         x_XD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        given_Xk = given["route"].reshape(len(x_XD), -1) if "route" in given else None
-        router_XD = given["router"].reshape(x_XD.shape) if "router" in given else x_XD
-        expert_Xk, weight_Xk, own_Xk = route(router_XD, whole, experts, given_Xk)
-        own_Xk = expert_Xk if given_Xk is None else own_Xk
+        route_Xk = replayed["route"].reshape(len(x_XD), -1) if "route" in replayed else None
+        router_XD = replayed["router"].reshape(x_XD.shape) if "router" in replayed else x_XD
+        expert_Xk, weight_Xk, own_Xk = route(router_XD, whole, experts, route_Xk)
+        own_Xk = expert_Xk if route_Xk is None else own_Xk
         leaves = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in whole.items() if n not in routing}
         first, count = 0, leaves["expert_in"].shape[-4]
         if leaves["expert_in"].ndim == 5:
@@ -264,7 +264,7 @@ def feed_forward(
         return out_XD.astype(x_BTD.dtype).reshape(x_BTD.shape), own_Xk.reshape(*x_BTD.shape[:2], -1)
 
     if mesh is None or mesh.size == 1 or (inside and mesh.shape["tensor"] == 1):
-        out_BTD, own_BTk = local(x_BTD, weights, index, given, cuts={})
+        out_BTD, own_BTk = local(x_BTD, weights, index, replayed, cuts={})
     else:
         known = dict(rules.DEFAULT_RULES) | ({"batch": (), "time": (), "embed": (), "expert": ()} if inside else {})
         tensor = rules.axes_over("mlp", mesh) if experts.ffn_dim % mesh.shape["tensor"] == 0 else ()
@@ -279,11 +279,11 @@ def feed_forward(
         out_BTD, own_BTk = jax.shard_map(
             functools.partial(local, cuts=cuts, tensor=tensor),
             mesh=mesh,
-            in_specs=(rows, cuts, Spec(), dict.fromkeys(given, rows)),
+            in_specs=(rows, cuts, Spec(), dict.fromkeys(replayed, rows)),
             out_specs=(rows, rows),
             axis_names={"tensor"} if inside else set(mesh.axis_names),
             check_vma=False,
-        )(x_BTD, weights, jnp.asarray(index, jnp.int32), given)
+        )(x_BTD, weights, jnp.asarray(index, jnp.int32), replayed)
     if "shared_in" in layer:
         out_BTD = out_BTD + _shared(x_BTD, layer, config)
     return out_BTD, own_BTk + 1

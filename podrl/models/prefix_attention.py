@@ -27,7 +27,7 @@ _VMEM_BYTES = 32 << 20
 _BITS = 10
 # Rows of the array that describes the tokens, and their number (padded to 8). The last segment that sees a token is -1
 # on padding, which no query's segment reaches.
-_SEGMENT, _LAST, _POSITION, _TOLD = 0, 1, 2, 8
+_SEGMENT, _LAST, _POSITION, _BOUNDS = 0, 1, 2, 8
 _BY_FIRST, _BY_LAST = ((0,), (0,)), ((1,), (1,))  # contract the first, or the last, dimension of both operands
 
 
@@ -80,11 +80,11 @@ def prefix_attention(
             "multiple of 64. Use form='blockwise'."
         )
     static = _Static(T, size, N // K, softcap, name, interpret)
-    told_BXT = _told(segment_BT, last_BT, position_BT, -T % size)
+    bounds_BXT = _bounds(segment_BT, last_BT, position_BT, -T % size)
     window_1 = jnp.asarray(window, jnp.int32).reshape(1)
-    needed_Bij = needed_blocks(told_BXT, window_1[0], size)
+    needed_Bij = needed_blocks(bounds_BXT, window_1[0], size)
     q_BNHT, k_BKHT, v_BKHT = (x.transpose(0, 2, 3, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
-    where = (told_BXT, window_1, _pairs(needed_Bij, by_keys=False), _pairs(needed_Bij, by_keys=True))
+    where = (bounds_BXT, window_1, _pairs(needed_Bij, by_keys=False), _pairs(needed_Bij, by_keys=True))
     sinks = tuple(sink_N.astype(jnp.float32)[:, None, None] for sink_N in sinks)
     out_BNHT: Any = _attend(q_BNHT, k_BKHT, v_BKHT, where, sinks, static)
     return out_BNHT.transpose(0, 3, 1, 2)
@@ -140,16 +140,16 @@ def _block(T: int, width: int, block: int) -> int:
     return min(block, T)
 
 
-def _told(segment_BT: Array, last_BT: Array, position_BT: Array, pad: int) -> Int[Array, "B 8 T"]:
+def _bounds(segment_BT: Array, last_BT: Array, position_BT: Array, pad: int) -> Int[Array, "B 8 T"]:
     """Stacks the description of the tokens that kernels read, padded by `pad` tokens that belong to no segment."""
     rows = [segment_BT, jnp.where(segment_BT > 0, last_BT, -1), position_BT]
-    rows += [jnp.zeros_like(segment_BT)] * (_TOLD - len(rows))
-    told_BXT = jnp.stack([x.astype(jnp.int32) for x in rows], axis=1)
-    past = jnp.zeros((*told_BXT.shape[:2], pad), jnp.int32).at[:, _LAST].set(-1)
-    return jnp.concatenate([told_BXT, past], axis=2) if pad else told_BXT
+    rows += [jnp.zeros_like(segment_BT)] * (_BOUNDS - len(rows))
+    bounds_BXT = jnp.stack([x.astype(jnp.int32) for x in rows], axis=1)
+    past = jnp.zeros((*bounds_BXT.shape[:2], pad), jnp.int32).at[:, _LAST].set(-1)
+    return jnp.concatenate([bounds_BXT, past], axis=2) if pad else bounds_BXT
 
 
-def needed_blocks(told_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: int) -> Bool[Array, "B i j"]:
+def needed_blocks(bounds_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: int) -> Bool[Array, "B i j"]:
     """Computes which key blocks j may hold a token that a query of block i sees; a block's own keys always count.
 
     A tile of 128 keys counts if the query's segment lies between the tile's smallest segment and the last segment that
@@ -158,20 +158,20 @@ def needed_blocks(told_BXT: Int[Array, "B 8 T"], window: Int[Array, ""], size: i
     few.
 
     Args:
-      told_BXT: description of the tokens, from `_told`.
+      bounds_BXT: description of the tokens, from `_bounds`.
       window: number of positions that a token sees, its own included.
       size: number of tokens of a block.
     """
-    B, _, T = told_BXT.shape
-    segment_BsX, position_BsX = (told_BXT[:, x].reshape(B, T // LANES, LANES) for x in (_SEGMENT, _POSITION))
+    B, _, T = bounds_BXT.shape
+    segment_BsX, position_BsX = (bounds_BXT[:, x].reshape(B, T // LANES, LANES) for x in (_SEGMENT, _POSITION))
     real_BsX = segment_BsX > 0
     most = jnp.iinfo(jnp.int32).max
     low_B1s = jnp.min(jnp.where(real_BsX, segment_BsX, most), axis=2)[:, None]
-    high_B1s = jnp.max(told_BXT[:, _LAST].reshape(B, T // LANES, LANES), axis=2)[:, None]
+    high_B1s = jnp.max(bounds_BXT[:, _LAST].reshape(B, T // LANES, LANES), axis=2)[:, None]
     late_B1s = jnp.max(jnp.where(real_BsX, position_BsX, -most // 2), axis=2)[:, None]
-    segment_BT1 = told_BXT[:, _SEGMENT][:, :, None]
+    segment_BT1 = bounds_BXT[:, _SEGMENT][:, :, None]
     seen_BTs = (low_B1s <= segment_BT1) & (segment_BT1 <= high_B1s)
-    seen_BTs &= told_BXT[:, _POSITION][:, :, None] - late_B1s < window
+    seen_BTs &= bounds_BXT[:, _POSITION][:, :, None] - late_B1s < window
     n = T // size
     seen_Bij = jnp.any(seen_BTs.reshape(B, n, size, n, size // LANES), axis=(2, 4))
     i_n = jnp.arange(n)
@@ -416,12 +416,12 @@ class _Call:
     """
 
     def __init__(self, q_BNHT: Array, where: Where, static: _Static, *, by_keys: bool = False):
-        self._told_BXT, self._window_1, by_query, by_key = where
+        self._bounds_BXT, self._window_1, by_query, by_key = where
         self._pairs = by_key if by_keys else by_query
         self._by_keys, self._static = by_keys, static
         B, N, self._H, _ = q_BNHT.shape
         self._groups = N // static.group
-        self.rows = (B, N, 1, self._told_BXT.shape[2])
+        self.rows = (B, N, 1, self._bounds_BXT.shape[2])
         self.of_queries = self._spec((1, static.group, 1), "query")
 
     def heads(self, side: str, heads: int) -> pl.BlockSpec:
@@ -440,8 +440,8 @@ class _Call:
 
     def __call__(self, name: str, body: Any, *, operands: Any, results: Any, scratch: Any) -> list[Array]:
         static = self._static
-        told = [(self._told_BXT, self._spec((1, _TOLD), side)) for side in ("query", "key")]
-        arrays, specs = zip(*operands, *told, strict=True)
+        bounds = [(self._bounds_BXT, self._spec((1, _BOUNDS), side)) for side in ("query", "key")]
+        arrays, specs = zip(*operands, *bounds, strict=True)
         return pl.pallas_call(
             functools.partial(body, static=static),
             grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -46,12 +46,12 @@ _FACTOR = flags.DEFINE_float(
 )
 
 
-def make_report(values: Mapping[str, Any], *, say: Any = None) -> "PlanReport":
+def make_report(values: Mapping[str, Any], *, log: Any = None) -> "PlanReport":
     """Compiles every program of a configuration's job, as the flags say.
 
     Args:
       values: the whole configuration.
-      say: function that is called with a line per program and trial; None for none.
+      log: function that is called with a line per program and trial; None for none.
 
     Raises:
       ValueError: a topology, mesh or configuration makes no sense.
@@ -64,7 +64,7 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "PlanReport":
     from podrl.plan.report import PlanReport
     from podrl.plan.simulate import outlook
 
-    say = say or (lambda line: None)
+    log = log or (lambda line: None)
     if KINDS[section_of(values.get("algorithm", "grpo"))].offline:
         raise ValueError(
             f"podrl.plan plans reinforcement learning: give a configuration of another algorithm than "
@@ -94,14 +94,14 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "PlanReport":
     setting = programs.Setting(job, trainer, rollout, completion)
     searched, chosen, known = [], [], {}
     if _SEARCH.value:
-        found, searched = variants.search(setting, say=say, known=known)
+        found, searched = variants.search(setting, log=log, known=known)
         chosen, setting = variants.differences(setting, found), found
     measured = []
 
     def measure_all(side: Sequence[programs.Program], chip: chips.Chip) -> None:
         for program in side:
             measured.append(measure(program, chip, quick=_QUICK.value and not trainer.predicted, known=known))
-            say(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
+            log(f"{program.name}: compiled in {measured[-1].compile_s:.1f} s")
 
     # All programs are made before the first is compiled, so that contradicting sizes are refused at once.
     decode, train = programs.rollout_programs(setting), training.training_programs(setting)
@@ -126,19 +126,19 @@ def make_report(values: Mapping[str, Any], *, say: Any = None) -> "PlanReport":
     return PlanReport(setting, measured, move, prediction, knobs, searched, chosen, costs, _FACTOR.value, ahead, apart)
 
 
-def command_of(config: str, given: Sequence[str], chosen: Sequence[str]) -> str:
+def command_of(config: str, args: Sequence[str], chosen: Sequence[str]) -> str:
     """Writes the shell command that runs a job with the keys that a search chose.
 
     Args:
       config: value of --config.
-      given: all other arguments of the plan command, each as --name=value. Flags that only the plan reads are left out,
+      args: all other arguments of the plan command, each as --name=value. Flags that only the plan reads are left out,
         and so are keys that `chosen` sets.
       chosen: keys that the search chose, each as 'KEY=VALUE' without '--config.'.
     """
     own = {f"--{flag}" for flag in _OWN} | {f"--no{flag}" for flag in _OWN}
     own |= {f"--config.{key.partition('=')[0]}" for key in chosen}
-    kept = [arg for arg in given if arg.partition("=")[0] not in own]
-    words = ["python", "-m", "podrl.launch", f"--config={config}", *kept, *(f"--config.{key}" for key in chosen)]
+    own_args = [arg for arg in args if arg.partition("=")[0] not in own]
+    words = ["python", "-m", "podrl.launch", f"--config={config}", *own_args, *(f"--config.{key}" for key in chosen)]
     return shlex.join(words)
 
 
@@ -181,7 +181,7 @@ def _run(argv: Sequence[str]) -> int:
     from podrl.plan.report import as_mapping, print_report
     from podrl.rundir.console import make_console
 
-    report = make_report(values, say=lambda line: print(line, file=sys.stderr, flush=True))
+    report = make_report(values, log=lambda line: print(line, file=sys.stderr, flush=True))
     if _SEARCH.value:
         report = dataclasses.replace(report, command=command_of(name, rest, report.chosen))
     if _JSON.value:

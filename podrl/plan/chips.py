@@ -104,9 +104,9 @@ def parse_topology(text: str, *, key: str) -> Topology:
             f"{key}={text!r}: the largest {name} slice has {chip.largest} chips, and a job at most {_MOST_SLICES} "
             f"slices; this would be {slices or 1} of {math.prod(shape)} chips."
         )
-    made = _FLAT if chip.dimensions == 2 else (*_SMALL, *([(1, 1, 1)] if name == "tpu7x" else []))
-    if shape not in made and not (chip.dimensions == 3 and all(n % 4 == 0 for n in shape)):
-        known = ", ".join("x".join(map(str, one)) for one in made)
+    shapes = _FLAT if chip.dimensions == 2 else (*_SMALL, *([(1, 1, 1)] if name == "tpu7x" else []))
+    if shape not in shapes and not (chip.dimensions == 3 and all(n % 4 == 0 for n in shape)):
+        known = ", ".join("x".join(map(str, one)) for one in shapes)
         more = ", or with every size a multiple of 4" if chip.dimensions == 3 else ""
         raise ValueError(f"{key}={text!r} is no slice that GKE makes: {name} comes as {known}{more}.")
     return Topology(chip, shape, int(slices or 1))

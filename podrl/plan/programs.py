@@ -103,12 +103,12 @@ class Setting:
 
         `model.reference` may name a published size here, as `model.size` does: no weights are read.
         """
-        given = self.job.model.reference
+        path = self.job.model.reference
         if not self.job.compares:  # `teachers` below have programs of their own
             return None
-        if given in SIZES:
-            return config_of(given)
-        return read_config(locate(hub.local(given))) if given else self.model
+        if path in SIZES:
+            return config_of(path)
+        return read_config(locate(hub.local(path))) if path else self.model
 
     def reference_params(self, mesh: Mesh) -> PyTree | None:
         """Shapes of the parameters that only the reference has, on a trainer mesh; None if there are none.
@@ -143,11 +143,9 @@ class Setting:
         """The model of PPO's critic; None for other algorithms."""
         if not isinstance(self.job.algo, PPOConfig):
             return None
-        given = self.job.model.critic
+        path = self.job.model.critic
         return (
-            dataclasses.replace(read_config(locate(hub.local(given))), lora=self.job.model.lora)
-            if given
-            else self.model
+            dataclasses.replace(read_config(locate(hub.local(path))), lora=self.job.model.lora) if path else self.model
         )
 
     def pack_shape(self, mesh: Mesh, more: int = 0) -> PackShape:

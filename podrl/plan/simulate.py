@@ -192,9 +192,9 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
         quanta |= {b: windows.quantum(window) for b in begun}
         played = [b for b in range(0 if window == 0 else due, due + max(staleness, 1)) if any(left[b])]
         parts = {b: left[b] if b <= due else [min(n, quanta[b]) for n in left[b]] for b in played}
-        made = window_work(parts, dict(enumerate(left)), dict(enumerate(batches)), load, waits=waits)
+        work = window_work(parts, dict(enumerate(left)), dict(enumerate(batches)), load, waits=waits)
         left = [[n - p for n, p in zip(rest, parts.get(b, [0] * samples), strict=True)] for b, rest in enumerate(left)]
-        generating = made.steps * speeds.decode_s + made.calls * speeds.call_s + speeds.begin_s
+        generating = work.steps * speeds.decode_s + work.calls * speeds.call_s + speeds.begin_s
         generating += len([b for b in played if b <= due]) * speeds.score_s
         windows.saw(due, max(batches[due]))
         if staleness == 0:
@@ -209,7 +209,7 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
         elif window >= WARM:
             worked["trainer"] += speeds.update_s + speeds.move_s
             worked["rollout"] += generating + speeds.move_s
-            drawn, steps, calls = drawn + sum(map(sum, parts.values())), steps + made.steps, calls + made.calls
+            drawn, steps, calls = drawn + sum(map(sum, parts.values())), steps + work.steps, calls + work.calls
     took, counted = clock - since, STEPS - WARM
     idle = {side: max(0.0, 1.0 - seconds / took) for side, seconds in worked.items()}
     busy = drawn / max(steps * load.lanes, 1)
@@ -302,9 +302,9 @@ def window_work(
             begun += {(b, i // load.group_size)} - prompts
             prompts.update(begun)
             again += [whole[b][i] - left[b][i]] if whole[b][i] > left[b][i] else []
-        made = load.calls([load.prompt - 1] * len(begun) * load.pieces)
-        calls += made + load.calls(again)
-        if room := made * load.rows // load.pieces - len(begun):  # free rows prefill the prompts that come next
+        prompt_calls = load.calls([load.prompt - 1] * len(begun) * load.pieces)
+        calls += prompt_calls + load.calls(again)
+        if room := prompt_calls * load.rows // load.pieces - len(begun):  # free rows prefill the prompts that come next
             later = dict.fromkeys((b, i // load.group_size) for b, i in queue)
             prompts.update([prompt for prompt in later if prompt not in prompts][: max(room, 0)])
         ended, ran = ends[dispatch], running

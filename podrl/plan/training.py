@@ -110,23 +110,23 @@ def _actor_programs(setting: Setting) -> tuple[list[Program], float, float]:
         programs.append(Program("copy of the reference", TRAINER, copy, copies, resident=device_bytes((state, frozen))))
     if setting.reference is not None and scored_apart:
         compared = logprobs(setting.reference)
-        trained, given = device_bytes(state.params), frozen if held is None else held
+        trained, scorer_params = device_bytes(state.params), frozen if held is None else held
         own = trained + (device_bytes(frozen) if held is not None else 0.0)
         if teacher is not None and teacher.teacher == "current":
-            given, own = whole, 0.0
+            scorer_params, own = whole, 0.0
         elif teacher is not None and teacher.teacher == "ema":
-            given, own = parameters.join_trainable(held, frozen), trained
+            scorer_params, own = parameters.join_trainable(held, frozen), trained
         read = batch
         if job.data.hinted:  # the teacher's prompts are longer
             longer = setting.pack_shape(mesh, more=algo.teacher_hint_tokens)
             read = state_lib.abstract_batch(loss.rows, longer, mesh)
-        lower, name = lambda: compared.lower(given, unrouted(_layout(read))), "reference log-probabilities"
+        lower, name = lambda: compared.lower(scorer_params, unrouted(_layout(read))), "reference log-probabilities"
         if likely:
             likely_ids, of_ids = cast(Any, how.likely), cast(Any, how.score_ids)
             first = lambda: likely_ids.lower(whole, _layout(batch))  # noqa: E731
             programs.append(Program(LIKELY, TRAINER, first, passes, resident=moments + reference, trips=scored))
-            asked = IdRows(unrouted(_layout(read)).rows, _columns(read, cast(Distillation, teacher), mesh)[0])
-            lower, name = lambda: of_ids.lower(given, Batch(asked, read.micro_batches)), HINTED
+            id_rows = IdRows(unrouted(_layout(read)).rows, _columns(read, cast(Distillation, teacher), mesh)[0])
+            lower, name = lambda: of_ids.lower(scorer_params, Batch(id_rows, read.micro_batches)), HINTED
         programs.append(Program(name, TRAINER, lower, passes, resident=moments + own, trips=scored))
     longer = setting.pack_shape(mesh, more=algo.teacher_hint_tokens) if several else shape
     for (path, other), params in zip(several, weights, strict=True):
@@ -160,8 +160,8 @@ def _with_optional(batch: Batch[PolicyRows], algo: AlgorithmConfig, loss: Policy
     batch."""
     rows = batch.rows
     like = {rows.mask_BT.dtype: rows.mask_BT, rows.layout.segment_BT.dtype: rows.layout.segment_BT}
-    given: Any = {name: like[jnp.dtype(dtype)] for name, dtype in loss.reads(mixed=len(algo.parts) > 1).items()}
-    return Batch(dataclasses.replace(rows, **given), batch.micro_batches)
+    columns: Any = {name: like[jnp.dtype(dtype)] for name, dtype in loss.reads(mixed=len(algo.parts) > 1).items()}
+    return Batch(dataclasses.replace(rows, **columns), batch.micro_batches)
 
 
 def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch[Any]:
@@ -172,8 +172,8 @@ def _with_teacher(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> Batch
     if teacher.kl == "full":
         return Batch(TaughtRows(rows, alone.mask_BT, alone.kl_scale), batch.micro_batches)
     ids, values = _columns(batch, teacher, mesh)
-    given: Any = {"id_BTK": ids, "teacher_logprob_BTK": values}
-    return Batch(TopKRows(rows, alone.mask_BT, alone.kl_scale, **given), batch.micro_batches)
+    columns: Any = {"id_BTK": ids, "teacher_logprob_BTK": values}
+    return Batch(TopKRows(rows, alone.mask_BT, alone.kl_scale, **columns), batch.micro_batches)
 
 
 def _columns(batch: Batch[Any], teacher: Distillation, mesh: Mesh) -> tuple[Any, Any]:

@@ -198,7 +198,7 @@ def _sequences(setting: Setting, rows: int) -> int:
 
 
 def search(
-    setting: Setting, *, say: Callable[[str], None], known: CompileCache | None = None
+    setting: Setting, *, log: Callable[[str], None], known: CompileCache | None = None
 ) -> tuple[Setting, list[Trial]]:
     """Searches for the fastest meshes, micro-batches and remat policies that fit, by quick compiles.
 
@@ -209,7 +209,7 @@ def search(
 
     Args:
       setting: the job and its topologies.
-      say: function that is called with the largest possible number of trials, then with a line per trial.
+      log: function that is called with the largest possible number of trials, then with a line per trial.
       known: measurements so far, see `podrl.plan.compile.measure`.
 
     Returns:
@@ -217,12 +217,12 @@ def search(
     """
     sides = {TRAINER: list(_trainer_candidates(setting)), ROLLOUT: list(_rollout_candidates(setting))}
     most = {side: sum(len(group.variants) for group in groups) for side, groups in sides.items()}
-    say(
+    log(
         f"search: at most {sum(most.values())} trials: trainer {most[TRAINER]} ({len(sides[TRAINER])} meshes and remat "
         f"policies, up to {MICRO_TRIES} micro-batches each), rollout {most[ROLLOUT]} meshes"
     )
     if counted := _counted_best(setting, sides[TRAINER]):
-        say(f"search: {counted}")
+        log(f"search: {counted}")
     trials: list[Trial] = []
     best = setting
     for side in sides:
@@ -241,7 +241,7 @@ def search(
             if group.spare_of is not None and any(mesh.startswith(group.spare_of) for mesh in fitting):
                 continue
             if group.last and found and _too_slow(group, least := min(pair[0] for pair in found)):
-                say(f"{side}: {' '.join(group.variants[0].keys[:2])}: slower than {least:.3g} s, counted")
+                log(f"{side}: {' '.join(group.variants[0].keys[:2])}: slower than {least:.3g} s, counted")
                 if least_bytes(side, group.variants[-1].setting) <= _chip(setting, side).hbm:
                     fitting.append(group.family)
                 continue
@@ -253,7 +253,7 @@ def search(
                 rest = left if trial.fits else left + len(group.variants) - 1 - index
                 if trial.fits and (not found or trial.seconds < min(pair[0] for pair in found)):
                     leads = f"{trial.seconds:.3g} s with {' '.join(trial.keys)}"
-                say(
+                log(
                     f"{side}: {' '.join(trial.keys)}: peak {trial.peak / GIB:.2f} GiB ({trial.program}), {verdict}; "
                     f"at most {rest} trials left; best so far: {leads}"
                 )

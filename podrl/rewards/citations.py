@@ -70,9 +70,9 @@ def _share(own: str, whole: str) -> float:
 
 
 def _supports(documents: str, statement: str) -> bool:
-    there, said = _words(documents), _words(statement)
-    words = {word for word in said if not word[0].isdigit()}
-    return bool(said) and said - words <= there and 2 * len(words & there) >= len(words)
+    evidence, claim = _words(documents), _words(statement)
+    words = {word for word in claim if not word[0].isdigit()}
+    return bool(claim) and claim - words <= evidence and 2 * len(words & evidence) >= len(words)
 
 
 def _words(text: str) -> set[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from podrl.config import Count, Finite, Natural, Positive, Workers, plural, section
 from podrl.runtime.service import ServiceError, ask, is_away
 
-_ASK = (
+_TEMPLATE = (
     "You grade an answer. Question:\n{prompt}\n\nReference answer (may be empty): {answer}\n\nAnswer to grade:\n"
     "{completion}\n\nThink briefly, then end with one line 'SCORE: n', n from 0 (wrong) to {max_score} (perfect)."
 )
@@ -55,7 +55,7 @@ class JudgeConfig:
 
     url: str = ""
     model: str = ""
-    template: str = _ASK
+    template: str = _TEMPLATE
     criterion_template: str = _CRITERION
     criteria: tuple[str, ...] = ()
     criteria_weights: tuple[Finite, ...] = ()

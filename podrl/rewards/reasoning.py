@@ -38,23 +38,23 @@ class ReasoningReward:
           Exception: the scorer raises an error for the right answer as well.
         """
         del prompts
-        return [self._score(said, entry) for said, entry in zip(completions, fields["entry"], strict=True)]
+        return [self._score(completion, entry) for completion, entry in zip(completions, fields["entry"], strict=True)]
 
     def _score(self, completion: str, entry: str) -> float:
         if (answer := self._config.answer_of(completion)) is None:
             return 0.0
-        given = ast.literal_eval(entry)
-        scorer, problem = _scorer(given["name"], json.dumps(given["arguments"], sort_keys=True)), given["entry"]
+        task = ast.literal_eval(entry)
+        scorer, problem = _scorer(task["name"], json.dumps(task["arguments"], sort_keys=True)), task["entry"]
         try:
             return float(scorer(answer, problem))
         except Exception as error:  # noqa: BLE001 - the line below raises it again if the scorer itself does not work
             scorer(problem["answer"], problem)
-            if given["name"] not in self._warned:
-                self._warned.add(given["name"])
+            if task["name"] not in self._warned:
+                self._warned.add(task["name"])
                 _log.warning(
                     "The scorer of reasoning_gym:%s raised %s: %s for the answer %.80r, which scores 0, as do all "
                     "answers that it cannot read.",
-                    given["name"],
+                    task["name"],
                     type(error).__name__,
                     error,
                     answer,

@@ -95,7 +95,7 @@ class Run:
         self.console = console or make_console(quiet=not leads)
         self.watchdog = Watchdog(self.log_config.stall_s)
         self.watchdog.informs, self.watchdog.last_words = leads, self.how_to_resume
-        self.watchdog.say = self.console.print
+        self.watchdog.log = self.console.print
         self.command = "the same script"
         self._last_saved = 0  # newest step known to have a complete checkpoint
         self.profiler = Profiler(self.place)

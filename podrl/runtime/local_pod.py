@@ -82,7 +82,7 @@ class LocalPod:
             try:
                 for process in (*self._hosts.trainer, *self._hosts.rollout, *self._hosts.eval):
                     if self._stopping:  # the processes started so far are killed, because none has anything to save yet
-                        self._say(f"{signals.sentence(self._stopping)} All processes are ended.")
+                        self._report(f"{signals.sentence(self._stopping)} All processes are ended.")
                         return signals.exit_code(self._stopping)
                     self._start(process)
                 return self._wait()
@@ -117,23 +117,25 @@ class LocalPod:
                 del self._children[process]
                 replaced = code and failed is None and self._may_replace(process, code)
                 if replaced and _LEADER not in self._children:
-                    self._say(f"{self._hosts.name(process)} ended with {_describe_exit(code)} after the job had ended.")
+                    self._report(
+                        f"{self._hosts.name(process)} ended with {_describe_exit(code)} after the job had ended."
+                    )
                 elif replaced and self._restarts:
                     self._restarts -= 1
-                    self._say(f"{self._hosts.name(process)} ended with {_describe_exit(code)}; it is started again.")
+                    self._report(f"{self._hosts.name(process)} ended with {_describe_exit(code)}; it is started again.")
                     self._start(process)
                 elif replaced and (self._joinable or any(self._hosts.role(p) == ROLLOUT for p in self._children)):
-                    self._say(f"{self._hosts.name(process)} ended with {_describe_exit(code)}; the others go on.")
+                    self._report(f"{self._hosts.name(process)} ended with {_describe_exit(code)}; the others go on.")
                 elif self._leaves(process, code) and failed is None:
-                    self._say(f"{self._hosts.name(process)} ended with {_describe_exit(code)}, as it was asked to.")
+                    self._report(f"{self._hosts.name(process)} ended with {_describe_exit(code)}, as it was asked to.")
                 elif code and failed is None:
                     failed = self._code(code)
                     end = time.monotonic() + _GRACE_S
                     if self._children:
                         text = f"{self._hosts.name(process)} ended with {_describe_exit(code)}"
-                        self._say(f"{text}; the other processes must end too.")
+                        self._report(f"{text}; the other processes must end too.")
             if self._children and time.monotonic() > end:
-                self._say(f"{', '.join(map(self._hosts.name, self._children))} did not end: killed.")
+                self._report(f"{', '.join(map(self._hosts.name, self._children))} did not end: killed.")
                 self._kill()
             time.sleep(0.05)
         for thread in self._threads:
@@ -187,7 +189,7 @@ class LocalPod:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         print(f"podrl: {text}", file=sys.stderr, flush=True)
 
 

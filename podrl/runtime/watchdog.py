@@ -28,9 +28,9 @@ EXIT_DONE, EXIT_USER, EXIT_INFRASTRUCTURE, EXIT_PREEMPTED = 0, 1, 42, 75
 
 
 @contextlib.contextmanager
-def announce_if_long(text: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Calls `say(text)` if the `with` block takes more than 3 s; for stages before the run has a watchdog."""
-    timer = threading.Timer(_SILENCE_S, say, (text,))
+def announce_if_long(text: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Calls `log(text)` if the `with` block takes more than 3 s; for stages before the run has a watchdog."""
+    timer = threading.Timer(_SILENCE_S, log, (text,))
     timer.daemon = True
     timer.start()
     try:
@@ -59,7 +59,7 @@ class Watchdog:
     Attributes:
       wait_sources: functions that describe the waits of this process as text, '' for none; printed with the stage.
       last_words: function that returns the text to print before the process ends: what is saved, and how to resume.
-      say: function that prints a line about a stage that takes more than 3 s; None prints nothing.
+      log: function that prints a line about a stage that takes more than 3 s; None prints nothing.
       expected: seconds that each stage took when it ran last, as far as known; printed in that line.
       informs: True in the process that informs the user; only this process reports its waits after a tenth of
         `stall_s`.
@@ -72,7 +72,7 @@ class Watchdog:
         self._spent: dict[str, float] = {}
         self.wait_sources: list[Callable[[], str]] = []
         self.last_words: Callable[[], str] = lambda: ""
-        self.say: Callable[[str], None] | None = None
+        self.log: Callable[[str], None] | None = None
         self.expected: Mapping[str, float] = {}
         self._announced: set[str] = set()
         self.informs = True
@@ -123,11 +123,11 @@ class Watchdog:
           now: present time of the same clock.
         """
         name, started = stage
-        if self.say is None or name in self._announced or now - started <= _SILENCE_S:
+        if self.log is None or name in self._announced or now - started <= _SILENCE_S:
             return
         self._announced.add(name)
         last = f", {self.expected[name]:.0f} s the last time" if name in self.expected else ""
-        self.say(f"{name}: {_DOES.get(name, 'at work')} ({now - started:.0f} s so far{last}) ...")
+        self.log(f"{name}: {_DOES.get(name, 'at work')} ({now - started:.0f} s so far{last}) ...")
 
     def _watch(self) -> None:
         reported: tuple[str, float] | None = None

@@ -97,14 +97,14 @@ def check(path: str | os.PathLike, key: str, *, writes: bool = False) -> None:
 
 
 def _answer(answer: "concurrent.futures.Future[None]", url: str, key: str, writes: bool) -> None:
-    """Puts the result or the error of `_ask` into a future."""
+    """Puts the result or the error of `_probe` into a future."""
     try:
-        answer.set_result(_ask(url, key, writes=writes))
+        answer.set_result(_probe(url, key, writes=writes))
     except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
         answer.set_exception(error)
 
 
-def _ask(url: str, key: str, *, writes: bool) -> None:
+def _probe(url: str, key: str, *, writes: bool) -> None:
     """Does the work of `check`, without a deadline."""
     bucket = _bucket(url)
     import google.cloud.storage as gcs

@@ -39,25 +39,25 @@ def found(value: str | Callable[..., Any], key: str) -> Callable[..., Any]:
         raise ValueError(f"{key}={value!r}: {explain_load(error, place)}") from None
 
 
-def numbers(function: Callable[..., object], key: str, given: tuple[str, ...]) -> dict[str, object]:
-    """Lists a function's own numbers with their defaults: its keyword-only parameters that are not in `given`.
+def numbers(function: Callable[..., object], key: str, reserved: tuple[str, ...]) -> dict[str, object]:
+    """Lists a function's own numbers with their defaults: its keyword-only parameters that are not in `reserved`.
 
     Args:
       function: function of the user's.
       key: config key of the setting, which error messages name.
-      given: names of the arrays that podrl passes by keyword.
+      reserved: names of the arrays that podrl passes by keyword.
 
     Raises:
       ValueError: a keyword-only parameter has no default, or a default that is not a number.
     """
     own: dict[str, object] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is not parameter.KEYWORD_ONLY or name in given:
+        if parameter.kind is not parameter.KEYWORD_ONLY or name in reserved:
             continue
         if isinstance(parameter.default, bool) or not isinstance(parameter.default, int | float):
             raise ValueError(
                 f"{key}: the keyword {name!r} of {_name(function)} must have a number as default, or be one of "
-                f"{', '.join(given)}."
+                f"{', '.join(reserved)}."
             )
         own[name] = parameter.default
     return own
@@ -83,24 +83,24 @@ def completed(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
     return groups
 
 
-def bound(value: Any, arguments: Mapping[str, Any], key: str, given: tuple[str, ...]) -> Callable[..., Any]:
+def bound(value: Any, arguments: Mapping[str, Any], key: str, reserved: tuple[str, ...]) -> Callable[..., Any]:
     """Returns the function that a setting names, with its own numbers bound to the configuration's numbers.
 
-    The returned function takes every array of `given` by keyword, and passes on the arrays that the user's function
+    The returned function takes every array of `reserved` by keyword, and passes on the arrays that the user's function
     takes.
 
     Args:
       value: the function itself, or 'file.py:function'.
       arguments: numbers of the configuration, by the function's keywords.
       key: config key of the setting, such as 'grpo.policy_loss_fn'.
-      given: names of the arrays that podrl passes by keyword.
+      reserved: names of the arrays that podrl passes by keyword.
 
     Raises:
       ValueError: there is no such function, or `arguments` has a name that the function lacks or a value that is not a
         number.
     """
     function = found(value, key)
-    own = numbers(function, key, given)
+    own = numbers(function, key, reserved)
     group = f"{key.rpartition('.')[0]}.{ARGUMENTS[key.rpartition('.')[2]]}"
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{group}={arguments!r} must be a group of numbers, by the names of the function's keywords.")
@@ -109,11 +109,11 @@ def bound(value: Any, arguments: Mapping[str, Any], key: str, given: tuple[str, 
             raise ValueError(f"{group} has no key {name!r}, as {_name(function)} has none.{nearest(name, own)}")
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise ValueError(f"{group}.{name}={number!r} must be a number.")
-    asked = [name for name in given if name in inspect.signature(function).parameters]
+    context_names = [name for name in reserved if name in inspect.signature(function).parameters]
 
     @functools.wraps(function)
     def call(*arrays: Any, **context: Any) -> Any:
-        return function(*arrays, **{name: context[name] for name in asked}, **{**own, **arguments})
+        return function(*arrays, **{name: context[name] for name in context_names}, **{**own, **arguments})
 
     return call
 
@@ -138,12 +138,12 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
     block = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     context = dict(zip(CONTEXT, (block, block, jax.ShapeDtypeStruct((2, 3), jnp.int32)), strict=True))
     try:
-        made = jax.eval_shape(lambda arrays, context: call(*arrays, **context), [block] * 3, context)
+        values = jax.eval_shape(lambda arrays, context: call(*arrays, **context), [block] * 3, context)
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         raise ValueError(f"{key}: {_name(call)} fails on arrays of shape (2, 3): {_where(error, call)}") from None
-    if getattr(made, "shape", None) != (2, 3) or not jnp.issubdtype(made.dtype, jnp.floating):
+    if getattr(values, "shape", None) != (2, 3) or not jnp.issubdtype(values.dtype, jnp.floating):
         raise ValueError(
-            f"{key}: {_name(call)} returns {_described(made)} for arrays of shape (2, 3): it must return the loss of "
+            f"{key}: {_name(call)} returns {_described(values)} for arrays of shape (2, 3): it must return the loss of "
             "every token, floats of the same shape."
         )
     return call
@@ -167,17 +167,17 @@ def advantage(value: object, arguments: Mapping[str, object], key: str) -> Calla
     call = bound(value, arguments, key, OF_AN_ADVANTAGE)
     try:
         with np.errstate(all="ignore"):
-            made = np.asarray(call(np.array([[0.0, 1.0], [2.0, 2.0]]), length_PG=np.array([[1, 2], [3, 1]])))
+            values = np.asarray(call(np.array([[0.0, 1.0], [2.0, 2.0]]), length_PG=np.array([[1, 2], [3, 1]])))
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         raise ValueError(f"{key}: {_name(call)} fails on rewards of shape (2, 2): {_where(error, call)}") from None
-    if made.shape != (2, 2):
+    if values.shape != (2, 2):
         raise ValueError(
-            f"{key}: {_name(call)} returns shape {made.shape} for rewards of shape (2, 2): it must return the "
+            f"{key}: {_name(call)} returns shape {values.shape} for rewards of shape (2, 2): it must return the "
             "advantage of every sample."
         )
-    if not np.isfinite(made.astype(float)).all():
+    if not np.isfinite(values.astype(float)).all():
         raise ValueError(
-            f"{key}: {_name(call)} returns {made.tolist()} for the rewards [[0, 1], [2, 2]]: advantages must be "
+            f"{key}: {_name(call)} returns {values.tolist()} for the rewards [[0, 1], [2, 2]]: advantages must be "
             "finite. Where samples of a prompt have equal rewards, a divisor may be 0: add a small number to it."
         )
     return call

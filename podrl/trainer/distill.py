@@ -131,10 +131,10 @@ def _joined(
     loss, metrics = found
     taught_BT = (rows.weight_BT > 0).astype(kl_BT.dtype)
     kl_BT = masked(kl_BT, taught_BT)
-    told = jax.lax.stop_gradient(token_mean(kl_BT, taught_BT))
+    mean_kl = jax.lax.stop_gradient(token_mean(kl_BT, taught_BT))
     return Ratio(loss.total + rows.scale * jnp.sum(rows.weight_BT * kl_BT), loss.count), {
         **metrics,
-        "opd/reverse_kl": told,
+        "opd/reverse_kl": mean_kl,
     }
 
 

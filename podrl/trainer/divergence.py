@@ -184,17 +184,17 @@ def _divergence_fwd(hidden_BTD, matrix_VD, their_hidden_BTE, theirs_VE, target_B
     rows, matrix = _specs(head)
     run = functools.partial(_compare, head=head, their_head=their_head)
     run = _on_mesh(run, head, (rows, matrix, rows, _specs(their_head)[1], rows), (rows,) * 7)
-    given = (hidden_BTD, matrix_VD, their_hidden_BTE, theirs_VE, target_BT)
-    logprob_BT, entropy_BT, kl_BT, *sums = run(*given)
-    return (logprob_BT, entropy_BT, kl_BT), (given, entropy_BT, kl_BT, *sums)
+    operands = (hidden_BTD, matrix_VD, their_hidden_BTE, theirs_VE, target_BT)
+    logprob_BT, entropy_BT, kl_BT, *sums = run(*operands)
+    return (logprob_BT, entropy_BT, kl_BT), (operands, entropy_BT, kl_BT, *sums)
 
 
 def _divergence_bwd(head: Head, their_head: Head, saved, grads):
-    given, *kept = saved
+    operands, *kept = saved
     rows, matrix = _specs(head)
     run = functools.partial(_pull_divergence, head=head, their_head=their_head)
     run = _on_mesh(run, head, (rows, matrix, rows, _specs(their_head)[1], *[rows] * 10), (rows, matrix))
-    return *run(*given, *kept, *grads), None, None, None
+    return *run(*operands, *kept, *grads), None, None, None
 
 
 _divergence.defvjp(_divergence_fwd, _divergence_bwd)

@@ -85,14 +85,14 @@ class CollectiveTransport:
             Crossing(leaf, plan.leaves[i].source_dtype, sources[i], arrivals[i], targets[i], Rounds.of(leaf))
             for i, leaf in enumerate(self.plan.leaves)
         ]
-        made: dict[Any, BucketPrograms] = {}
+        by_key: dict[Any, BucketPrograms] = {}
         self.programs: list[BucketPrograms] = []
         for bucket in self.plan.buckets:
             leaves, in_parts = [self._leaves[i] for i in bucket.leaves], bucket.parts > 1
             key = tuple(leaf.key for leaf in leaves), in_parts
-            if key not in made:
-                made[key] = bucket_programs(leaves, self.union, in_parts=in_parts, flat_bytes=flat_bytes)
-            self.programs.append(made[key])
+            if key not in by_key:
+                by_key[key] = bucket_programs(leaves, self.union, in_parts=in_parts, flat_bytes=flat_bytes)
+            self.programs.append(by_key[key])
         self._by_bucket = {b.leaves: programs for b, programs in zip(self.plan.buckets, self.programs, strict=True)}
         self._receives = any(d.process_index == jax.process_index() for d in after)
         self._kept: dict[Any, Any] = {}

@@ -87,7 +87,7 @@ def test_a_teacher_of_another_architecture_is_scored_by_its_own_and_draws_the_po
     bench, rollouts = Bench(parsed("opd", {"num_iterations": 1}, model={"reference": str(teacher)})), None
     cluster, rollouts = bench.cluster, bench.experience.rollouts
     config = parsed("opd", {"num_iterations": 1}, model={"reference": str(teacher)}).algo
-    algorithm = make_grpo(cluster, config, samples=B, say=print)
+    algorithm = make_grpo(cluster, config, samples=B, log=print)
     where = (rollouts.tokens_BT, rollouts.length_B)
     before_BT, teacher_BT = cluster.get_actor_per_token_logps(*where), cluster.get_ref_per_token_logps(*where)
     alone = Bench(parsed("grpo", {}, model={"path": str(teacher)})).cluster
@@ -114,7 +114,7 @@ def test_the_update_of_an_exact_divergence_is_the_gradient_written_out(quick_com
     described = dataclasses.replace(described, trainer=dataclasses.replace(described.trainer, **plain))
     bench = Bench(described)
     cluster, experience = bench.cluster, bench.experience
-    algorithm = make_grpo(cluster, described.algo, samples=B, say=print)
+    algorithm = make_grpo(cluster, described.algo, samples=B, log=print)
     rollouts = experience.rollouts
     mask_BT, theirs = jnp.asarray(rollouts.mask_BT), from_pretrained(teacher)
     scores = algorithm.score(0, experience)
@@ -163,7 +163,7 @@ def test_the_update_of_an_exact_divergence_is_the_gradient_written_out(quick_com
 def test_an_exact_divergence_draws_the_policy_to_the_teacher(quick_compilation, teacher, teacher_kl):
     config = parsed("opd", {"num_iterations": 2, "teacher_kl": teacher_kl}, model={"reference": str(teacher)})
     bench = Bench(config)
-    algorithm = make_grpo(bench.cluster, config.algo, samples=B, say=print)
+    algorithm = make_grpo(bench.cluster, config.algo, samples=B, log=print)
     found = [fetched_means(learn(algorithm, step, bench.experience))["opd/reverse_kl"] for step in range(4)]
     assert found == sorted(found, reverse=True) and found[-1] < 0.95 * found[0], found
     rollouts, weighed = bench.experience.rollouts, []
@@ -198,4 +198,4 @@ def test_a_learner_without_a_teacher_says_so():
     with pytest.raises(
         ValueError, match=r"grpo.teacher_coef=1 needs a teacher, and the cluster has none: give model.reference"
     ):
-        make_grpo(bench.cluster, config, samples=B, say=print)
+        make_grpo(bench.cluster, config, samples=B, log=print)

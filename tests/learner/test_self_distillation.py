@@ -87,7 +87,7 @@ def test_the_policy_behind_its_hint_gives_each_token_an_advantage(bench):
         expected_BT[b, PROMPT:n] = hinted_BT[b, hint : hint + n - PROMPT]
     own_BT = cluster.get_actor_per_token_logps(rollouts.tokens_BT, rollouts.length_B)
     for teacher in ("current", "initial", "ema"):
-        algorithm = make_grpo(cluster, job(teacher).algo, samples=B, say=print)
+        algorithm = make_grpo(cluster, job(teacher).algo, samples=B, log=print)
         scores = algorithm.score(0, experience)
         np.testing.assert_allclose(scores.ref_logprob_BT, expected_BT, atol=1e-5, err_msg=teacher)
         advantage_BT, metrics = algorithm.advantages(experience, scores, np.zeros_like(own_BT))
@@ -103,7 +103,7 @@ def test_each_copy_of_the_policy_moves_as_its_name_says(bench):
     cluster = bench.cluster
     for teacher in ("current", "initial", "ema"):
         cluster.state, cluster.actor.average = jax.device_put(bench.start, bench._placed), None
-        algorithm = make_grpo(cluster, job(teacher, teacher_rate=0.25).algo, samples=B, say=print)
+        algorithm = make_grpo(cluster, job(teacher, teacher_rate=0.25).algo, samples=B, log=print)
         metrics = fetched_means(learn(algorithm, 0, experience))
         assert metrics["opd/reverse_kl"] != 0.0 and moved(start, jax.device_get(cluster.state.params))
         found[teacher] = algorithm.score(1, experience).ref_logprob_BT
@@ -120,7 +120,7 @@ def test_each_copy_of_the_policy_moves_as_its_name_says(bench):
 def test_the_average_is_in_the_checkpoint_to_the_bit(bench):
     cluster, experience = bench.cluster, told(bench.experience)
     cluster.state = jax.device_put(bench.start, bench._placed)
-    algorithm = make_grpo(cluster, job("ema").algo, samples=B, say=print)
+    algorithm = make_grpo(cluster, job("ema").algo, samples=B, log=print)
     learn(algorithm, 0, experience)
     kept = jax.device_get(checkpoint_state(cluster))
     same = lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype)  # noqa: E731
@@ -154,7 +154,7 @@ def test_a_teacher_without_a_hint_is_refused_and_a_hint_without_a_teacher(bench)
         parsed("opd", {"teacher": "ema", "teacher_kl": "full"}, data={"hint": "{answer}"})
     with pytest.raises(ValueError, match=r"grpo.teacher='ema' has no effect while grpo.teacher_coef=0"):
         parsed("grpo", {"teacher": "ema"})
-    algorithm = make_grpo(bench.cluster, job("current").algo, samples=B, say=print)
+    algorithm = make_grpo(bench.cluster, job("current").algo, samples=B, log=print)
     with pytest.raises(ValueError, match=r"no prompt of step 0 has one: give data.hint"):
         algorithm.score(0, bench.experience)
     assert job("initial").data.hinted and P * G == B and LIMIT

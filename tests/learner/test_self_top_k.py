@@ -76,7 +76,7 @@ def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
     mask_BT = np.zeros_like(rollouts.mask_BT)
     mask_BT[0, 4:6], mask_BT[5, 4] = 1, 1
     short = told(dataclasses.replace(bench.experience, rollouts=dataclasses.replace(rollouts, mask_BT=mask_BT)))
-    scores = make_grpo(bench.cluster, job().algo, samples=B, say=print).score(0, short)
+    scores = make_grpo(bench.cluster, job().algo, samples=B, log=print).score(0, short)
     assert isinstance(scores, IdScores) and scores.id_XK.shape == scores.teacher_logprob_XK.shape == (4, K)
     assert scores.number_BT[0, 3:7].tolist() == [0, 1, 2, 0] and scores.number_BT[5, 3:6].tolist() == [0, 3, 0]
     read = HintedBatch.of(short.rollouts).rollouts
@@ -88,7 +88,7 @@ def test_numbers_by_hand_of_two_prompts_with_a_hint_and_without(bench):
 def test_the_policys_likeliest_ids_are_scored_behind_the_hint_by_each_copy_of_it(bench, teacher):
     cluster, experience = reset(bench), told(bench.experience)
     rollouts = experience.rollouts
-    algorithm = make_grpo(cluster, job(teacher, teacher_rate=0.25).algo, samples=B, say=print)
+    algorithm = make_grpo(cluster, job(teacher, teacher_rate=0.25).algo, samples=B, log=print)
     learn(algorithm, 0, experience)
     assert moved(bench.start.params, jax.device_get(cluster.state.params))
     theirs = {
@@ -113,7 +113,7 @@ def test_behind_the_policys_own_prompt_it_is_the_divergence_without_a_hint(bench
     cluster, rollouts = reset(bench), bench.experience.rollouts
     prompts = [rollouts.tokens_BT[p * G, :PROMPT].tolist() for p in range(B // G)]
     experience = told(bench.experience, prompts if hints == "own prompts" else [None, None])
-    algorithm = make_grpo(cluster, job("initial", teacher_hint_tokens=0).algo, samples=B, say=print)
+    algorithm = make_grpo(cluster, job("initial", teacher_hint_tokens=0).algo, samples=B, log=print)
     changed = jax.tree.map(lambda x: 1.01 * x, cluster.state.params)  # otherwise the two would be equal
     cluster.state = cluster.state.replace(params=jax.device_put(changed, bench._placed.params))
     scores = algorithm.score(0, experience)
@@ -135,7 +135,7 @@ def test_the_update_is_the_gradient_written_out(quick_compilation):
     described = job(trainer=trainer, policy_loss_fn="reinforce", **changes)
     bench = Bench(described)
     cluster, experience = bench.cluster, told(bench.experience, hints)
-    algorithm = make_grpo(cluster, described.algo, samples=B, say=print)
+    algorithm = make_grpo(cluster, described.algo, samples=B, log=print)
     rollouts = experience.rollouts
     scores = algorithm.score(0, experience)
     reward_BT, _ = algorithm.rewards(experience, scores)
@@ -191,12 +191,12 @@ def test_neither_order_nor_packing_nor_mesh_of_the_rows_matters(bench):
     reset(bench)
     experience = told(bench.experience)
     expected = columns(
-        make_grpo(bench.cluster, job().algo, samples=B, say=print).score(0, experience), experience.rollouts
+        make_grpo(bench.cluster, job().algo, samples=B, log=print).score(0, experience), experience.rollouts
     )
     mesh = make_mesh("fsdp=2", jax.devices()[:2])
     other = job(trainer={"micro_batch_sequences": 2, "share_prompts": False, "mini_batch_size": 1}, num_iterations=2)
     cluster = jobs.build_cluster(other, Meshes(mesh, mesh, mesh, mesh))
-    algorithm = make_grpo(cluster, other.algo, samples=B, say=print)
+    algorithm = make_grpo(cluster, other.algo, samples=B, log=print)
     assert len(algorithm.mini_batches(0, 0, B)) == 2
     scores = algorithm.score(0, experience)
     for a, b in zip(columns(scores, experience.rollouts), expected, strict=True):
@@ -239,7 +239,7 @@ def test_the_sampled_token_has_the_log_probability_that_sampled_gives_it_in_samp
     pieces = dataclasses.replace(rollouts, piece_BT=piece_BT.astype(rollouts.piece_BT.dtype), mask_BT=mask_BT)
     for hints in (HINTS, [None, [5]]):
         experience = told(dataclasses.replace(bench.experience, rollouts=pieces), hints)
-        make = functools.partial(make_grpo, cluster, samples=B, say=print, pieces=True)
+        make = functools.partial(make_grpo, cluster, samples=B, log=print, pieces=True)
         sampled = make(job(teacher_kl="sampled").algo).score(0, experience).ref_logprob_BT[mask_BT > 0]
         id_XK, found_XK = columns(make(job(teacher_top_k=VOCABULARY).algo).score(0, experience), pieces)
         token_X = pieces.tokens_BT[mask_BT > 0]
@@ -252,7 +252,7 @@ def test_adapters_learn_from_their_base_behind_the_hint(quick_compilation):
     described = job("initial", model={"lora": {"rank": 2, "alpha": 4.0}})
     bench = Bench(described)
     cluster, experience = bench.cluster, told(bench.experience)
-    algorithm = make_grpo(cluster, described.algo, samples=B, say=print)
+    algorithm = make_grpo(cluster, described.algo, samples=B, log=print)
     assert cluster.actor.reference is cluster.actor.frozen
     found = [fetched_means(learn(algorithm, step, experience))["opd/reverse_kl"] for step in range(2)]
     assert found == sorted(found, reverse=True) and found[-1] < found[0], found
@@ -267,6 +267,6 @@ def test_what_stays_impossible_is_refused_with_the_key(bench):
         parsed("opd", {"teacher_kl": "full"}, **reference)
     assert parsed("opd", {"teacher_kl": "top_k"}, **reference).algo.distillation.kl == "top_k"
     with pytest.raises(ValueError, match=r"grpo.teacher_top_k=385 is more than the 384 token ids .* set it to 384"):
-        make_grpo(reset(bench), job(teacher_top_k=385).algo, samples=B, say=print)
+        make_grpo(reset(bench), job(teacher_top_k=385).algo, samples=B, log=print)
     with pytest.raises(ValueError, match=r"no prompt of step 0 has one: give data.hint"):
-        make_grpo(bench.cluster, job().algo, samples=B, say=print).score(0, bench.experience)
+        make_grpo(bench.cluster, job().algo, samples=B, log=print).score(0, bench.experience)

@@ -94,7 +94,7 @@ def trained(cluster, settings, experience, rows_B):
     rng = np.random.default_rng(1)
     now_BT, their_BT = (np.log(rng.uniform(0.05, 0.95, (B, T))) for _ in range(2))
     scores = ReferencedScores(experience.rollouts.logprob_BT, their_BT[rows_B].astype(np.float32))
-    algorithm = make_grpo(cluster, settings, samples=len(rows_B), say=print)
+    algorithm = make_grpo(cluster, settings, samples=len(rows_B), log=print)
     rewards, _ = algorithm.rewards(experience, scores)
     advantage_BT, told = algorithm.advantages(experience, scores, rewards)
     (batch,) = algorithm.pack(0, experience, scores, advantage_BT)
@@ -145,7 +145,7 @@ def test_an_exact_divergence_is_taken_over_the_tokens_of_its_source_beside_the_o
     """Checks the weights and divisors in the update's rows; test_distillation.py tests the gradient."""
     whole, sources = mixture(), OWN | {"plain": {"teacher_coef": 2.0}}
     settings = config(sources=sources, teacher_kl=kind)
-    algorithm: Any = make_grpo(cluster, settings, samples=B, say=print)
+    algorithm: Any = make_grpo(cluster, settings, samples=B, log=print)
     _, told = algorithm.advantages(whole, ReferencedScores(*[whole.rollouts.logprob_BT] * 2), np.ones((B, T)))
     placement = packing.place_samples(whole.rollouts, np.arange(B), algorithm.shape)
     rows = algorithm._taught(placement, "policy", whole, settings.loss_mask(whole), np.arange(B))
@@ -163,7 +163,7 @@ def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_coun
     sources = OWN | {"plain": {"teacher_coef": 2.0}}
     own = {"teacher": "current", "teacher_hint_tokens": 4, "teacher_kl": "top_k", "teacher_top_k": 3}
     settings = config(sources=sources, **own)
-    algorithm: Any = make_grpo(cluster, settings, samples=B, say=print)
+    algorithm: Any = make_grpo(cluster, settings, samples=B, log=print)
     whole, found = mixture(), []
     mask_BT, prompts = whole.rollouts.mask_BT, whole.rollouts.prompts
     chat, plain = (float(only(whole, [name])[0].rollouts.mask_BT.sum()) for name in ("chat", "plain"))
@@ -183,7 +183,7 @@ def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_coun
         found.append(metrics["opd/reverse_kl"])
     assert found[0] > 0 == found[1]
     # Another model teaches with the same prompt too.
-    reference: Any = make_grpo(cluster, config(sources=sources, **own | {"teacher": "reference"}), samples=B, say=print)
+    reference: Any = make_grpo(cluster, config(sources=sources, **own | {"teacher": "reference"}), samples=B, log=print)
     scores = reference.score(0, told_of)
     advantage_BT, told = reference.advantages(told_of, scores, np.ones_like(mask_BT))
     (batch,) = reference.pack(0, told_of, scores, advantage_BT)
@@ -229,7 +229,7 @@ def test_a_step_without_a_sample_to_teach_needs_no_hint(cluster):
     """A source of small weight may have no prompt in a step, so the step has no hints."""
     sources = {"chat": {"teacher_coef": 1.0, "reward_coef": 0.0}}
     rest, rows_B = only(mixture(), ["math", "plain", "tools"])
-    algorithm: Any = make_grpo(cluster, config(sources=sources, teacher="current"), samples=len(rows_B), say=print)
+    algorithm: Any = make_grpo(cluster, config(sources=sources, teacher="current"), samples=len(rows_B), log=print)
     (reading,) = algorithm._readings(0, rest)
     np.testing.assert_array_equal(reading.view.rollouts.tokens_BT, rest.rollouts.tokens_BT)
     np.testing.assert_array_equal(algorithm.needed(0, rest), np.arange(len(rows_B)))

@@ -80,11 +80,11 @@ def test_each_source_is_scored_by_its_teacher(quick_compilation, folders, said):
     path = str(folders / "same")
     alone = Bench(parsed("opd", {"num_iterations": 1}, model={"reference": path}))
     config = parsed("opd", {"num_iterations": 1}, model={"reference": path}).algo
-    expected = make_grpo(alone.cluster, config, samples=B, say=print).score(0, said)
+    expected = make_grpo(alone.cluster, config, samples=B, log=print).score(0, said)
     for sources, taught_B in {(): np.ones(B, bool), ("math",): np.arange(B) < G}.items():
         found = described({"path": path, "sources": sources})
         cluster = bench(found).cluster
-        algorithm = make_grpo(cluster, found.algo, samples=B, say=print)
+        algorithm = make_grpo(cluster, found.algo, samples=B, log=print)
         experience = told(said)
         scores = algorithm.score(0, experience)
         assert isinstance(scores, SpanScores)
@@ -107,7 +107,7 @@ def test_a_teacher_of_other_tokens_gives_each_span_its_sum(quick_compilation, fo
     cluster, theirs, own = bench(found).cluster, Tokenizer(path), Tokenizer(TINY)
     teacher = next(one for one in cluster.teachers if one.tokenizer is not None)
     assert [one.tokenizer is None for one in cluster.teachers] == [False, True]
-    algorithm = make_grpo(cluster, found.algo, samples=B, say=print)
+    algorithm = make_grpo(cluster, found.algo, samples=B, log=print)
     with pytest.raises(ValueError, match=r"has another tokenizer than the policy, and prompts lack the field"):
         algorithm.score(0, told(said))
     prompt = theirs.encode("1+1?\n")
@@ -147,7 +147,7 @@ def test_teachers_may_have_devices_of_their_own(quick_compilation, folders, said
     for mesh in (None, on.teacher):
         config = described({"path": path})
         made = bench(config, mesh)
-        scores = make_grpo(made.cluster, config.algo, samples=B, say=print).score(0, told(said))
+        scores = make_grpo(made.cluster, config.algo, samples=B, log=print).score(0, told(said))
         found[mesh] = scores.ref_logprob_BT
     np.testing.assert_allclose(found[None], found[on.teacher], atol=1e-5)
 

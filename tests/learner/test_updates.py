@@ -122,7 +122,7 @@ class Bench:
     def _train(self, described):
         cluster, config = self.cluster, described.algo
         cluster.state, cluster.critic = jax.device_put(self.start, self._placed), None
-        algorithm = (PPO if config.section == "ppo" else GRPO)(cluster, config, samples=B, say=print)
+        algorithm = (PPO if config.section == "ppo" else GRPO)(cluster, config, samples=B, log=print)
         records = [fetched_means(learn(algorithm, step, self.experience)) for step in range(2)]
         critic = cluster.critic and jax.device_get(cluster.critic.state.params)
         return config, records, jax.device_get(cluster.state.params), critic
@@ -157,7 +157,7 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
     _, plain, actor, _ = bench.train(name, epsilon=1e-6)
     cluster = bench.cluster
     cluster.state, cluster.critic = jax.device_put(bench.start, bench._placed), None
-    made = (PPO if name == "ppo" else GRPO)(cluster, described.algo, samples=B, say=print)
+    made = (PPO if name == "ppo" else GRPO)(cluster, described.algo, samples=B, log=print)
     kept = {}
     run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), spans=Spans())
     run.traced = TraceSteps(LogConfig(trace="updates"))
@@ -177,7 +177,7 @@ def test_weights_of_tokens_are_told_and_change_no_bit(name, bench):
 
 def test_all_hosts_that_train_score_and_weigh_what_one_of_them_writes(bench, monkeypatch):
     """Trainer hosts run the programs of one mesh together: a host that skipped one would block the others."""
-    made = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, say=print)
+    made = GRPO(bench.cluster, parsed("grpo", {}).algo, samples=B, log=print)
     asked = []
     monkeypatch.setattr(TracedAlgorithm, "_token_scores", lambda self, experience, share: asked.append(share))
     monkeypatch.setattr(made, "pack", lambda *of: ())
@@ -202,7 +202,7 @@ def test_settings_alone_decide_what_packed_rows_hold(bench):
         rollout = {"prompts_per_step": P, "max_prompt_length": PROMPT, "max_tokens_to_generate": LIMIT}
         rollout |= {"max_response_tokens": LIMIT}
         described = parsed("grpo", {"policy_loss_fn": "gspo"}, env={"environment": environment}, rollout=rollout)
-        given = {"samples": B, "say": print, "pieces": described.env.branches}
+        given = {"samples": B, "log": print, "pieces": described.env.branches}
         shape = GRPO(bench.cluster, described.algo, **given).shape
         assert shape == described.pack_shape(bench.cluster.actor_mesh)
         assert shape.tree == shape.whole == pieces
@@ -281,7 +281,7 @@ def test_tokens_are_told_apart_by_age_and_old_ones_dropped(beta, bench):
     for bound in (None, 1):
         config = parsed("grpo", changes | {"stale_bound": bound}).algo
         bench.cluster.state = jax.device_put(bench.start, bench._placed)
-        metrics = learn(GRPO(bench.cluster, config, samples=B, say=print), step, experience)
+        metrics = learn(GRPO(bench.cluster, config, samples=B, log=print), step, experience)
         more = {"reward_names": (), "metric_fns": (), "watched": (), "skipped": lambda: 0}
         records.append(SampleReport(config, **more).finished(fetched_means(metrics)))
     plain, bounded = records
@@ -310,7 +310,7 @@ def test_observed_tokens_are_learned_beside_the_policy_loss(bench):
     for changes in ({"observation_coef": 0.1}, {"observation_coef": 0.2}, {"observation_coef": 0.1} | sums):
         config = dataclasses.replace(plain, **changes)
         bench.cluster.state = jax.device_put(bench.start, bench._placed)
-        metrics = fetched_means(learn(GRPO(bench.cluster, config, samples=B, say=print), 0, experience))
+        metrics = fetched_means(learn(GRPO(bench.cluster, config, samples=B, log=print), 0, experience))
         assert metrics["echo/nll"] == pytest.approx(-logprob_BT[seen_BT].mean(), rel=1e-5)
         after_BT = bench.cluster.get_actor_per_token_logps(whole.tokens_BT, whole.length_B)
         assert after_BT[seen_BT].mean() > logprob_BT[seen_BT].mean()
@@ -324,7 +324,7 @@ def test_observed_tokens_are_learned_beside_the_policy_loss(bench):
 
 
 def test_a_group_with_a_failed_sample_teaches_nothing_and_is_not_reported(bench):
-    algorithm = GRPO(bench.cluster, parsed("grpo", {"num_iterations": 1}).algo, samples=B, say=print)
+    algorithm = GRPO(bench.cluster, parsed("grpo", {"num_iterations": 1}).algo, samples=B, log=print)
     whole, stop_B = bench.experience.rollouts, np.where(np.arange(B) == 5, STOP_FAILED, STOP_EOS)
     mask_BT = np.where(np.arange(B)[:, None] < G, whole.mask_BT, np.float32(0))
     ends, seen = [], []
@@ -354,7 +354,7 @@ def test_a_group_with_a_failed_sample_teaches_nothing_and_is_not_reported(bench)
 
 def test_a_step_that_loses_every_group_teaches_nothing_and_has_no_reward(bench):
     """One failed sample in each group is few enough for the run to go on."""
-    algorithm = GRPO(bench.cluster, parsed("grpo", {"num_iterations": 1}).algo, samples=B, say=print)
+    algorithm = GRPO(bench.cluster, parsed("grpo", {"num_iterations": 1}).algo, samples=B, log=print)
     whole, stop_B = bench.experience.rollouts, np.where(np.arange(B) % G == 1, STOP_FAILED, STOP_EOS)
     rollouts = dataclasses.replace(whole, mask_BT=np.zeros_like(whole.mask_BT), stop_B=stop_B)
     counts = {"rollout/failed": B / G, "rollout/kept_tokens": 0.0, "rollout/age": 0.0, "rollout/mixed_samples": 0.0}
@@ -387,7 +387,7 @@ def entropies(cluster, rollouts):
 
 def test_a_resumed_run_compiles_what_traces_in_its_first_step():
     fresh = Bench()  # in a cache of its own, so that programs of other tests do not count
-    algorithm, experience = GRPO(fresh.cluster, parsed("grpo", {}).algo, samples=B, say=print), fresh.experience
+    algorithm, experience = GRPO(fresh.cluster, parsed("grpo", {}).algo, samples=B, log=print), fresh.experience
     spans = Spans()
     run = SimpleNamespace(tracing=SimpleNamespace(note=lambda *of: None), traced=TraceSteps(LogConfig()), spans=spans)
     traced = TracedAlgorithm(algorithm, run, ["fn"], parsed("grpo", {}).algo)
@@ -404,7 +404,7 @@ def test_a_resumed_run_compiles_what_traces_in_its_first_step():
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_the_trace_is_told_of_every_token(name, bench):
     config, experience = parsed(name, {}), bench.experience
-    algorithm = (PPO if name == "ppo" else GRPO)(bench.cluster, config.algo, samples=B, say=lambda text: None)
+    algorithm = (PPO if name == "ppo" else GRPO)(bench.cluster, config.algo, samples=B, log=lambda text: None)
     kept = {}
     chosen = SimpleNamespace(wants=lambda step: step == 8, ever=True, share=0.5, weighs=lambda step: False)
     run = SimpleNamespace(tracing=SimpleNamespace(note=kept.__setitem__), traced=chosen, spans=Spans())

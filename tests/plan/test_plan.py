@@ -243,7 +243,7 @@ def test_a_search_says_its_best_from_the_start_and_keeps_to_the_keys_of_the_conf
     monkeypatch.setattr(variants, "_total", total)
     for key, value in (("train_micro_batch_size", 1), ("micro_batch_sequences", 8)):
         setting = _setting(monkeypatch, "v5p:2x2x2", **job, trainer={key: value, "remat": "full"})
-        found, _ = variants.search(setting, say=said.append)
+        found, _ = variants.search(setting, log=said.append)
         changed = [one for one in differences(setting, found) if "micro" in one or "None" in one]
         assert all(one.startswith(f"trainer.{key}=") for one in changed), changed
         assert found.job.pack_shape(found.trainer_mesh()).micro_batches >= 1
@@ -509,7 +509,7 @@ def test_what_full_takes_for_certain_is_counted_and_left_out_where_that_is_too_l
             return Trial(variant.keys, "", True, 1.0, 0.0, times * least_trainer_seconds(variant.setting))  # noqa: B023
 
         monkeypatch.setattr(variants, "_total", total)
-        variants.search(dots, say=said.append, known=known)
+        variants.search(dots, log=said.append, known=known)
         policies = {keys[1] for keys in tried if keys[0].startswith("roles.trainer")}
         assert policies == {f"trainer.remat={name}" for name in ("dots", "none", *(["full"] if needed else []))}
         assert any("slower than" in line for line in said) != needed

@@ -191,6 +191,6 @@ def test_columns_of_a_table_are_written_as_json(tmp_path):
 def test_a_damaged_prompts_file_of_a_model_is_named(tmp_path):
     (tmp_path / "prompts.json").write_text("[]")
     with pytest.raises(ValueError, match=r"prompts\.json holds a list, not an object"):
-        generate.asked_as(tmp_path)
+        generate.prompt_settings_of(tmp_path)
     (tmp_path / "prompts.json").unlink()
-    assert generate.asked_as(tmp_path) == {}
+    assert generate.prompt_settings_of(tmp_path) == {}

@@ -23,7 +23,7 @@ from podrl.rewards.sandbox.messages import Bounds, ProgramTests, ScriptTest, Ver
 from podrl.rewards.sandbox.program import start_programs
 from podrl.rewards.sandbox.values import Reference, decode, encode, receive, send
 
-_SAID = 300
+_MESSAGE_LENGTH = 300
 _PER_BYTE = 8  # bytes of memory for each byte of the request, which is held as JSON and as objects
 T = TypeVar("T")
 _WORD = re.compile(r"[^\W\d]\w*")
@@ -120,7 +120,7 @@ def _scripts(control: socket.socket, request: ProgramTests, tests: list[ScriptTe
             problem = f"test {number}: " + _end_of(status) if status else f"test {number}: it printed {printed!r}"
         if not passed[-1] and not request["all"]:
             break
-    return {"passed": passed, "said": problem[:_SAID]}
+    return {"passed": passed, "said": problem[:_MESSAGE_LENGTH]}
 
 
 def _read(descriptor: int, end: float, most: int) -> str | None:
@@ -166,7 +166,7 @@ def _functions(control: socket.socket, request: ProgramTests, limits: Bounds) ->
         exec(codes[0], names)  # code of the data set, and this process is its sandbox
     except BaseException as error:  # noqa: BLE001 - the program does not run, or lacks a name that the set-up needs
         program.end(kill=True)
-        return {"passed": [False] * len(request["tests"]), "said": _name(error)[:_SAID]}
+        return {"passed": [False] * len(request["tests"]), "said": _name(error)[:_MESSAGE_LENGTH]}
     for number, code in enumerate(codes[1:]):
         try:
             exec(code, names)  # code of the data set, as in the set-up
@@ -179,7 +179,7 @@ def _functions(control: socket.socket, request: ProgramTests, limits: Bounds) ->
         if remote.malformed or not (passed[-1] or request["all"]):
             break
     program.end(kill=True)
-    return {"passed": passed, "said": problem[:_SAID], "unusable": remote.unusable[:_SAID]}
+    return {"passed": passed, "said": problem[:_MESSAGE_LENGTH], "unusable": remote.unusable[:_MESSAGE_LENGTH]}
 
 
 def _compiled(source: str, what: str) -> CodeType:

@@ -40,19 +40,19 @@ class PullReceiver:
     boxes that its own devices need; the checksums are compared over the whole rollout mesh.
     """
 
-    def __init__(self, name: str, target: PyTree, ask: SendRequest, *, timeout: float = 300.0):
+    def __init__(self, name: str, target: PyTree, send: SendRequest, *, timeout: float = 300.0):
         """Describes the target tree; `receive` sends the requests.
 
         Args:
           name: name under which the trainer serves the tree.
           target: tree of ShapeDtypeStructs with the shardings and dtypes of the rollout, all on one mesh.
-          ask: function that sends a request to a trainer process.
+          send: function that sends a request to a trainer process.
           timeout: seconds that a `receive` may take, the wait for the version included.
 
         Raises:
           ValueError: the leaves lie on several meshes.
         """
-        self._name, self._ask_process, self._timeout = name, ask, timeout
+        self._name, self._send, self._timeout = name, send, timeout
         flat, treedef = jax.tree_util.tree_flatten_with_path(target)
         leaves = [leaf for _, leaf in flat]
         dtypes = [np.dtype(leaf.dtype) for leaf in leaves]
@@ -119,7 +119,7 @@ class PullReceiver:
         while True:
             try:
                 request = {"op": "await", "tree": self._name, "version": version}
-                _PendingRequest(self._ask_process, 0, request, deadline, self._timeout).result()
+                _PendingRequest(self._send, 0, request, deadline, self._timeout).result()
                 return
             except OSError as error:
                 if time.monotonic() > deadline:
@@ -136,18 +136,18 @@ class PullReceiver:
         """
         self._ledger.verify(policy)
 
-    def _ask(self, process: int, op: str, /, **fields: Any) -> Words:
+    def _call(self, process: int, op: str, /, **fields: Any) -> Words:
         return self._start(process, op, **fields).result().value
 
     def _start(self, process: int, op: str, /, **fields: Any) -> "_PendingRequest":
         request = {"op": op, "tree": self._name, **fields}
-        return _PendingRequest(self._ask_process, process, request, self._deadline, self._timeout)
+        return _PendingRequest(self._send, process, request, self._deadline, self._timeout)
 
     def _join(self) -> "_PullPlan":
         me = {"target": self._side.message(), "process": jax.process_index()}
-        first = self._ask(0, "join", **me)
+        first = self._call(0, "join", **me)
         source = Side.read(first["source"])
-        replies = {p: first if p == 0 else self._ask(p, "join", **me) for p in source.processes}
+        replies = {p: first if p == 0 else self._call(p, "join", **me) for p in source.processes}
         return _PullPlan(replies, source, self._side, self._devices, self._shardings)
 
     def _pull(
@@ -157,17 +157,17 @@ class PullReceiver:
         pull = _Pull(joined, version, self._name, self._start)
         leaves = drive(pull, None, replacing=replacing)
         for process, trainer in joined.trainers.items():
-            self._ask(process, "end", **trainer)
+            self._call(process, "end", **trainer)
         return leaves, pull.totals
 
 
 class _PendingRequest:
     """A request to a trainer process that is repeated while the trainer answers that it has nothing yet."""
 
-    def __init__(self, ask: SendRequest, process: int, request: Words, deadline: float, timeout: float):
-        self._ask, self.process, self._request = ask, process, request
+    def __init__(self, send: SendRequest, process: int, request: Words, deadline: float, timeout: float):
+        self._send, self.process, self._request = send, process, request
         self._deadline, self._timeout = deadline, timeout
-        self._reply: Reply = ask(process, request)
+        self._reply: Reply = send(process, request)
 
     def result(self) -> Message:
         """Waits for the reply until the deadline.
@@ -206,7 +206,7 @@ class _PendingRequest:
             if left <= 0:
                 raise self._not_offered(reply["wait"])
             time.sleep(_POLL_S)
-            self._reply = self._ask(self.process, self._request)
+            self._reply = self._send(self.process, self._request)
 
     def _not_offered(self, versions: Sequence[int]) -> TransferTimeoutError:
         name, version = self._request["tree"], self._request.get("version", "0 or later")
