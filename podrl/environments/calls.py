@@ -315,8 +315,8 @@ class Json:
                 break
             begin = end = start
         try:
-            if begin < len(visible) and (made := self._called(visible[begin:], whole=False)):
-                return made
+            if begin < len(visible) and (found := self._called(visible[begin:], whole=False)):
+                return found
         except ValueError as error:
             wrong = wrong or error
         if wrong is not None:
@@ -345,12 +345,12 @@ class Json:
           ValueError: the text is not JSON.
         """
         values = _listed(body)
-        made = [_json_call(value) for value in values]
-        if any(call.name in self._tools for call in made) or any(map(self._is_meant, values)):
-            return made
-        if whole and any(call.name for call in made) and any(f'"{key}"' in body for key in _ARGUMENTS):
-            return made
-        return made if any(call.arguments and _alike(call.name, self._tools) for call in made[-_LAST_TAGS:]) else []
+        parsed = [_json_call(value) for value in values]
+        if any(call.name in self._tools for call in parsed) or any(map(self._is_meant, values)):
+            return parsed
+        if whole and any(call.name for call in parsed) and any(f'"{key}"' in body for key in _ARGUMENTS):
+            return parsed
+        return parsed if any(call.arguments and _alike(call.name, self._tools) for call in parsed[-_LAST_TAGS:]) else []
 
     def _is_meant(self, value: Any) -> bool:
         """Returns True for an object with arguments that names a known tool, but under another key than calls use."""

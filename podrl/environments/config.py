@@ -187,9 +187,9 @@ class EnvironmentConfig:
         for name, most in self.max_calls_per_tool.items():
             if not isinstance(most, int) or isinstance(most, bool) or most < 0:
                 raise ValueError(f"env.max_calls_per_tool: {name!r} has {most!r}, and must have a number of calls.")
-        for name, given in self.arguments.items():
-            if not isinstance(given, Mapping):
-                raise ValueError(f"env.arguments: {name!r} has {given!r}, and must map argument names to values.")
+        for name, options in self.arguments.items():
+            if not isinstance(options, Mapping):
+                raise ValueError(f"env.arguments: {name!r} has {options!r}, and must map argument names to values.")
         if TOOLS in (self.environment, *self.others) and not self.tools and not self.mcp:
             raise ValueError("environment 'tools' has no tools: name some in env.tools or servers in env.mcp.")
         self._check_program()

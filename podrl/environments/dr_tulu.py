@@ -55,19 +55,19 @@ def query_of(schema: Mapping[str, Any]) -> str:
     return usual[0] if usual else required[0] if required else next(iter(names), _QUERIES[0])
 
 
-def arguments(tool: str, given: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(tool: str, values: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """Renames the argument for the number of documents to the name that the server uses.
 
     Args:
       tool: name of the tool; only DR-Tulu's tools are changed.
-      given: arguments as the model wrote them.
+      values: arguments as the model wrote them.
       schema: JSON schema of the server's tool.
     """
     names = schema.get("properties", {})
     if tool not in TOOLS:
-        return dict(given)
+        return dict(values)
     there = [name for name in _NUMBERS if name in names]
-    return {there[0] if k in _NUMBERS and k not in names and there else k: v for k, v in given.items()}
+    return {there[0] if k in _NUMBERS and k not in names and there else k: v for k, v in values.items()}
 
 
 def documents(answer: str) -> list[str]:

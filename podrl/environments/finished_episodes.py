@@ -21,63 +21,63 @@ class FinishedEpisode:
     """An episode from its first request to its result.
 
     Attributes:
-      said: the requests in their order.
+      requests: the requests in their order.
       turns: `digest` of the model's turn after each request.
       result: reward, metrics, text and reason, as in a podrl.environments.workers.EpisodeEnd.
       drawn: packed token columns of the answer to each request (podrl.environments.workers.EpisodeObservation.drawn);
         empty if the model draws the same again.
     """
 
-    said: Sequence[EpisodeRequest]
+    requests: Sequence[EpisodeRequest]
     turns: Sequence[str]
     result: Mapping[str, Any]
     drawn: Sequence[Mapping[str, Any] | None] = ()
 
     def record(self) -> dict[str, Any]:
         """Writes the episode as JSON; a conversation that repeats the beginning of an earlier one omits that part."""
-        said = [_shortened(one, self.said[:i]) for i, one in enumerate(self.said)]
-        kept = {"drawn": list(self.drawn)} if self.drawn else {}
-        return {"said": said, "turns": list(self.turns), "result": dict(self.result), **kept}
+        requests = [_shortened(request, self.requests[:i]) for i, request in enumerate(self.requests)]
+        optional = {"drawn": list(self.drawn)} if self.drawn else {}
+        return {"said": requests, "turns": list(self.turns), "result": dict(self.result), **optional}
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "FinishedEpisode":
         """Reads an episode that `record` wrote."""
-        said: list[EpisodeRequest] = []
-        for one in record["said"]:
-            said.append(_lengthened(one, said))
-        return cls(said, record["turns"], record["result"], record.get("drawn", ()))
+        requests: list[EpisodeRequest] = []
+        for request in record["said"]:
+            requests.append(_lengthened(request, requests))
+        return cls(requests, record["turns"], record["result"], record.get("drawn", ()))
 
 
 def digest(turn: Mapping[str, Any]) -> str:
     """Hashes a turn of the model: its text, its tokens and its end."""
-    what = json.dumps([turn["text"], turn["stop"], list(turn["tokens"])])
-    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+    text = json.dumps([turn["text"], turn["stop"], list(turn["tokens"])])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _shortened(one: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
+def _shortened(request: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
     """Cuts off the messages that repeat an earlier conversation; `of` is its number, `keep` the number of messages."""
-    if not (chat := one.get("chat")):
-        return one
+    if not (chat := request.get("chat")):
+        return request
     shared = [
         _shared(chat["messages"], earlier["chat"]["messages"]) if earlier.get("chat") else 0 for earlier in before
     ]
     if not any(shared):
-        return one
+        return request
     keep = max(shared)
     of = shared.index(keep)
     short = {**chat, "messages": chat["messages"][keep:], "of": of, "keep": keep}
     if chat["tools"] == before[of]["chat"]["tools"]:
         del short["tools"]
-    return {**one, "chat": short}
+    return {**request, "chat": short}
 
 
-def _lengthened(one: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
-    if "of" not in (one.get("chat") or {}):
-        return one
-    chat = dict(one["chat"])
+def _lengthened(request: EpisodeRequest, before: Sequence[EpisodeRequest]) -> EpisodeRequest:
+    if "of" not in (request.get("chat") or {}):
+        return request
+    chat = dict(request["chat"])
     earlier = before[chat.pop("of")]["chat"]
     messages = [*earlier["messages"][: chat.pop("keep")], *chat["messages"]]
-    return {**one, "chat": {"tools": earlier["tools"], **chat, "messages": messages}}
+    return {**request, "chat": {"tools": earlier["tools"], **chat, "messages": messages}}
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -46,15 +46,15 @@ class _Episode:
       task: the sample that the episode plays.
       life: number of the present run of the episode; -1 before the first one.
       home: worker of the present run.
-      said: the log of observations, each the fields of a podrl.environments.workers.EpisodeObservation.
+      observations: the log of observations, each the fields of a podrl.environments.workers.EpisodeObservation.
       turns: the log of the model's turns, one for each answered observation.
       drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
         for a turn whose tokens the record does not need.
       routes: future of the routes that the record of a returned episode waits for
         (podrl.environments.workers.Episodes.record); None before.
       answers: the log of outside answers, by their numbers.
-      whats: descriptions of the outside requests, by their numbers.
-      asks: outside requests that are not answered yet: (description, start by time.monotonic()), by their numbers.
+      descriptions: descriptions of the outside requests, by their numbers.
+      open_requests: (description, start by time.monotonic()) of each outside request without an answer, by number.
       jobs: tasks that answer outside requests, by their numbers; NUMBER is the task that reads or writes `finished`.
       at: number of observations that the present run has made.
       lives: number of workers since the last new observation, including the present one.
@@ -70,13 +70,13 @@ class _Episode:
     task: Task
     life: int
     home: "_Home"
-    said: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    observations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     drawn: list[Mapping[str, Any] | None] = dataclasses.field(default_factory=list)
     routes: asyncio.Future[Sequence[Mapping[str, Any] | None]] | None = None
     answers: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    whats: dict[int, str] = dataclasses.field(default_factory=dict)
-    asks: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict)
+    descriptions: dict[int, str] = dataclasses.field(default_factory=dict)
+    open_requests: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict)
     jobs: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
     at: int = 0
     lives: int = 1
@@ -92,7 +92,7 @@ class _Home:
 
     Attributes:
       link: the process.
-      heard: time of the last frame from the process, by time.monotonic().
+      last_frame_at: time of the last frame from the process, by time.monotonic().
       at: life of the episode whose frame the process handled last, as it reported; None before the first one.
       loaded: future of the reply to loading the environments.
       episodes: numbers of the episodes in this process.
@@ -100,7 +100,7 @@ class _Home:
 
     def __init__(self) -> None:
         self.link: Process | None = None
-        self.heard = time.monotonic()
+        self.last_frame_at = time.monotonic()
         self.at: int | None = None
         self.loaded: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.episodes: set[int] = set()
@@ -171,20 +171,20 @@ class EnvironmentHost:
 
     def start(self, number: int, task: Task, recorded: bool = True) -> None:
         episode = self._episodes[number] = _Episode(number, task, -1, self._homes[0])
-        if recorded and self._keeps(task):
+        if recorded and self._is_recorded(task):
             episode.jobs[NUMBER] = asyncio.create_task(self._look_up(episode))
         else:
             self._enter(episode)
 
     def turn(self, number: int, turn: dict[str, Any], drawn: Mapping[str, Any] | None = None) -> None:
         if (episode := self._episodes.get(number)) is not None:
-            assert len(episode.turns) < len(episode.said), f"episode {number} waits for no turn"
+            assert len(episode.turns) < len(episode.observations), f"episode {number} waits for no turn"
             episode.turns.append(turn)
             episode.drawn.append(drawn)
             if episode.finished is None:
-                self._give(episode)
+                self._send_turn(episode)
             elif digest(turn) == episode.finished.turns[len(episode.turns) - 1]:
-                self._say_on(episode, episode.finished)
+                self._emit_next(episode, episode.finished)
             else:
                 self._begin_anew(episode)
 
@@ -205,11 +205,13 @@ class EnvironmentHost:
 
     def waiting(self) -> list[str]:
         """See podrl.environments.workers.Episodes."""
-        now, said = time.monotonic(), []
+        now, lines = time.monotonic(), []
         for episode in list(self._episodes.values()):
-            asks = list(episode.asks.values()) or [("the environment", episode.since)] * bool(episode.since)
-            said += [f"{what} of {_sample(episode.task)}, {now - since:.0f} s" for what, since in asks]
-        return said
+            calls = list(episode.open_requests.values())
+            if not calls and episode.since:
+                calls = [("the environment", episode.since)]
+            lines += [f"{name} of {_sample(episode.task)}, {now - since:.0f} s" for name, since in calls]
+        return lines
 
     async def close(self) -> list[Process]:
         """Cancels all episodes and asks all processes to end.
@@ -231,7 +233,7 @@ class EnvironmentHost:
     def _start_home(self) -> _Home:
         home = _Home()
         home.link = Process(
-            worker_module.__name__, self._limits, lambda frame: self._heard(home, frame), lambda: self._ended(home)
+            worker_module.__name__, self._limits, lambda frame: self._on_frame(home, frame), lambda: self._ended(home)
         )
         folder = "" if self._folder is None else str(self._folder.absolute())
         loading = {"load": self._specs, "config": dataclasses.asdict(self._config), "path": sys.path, "folder": folder}
@@ -253,7 +255,7 @@ class EnvironmentHost:
         assert home.link is not None
         death = str(home.link.death())
         if not home.loaded.done():
-            self._heard(home, {"loaded": None, "raised": death})
+            self._on_frame(home, {"loaded": None, "raised": death})
             return
         self._replace(home, death, None)
 
@@ -288,10 +290,10 @@ class EnvironmentHost:
             # This process itself was blocked and could not read its workers' frames, so the workers get more time.
             if now - last > 5 * BEAT_S:
                 for home in self._homes:
-                    home.heard = now
+                    home.last_frame_at = now
             last = now
             for home in list(self._homes):
-                if home.loaded.done() and home.episodes and now - home.heard > self._config.blocked_s:
+                if home.loaded.done() and home.episodes and now - home.last_frame_at > self._config.blocked_s:
                     try:
                         self._blocked(home)
                     except OSError as error:  # the system starts no more processes: `poll` raises this
@@ -311,7 +313,7 @@ class EnvironmentHost:
         episode.home.episodes.add(episode.number)
         task = dataclasses.asdict(episode.task)
         self._send(episode, {"start": episode.life, "task": task, "rested": episode.rested})
-        if len(episode.turns) == len(episode.said):
+        if len(episode.turns) == len(episode.observations):
             self._run_clock(episode)
 
     def _drop_life(self, episode: _Episode) -> None:
@@ -319,7 +321,7 @@ class EnvironmentHost:
         for job in episode.jobs.values():
             job.cancel()
         episode.jobs.clear()
-        episode.asks.clear()
+        episode.open_requests.clear()
         self._lives.pop(episode.life, None)
         episode.home.episodes.discard(episode.number)
 
@@ -348,7 +350,7 @@ class EnvironmentHost:
 
     def _expired(self, episode: _Episode) -> None:
         home = episode.home
-        if time.monotonic() - home.heard < _SILENT_S:
+        if time.monotonic() - home.last_frame_at < _SILENT_S:
             self._end(episode, "deadline")
         elif home.at == episode.life:
             self._replace(home, "it blocked its process", episode)
@@ -357,7 +359,7 @@ class EnvironmentHost:
 
     # The records of finished episodes.
 
-    def _keeps(self, task: Task) -> bool:
+    def _is_recorded(self, task: Task) -> bool:
         """Returns True if the whole episode is recorded at its end (`_returned`).
 
         An agent program may behave differently on a replay, so its episodes are recorded. So are all conversations if a
@@ -367,7 +369,7 @@ class EnvironmentHost:
             return False
         return bool(self._config.agent) or not self._journal.exact
 
-    def _what(self, task: Task) -> str:
+    def _description(self, task: Task) -> str:
         name = self._config.agent or self._config.environment
         return f"program {json.dumps([name, dataclasses.asdict(task)], sort_keys=True)}"
 
@@ -375,7 +377,7 @@ class EnvironmentHost:
         """Starts an episode, or plays it from the record of an earlier run."""
         assert self._journal is not None
         try:
-            record = await self._journal.find(episode.task, NUMBER, self._what(episode.task))
+            record = await self._journal.find(episode.task, NUMBER, self._description(episode.task))
         except Exception as error:  # noqa: BLE001 - `poll` raises it
             self._emit(error)
             return
@@ -384,17 +386,17 @@ class EnvironmentHost:
             self._enter(episode)
         else:
             episode.finished = FinishedEpisode.read(record)
-            self._say_on(episode, episode.finished)
+            self._emit_next(episode, episode.finished)
 
-    def _say_on(self, episode: _Episode, finished: FinishedEpisode) -> None:
+    def _emit_next(self, episode: _Episode, finished: FinishedEpisode) -> None:
         """Emits the next observation of a recorded episode, or its result after the last one."""
-        at = len(episode.said)
-        if at == len(finished.said):
+        at = len(episode.observations)
+        if at == len(finished.observations):
             self._end(episode, "ended", finished.result)
             return
-        episode.said.append(dict(finished.said[at]))
+        episode.observations.append(dict(finished.observations[at]))
         drawn = finished.drawn[at] if finished.drawn else None
-        self._emit({"say": episode.number, **finished.said[at], "records": [], "drawn": drawn})
+        self._emit({"say": episode.number, **finished.observations[at], "records": [], "drawn": drawn})
 
     def _begin_anew(self, episode: _Episode) -> None:
         """Starts a recorded episode in a worker, because the model's answer differs from the earlier run's."""
@@ -405,16 +407,18 @@ class EnvironmentHost:
                 *(self._name(episode), len(episode.turns) - 1),
             )
         self._warned, episode.finished = True, None
-        for log in (episode.said, episode.turns, episode.drawn):
+        for log in (episode.observations, episode.turns, episode.drawn):
             log.clear()
         self._emit({"anew": episode.number})
         self._enter(episode)
 
     def _returned(self, episode: _Episode, result: Mapping[str, Any]) -> None:
         """Ends an episode whose environment has returned; an episode that asked by conversations is recorded first."""
-        kept = self._keeps(episode.task) and (self._config.agent or any(one.get("chat") for one in episode.said))
+        recorded = self._is_recorded(episode.task) and (
+            self._config.agent or any(one.get("chat") for one in episode.observations)
+        )
         # A request that the environment left without an answer cannot be played from a record.
-        if not kept or result["reason"] == "failed" or len(episode.turns) < len(episode.said):
+        if not recorded or result["reason"] == "failed" or len(episode.turns) < len(episode.observations):
             self._end(episode, "ended", result)
             return
         self._drop_life(episode)
@@ -427,9 +431,9 @@ class EnvironmentHost:
             episode.routes = asyncio.get_running_loop().create_future()
             self._emit({"returned": episode.number})
             drawn = _with_routes(episode.drawn, await episode.routes)
-        finished = FinishedEpisode(episode.said, [digest(turn) for turn in episode.turns], result, drawn)
+        finished = FinishedEpisode(episode.observations, [digest(turn) for turn in episode.turns], result, drawn)
         try:
-            await self._journal.add(episode.task, NUMBER, self._what(episode.task), finished.record())
+            await self._journal.add(episode.task, NUMBER, self._description(episode.task), finished.record())
         except Exception as error:  # noqa: BLE001 - `poll` raises it
             self._emit(error)
             return
@@ -442,8 +446,8 @@ class EnvironmentHost:
         assert episode.home.link is not None
         episode.home.link.send(frame)
 
-    def _heard(self, home: _Home, frame: dict[str, Any]) -> None:
-        home.heard = time.monotonic()
+    def _on_frame(self, home: _Home, frame: dict[str, Any]) -> None:
+        home.last_frame_at = time.monotonic()
         match frame:
             case {"at": at}:
                 home.at = at
@@ -452,10 +456,10 @@ class EnvironmentHost:
                 if self._watch is not None and "raised" in frame:  # the first workers could load the environment
                     why = f"cannot be loaded again: {frame['raised']}"
                     self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
-            case {"say": life, "said": said, "records": records} if life in self._lives:
-                self._said(self._lives[life], said, records, overlaps=frame.get("overlaps", False))
+            case {"say": life, "said": observation, "records": records} if life in self._lives:
+                self._on_observation(self._lives[life], observation, records, overlaps=frame.get("overlaps", False))
             case {"ask": life, "n": number} if life in self._lives:
-                self._asked(self._lives[life], number, frame)
+                self._on_outside_request(self._lives[life], number, frame)
             case {"clock": runs, "of": life} if life in self._lives:
                 self._stop_clock(self._lives[life], counts=False)  # the wait for a process is not the episode's time
                 if runs:
@@ -467,15 +471,17 @@ class EnvironmentHost:
                 self._leave(episode)
                 self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {why}"))
 
-    def _said(self, episode: _Episode, said: dict[str, Any], records: list[dict[str, Any]], *, overlaps: bool) -> None:
+    def _on_observation(
+        self, episode: _Episode, observation: dict[str, Any], records: list[dict[str, Any]], *, overlaps: bool
+    ) -> None:
         at, episode.at = episode.at, episode.at + 1
-        if at < len(episode.said):
-            if episode.said[at] != said and self._config.agent:  # a program may behave differently on a replay
+        if at < len(episode.observations):
+            if episode.observations[at] != observation and self._config.agent:  # programs need not repeat themselves
                 why = "its worker was lost, and its program did not ask the same again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return
-            if episode.said[at] != said:
-                was, now = _difference(episode.said[at], said)
+            if episode.observations[at] != observation:
+                was, now = _difference(episode.observations[at], observation)
                 self._emit(
                     EnvironmentFailure(
                         f"{self._name(episode)} did not repeat its observation on a replay, at turn {at}: first {was}, "
@@ -485,33 +491,34 @@ class EnvironmentHost:
                 )
                 return
         else:
-            episode.said.append(said)
+            episode.observations.append(observation)
             episode.lives = 1
             self._stop_clock(episode)
-            self._emit({"say": episode.number, **said, "records": records, "overlaps": overlaps})
-        self._give(episode)
+            self._emit({"say": episode.number, **observation, "records": records, "overlaps": overlaps})
+        self._send_turn(episode)
 
-    def _give(self, episode: _Episode) -> None:
+    def _send_turn(self, episode: _Episode) -> None:
         """Sends the turn that the present life waits for, if the model has already made it."""
-        if 0 < episode.at <= len(episode.turns) and episode.at <= len(episode.said):
+        if 0 < episode.at <= len(episode.turns) and episode.at <= len(episode.observations):
             turn = episode.turns[episode.at - 1]
             self._send(episode, {"turn": episode.life, "value": turn})
             if episode.at == len(episode.turns):
                 self._stop_clock(episode)
                 self._run_clock(episode)
 
-    def _asked(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
+    def _on_outside_request(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
         if "made" not in frame:
-            what = str(frame.get("what", "its tools"))
+            description = str(frame.get("what", "its tools"))
             if number in episode.answers:
-                if episode.whats[number] != what:
-                    why = f"made another request on a replay: first {episode.whats[number]!r}, then {what!r}"
-                    self._emit(EnvironmentFailure(f"{self._name(episode)} {why}."))
+                if episode.descriptions[number] != description:
+                    pair = f"first {episode.descriptions[number]!r}, then {description!r}"
+                    self._emit(EnvironmentFailure(f"{self._name(episode)} made another request on a replay: {pair}."))
                     return
                 self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
                 return
-            episode.whats[number] = what
-            episode.asks[number] = (what.partition(" ")[0] if "tool" in frame else what, time.monotonic())
+            episode.descriptions[number] = description
+            name = description.partition(" ")[0] if "tool" in frame else description
+            episode.open_requests[number] = (name, time.monotonic())
         episode.jobs[number] = asyncio.create_task(self._settle(episode, number, frame))
 
     async def _settle(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
@@ -521,9 +528,11 @@ class EnvironmentHost:
                 await self._reply(episode, number, frame["made"])
             elif "toolset" in frame:
                 tools = await self._toolbox.toolset(EnvironmentConfig(**frame["toolset"]))
-                await self._reply(episode, number, {"tools": tools}, kept=True)
-            elif self._journal and (found := await self._journal.find(episode.task, number, episode.whats[number])):
-                await self._reply(episode, number, found, kept=True)
+                await self._reply(episode, number, {"tools": tools}, recorded=True)
+            elif self._journal and (
+                found := await self._journal.find(episode.task, number, episode.descriptions[number])
+            ):
+                await self._reply(episode, number, found, recorded=True)
             elif "tool" in frame:
                 answer = await self._toolbox.call(frame["tool"], frame["arguments"], episode.task)
                 await self._reply(episode, number, answer)
@@ -534,31 +543,33 @@ class EnvironmentHost:
         except Exception as error:  # noqa: BLE001 - `poll` raises it
             self._emit(error)
 
-    async def _reply(self, episode: _Episode, number: int, answer: Mapping[str, Any], *, kept: bool = False) -> None:
+    async def _reply(
+        self, episode: _Episode, number: int, answer: Mapping[str, Any], *, recorded: bool = False
+    ) -> None:
         """Sends an answer to the environment. The answer is recorded first, so that a resumed run finds it.
 
         Args:
           episode: the episode that asked.
           number: number of the request.
           answer: the answer, JSON values.
-          kept: whether the answer came from the journal, or is the same in each run, and needs no record.
+          recorded: whether the answer came from the journal, or is the same in each run, and needs no record.
         """
-        if not kept:
-            self._note(episode, number, answer)
-        if self._journal is not None and not kept:
-            await self._journal.add(episode.task, number, episode.whats[number], answer)
-        episode.asks.pop(number, None)
+        if not recorded:
+            self._report_call(episode, number, answer)
+        if self._journal is not None and not recorded:
+            await self._journal.add(episode.task, number, episode.descriptions[number], answer)
+        episode.open_requests.pop(number, None)
         episode.jobs.pop(number, None)
-        episode.answers[number] = {**answer, "replayed": kept}
+        episode.answers[number] = {**answer, "replayed": recorded}
         self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
 
-    def _note(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
+    def _report_call(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
         """Reports a call that has just ended to `called`; the wait for its tool is not part of the call's time."""
         if self._called is not None:
             ended = time.monotonic()
             failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))
             started = ended - float(answer.get("seconds", 0.0))
-            self._called(episode.task, episode.whats[number].partition(" ")[0], started, ended, failed)
+            self._called(episode.task, episode.descriptions[number].partition(" ")[0], started, ended, failed)
 
     def _name(self, episode: _Episode) -> str:
         return (

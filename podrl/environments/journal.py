@@ -63,13 +63,13 @@ class Journal:
         self._shed: set[str] = set()  # names of steps with added records that are not in `_known`
         self._warned = not exact
 
-    async def find(self, task: Task, number: int, what: str) -> dict[str, Any] | None:
+    async def find(self, task: Task, number: int, description: str) -> dict[str, Any] | None:
         """Looks up the recorded answer to a request.
 
         Args:
           task: the sample that made the request.
           number: number of the request among those of the sample.
-          what: description of the request.
+          description: description of the request.
 
         Returns:
           The answer; None if there is no record of this number with the same description.
@@ -81,20 +81,26 @@ class Journal:
             self._shed.discard(name)
             known = self._known[name] = {**await self._store.read(name), **self._known.get(name, {})}
         found = known.get((task.index, task.sample, number))
-        if found is None or found["request"] == _hash(what):
+        if found is None or found["request"] == _hash(description):
             return None if found is None else found["answer"]
         if not self._warned:
             _log.warning(
                 "Sample %d of prompt %d asks for %.80r at step %s, but the journal holds another request at this "
                 "place: it gets a new answer, and the run will differ from the earlier one.",
-                *(task.sample, task.index, what, name),
+                *(task.sample, task.index, description, name),
             )
         self._warned = True
         return None
 
-    async def add(self, task: Task, number: int, what: str, answer: Mapping[str, Any]) -> None:
+    async def add(self, task: Task, number: int, description: str, answer: Mapping[str, Any]) -> None:
         """Records the answer to a request; the arguments are those of `find`, and the answer as JSON values."""
-        record = {"index": task.index, "sample": task.sample, "n": number, "request": _hash(what), "answer": answer}
+        record = {
+            "index": task.index,
+            "sample": task.sample,
+            "n": number,
+            "request": _hash(description),
+            "answer": answer,
+        }
         await self._store.add(_name(task), record)
         if _is_large(record):
             self._shed.add(_name(task))
@@ -301,5 +307,5 @@ def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _hash(what: str) -> str:
-    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+def _hash(description: str) -> str:
+    return hashlib.blake2b(description.encode(), digest_size=16).hexdigest()

@@ -140,14 +140,14 @@ class _Server:
         call = asyncio.create_task(session.call_tool(name, dict(arguments)))
         try:
             while not (await asyncio.wait({call}, timeout=_WATCH_S))[0]:
-                if self._server.is_url and await self._gone(session):
+                if self._server.is_url and await self._is_gone(session):
                     self._break(session)
                     raise ConnectionError("the server is gone")
             return call.result()
         finally:
             call.cancel()
 
-    async def _gone(self, session: Any) -> bool:
+    async def _is_gone(self, session: Any) -> bool:
         """Returns True if nothing listens at the server's address, or if the server lost the session; False if it is
         busy."""
         url = urllib.parse.urlsplit(self._server.target)

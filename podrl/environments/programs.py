@@ -81,7 +81,7 @@ class _Session:
     """
 
     model: EndpointModel
-    lost: "asyncio.Future[None]"
+    failed: "asyncio.Future[None]"
     turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     open: set[int] = dataclasses.field(default_factory=set)
     settled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -93,8 +93,8 @@ class _Session:
 
     def lose(self, kind: Kind, why: str) -> None:
         """Ends the episode with a failure."""
-        if not self.lost.done():
-            self.lost.set_exception(AgentFailure(kind, why))
+        if not self.failed.done():
+            self.failed.set_exception(AgentFailure(kind, why))
 
     def settle(self, number: int) -> None:
         """Forgets a request that is answered or refused."""
@@ -171,7 +171,7 @@ class ProgramEnvironment:
                 for number, job in session.jobs.items():
                     self._of.pop(number, None)
                     job.cancel()
-                session.lost.cancel()
+                session.failed.cancel()
 
     async def _keep(self, runner: "_Runner") -> None:
         """Keeps a process for the next episode; ends it if enough wait, as after a window in which episodes rested."""
@@ -198,18 +198,20 @@ class ProgramEnvironment:
         """Gives a task to a process, and waits until it has answered and every answer of the model has arrived."""
         working = asyncio.ensure_future(runner.do(line))
         try:
-            await asyncio.wait({working, session.lost}, return_when=asyncio.FIRST_COMPLETED)
-            if session.lost.done():
-                session.lost.result()
+            await asyncio.wait({working, session.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if session.failed.done():
+                session.failed.result()
             reply = working.result()
             while session.open:
                 session.settled.clear()
                 settling = asyncio.ensure_future(session.settled.wait())
-                await asyncio.wait({settling, session.lost}, return_when=asyncio.FIRST_COMPLETED, timeout=2 * _GRACE_S)
+                await asyncio.wait(
+                    {settling, session.failed}, return_when=asyncio.FIRST_COMPLETED, timeout=2 * _GRACE_S
+                )
                 late = not settling.done()
                 settling.cancel()
-                if session.lost.done():
-                    session.lost.result()
+                if session.failed.done():
+                    session.failed.result()
                 if late and not any(number in session.dropped for number in session.open):
                     raise AgentFailure("agent", "The program ended while a request of it was open: await every answer.")
         finally:
@@ -337,11 +339,11 @@ class _Runner:
         try:
             self._process.stdin.write(json.dumps(line).encode() + b"\n")
             await self._process.stdin.drain()
-            while said := await self._process.stdout.readline():
-                reply = _object(said)
+            while output := await self._process.stdout.readline():
+                reply = _object(output)
                 if reply.get("id") == line["id"]:
                     return _result(reply, self._log)
-                self._log.add(said)  # an ordinary line of output, which is not the program's answer
+                self._log.add(output)  # an ordinary line of output, which is not the program's answer
         except ConnectionError:
             pass
         except ValueError as error:

@@ -25,19 +25,19 @@ class Servers:
     """Opens MCP servers and calls their tools; the worker process that holds the sessions is replaced when it dies."""
 
     def __init__(
-        self, limits: Limits, deadline_s: float, on_gone: Callable[[Exception], None], error_files: pathlib.Path | None
+        self, limits: Limits, deadline_s: float, on_lost: Callable[[Exception], None], error_files: pathlib.Path | None
     ) -> None:
         """Stores the arguments; the worker process starts with the first server.
 
         Args:
           limits: resources that the worker and the servers started by command may take, and variables they may see.
           deadline_s: longest time for which a server may be unreachable, seconds (env.server_deadline_s).
-          on_gone: function that receives the error of a server that was unreachable for longer.
+          on_lost: function that receives the error of a server that was unreachable for longer.
           error_files: directory for the standard error of servers started by command, one file each; None writes to
             this process's own standard error.
         """
         self._error_files = error_files
-        self._limits, self._deadline_s, self._on_gone = limits, deadline_s, on_gone
+        self._limits, self._deadline_s, self._on_lost = limits, deadline_s, on_lost
         self._link: Process | None = None
         self._open: dict[str, tuple[MCPServer, asyncio.Future[list[dict[str, Any]]]]] = {}
         self._calls: dict[int, tuple[dict[str, Any], asyncio.Future[dict[str, Any]]]] = {}
@@ -88,7 +88,7 @@ class Servers:
         longest_s = (server.retries + 1) * (server.deadline_s + self._deadline_s + LOAD_S)
         try:
             if not (await asyncio.wait({future}, timeout=longest_s))[0]:
-                self._on_gone(self._silent(server, longest_s))
+                self._on_lost(self._silent(server, longest_s))
             return await future
         finally:
             del self._calls[number]
@@ -112,13 +112,13 @@ class Servers:
         assert self._link is not None
         server = self._open[key][0]
         variables, headers = server.secrets()
-        given = {
+        options = {
             "variables": variables,
             "headers": headers,
             "error_file": self._file_of(key),
             "away_s": self._deadline_s,
         }
-        self._link.send({"open": key, "server": dataclasses.asdict(server), **given})
+        self._link.send({"open": key, "server": dataclasses.asdict(server), **options})
 
     def _file_of(self, key: str) -> str:
         """Returns the path of the file for a command's standard error; '' for no file."""
@@ -150,7 +150,7 @@ class Servers:
             case {"wrong": key, "why": why}:
                 target, future = self._open[key][0].target, self._open[key][1]
                 if future.done():  # the server was connected before, so no caller waits for the future
-                    self._on_gone(ServiceError(f"MCP server {target} {why}"))
+                    self._on_lost(ServiceError(f"MCP server {target} {why}"))
                 self._opened(key, [], ValueError(f"env.mcp: {target} {why}"))
             case {"gone": key, "why": why}:
                 error = ServiceError(
@@ -158,7 +158,7 @@ class Servers:
                     "same command goes on when it is back; env.server_deadline_s says how long to wait for it."
                 )
                 self._opened(key, [], error)
-                self._on_gone(error)
+                self._on_lost(error)
 
     def _opened(self, key: str, tools: list[dict[str, Any]], error: Exception | None) -> None:
         future = self._open[key][1]
@@ -179,7 +179,7 @@ class Servers:
             error = ServiceError(f"The process that talks to MCP servers died {_LIVES} times in a row: {death}")
             for key in self._open:
                 self._opened(key, [], error)
-            self._on_gone(error)
+            self._on_lost(error)
             return
         self._start()
         for key in self._open:

@@ -1,6 +1,6 @@
 """The agent program of grpo_agents.py, `python -m podrl.environments.sums_agent`: sums with its own calculator.
 
-It sends its requests with the standard library alone. With an SDK, `_ask` is one call of the SDK's client.
+It sends its requests with the standard library alone. With an SDK, `_complete` is one call of the SDK's client.
 """
 
 import json
@@ -25,14 +25,14 @@ _TOOL = {
 def solve(task: dict[str, Any]) -> dict[str, Any]:
     """Answers one sum. It returns no reward: the job's reward functions read and score the last answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": task["fields"]["question"]}]
-    made = 0
+    calls_made = 0
     while True:
-        said = _ask(messages)
-        calls = said.get("tool_calls", ())
-        if not calls or made == _CALLS:
-            return {"metrics": {"calls": made}}
-        made += 1
-        messages.append(said)
+        reply = _complete(messages)
+        calls = reply.get("tool_calls", ())
+        if not calls or calls_made == _CALLS:
+            return {"metrics": {"calls": calls_made}}
+        calls_made += 1
+        messages.append(reply)
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": _called(call)} for call in calls]
 
 
@@ -43,7 +43,7 @@ def _called(call: dict[str, Any]) -> str:
         return f"Error: {error}"
 
 
-def _ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _complete(messages: list[dict[str, Any]]) -> dict[str, Any]:
     body = json.dumps({"model": "policy", "messages": messages, "tools": [_TOOL]}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ[agent.API_KEY]}"}
     request = urllib.request.Request(f"{os.environ[agent.BASE_URL]}/chat/completions", body, headers)

@@ -23,27 +23,27 @@ def serve(tool: Callable[..., str], transport: str, **address: Any) -> None:
     name, signature = tool.__name__, inspect.signature(tool)
 
     @functools.wraps(tool)
-    def ask(*given: Any, **named: Any) -> CallToolResult:
+    def call(*args: Any, **kwargs: Any) -> CallToolResult:
         try:
-            text, failed = tool(*given, **named), False
+            text, failed = tool(*args, **kwargs), False
         except ValueError as error:
             # Not raised: package mcp would word the error differently from a Python tool.
             text, failed = f"ValueError: {error}", True
         return CallToolResult.model_validate({"content": [{"type": "text", "text": text}], "isError": failed})
 
-    ask.__signature__ = signature.replace(return_annotation=CallToolResult)  # pyright: ignore[reportAttributeAccessIssue]
-    ask.__annotations__ = {**tool.__annotations__, "return": CallToolResult}
-    made: Any
+    call.__signature__ = signature.replace(return_annotation=CallToolResult)  # pyright: ignore[reportAttributeAccessIssue]
+    call.__annotations__ = {**tool.__annotations__, "return": CallToolResult}
+    mcp_server: Any
     try:
         from mcp.server.mcpserver import MCPServer
     except ImportError:  # package mcp 1.x, in which the address is a setting of the server
         from mcp.server.fastmcp import FastMCP  # pyright: ignore[reportAttributeAccessIssue]
 
-        made, address = FastMCP(name, **address), {}
+        mcp_server, address = FastMCP(name, **address), {}
     else:
-        made = MCPServer(name)
-    made.tool(name=name, description=tool.__doc__)(ask)
-    made.run(transport, **address)
+        mcp_server = MCPServer(name)
+    mcp_server.tool(name=name, description=tool.__doc__)(call)
+    mcp_server.run(transport, **address)
 
 
 def start(make: Callable[[], Callable[..., str]]) -> None:

@@ -80,8 +80,8 @@ def call(fn: Callable[..., Any], arguments: Mapping[str, Any], task: Mapping[str
     try:
         if taken := [name for name in own if name in arguments]:
             raise TypeError(f"got an unexpected keyword argument {taken[0]!r}")
-        made = {name: _taken(name, value, hints.get(name)) for name, value in arguments.items()}
-        bound = _bound(fn, {**made, **own})
+        converted = {name: _converted(name, value, hints.get(name)) for name, value in arguments.items()}
+        bound = _bound(fn, {**converted, **own})
     except (TypeError, ValueError) as error:
         return {"text": plain(f"{type(error).__name__}: {error}"[:1000]), "failed": "arguments"}
     try:
@@ -143,7 +143,7 @@ def _lists_values(hint: Any) -> bool:
     return _choices(hint) is not None or any(map(_lists_values, typing.get_args(hint)))
 
 
-def _taken(name: str, value: Any, hint: Any) -> Any:
+def _converted(name: str, value: Any, hint: Any) -> Any:
     """Converts a JSON value to what a function takes: values of enums to members, also in arrays, objects and unions.
 
     Args:
@@ -163,33 +163,33 @@ def _taken(name: str, value: Any, hint: Any) -> Any:
                 return list(hint.__members__.values())[index] if isinstance(hint, enum.EnumMeta) else inner[index]
         raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}")
     if origin is Annotated:
-        return _taken(name, value, inner[0])
+        return _converted(name, value, inner[0])
     if origin in (typing.Union, types.UnionType):
         wrong: list[str] = []
         for one in inner if value is not None else ():
             if _lists_values(one) and (isinstance(value, list | dict) or _choices(one) is not None):
                 try:
-                    return _taken(name, value, one)
+                    return _converted(name, value, one)
                 except ValueError as error:
                     wrong.append(str(error))
         if wrong and all(_lists_values(one) or one is type(None) for one in inner):
             raise ValueError("; or ".join(wrong))
         return value
     if isinstance(value, dict) and len(inner) == 2:
-        return {key: _taken(name, one, inner[1]) for key, one in value.items()}
+        return {key: _converted(name, one, inner[1]) for key, one in value.items()}
     if isinstance(value, list) and _is_uniform(hint):
-        made = [_taken(name, one, inner[0]) for one in value]
-        return origin(made) if origin in (tuple, set, frozenset) else made
+        converted = [_converted(name, one, inner[0]) for one in value]
+        return origin(converted) if origin in (tuple, set, frozenset) else converted
     return value
 
 
-def _bound(fn: Callable[..., Any], given: Mapping[str, Any]) -> inspect.BoundArguments:
+def _bound(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> inspect.BoundArguments:
     """Binds arguments by name to a function's parameters, including positional-only ones.
 
     Raises:
       TypeError: the function does not take the arguments.
     """
-    signature, named, places = inspect.signature(fn), dict(given), []
+    signature, named, places = inspect.signature(fn), dict(arguments), []
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY:
             if parameter.name not in named and parameter.default is parameter.empty:
@@ -221,7 +221,7 @@ def main() -> None:
     """Serves requests until the parent closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     child.serve(
         lambda fn, spec: declaration(fn, spec["name"].rpartition(".")[2]),
-        lambda fn, given: call(fn, given["arguments"], given["task"]),
+        lambda fn, request: call(fn, request["arguments"], request["task"]),
     )
 
 

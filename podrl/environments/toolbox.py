@@ -51,11 +51,11 @@ class Toolbox:
         self,
         limits: Limits,
         server_deadline_s: float,
-        on_gone: Callable[[Exception], None],
+        on_lost: Callable[[Exception], None],
         error_files: pathlib.Path | None = None,
     ) -> None:
         self._functions = Pool(tool_worker.__name__, limits)
-        self._servers = Servers(limits, server_deadline_s, on_gone, error_files)
+        self._servers = Servers(limits, server_deadline_s, on_lost, error_files)
         self._tools: dict[str, Tool] = {}
         self._sets: dict[str, list[str]] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
@@ -114,9 +114,9 @@ class Toolbox:
         """
         return [*await self._functions.close(), *self._servers.close()]
 
-    async def _call_function(self, tool: Tool, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def _call_function(self, tool: Tool, request: Mapping[str, Any]) -> dict[str, Any]:
         assert tool.spec is not None
-        body = json.dumps(given).encode()
+        body = json.dumps(request).encode()
         for attempt in range(tool.retries + 1):
             try:
                 return await self._functions.call(tool.declared["key"], tool.spec, body, tool.deadline_s)
@@ -205,11 +205,11 @@ def _check_names(config: EnvironmentConfig, names: Sequence[str]) -> None:
 def _with_defaults(declared: dict[str, Any], config: EnvironmentConfig) -> dict[str, Any]:
     """Makes the arguments in env.arguments optional in a tool's schema, and adds them to the declaration as 'given'."""
     schema = declared["schema"]
-    given = dr_tulu.arguments(declared["name"], config.arguments.get(declared["name"], {}), schema)
-    if not given:
+    defaults = dr_tulu.arguments(declared["name"], config.arguments.get(declared["name"], {}), schema)
+    if not defaults:
         return declared
-    required = [name for name in schema.get("required", []) if name not in given]
-    return {**declared, "schema": {**schema, "required": required}, "given": given}
+    required = [name for name in schema.get("required", []) if name not in defaults]
+    return {**declared, "schema": {**schema, "required": required}, "given": defaults}
 
 
 def _theirs(name: str, server: MCPServer, there: Mapping[str, Any]) -> str:

@@ -82,7 +82,7 @@ class WithTools:
         self._tools = {tool["name"]: tool for tool in tools}
         self._format = calls.format_of(config.parser, list(self._tools))
         self._key = f"{task.mode}/{task.step}/{task.index}/{task.sample}/{task.seed}"
-        self._made: collections.Counter[str] = collections.Counter()  # number of calls of each tool
+        self._call_counts: collections.Counter[str] = collections.Counter()  # number of calls of each tool
         self._open = True  # False once a call exceeded env.max_tool_calls: from then on no text is read as a call
         self.calls = 0
 
@@ -97,9 +97,9 @@ class WithTools:
     ) -> Turn:
         """See podrl.environments.protocol.Model.say; the turn's `calls` are all calls made on the way to it."""
         turn = await self._turn(observation, role=role, stop=stop, max_new=max_new, reward=reward)
-        made: list[calls.Call] = []
+        all_calls: list[calls.Call] = []
         while wanted := self._format.calls(turn.text, turn.stop) if self._open else []:
-            made += wanted
+            all_calls += wanted
             number = self.calls
             answers = await asyncio.gather(*[self._answer(call) for call in wanted])
             seen = self._format.observation([output for output, _ in answers], calls.call_id(self._key, number))
@@ -113,7 +113,7 @@ class WithTools:
                 cut_tokens=self._config.output_tokens,
                 records=[record for _, record in answers],
             )
-        return dataclasses.replace(turn, calls=tuple(made))
+        return dataclasses.replace(turn, calls=tuple(all_calls))
 
     async def chat(
         self,
@@ -159,13 +159,13 @@ class WithTools:
             hint = nearest(call.name, self._tools) if len(self._tools) > 8 else ""
             text = f"There is no tool {calls.abbreviated(call.name)!r}.{hint} Tools: {', '.join(self._tools)}."
             return _failure(call.name, text, "unknown_tool")
-        self._made[call.name] += 1
+        self._call_counts[call.name] += 1
         most = self._config.max_calls_per_tool.get(call.name)
-        if most is not None and self._made[call.name] > most:
+        if most is not None and self._call_counts[call.name] > most:
             return _failure(call.name, f"Max calls of {call.name} exceeded.", "limit")
         schema = tool["schema"]
-        given = dr_tulu.arguments(call.name, call.arguments, schema)
-        arguments = {**tool.get("given", {}), **calls.fitted(given, schema, tool["query"])}
+        parsed = dr_tulu.arguments(call.name, call.arguments, schema)
+        arguments = {**tool.get("given", {}), **calls.fitted(parsed, schema, tool["query"])}
         reply = await self._model.call(tool["key"], call.name, arguments)
         text, failed = reply["text"], reply["failed"]
         record = {"by": call.name, "text": text, "failed": failed}

@@ -33,7 +33,7 @@ class RemoteModel:
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None], life: int, config: EnvironmentConfig) -> None:
         self._send, self._life, self._config = send, life, config
-        self._asked, self._turns = 0, 0
+        self._outside_requests, self._turns = 0, 0
         self.over = False  # whether the environment asked for a turn beyond env.max_turns
         self.spent = False  # whether the model made a call beyond env.max_tool_calls
         self.rested = asyncio.Event()  # set once the episode does not count towards env.processes any more
@@ -80,7 +80,7 @@ class RemoteModel:
         if self._turns == self._config.max_turns:
             self.over = True
             raise Ended(f"env.max_turns={self._config.max_turns} turns are over.")
-        said = {
+        observation_fields = {
             "observation": str(observation).encode(errors="replace").decode(),  # UTF-8 cannot encode lone surrogates
             "role": role,
             "stop": list(stop),
@@ -90,7 +90,7 @@ class RemoteModel:
             "cut_tokens": cut_tokens,
         } | ({} if chat is None else {"chat": chat, "dropped": self.dropped()})
         self._turn = asyncio.get_running_loop().create_future()
-        frame = {"say": self._life, "said": said, "records": [*self._records, *records]}
+        frame = {"say": self._life, "said": observation_fields, "records": [*self._records, *records]}
         self._send(frame | ({"overlaps": True} if overlaps else {}))
         self._records = []
         try:
@@ -115,11 +115,11 @@ class RemoteModel:
     ) -> dict[str, Any]:
         """See podrl.environments.protocol.Model.chat."""
         body = {"model": f"policy{ASIDE * aside}", "messages": list(messages), "tools": list(tools), "stop": list(stop)}
-        given, parser = json.loads(json.dumps(body | {"max_tokens": max_tokens})), self._config.parser
-        wanted = wire_chat.read(given, ("policy",), parser)
-        answer = await self.answer(wanted)
+        request_body, parser = json.loads(json.dumps(body | {"max_tokens": max_tokens})), self._config.parser
+        request = wire_chat.read(request_body, ("policy",), parser)
+        answer = await self.answer(request)
         id_ = wire_chat.call_ids(answer, 0)
-        return wire_chat.message(answer.choices[0], stop=wanted.stop, tools=wanted.ask.tools, parser=parser, id=id_)
+        return wire_chat.message(answer.choices[0], stop=request.stop, tools=request.ask.tools, parser=parser, id=id_)
 
     async def answer(self, wanted: ParsedRequest, *, overlaps: bool = False) -> Answer:
         """Answers a parsed request of the wire like `chat`.
@@ -134,11 +134,11 @@ class RemoteModel:
         """
         ask, answer = wanted.ask, Answer(str(self._turns), 0, (), ())
         names = ("messages", "text", "ids", "tools", "stop_ids", "max_new", "aside", "pieces")
-        asked = {name: getattr(ask, name) for name in names} | {"stop": wanted.stop, "logprobs": wanted.logprobs}
-        asked |= {"parser": self._config.parser, "id": wire_chat.call_ids(answer, 0)}
-        asked = json.loads(json.dumps(asked))  # lists instead of tuples, as the host receives them
+        chat_fields = {name: getattr(ask, name) for name in names} | {"stop": wanted.stop, "logprobs": wanted.logprobs}
+        chat_fields |= {"parser": self._config.parser, "id": wire_chat.call_ids(answer, 0)}
+        chat_fields = json.loads(json.dumps(chat_fields))  # lists instead of tuples, as the host receives them
         limits = {"stop": ask.stop, "max_new": ask.max_new}
-        turn = await self.observe("", role="raw", reward=0.0, **limits, chat=asked, overlaps=overlaps)
+        turn = await self.observe("", role="raw", reward=0.0, **limits, chat=chat_fields, overlaps=overlaps)
         choice = Choice(turn.text, turn.tokens, turn.logprobs, turn.pieces, turn.stop)
         return dataclasses.replace(answer, prompt_ids=turn.prompt, choices=[choice])
 
@@ -163,7 +163,7 @@ class RemoteModel:
     async def outside(self, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """See podrl.environments.protocol.Model.outside."""
         number = self._number()
-        reply = await self._ask(number, {"what": f"outside {what}"})
+        reply = await self._request(number, {"what": f"outside {what}"})
         if "make" in reply:
             started = time.monotonic()
             try:
@@ -174,7 +174,7 @@ class RemoteModel:
                 json.dumps(answer)
             except (TypeError, ValueError) as error:
                 raise TypeError(f"outside({what!r}) must give JSON, not {short(answer)}: {error}") from error
-            reply = await self._ask(number, {"made": answer | {"seconds": time.monotonic() - started}})
+            reply = await self._request(number, {"made": answer | {"seconds": time.monotonic() - started}})
         failed = reply.get("raised", "")
         text = failed or json.dumps(reply["answer"])
         self._records.append(record(what, text, "exception" if failed else "", reply))
@@ -184,7 +184,7 @@ class RemoteModel:
 
     async def toolset(self, config: EnvironmentConfig) -> list[dict[str, Any]]:
         """Gets the declarations of a ToolEnvironment's tools, see podrl.environments.toolbox.Tool.declared."""
-        return (await self._ask(self._number(), {"toolset": dataclasses.asdict(config)}))["tools"]
+        return (await self._request(self._number(), {"toolset": dataclasses.asdict(config)}))["tools"]
 
     async def call(self, key: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Calls a tool.
@@ -198,22 +198,22 @@ class RemoteModel:
           The answer: 'text', 'failed' (the kind of failure, or ''), 'seconds' (time of the call) and 'replayed'
           (whether the answer comes from the journal or the log).
         """
-        what = f"{name} {json.dumps(arguments, sort_keys=True)}"
-        return await self._ask(self._number(), {"what": what, "tool": key, "arguments": arguments})
+        description = f"{name} {json.dumps(arguments, sort_keys=True)}"
+        return await self._request(self._number(), {"what": description, "tool": key, "arguments": arguments})
 
-    def turned(self, turn: Turn) -> None:
+    def on_turn(self, turn: Turn) -> None:
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(turn)
 
-    def answered(self, number: int, reply: dict[str, Any]) -> None:
+    def on_answer(self, number: int, reply: dict[str, Any]) -> None:
         if (waiting := self._answers.pop(number, None)) is not None and not waiting.done():
             waiting.set_result(reply)
 
     def _number(self) -> int:
-        self._asked += 1
-        return self._asked - 1
+        self._outside_requests += 1
+        return self._outside_requests - 1
 
-    async def _ask(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         self._answers[number] = asyncio.get_running_loop().create_future()
         self._send({"ask": self._life, "n": number, **request})
         return await self._answers[number]
@@ -267,9 +267,9 @@ class _Worker:
                     model.rested.set()
                 self._tasks[life] = asyncio.create_task(self._play(life, Task(**task)))
             case {"turn": life, "value": turn} if life in self._models:
-                self._models[life].turned(Turn(**turn))
+                self._models[life].on_turn(Turn(**turn))
             case {"answer": life, "n": number, "reply": reply} if life in self._models:
-                self._models[life].answered(number, reply)
+                self._models[life].on_answer(number, reply)
             case {"rest": life} if life in self._models:
                 self._models[life].rested.set()
             case {"cancel": life} if life in self._tasks:
@@ -316,8 +316,8 @@ class _Worker:
         except asyncio.CancelledError:
             raise
         except AgentFailure as failure:
-            lost = {"reward": None, "metrics": failure.metrics(), "text": None, "why": str(failure)}
-            self.send({"done": life, "reason": "failed", **lost})
+            failure_fields = {"reward": None, "metrics": failure.metrics(), "text": None, "why": str(failure)}
+            self.send({"done": life, "reason": "failed", **failure_fields})
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
             self.send({"raised": life, "why": explain(error)})
         finally:

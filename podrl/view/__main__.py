@@ -69,8 +69,8 @@ def _serve(runs: Sequence[RunFiles], host: str, port: int) -> int:
     token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     with listening:
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
+        name = f"[{host}]" if ":" in host else host
+        address = f"http://{name}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
         print(f"{', '.join(run.name for run in runs)}: {address}  (Ctrl-C ends)", flush=True)
         hosts = ["*"] if token else ["127.0.0.1", "localhost", "[::1]"]
         config = uvicorn.Config(application(runs, token=token, hosts=hosts), log_level="warning", access_log=False)

@@ -126,8 +126,8 @@ class Series:
         steps, values = self.columns.get(name, ([], []))
         if len(steps) <= most:
             return list(steps), list(values)
-        stretch, kept = -(-2 * len(steps) // most), []
+        stretch, chosen = -(-2 * len(steps) // most), []
         for begin in range(0, len(steps), stretch):
             known = [(value, i) for i, value in enumerate(values[begin : begin + stretch], begin) if value is not None]
-            kept += sorted({min(known)[1], max(known)[1]}) if known else []
-        return [steps[i] for i in kept], [values[i] for i in kept]
+            chosen += sorted({min(known)[1], max(known)[1]}) if known else []
+        return [steps[i] for i in chosen], [values[i] for i in chosen]

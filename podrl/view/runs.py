@@ -342,10 +342,10 @@ class RunFiles:
             until = max((span["start"] + span["s"] for span in every if span["step"] <= end), default=0.0)
             late = (span["step"] for span in every if span["step"] <= end and span["start"] >= until - seconds)
             begin = min(late, default=end)
-        shown = [span for span in every if begin <= span["step"] <= end]
-        longest = sorted(shown, key=lambda span: -span["s"])[:_SHOWN]
+        inside = [span for span in every if begin <= span["step"] <= end]
+        longest = sorted(inside, key=lambda span: -span["s"])[:_SHOWN]
         longest = [span | {"row": row} for span, row in zip(longest, spans_file.rows(longest), strict=True)]
-        unseen = sum(span["left_out"] for span in shown if type(span.get("left_out")) is int)
+        unseen = sum(span["left_out"] for span in inside if type(span.get("left_out")) is int)
         by_step: dict[int, list[dict[str, Any]]] = {}
         for span in longest:
             by_step.setdefault(span["step"], []).append(span)
@@ -356,7 +356,7 @@ class RunFiles:
             "steps": [steps[0], steps[-1]],
             "spans": sorted(longest, key=lambda span: span["start"]),
             "paths": paths,
-            "left_out": len(shown) - len(longest) + unseen,
+            "left_out": len(inside) - len(longest) + unseen,
         }
 
 
@@ -470,8 +470,8 @@ def branches(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             (known[began["of"]]["branches"] if began["of"] in known else trees).append(branch)
             known[began["piece"]] = branch
         if branch is not None:
-            shown = ("by", "text", "tokens", "reward", "failed")
-            branch["turns"].append({name: turn[name] for name in shown if name in turn})
+            fields = ("by", "text", "tokens", "reward", "failed")
+            branch["turns"].append({name: turn[name] for name in fields if name in turn})
     return trees
 
 

@@ -88,8 +88,8 @@ class Pages:
             for name in request.query_params.getlist("name")[:100]:
                 steps, values = run.series.columns.get(name, ([], []))
                 writer.writerows([run.name, name, step, value] for step, value in zip(steps, values, strict=True))
-        kept = {"Content-Disposition": 'attachment; filename="metrics.csv"'}
-        return PlainTextResponse(text.getvalue(), headers=kept, media_type="text/csv")
+        headers = {"Content-Disposition": 'attachment; filename="metrics.csv"'}
+        return PlainTextResponse(text.getvalue(), headers=headers, media_type="text/csv")
 
 
 class Guard:
