@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses whose fields state type and range; wrong values are refused by name."""
+"""Settings: frozen dataclasses with a type and a range for each field, and errors that name the wrong field."""
 
 import dataclasses
 import difflib
@@ -24,12 +24,12 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:
-    """Writes a number and its noun: '1 record', '1,024 records'; `nouns` is a plural that is not `noun` with an s."""
+    """Returns a number with its noun: '1 record', '1,024 records'; `nouns` is an irregular plural, or ''."""
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def elsewhere(name: str, group: Mapping[str, object], prefix: str = "") -> str:
-    """Suggests the dotted paths at which `group`, or a mapping inside it, has the key `name`; '' where none has it."""
+    """Suggests the dotted paths at which `group` or a mapping inside it has the key `name`; '' if there is none."""
     places = sorted(_places(name, group, ""))
     return f" Did you mean {' or '.join(repr(prefix + place) for place in places)}?" if places else ""
 
@@ -42,7 +42,7 @@ def _places(name: str, group: Mapping[str, object], prefix: str) -> list[str]:
 
 
 def known_arguments(call: Call) -> Call:
-    """Decorates a function, so that an unknown keyword raises a TypeError that suggests one of its parameters."""
+    """Decorates a function: an unknown keyword raises a TypeError that suggests a parameter with a similar name."""
     names = [name for name in inspect.signature(call).parameters if name != "self"]
 
     @functools.wraps(call)
@@ -57,12 +57,12 @@ def known_arguments(call: Call) -> Call:
 
 
 def refused_arguments(ways: Mapping[str, str]) -> Callable[[Call], Call]:
-    """Decorates a function, so that an argument of another library raises a TypeError that says what podrl has instead.
+    """Decorates a function: an argument that another library has raises a TypeError that names podrl's replacement.
 
-    Such an argument is dropped if its value is None or False, because it then asks for nothing.
+    An argument of another library with the value None or False is ignored.
 
     Args:
-      ways: sentence saying what to do instead, by the argument's name.
+      ways: sentence that says what to use instead, by the argument's name.
     """
 
     def decorate(call: Call) -> Call:
@@ -82,7 +82,7 @@ class Elsewhere:
     """An attribute that another library's class has and podrl's class lacks; reading it raises an AttributeError."""
 
     def __init__(self, way: str):
-        """Stores the sentence `way` for the error; it names the replacement."""
+        """Stores `way`, the sentence of the error that names the replacement."""
         self._way, self._name = way, ""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -93,7 +93,7 @@ class Elsewhere:
 
 
 def as_settings(cls: type[T], value: object, name: str) -> T:
-    """Returns `value` as settings of class `cls`: an instance as it is, or a dict of fields as a new instance.
+    """Returns `value` if it is an instance of the settings `cls`, or makes an instance if it is a dict of fields.
 
     Args:
       cls: dataclass of settings.
@@ -112,7 +112,7 @@ def as_settings(cls: type[T], value: object, name: str) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The range of a numeric setting, for `typing.Annotated`: an interval in the notation of mathematics, as '[0, 1)'.
+    """The range of a numeric setting, for `typing.Annotated`: an interval in mathematical notation, such as '[0, 1)'.
 
     Both ends are finite numbers; a bracket includes its end, a parenthesis excludes it.
     """
@@ -150,26 +150,26 @@ _FORMER: dict[str, str] = {}
 
 
 def former(path: str) -> str:
-    """Returns the sentence that says what replaced a former key such as 'log.tensorboard'; '' for any other key."""
+    """Returns the sentence that names the replacement of a former key such as 'log.tensorboard'; '' for other keys."""
     return _FORMER.get(path, "")
 
 
 def section(
     name: str, advice: Mapping[str, str] | None = None, *, former: Mapping[str, str] | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """Decorates a frozen dataclass of settings, so that every instance is checked.
+    """Decorates a frozen dataclass of settings, so that every new instance is checked.
 
     A value of the wrong type, or a number outside its `Range`, raises a ValueError that names the key, the value and
-    the allowed values. Unknown keywords raise one ValueError for all of them; for each keyword it says what podrl has
-    instead, or the nearest name. A field of another system that asks for nothing (None or False) is ignored.
-    Values are converted to the field's type: a whole number to a float, a list to a tuple, a mapping to a dataclass.
+    the allowed values. Unknown keywords raise a single ValueError, which names the replacement of each keyword or the
+    most similar name. A field of another system with the value None or False is ignored. Values are converted to the
+    type of their field: a whole number to a float, a list to a tuple, a mapping to a dataclass.
 
     Args:
       name: group of the configuration that holds these settings, such as 'trainer'; '' for the whole configuration.
       advice: sentences that say what to use instead of a field of another system, by a shell-style pattern of the
         field's name.
-      former: sentences that say what to use instead of a field that these settings had once, by the field's name. Such
-        a field is refused whatever its value.
+      former: sentences that say what to use instead of a field that these settings had once, by the field's name. A
+        former field is refused with any value.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -201,7 +201,7 @@ def group_of(settings: Any) -> str:
 
 @functools.cache
 def types_of(cls: type) -> dict[str, object]:
-    """Returns the types of a dataclass's fields, their ranges included."""
+    """Returns the types of a dataclass's fields with their ranges."""
     fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {f.name: hints[f.name] for f in fields if f.init}
@@ -215,7 +215,7 @@ def types_of(cls: type) -> dict[str, object]:
 
 
 def hint_at(cls: type, path: Sequence[str]) -> object:
-    """Returns the type of the field at a path of names below `cls`; None where there is no such field."""
+    """Returns the type of the field at a path of names below `cls`; None if there is no such field."""
     hint: object = cls
     for name in path:
         if not hasattr(hint, "__section__") or name not in types_of(hint):
@@ -231,7 +231,7 @@ def numbers(cls: type) -> dict[str, Range]:
 
 
 def refusal(cls: type, key: str, names: typing.Iterable[str], prefix: str = "") -> str:
-    """Writes the sentence that refuses `key` as a field of `cls`."""
+    """Returns the sentence of the error for `key`, which is not a field of `cls`."""
     for pattern, advice in getattr(cls, "__refused__", {}).items():
         if fnmatch.fnmatchcase(key, pattern):
             return f"{cls.__name__} has no field {prefix}{key}: {advice}"
@@ -247,7 +247,8 @@ def build(cls: type[T], values: Mapping[str, object], prefix: str = "config") ->
       prefix: dotted path of `values` in the user's config, for messages about keys.
 
     Raises:
-      ValueError: an unknown key (with the nearest known one), a missing required key, or a value that is not allowed.
+      ValueError: a key is unknown (the message suggests a known one), a required key is missing, or a value is not
+        allowed.
     """
     values = _fields_of(cls, values, prefix=f"{prefix}.")
     fields: object = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
@@ -261,7 +262,7 @@ def _fields_of(cls: type, values: Mapping[str, object], prefix: str = "") -> dic
     """Returns the values whose names are fields of `cls`.
 
     Raises:
-      ValueError: `values` has other names. A field of another system with the value None or False is no error.
+      ValueError: `values` has other names. The fields of other systems with the value None or False are ignored.
     """
     hints, advice = types_of(cls), getattr(cls, "__refused__", {})
     asking = [
@@ -284,7 +285,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
     A field whose default is None becomes a placeholder of its type, so that command-line overrides are converted to it.
     """
-    from ml_collections import config_dict  # imported here because it is slow, and reward workers have settings too
+    from ml_collections import config_dict  # a slow import, which reward workers do not need
 
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -307,13 +308,13 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def _without_none(values: Mapping[str, object]) -> dict[str, object]:
-    """Removes the values that are None, also in nested groups."""
+    """Removes values that are None, also from nested mappings."""
     present = {key: value for key, value in values.items() if value is not None}
     return {key: _without_none(value) if isinstance(value, Mapping) else value for key, value in present.items()}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges `over` into `base`: nested mappings are merged, and any other value of `over` replaces that of `base`."""
+    """Merges `over` into `base`: nested mappings are merged, and other values of `over` replace values of `base`."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -336,10 +337,10 @@ def check(value: object, hint: object, key: str) -> Any:
 
 
 def check_text(text: str, hint: object, key: str) -> bool:
-    """Checks the text that a command line gives for a field of type `hint`.
+    """Checks the text of a command-line flag for a field of type `hint`.
 
     Returns:
-      True if the text is 'none' and the field takes None instead of a number; else False.
+      True if the text is 'none' and stands for None, in a field whose other values are numbers; else False.
 
     Raises:
       ValueError: the field takes only numbers, switches and named values, and the text is none of them. The
@@ -364,7 +365,7 @@ def check_text(text: str, hint: object, key: str) -> bool:
                 return False
             continue
         if option is not type(None) and typing.get_origin(option) is not typing.Literal:
-            return False  # texts and tuples are left to the parser of flags
+            return False  # the parser of flags checks texts and tuples
     raise ValueError(f"{key}={text} must be {_names(options)}.")
 
 
@@ -377,7 +378,7 @@ def takes_texts(hint: object) -> bool:
 
 
 def _try(value: Any, option: Any, key: str) -> tuple[bool, Any]:
-    """Checks a value against one type of a union: (whether the value fits, the converted value)."""
+    """Checks a value against one type of a union; returns (whether the value fits, the converted value)."""
     kind, limits = typing.get_origin(option) or option, _range_of(option)
     if limits is not None:
         kind = typing.get_args(option)[0]
@@ -396,7 +397,7 @@ def _try(value: Any, option: Any, key: str) -> tuple[bool, Any]:
         return several, tuple(check(v, item, f"{key}[{i}]") for i, v in enumerate(value)) if several else None
     if option in (str, bool, type(None)):
         return isinstance(value, option), value
-    return True, value  # an object that only Python code can pass, such as a function: not checked
+    return True, value  # only Python code can pass other objects, such as functions; they are not checked
 
 
 def _options(hint: object) -> tuple[object, ...]:
@@ -422,7 +423,7 @@ def described(hint: object) -> str:
 
 
 def _names(options: typing.Iterable[object], many: bool = False) -> str:
-    """Describes a hint in words: 'a number in [0, 1] or None', "'a', 'b' or 'c'"; in the plural if `many`."""
+    """Describes types in words: 'a number in [0, 1] or None', "'a', 'b' or 'c'"; with plural nouns if `many`."""
     a, s = ("", "s") if many else ("a ", "")
     kinds: list[str] = []
     for option in options:

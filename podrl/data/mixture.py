@@ -1,4 +1,4 @@
-"""Opens the sources of a job's data: decides which records are used and held out, and counts why others are dropped."""
+"""Opens the sources of a job's data: chooses the training and held-out records, and counts the dropped records."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from podrl.data.transforms import transformed
 from podrl.types import SOURCE
 
 _log = logging.getLogger(__name__)
-# Size in bytes above which reading a file takes longer than finding it in the cache.
+# Files of at least this many bytes are cached: reading a smaller file is faster than finding it in the cache.
 WORTH = 1 << 20
 
 Form = Callable[[Record, str, DataConfig], None]
@@ -37,8 +37,8 @@ class OpenedSource:
       train: records to train on.
       held_out: records held out.
       weight: share of the prompts that are drawn from this source, relative to the other sources' weights.
-      unanswered: place and fields of the source's first record without an answer, as a text; '' if all have one.
-      counts: number of the source's records, by what became of them: 'used', 'held out', ...
+      unanswered: text that names the source's first record without an answer and its fields; '' if all have one.
+      counts: number of the source's records, by their use: 'used', 'held out', ...
       fields: fields that the settings add to the source's records.
       hashes: question hashes of the records to train on; empty for an embedded task.
     """
@@ -61,22 +61,25 @@ class OpenedSources:
     Attributes:
       parts: sources of the configuration, at least one.
       evaluation: records of data.eval_path; None if data.eval_path is ''.
-      unanswered: (place and fields of a record without an answer, the source's own reward functions; none if it has
-        none of its own) for each file that has such a record.
+      unanswered: for each file with a record without an answer: (text that names the record and its fields, reward
+        functions of this source alone, which may be none).
     """
 
     parts: Sequence[OpenedSource]
     evaluation: Source | None
     unanswered: Sequence[tuple[str, Sequence[str]]]
 
-    def asked_by(self, other: "OpenedSources") -> int:
-        """Counts the records to train on whose question `other` also trains on; embedded tasks do not count."""
+    def count_shared_questions(self, other: "OpenedSources") -> int:
+        """Counts the training records with a question that is also in the training records of `other`.
+
+        The problems of embedded tasks do not count.
+        """
         theirs = np.concatenate([part.hashes for part in other.parts])
         return sum(int(np.isin(part.hashes, theirs).sum()) for part in self.parts)
 
     @property
     def train(self) -> Source | Mixture:
-        """The records to train on, as a stream takes them: the only source, or a mixture."""
+        """The training records: those of the only source, or a mixture of all sources."""
         if len(self.parts) == 1:
             return self.parts[0].train
         names = [part.name for part in self.parts]
@@ -84,11 +87,11 @@ class OpenedSources:
 
     @property
     def held_out(self) -> int:
-        """Number of held-out records: the records of data.eval_path, or the records that the sources hold out."""
+        """Number of records in data.eval_path, or without this key the number of records that the sources hold out."""
         return sum(len(part.held_out) for part in self.parts) if self.evaluation is None else len(self.evaluation)
 
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Counts the records of each source by their use, one row per source, for the run directory."""
+        """Returns a row per source for the run directory: the share of the prompts, and numbers of records by use."""
         whole = sum(part.weight for part in self.parts)
         return [
             {"source": part.name or part.config.path, "share": round(part.weight / whole, 6), **part.counts}
@@ -97,13 +100,13 @@ class OpenedSources:
 
 
 def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
-    """Opens a configuration's records; a file is read again only if it has changed.
+    """Opens the records of a configuration; a file that has not changed since the last call is not read again.
 
     Args:
       config: settings of the data.
-      form: function of (record, its place, settings of its source) that refuses a record of another form, for jobs
-        whose records hold answers and need not ask. Such a job holds out records of a file only if all of the file's
-        records have an answer in data.answer_field. None for jobs whose records must ask.
+      form: for jobs that train on answers, function (record, place of the record, settings of the source) that raises
+        ValueError for a record of another form. Records of a file are then held out only if all of them have an answer
+        in data.answer_field. None for jobs that train on prompts, whose records must have a question.
 
     Raises:
       FileNotFoundError: a file does not exist.
@@ -115,9 +118,10 @@ def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
 
 
 class _Key:
-    """The arguments of `_opened`, compared and hashed as texts, because a configuration may hold mappings.
+    """The arguments of `_opened` as a key of its cache.
 
-    `identities` has the identity of every file, so that a changed file makes another key.
+    Keys are compared and hashed as texts, because a configuration may hold mappings. `identities` has the identity of
+    every file, so that a changed file makes another key.
     """
 
     def __init__(self, config: DataConfig, form: Form | None, identities: tuple[Any, ...]) -> None:
@@ -130,7 +134,7 @@ class _Key:
         return isinstance(other, _Key) and self._text == other._text
 
 
-@functools.lru_cache(maxsize=64)  # a job opens its sources and each of its evaluation sets several times
+@functools.lru_cache(maxsize=64)  # a job opens the same data several times
 def _opened(key: _Key) -> OpenedSources:
     config, cache = key.config, Cache(key.config.cache)
     evaluation, notes = None, Notes(config.question_field, config.answer_field)
@@ -150,14 +154,14 @@ def _pairs(config: DataConfig) -> list[tuple[DataConfig, SourceConfig | None]]:
 
 
 class _File(NamedTuple):
-    """The records of a source whose records are in files.
+    """The records of a source that is read from files.
 
     Attributes:
-      records: records that the transforms of the source left.
+      records: records after the transforms of the source.
       dropped: number of records that the transforms dropped, by reason.
       hashes: question hash of every record.
-      is_held: True for every record that is held out.
-      unanswered: place and fields of the first record without an answer, as a text; '' if all have one.
+      is_held: whether each record is held out.
+      unanswered: text that names the first record without an answer and its fields; '' if all have one.
     """
 
     records: sources.Records
@@ -200,7 +204,7 @@ def _file(config: DataConfig, source: SourceConfig | None, cache: Cache, form: F
 def _part(
     config: DataConfig, source: SourceConfig | None, file: _File | None, held_hashes: np.ndarray, form: Form | None
 ) -> OpenedSource:
-    """Chooses a source's records to train on: none has the same question as a held-out record of any source."""
+    """Chooses the training records of a source, without records whose question a held-out record of any source has."""
     name, fields = (source.label, {SOURCE: source.label, **source.fields}) if source else ("", {})
     if file is None:
         train, held_out = _generated(config)
@@ -251,7 +255,9 @@ def reasoning_gym(config: DataConfig) -> ReasoningGym:
 
 
 def _lacks(problems: Any, config: DataConfig, form: Form | None) -> str:
-    """Describes the first of some generated records if it has no answer; some datasets of reasoning-gym have none.
+    """Returns a text that describes the first of some generated records if it has no answer; else ''.
+
+    Some datasets of reasoning-gym have no answers.
 
     Raises:
       ValueError: `form` refuses the record.
@@ -273,17 +279,19 @@ def _read(
     *,
     with_question: bool = False,
 ) -> sources.Records:
-    """Reads a file's records and takes notes of them; the cache has both if the file is large and was read before.
+    """Reads the records of a file, and adds their notes to `notes`.
+
+    If the file is large and was read before, records and notes come from the cache.
 
     Args:
       config: settings of a job that has this source only.
       path: path of the file, or of a directory of files.
-      part: name of the split, with which the names of the files begin; '' if `path` is a file.
-      notes: object that takes the notes of the file's records.
+      part: name of the split, which begins the names of its files; '' if `path` is a file.
+      notes: question hashes and answers of the records; this function adds those of the file.
       cache: cache of the records and notes of large files.
-      form: function that refuses records of another form; None if records must ask.
-      with_question: whether a record that asks a question is allowed in any form, as in an evaluation file, whose
-        records may be prompts or answers.
+      form: function that raises ValueError for records of another form; None if records must have a question.
+      with_question: whether a record with a question is allowed in any form. This is the case in an evaluation file,
+        whose records may be prompts or answers.
     """
 
     def check(record: Record, place: str) -> None:
@@ -311,7 +319,7 @@ def _read(
 
 
 def _chosen(indices: np.ndarray, source: SourceConfig | None, seed: int) -> np.ndarray:
-    """Picks as many records as a source wants: those whose indices have the smallest hashes, in rising order."""
+    """Chooses `count` or `fraction` of a source's records by the hashes of their indices; returns sorted indices."""
     if source is None or (source.count is None and source.fraction is None):
         return indices
     share = source.fraction or 1.0
@@ -334,7 +342,7 @@ def hashed(values: np.ndarray) -> np.ndarray:
 
 
 def interleaved(items: Sequence[Iterator[Any]]) -> Iterator[Any]:
-    """Yields an item of each iterator in turn, until all of them have ended."""
+    """Yields one item of each iterator in turn, until all iterators have ended."""
     left = list(items)
     while left:
         for one in list(left):

@@ -1,6 +1,6 @@
-"""Games of TextArena and environments of OpenEnv servers, as objects that podrl.SteppedEnvironment plays.
+"""Games of TextArena, and environments that OpenEnv servers run, as podrl environments.
 
-TextArena is needed for its games, and `websockets` (extra [openenv]) for OpenEnv; both are imported by an episode.
+The packages textarena and websockets (extra [openenv]) are imported when an episode first needs them.
 """
 
 import contextlib
@@ -12,32 +12,32 @@ from typing import Any
 
 from podrl.environments.stepped import SteppedEnvironment
 
-# TextArena's games draw from Python's global generator, which all episodes of a process share.
+# TextArena's games draw from Python's global random generator, which all episodes of a process share.
 _DRAWS = threading.Lock()
-# Takes the text that the other player reads, and returns that player's action.
+# A function from the text that the opponent reads to the opponent's action.
 Opponent = Callable[[str], str]
 
 
 def text_arena(game: str, *, opponent: Opponent | None = None, **settings: Any) -> SteppedEnvironment:
     """Makes the environment of a game of TextArena, which the model plays as player 0.
 
-    The reward is the game's own for player 0.
+    The reward is the one that the game gives to player 0.
 
     Args:
       game: id of the game, such as 'GuessTheNumber-v0'.
-      opponent: function that plays player 1 of a game for two; None for a game for one.
-      settings: settings of the game, as textarena.make takes them.
+      opponent: function that plays player 1 of a game for two players; None for a game for one player.
+      settings: keyword arguments of textarena.make.
     """
     return SteppedEnvironment(lambda: _TextArena(game, opponent, settings))
 
 
 def open_env(url: str, action: str, *, observation: str = "", **reset: Any) -> SteppedEnvironment:
-    """Makes the environment that a server of OpenEnv runs; each episode has a session (websocket) of its own.
+    """Makes the environment that a server of OpenEnv runs; each episode opens its own session (a websocket).
 
     Args:
       url: address of the server, such as 'http://127.0.0.1:8000'.
       action: field of the server's action that takes the model's text, such as 'message' or 'code'.
-      observation: field of the server's observation that the model reads; '' stands for the whole observation as JSON.
+      observation: field of the server's observation that the model reads; '' for the whole observation as JSON.
       reset: further arguments of the server's reset, besides the seed of the sample.
     """
     return SteppedEnvironment(lambda: _OpenEnv(url, action, observation, reset))
@@ -65,7 +65,7 @@ class _TextArena:
         return "", float(rewards[0]), True, {}
 
     def _opponents_turns(self) -> bool:
-        """Plays the turns of the other player; returns whether the game goes on."""
+        """Plays turns of the opponent until it is the model's turn; returns False if the game has ended."""
         while self._env.state.current_player_id != 0:
             assert self._opponent is not None
             done, _ = self._env.step(action=self._opponent(self._observed()))
@@ -74,13 +74,16 @@ class _TextArena:
         return True
 
     def _observed(self) -> str:
-        """Reads the new messages for the present player, without the player's own actions."""
+        """Reads the new messages for the player whose turn it is, without the player's own actions."""
         player, new = self._env.get_observation()
         return "\n".join(message for sender, message, *_ in new if sender != player).strip()
 
     @contextlib.contextmanager
     def _drawing(self, seed: int | None = None) -> Iterator[None]:
-        """Gives the game a random generator of its own, so that it depends only on its seed and the actions."""
+        """Sets Python's random generator to the state of this game, and restores the former state afterwards.
+
+        The game then depends only on its seed and the actions.
+        """
         with _DRAWS:
             others = random.getstate()
             if seed is not None:
@@ -123,7 +126,8 @@ class _OpenEnv:
     async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server without a free session has reported this, and closed
+        # A server without a free session sends an error, which is read below, and closes the socket.
+        with contextlib.suppress(ConnectionClosed):
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         with self._named(kind):
             reply = json.loads(await self._socket.recv())  # the wait ends with the episode, after env.deadline_s
@@ -137,7 +141,7 @@ class _OpenEnv:
 
     @contextlib.contextmanager
     def _named(self, kind: str) -> Iterator[None]:
-        """Names the server and the request in the error of a server that cannot be reached or speaks no JSON."""
+        """Adds the server and the request to the error if the server cannot be reached or does not answer in JSON."""
         from websockets.exceptions import WebSocketException
 
         try:

@@ -234,7 +234,7 @@ def _set_lines(job: Job) -> list[str]:
         samples, most = job.eval.samples if one.samples is None else one.samples, one.problems or job.eval.problems
         drawn = f"greedy and {samples} at temperature {one.temperature:g}" if samples else "greedy"
         often = "" if one.every == 1 else f", in every {one.every}th evaluation, the first and the last"
-        also = split(job.data, job.kind.form).named_by(split(one.data(job.data)))
+        also = split(job.data, job.kind.form).count_shared_questions(split(one.data(job.data)))
         trained = f" Training records with the same question as a record of this set: {also}." if also else ""
         lines.append(
             f"Evaluation set {one.name}: at most {plural(most, 'record')} of {one.path}, {drawn}{often}.{trained}"

@@ -1,4 +1,4 @@
-"""Places the models of a job on devices: the configuration of the roles, and the meshes built from it."""
+"""Places the models of a job on devices: reads the configuration of the roles, and builds their meshes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class RoleConfig:
 @section(
     "roles",
     {
-        "hosts": "a critic and teachers lie on the hosts that train and a reward model on those that generate: say "
+        "hosts": "a critic and teachers are on the trainer hosts, and a reward model is on the rollout hosts: set "
         "roles.trainer.hosts and roles.rollout.hosts.",
     },
 )
@@ -42,9 +42,8 @@ class AuxiliaryConfig:
     """Settings of an auxiliary model: its devices and mesh.
 
     Attributes:
-      mesh: name of the role whose mesh the model shares ('trainer' for a critic and teachers, 'rollout' for a reward
-        model); or a mesh of its own such as 'fsdp=2', whose devices are taken from that role, equally many on each of
-        its hosts.
+      mesh: 'trainer' for a critic or teachers, 'rollout' for a reward model: the model shares this role's mesh. Or an
+        own mesh such as 'fsdp=2', whose devices are taken from this role, equally many on each of the role's hosts.
     """
 
     mesh: str
@@ -53,17 +52,17 @@ class AuxiliaryConfig:
 @section(
     "roles.eval",
     former={
-        "mesh": "training stops for evaluations on the rollout mesh; with --topology=split, roles.eval.hosts names "
-        "hosts that evaluate meanwhile, with the mesh of a rollout host."
+        "mesh": "evaluations run on the rollout mesh, and training waits for them; with --topology=split, "
+        "roles.eval.hosts names hosts that evaluate while training continues, with the mesh of a rollout host."
     },
 )
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Settings of evaluations: hosts that training does not wait for.
+    """Settings of the evaluation hosts, whose evaluations run while training continues.
 
     Attributes:
       hosts: numbers of hosts that evaluate and do nothing else, such as '3' or '6-7', in topology=split; '' for none.
-        Such a host has the mesh of a rollout host.
+        An evaluation host has the mesh of a rollout host.
     """
 
     hosts: str = ""
@@ -72,16 +71,16 @@ class EvaluationConfig:
 @section("roles")
 @dataclasses.dataclass(frozen=True)
 class RolesConfig:
-    """Settings of all roles: the topology, and the devices of each.
+    """Settings of all roles: which devices each of them uses.
 
     Attributes:
       trainer: devices of the actor and the reference.
       rollout: devices of the engine that decodes.
-      critic: devices of PPO's critic. Critic and actor learn in turn: a mesh of its own gives memory, but no speed.
-      teacher: devices of `model.teachers`. Teachers score before the actor learns: a mesh of their own gives memory,
-        but no speed.
+      critic: devices of PPO's critic. Critic and actor learn in turn, so an own mesh saves memory but no time.
+      teacher: devices of `model.teachers`. Teachers score before the actor learns, so an own mesh saves memory but no
+        time.
       reward: devices of the model of `reward.model`.
-      eval: hosts for evaluations that training does not wait for.
+      eval: hosts whose evaluations run while training continues.
       colocated: whether all roles share all devices.
     """
 
@@ -102,7 +101,7 @@ class RolesConfig:
         ):
             if mesh == other:
                 raise ValueError(
-                    f"roles.{name}.mesh={mesh!r} must be {host!r}, whose hosts it lies on, or a mesh such as 'fsdp=2'."
+                    f"roles.{name}.mesh={mesh!r} must be {host!r}, whose hosts it is on, or a mesh such as 'fsdp=2'."
                 )
         if self.colocated and self.reward.mesh != ROLLOUT:
             raise ValueError(
@@ -115,14 +114,15 @@ class RolesConfig:
 class Meshes:
     """The mesh of every role, over the devices of this process's cluster.
 
-    Where trainers and rollouts are clusters of their own, the meshes of roles on the other cluster are placeholders.
+    With topology=split, trainers and rollouts are separate clusters. The meshes of roles on the other cluster are then
+    placeholders.
 
     Attributes:
       trainer: mesh of the actor and the reference.
       rollout: mesh of the engine.
-      critic: mesh of the critic, the trainer's unless it has its own.
-      reward: mesh of the reward model, the rollout's unless it has its own.
-      own_teacher: mesh of the teachers if it is their own; None if they share the trainer's.
+      critic: mesh of the critic; the trainer mesh unless roles.critic.mesh describes another.
+      reward: mesh of the reward model; the rollout mesh unless roles.reward.mesh describes another.
+      own_teacher: mesh of the teachers if roles.teacher.mesh describes one; None if they share the trainer mesh.
     """
 
     trainer: Mesh
@@ -133,7 +133,7 @@ class Meshes:
 
     @property
     def teacher(self) -> Mesh:
-        """The mesh of the teachers: their own, else the trainer's."""
+        """Mesh of the teachers: `own_teacher`, or else the trainer mesh."""
         return self.own_teacher or self.trainer
 
 
@@ -142,8 +142,8 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
 
     Args:
       roles: the configured meshes.
-      hosts: role of every process, if there are several; None divides the devices of one process.
-      split: whether trainers and rollouts are clusters of their own (topology=split).
+      hosts: role of every process, if there are several; None divides the devices of one process between the roles.
+      split: whether trainers and rollouts are separate clusters (topology=split).
       role: role of this process; read only if `split`.
 
     Raises:
@@ -191,7 +191,7 @@ def _of_a_rollout_cluster(roles: RolesConfig, hosts: Hosts) -> Meshes:
 def _cut(
     devices: Sequence[Any], model: AuxiliaryConfig, name: str, host: str, *, hosts: int = 0
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Sets devices aside for an auxiliary model with its own mesh: (devices left, devices of the model)."""
+    """Sets devices aside for an auxiliary model with its own mesh: (remaining devices, devices of the model)."""
     if model.mesh == host:
         return devices, ()
     return set_aside(devices, model.mesh, key=f"roles.{name}.mesh", shared=host, hosts=hosts)

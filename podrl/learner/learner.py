@@ -1,4 +1,4 @@
-"""GRPOLearner and PPOLearner: combine rollouts, algorithm and recorder for this process, and run the loop."""
+"""GRPOLearner and PPOLearner: choose the rollouts, the algorithm and the recorder of this process, and run the loop."""
 
 import contextlib
 import dataclasses
@@ -48,10 +48,10 @@ class TrainingParts:
     Attributes:
       algorithm: turns batches into updates.
       report: describes a step: metrics, samples, warnings.
-      needed: function (step, batch) -> samples that this process's devices train on; None if rollouts are never
-        fetched from other hosts.
-      evaluate: scores the trained model on held-out data without samples; all trainer hosts call it. None if
-        evaluations need samples, or if there are none.
+      needed: function (step, batch) -> the samples that this process's devices train on; None if this process has all
+        rollouts, so that it fetches none from other hosts.
+      evaluate: function that scores the trained model on held-out data without generating samples; all trainer hosts
+        call it. None if evaluations need samples, or if the job has no evaluations.
     """
 
     algorithm: Trainable
@@ -61,7 +61,7 @@ class TrainingParts:
 
 
 class NoTraining:
-    """Implements podrl.learner.loop.Algorithm on a rollout host, which does not train."""
+    """An algorithm (podrl.learner.loop.Algorithm) that does nothing, for a rollout host, which does not train."""
 
     def score(self, step: int, experience: object) -> None:
         return None
@@ -93,17 +93,17 @@ def fit(
     """Runs the loop for this process; returns the step reached.
 
     Args:
-      cluster: the models, as far as this process holds parts of them.
-      stream: the data; None on a rollout host that needs none.
-      run: files, checkpoints and signals, entered.
+      cluster: the models, or the parts of them that this process holds.
+      stream: the data; None on a rollout host that reads no data.
+      run: files, checkpoints and signals; its `with` block has been entered.
       schedule: steps at which the loop saves, evaluates and stops, and the staleness.
       workload: samples and evaluations of the job.
       trained: the algorithm and its report; None on a rollout host.
-      offline: whether batches are answers from data, so that nothing is generated but for evaluations.
+      offline: whether the batches are answers from data; samples are then generated for evaluations only.
       pod: the job's processes; None if there is one process.
 
     Raises:
-      BatchError: a reward function failed, or too many samples failed; the steps before are saved.
+      BatchError: a reward function failed, or too many samples failed. The steps before the failure are saved.
     """
     on_hosts = pod is not None and bool(pod.seat.hosts.eval)  # True if the job has evaluation hosts
     if pod is not None and pod.seat.hosts.role(pod.seat.process) == EVAL:
@@ -164,10 +164,11 @@ def learn_answers(
       run: files, checkpoints and signals.
       evaluator: scores the policy on held-out prompts; None disables evaluation.
       pod: the job's processes, each of which calls this function; None if there is one process.
-      held_out: batches of answers on which the algorithm evaluates the model itself, in place of `evaluator`.
+      held_out: batches of answers on which the algorithm evaluates the model without generating samples. If there are
+        any, `evaluator` is not used.
     """
     training = cluster.training_config
-    assert training.max_steps is not None, "answers come without end"
+    assert training.max_steps is not None, "the stream of answers has no end, so max_steps must be set"
     schedule = Schedule(
         max_steps=training.max_steps,
         save_every=run.checkpoint_config.every,
@@ -185,7 +186,7 @@ def learn_answers(
 
 
 class SampleLearner:
-    """Base of GRPOLearner and PPOLearner: trains on samples that reward functions score."""
+    """Base class of GRPOLearner and PPOLearner: trains on samples that reward functions score."""
 
     can_enable_async_rollout = Elsewhere("batches are sampled ahead by max_staleness of the algorithm's settings.")
     should_sync_weights = Elsewhere("weights move after every step, unless trainer and rollout share them.")
@@ -202,7 +203,7 @@ class SampleLearner:
         pod: Pod | None,
         environment: Any,
     ):
-        """Checks the settings; `algorithm` makes GRPO or PPO, other arguments are as in GRPOLearner."""
+        """Checks the settings. `algorithm` makes GRPO or PPO; the other arguments are those of GRPOLearner."""
         self._environment = environment_config(environment)
         rl_cluster.config.rollout().require(environment=self._environment.used)
         self._algorithm, self._pod = algorithm, pod
@@ -222,12 +223,12 @@ class SampleLearner:
 
     @property
     def rl_cluster(self) -> RLCluster:
-        """The cluster, under Tunix's name."""
+        """The cluster, under the name that Tunix has for it."""
         return self.cluster
 
     @property
     def algo_config(self) -> GRPOConfig | PPOConfig:
-        """The settings, under Tunix's name."""
+        """The settings of the algorithm, under the name that Tunix has for them."""
         return self.config
 
     @refused_arguments({"skip_jit": "the update is always compiled; set JAX_DISABLE_JIT=1 to follow it step by step."})
@@ -246,23 +247,24 @@ class SampleLearner:
         """Trains until `training_config.max_steps`; returns the step reached.
 
         Args:
-          train_ds: a stream of prompts; a list of prompts, texts or records whose fields reward functions receive by
-            name; or a list of batches, `{'prompts': [...], 'field': [...]}`, each of which makes one step.
-          eval_ds: held-out prompts, listed as in `train_ds`, whose rewards are measured every
-            `training_config.eval_every_n_steps`, greedy and sampled.
-          prompts_per_step: P if `train_ds` is a list: 8 by default, or the size of its batches. A stream yields P times
-            `config.prompt_batches` prompts at a time.
-          evaluator: function (policy, step) -> (metrics, samples to show) that scores the policy, in place of
-            `eval_ds`. A podrl.learner.evaluate.Evaluator made with `rewards=learner.rewards_of` scores by this
-            learner's reward functions.
-          run: files, checkpoints and signals; by default made under training_config.checkpoint_root_directory, or
-            without files if that is None. A run that is made here ends with summary.json, report.html and the table of
-            both evaluations.
-          save_every: number of steps between checkpoints, in place of `checkpoint.every`.
-          checkpoint: settings of checkpoints for a run that is made here: a CheckpointConfig, or a dict of its fields.
+          train_ds: the training data, in one of three forms: a stream of prompts; a list of prompts, each a text or a
+            record, whose fields the reward functions receive by name; or a list of batches,
+            `{'prompts': [...], 'field': [...]}`, with one step per batch.
+          eval_ds: list of held-out prompts in one of the forms of `train_ds`. Their rewards are measured every
+            `training_config.eval_every_n_steps` steps, with greedy and with sampled completions.
+          prompts_per_step: P, the number of prompts of a step, if `train_ds` is a list; by default the size of its
+            batches, or 8. A stream has its own number: it yields P times `config.prompt_batches` prompts at a time.
+          evaluator: function (policy, step) -> (metrics, samples to show) that scores the policy; excludes `eval_ds`.
+            To score with this learner's reward functions, pass a podrl.learner.evaluate.Evaluator made with
+            `rewards=learner.rewards_of`.
+          run: files, checkpoints and signals. By default `train` makes a run in
+            training_config.checkpoint_root_directory, or a run without files if the directory is None. Such a run
+            ends with summary.json, report.html and a table of the first and last evaluation.
+          save_every: number of steps between checkpoints; overrides `checkpoint.every`.
+          checkpoint: settings of the checkpoints, a CheckpointConfig or a dict of its fields; excludes `run`.
 
         Raises:
-          ValueError: arguments contradict each other, or are not as described above.
+          ValueError: arguments contradict each other, or do not have the forms described above.
         """
         training = self.cluster.training_config
         listed = not isinstance(train_ds, PromptStream)
@@ -338,7 +340,7 @@ class SampleLearner:
         )
 
     def _evaluator(self, eval_ds: Iterable[str | Mapping[str, Any]]) -> Evaluator | None:
-        """Makes the evaluator of all held-out prompts, which scores by the run's rewards; None without prompts."""
+        """Makes an evaluator that scores all held-out prompts with the run's reward functions; None without prompts."""
         items, _ = from_batches(list(eval_ds))
         if not items:
             return None
@@ -346,13 +348,13 @@ class SampleLearner:
         return Evaluator(self.cluster, [batch], EvalConfig(), rewards=self.rewards_of, sampled=sampled)
 
     def rewards_of(self, rollouts: Rollouts) -> dict[str, np.ndarray]:
-        """Scores samples by the reward functions of the running training, in batches of the training's size.
+        """Scores samples with the reward functions of the running training, in batches of the size of training batches.
 
         Returns:
-          The rewards of all samples, (B,), by name: 'reward' is the reward of training, 'reward/NAME' one function's.
-          NaN for a sample without a reward.
+          The rewards of all samples, (B,), by name: 'reward' is the reward of training, 'reward/NAME' the reward of one
+          function. A sample without a reward has NaN.
         """
-        assert self._generate is not None, "reward functions run while `train` does, where samples are generated"
+        assert self._generate is not None, "rewards_of works only while `train` runs, where samples are generated"
         prompts, samples = len(rollouts.prompts.length_P), len(rollouts.group_B)
         at_once = max(1, self._prompts * self.config.num_generations * prompts // max(samples, 1))
         return self._generate.judged(rollouts, at_once=at_once)
@@ -371,13 +373,16 @@ class SampleLearner:
         )
 
     def _whole(self) -> bool:
-        """True if a share must be made as a whole: groups may be replaced, or reward functions get whole batches."""
+        """True if a host must generate its share of a batch as a whole.
+
+        Dynamic sampling needs the whole share to replace groups, and some reward functions get whole batches.
+        """
         config = self._reward_config
-        in_process = any(not isinstance(fn, str) for fn in config.fns)  # these functions are called with whole batches
+        in_process = any(not isinstance(fn, str) for fn in config.fns)  # functions of this process get whole batches
         return self.config.dynamic_sampling or in_process or config.calls == "batch"
 
     def _settings(self, prompts_per_step: int) -> dict[str, Any]:
-        """Returns the content of config.json for a run without a configuration file, under the keys of such a file."""
+        """Returns the content of config.json for a run without a configuration file, with a configuration's keys."""
         section, cluster = self.config.section, self.cluster
         return {
             "algorithm": section,
@@ -392,7 +397,7 @@ class SampleLearner:
         }
 
     def _trained(self, stream: PromptStream, reward_names: Sequence[str], run: Run) -> TrainingParts:
-        """Builds the algorithm and its report, on a cluster that trains."""
+        """Makes the algorithm and its report; called only on a process that trains."""
         samples = stream.prompts_per_step // self.config.prompt_batches * self.config.num_generations
         algorithm = self._algorithm(
             self.cluster,
@@ -437,13 +442,12 @@ class GRPOLearner(SampleLearner):
           algo_config: settings of the algorithm.
           reward_fns: functions `(prompts, completions, **fields) -> list[float]`, or their names.
           metric_fns: functions `(prompts, completions, rewards, **fields) -> {name: value}`, called every step.
-          data_shuffle_seed: seed of the order of prompts if `train` gets a plain list; None keeps the list's order.
-          reward_config: weights, deadlines and workers of rewards, a RewardConfig or a dict of its fields; `reward_fns`
-            wins if both name functions.
+          data_shuffle_seed: seed that shuffles the prompts if `train` gets a list; None keeps the order of the list.
+          reward_config: weights, deadlines and workers of rewards, a RewardConfig or a dict of its fields. If it names
+            functions and `reward_fns` does too, `reward_fns` counts.
           pod: the job's processes, each of which makes a learner and calls `train`; None if there is one process.
           environment: environment of all samples: 'file.py:Name', a ToolEnvironment, or an EnvironmentConfig; None for
-            no environment. If neither `reward_fns` nor `reward_config` is given beside it, its rewards are the only
-            ones.
+            no environment. Without `reward_fns` and `reward_config`, the samples have only the environment's rewards.
         """
         more = (reward_config, pod, environment)
         super().__init__(make_grpo, rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
@@ -465,7 +469,7 @@ class PPOLearner(SampleLearner):
         pod: Pod | None = None,
         environment: Any = None,
     ):
-        """Makes the critic if the cluster has none. Arguments as in GRPOLearner."""
+        """Stores the settings, and makes the critic if the cluster has none; the arguments are those of GRPOLearner."""
         more = (reward_config, pod, environment)
         super().__init__(PPO, rl_cluster, ppo_config, reward_fns, metric_fns, data_shuffle_seed, *more)
         rl_cluster.make_critic()

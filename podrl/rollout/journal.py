@@ -1,4 +1,4 @@
-"""The journal of a run by the wall clock: the groups of each batch, and the versions that drew their tokens."""
+"""The journal of a run with the wall clock: the groups of each batch, and the versions that drew their tokens."""
 
 import os
 import pathlib
@@ -9,15 +9,15 @@ from podrl.storage import sealed_lines
 from podrl.storage.storage import sync_directory
 
 NAME = "batches.jsonl"
-# Fields of lines that earlier versions wrote, without checksums.
+# Fields of the lines without checksums, which earlier versions of podrl wrote.
 _UNSEALED = ({"step": int, "again": list}, {"step": int, "groups": list, "queue": dict})
 
 
 class WallJournal:
-    """The decisions of the wall clock. Each is one JSON line with a checksum, on disk before it is acted on.
+    """The decisions of the wall clock, one JSON line with a checksum for each. A decision is on disk before its effect.
 
-      {"step": 7, "again": [12]}                prompts that are submitted again when 7 steps are done; no step trains
-                                                on their old samples
+      {"step": 7, "again": [12]}                prompts that are submitted again when 7 steps are done, because their
+                                                old samples are dropped
       {"step": 7, "groups": [...], "queue": {}} the batch that step 7 trains on, and the metrics of the queue. With
                                                 dynamic sampling also "dropped": [[12, 5], ...], `index` and `asked` of
                                                 the groups without a signal that left the queue in step 7
@@ -32,7 +32,8 @@ class WallJournal:
       tokens  for each sample the number of its tokens, including appended tokens
       late    rows of the samples whose environments ran out of time
 
-    If two lines have the same step and kind, the later one counts: a killed run may not have used its last decision.
+    If two lines have the same step and kind, the later line counts: a run that was killed after it wrote a decision,
+    but before it acted on the decision, may decide differently when it is started again.
     """
 
     def __init__(self, directory: pathlib.Path, written: Callable[[], None] = lambda: None):
@@ -45,14 +46,14 @@ class WallJournal:
           written: function that is called after each line is written.
 
         Raises:
-          ValueError: a line is damaged, so that a decision is lost which the run would have to repeat.
+          ValueError: a line is damaged, and the run could not repeat the decision in it.
         """
         self._path, self._written = directory / NAME, written
         self._again: dict[int, list[int]] = {}
         self._batches: dict[int, Mapping[str, Any]] = {}
         found = sealed_lines.read(self._path, _UNSEALED)
         for number, why in found.damaged:
-            # Earlier versions, which wrote lines without checksums, left torn lines before others.
+            # Earlier versions of podrl, which wrote no checksums, could leave a torn line between whole lines.
             if number > max(found.unsealed, default=0):
                 raise ValueError(self._damage_message(number, why, found.records))
         for _, line in found.records:
@@ -78,14 +79,14 @@ class WallJournal:
         Args:
           index: position of the prompt in the data.
           submit_step: the step at which the prompt was submitted.
-          step: the first step whose batch is looked at.
+          step: first step whose batch is searched for the group.
         """
         later = (batch for s, batch in self._batches.items() if s >= step)
         groups = (group for batch in later for group in batch["groups"])
         return next((group for group in groups if (group["index"], group["asked"]) == (index, submit_step)), None)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Adds a line, and returns once it is on disk: it survives the process and a power failure."""
+        """Adds a line, and returns when it is on disk, so that it survives a killed process and a power failure."""
         new = not self._path.exists()
         with sealed_lines.open_to_append(self._path, _UNSEALED) as file:
             file.write(sealed_lines.encode(line))
@@ -97,13 +98,13 @@ class WallJournal:
         self._written()
 
     def forget(self, before: int) -> None:
-        """Frees the memory of the lines of steps before `before`; the file keeps them."""
+        """Frees the memory of decisions for steps before `before`; their lines stay in the file."""
         for known in (self._batches, self._again):
             for step in [step for step in known if step < before]:
                 del known[step]
 
     def _damage_message(self, number: int, why: str, records: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-        """Returns the error message for a damaged line: the steps of the lines beside it, and what to do."""
+        """Returns the error message for a damaged line, with the steps of its neighbours in the file and the remedy."""
         before = [record["step"] for at, record in records if at < number]
         after = [record["step"] for at, record in records if at > number]
         between = " and ".join(f"step {step}" for step in (*before[-1:], *after[:1])) or "no other step"
@@ -125,7 +126,7 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
 
     Args:
       versions: version that drew each token; -1 for an appended token.
-      breaks: numbers of sampled tokens at which another session went on under the same version (`Track.breaks`).
+      breaks: numbers of sampled tokens after which another session of the same version continued (`Track.breaks`).
     """
     runs: list[list[int]] = []
     sampled = 0
@@ -141,12 +142,13 @@ def runs_of(versions: Sequence[int], breaks: Sequence[int]) -> list[list[int]]:
 def agrees(group: Mapping[str, Any], drawn: Sequence[Sequence[Sequence[int]]], step: int) -> bool:
     """Returns True if partly drawn samples can still become the recorded samples of their group.
 
-    They cannot if the recorded run later lost the host with these samples and began the group anew.
+    They cannot if the recorded run later lost the host of these samples, because another host then drew all samples of
+    the group again from their beginning.
 
     Args:
       group: the group's entry in the journal.
-      drawn: sessions of each sample so far, as `runs_of` lists them; their versions are all older than `step`.
-      step: the step at which the samples go on.
+      drawn: sessions of each sample so far, as `runs_of` lists them; all their versions are older than `step`.
+      step: the step at which the samples continue.
     """
     recorded = [[list(run) for run in runs if run[0] < step] for runs in group["runs"]]
     return recorded == [[list(run) for run in runs] for runs in drawn]

@@ -1,4 +1,4 @@
-"""Unpacks the archive of the user's code that a launcher has put beside the run, before any file of it is read."""
+"""Unpacks the archive of the user's code that a launcher has copied next to the run directory."""
 
 import hashlib
 import io
@@ -12,13 +12,13 @@ from collections.abc import MutableMapping
 
 from podrl.storage.storage import StorageError, check, file_size, first_line, is_remote, locate
 
-# Largest number of bytes that launch/submission.py sends, including the headers of the files in the archive.
+# launch/submission.py sends at most this many bytes, including the headers of the files in the archive.
 _MOST_BYTES = 64 << 20
 _NAME = re.compile(r"code-([0-9a-f]{64})\.tar$")
 
 
 def unpack(url: str, parent: pathlib.Path) -> pathlib.Path:
-    """Unpacks an archive of code, checked against the SHA-256 in its name, into a new directory.
+    """Checks an archive of code against the SHA-256 in its name, and unpacks it into a new directory.
 
     Args:
       url: URL or path of the archive, as launch/ names it: gs://BUCKET/RUN.code-SHA256.tar.
@@ -28,8 +28,8 @@ def unpack(url: str, parent: pathlib.Path) -> pathlib.Path:
       The new directory.
 
     Raises:
-      ValueError: the name has another form, there is no such archive, its bytes do not have the SHA-256 of its name, or
-        it would write outside its directory.
+      ValueError: the name has another form, there is no such archive, its content does not have the SHA-256 of its
+        name, or a file of the archive would be written outside the new directory.
       StorageError: the bucket did not answer.
     """
     named = _NAME.search(url)
@@ -50,43 +50,43 @@ def unpack(url: str, parent: pathlib.Path) -> pathlib.Path:
     digest = hashlib.sha256(content).hexdigest()
     if digest != named[1]:
         raise ValueError(
-            f"--code={url} has the SHA-256 {digest}, not the one in its name: it was damaged or replaced after it was "
-            "sent, and nothing of it is used; submit the job again."
+            f"--code={url} has the SHA-256 {digest}, not the one in its name: the archive was damaged or replaced "
+            "after it was sent, and none of its files is used; submit the job again."
         )
     target = pathlib.Path(tempfile.mkdtemp(prefix="podrl-code-", dir=parent))
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             archive.extractall(target, filter="data")
     except tarfile.TarError as error:
-        raise ValueError(f"--code={url} is no archive that launch/ made: {first_line(error)}") from None
+        raise ValueError(f"--code={url} is not an archive that launch/ made: {first_line(error)}") from None
     return target
 
 
 def enter(url: str, environment: MutableMapping[str, str], *, workdir: str | None) -> pathlib.Path:
     """Unpacks the code of a job, and makes its directory the working directory and the first entry of the import path.
 
-    Relative paths of the configuration then name files of the user's code, in this process and in those it starts.
+    Relative paths of the configuration then name files of the user's code, in this process and in its subprocesses.
 
     Args:
       url: URL or path of the archive, as for `unpack`.
       environment: environment to change, usually os.environ.
-      workdir: the run directory; None for a process that writes none.
+      workdir: the run directory; None for a process without a run directory.
 
     Returns:
       The directory of the code.
 
     Raises:
-      ValueError: `unpack` refuses the archive; or the run directory is relative, so that it would lie inside the copy
-        of the code and be lost with it.
+      ValueError: `unpack` refuses the archive; or the path of the run directory is relative, so that the run directory
+        would be inside the copy of the code and be lost with the copy.
       StorageError: the bucket did not answer.
     """
     if workdir is not None and not (is_remote(workdir) or os.path.isabs(workdir)):
         raise ValueError(
-            f"--workdir={workdir!r} is relative, and with --code relative paths lie in a copy of the code that is lost "
-            "with the host: say --workdir=gs://BUCKET/RUN, or a path from / on."
+            f"--workdir={workdir!r} is relative, and with --code relative paths are inside a copy of the code that is "
+            "lost with the host: give --workdir=gs://BUCKET/RUN or an absolute path."
         )
     target = unpack(url, pathlib.Path(tempfile.gettempdir()))
-    # An image may have podrl only in its working directory, which is about to change: keep it importable.
+    # Some images have podrl only in their working directory, which changes below, so its path is added here.
     package = pathlib.Path(__file__).resolve().parents[2]
     others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment["PYTHONPATH"] = os.pathsep.join([str(target), str(package), *others])

@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax: asynchronous, atomic, with every bit checked; an older one stands in for a damaged one."""
+"""Asynchronous, atomic checkpoints with Orbax; every bit is checked, and damaged checkpoints are skipped."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,8 @@ log = logging.getLogger("podrl.checkpoint")
 _DAMAGED = "damaged_checkpoint_"
 _EMPTY = "empty."
 _UNFINISHED = ".orbax-checkpoint-tmp"  # ending of the names of directories whose save is not finished
-_WRITERS_STOP_S, _LOOK_AGAIN_S = 10.0, 0.2  # time for threads that go on writing after their save has failed
+# The longest time for which Orbax's threads go on writing after their save has failed, and the pause between looks.
+_WRITERS_STOP_S, _LOOK_AGAIN_S = 10.0, 0.2
 
 
 @section("checkpoint")
@@ -42,7 +43,7 @@ class CheckpointConfig:
         preemption.
       keep: number of newest checkpoints to keep.
       keep_every: checkpoints of steps that are multiples of this number are also kept; 0 for none.
-      keep_hours: least time in hours between further checkpoints that are kept, beginning with the oldest; 0 for none.
+      keep_hours: hours; beginning with the oldest, checkpoints at least this far apart are also kept; 0 for none.
     """
 
     every: Natural = 50
@@ -53,10 +54,10 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RestoredCheckpoint:
-    """A checkpoint that was read back.
+    """The content of a checkpoint.
 
     Attributes:
-      step: the step after which it was taken.
+      step: number of steps that were done when the checkpoint was taken.
       state: device arrays in the requested shardings.
       host: values that were saved as JSON.
       arrays: host arrays by name.
@@ -73,13 +74,13 @@ class RestoredCheckpoint:
 class Checkpoints:
     """The checkpoints of one directory.
 
-    Saving returns as soon as the device arrays are copied. Writing goes on in the background, and the directory gets
-    its final name last, so a killed process leaves either a complete checkpoint or none. A save that fails (a full
-    disk) is logged and counted in `failures`; training goes on and older checkpoints stay.
+    `save` returns as soon as the device arrays are copied, and the checkpoint is written in the background. Its
+    directory gets the final name last, so a process that is killed leaves either a complete checkpoint or none. If a
+    save fails, for example because the disk is full, the error is logged and counted in `failures`; training goes on,
+    and older checkpoints stay.
 
-    Every checkpoint holds checksums of the bits of its leaves, computed on the devices before anything is copied. The
-    leaves that are read back are summed on the devices again, so that neither a disk nor a copy can change a bit
-    unnoticed.
+    Every checkpoint holds checksums of its leaves, computed on the devices before anything is copied. When the leaves
+    are read, the checksums are computed on the devices again, so a bit that a disk or a copy changed is noticed.
 
     Attributes:
       directory: the directory of the checkpoints.
@@ -101,9 +102,9 @@ class Checkpoints:
         Args:
           directory: a directory on a file system that every process sees, or gs://.
           keep, keep_every, keep_hours: attributes of CheckpointConfig.
-          processes: the processes of this jax.distributed cluster that save together (the trainers), all of which make
-            this object and call its methods in the same order; () for all processes.
-          config: configuration of the run, JSON-able, which is saved with every checkpoint; None to save none.
+          processes: processes of this jax.distributed cluster that save together (the trainers); () for all. Each of
+            them makes this object and calls its methods in the same order.
+          config: configuration of the run, which is saved with every checkpoint, JSON values; None to save none.
         """
         self._processes, self._config = tuple(processes), None if config is None else dict(config)
         self.directory = absolute(directory)
@@ -121,8 +122,8 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             create=False,
             multiprocessing_options=self._multiprocessing(),
-            # If directories are made in the background and cannot be made (no inode left), threads wait for them for
-            # five minutes, and the process's exit waits for the threads. In the foreground they cost 7 ms on a disk.
+            # In the foreground, making the directories takes 7 ms on a disk. In the background, if they cannot be made
+            # (no inode left), threads wait for them for five minutes, and the process cannot exit before.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         return ocp.CheckpointManager(self.directory, options=options)
@@ -139,23 +140,23 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: PyTree, host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
-        """Starts writing a checkpoint taken after `step` steps; waits for the previous one first.
+        """Waits for the previous save, and starts to write a checkpoint.
 
         Args:
-          step: number of steps done, which names the checkpoint.
-          state: tree of jax arrays; they may be donated as soon as this call returns.
-          host: JSON-able values.
+          step: number of steps that are done; the name of the checkpoint.
+          state: tree of jax arrays, which may be donated as soon as this call returns.
+          host: values for JSON.
           arrays: host arrays by name.
 
         Returns:
-          False if this save could not start or the previous save has failed.
+          False if this save could not start, or if the previous save has failed.
         """
         healthy = self.wait()
         jax.block_until_ready(state)
         sums = tree_sums(state)
         # Check the space first: if the disk fills while Orbax writes, each of its threads prints a screen of traceback.
         size = _size([*jax.tree.leaves(state), *arrays.values()])
-        # With several processes there is no check: they may see different free space, and must all save or all not.
+        # Several processes do not check: they may see different free space, and either all or none of them must save.
         if not self._processes and not is_remote(self.directory):
             free = self._make_room(step, size)
             if size > free:
@@ -199,11 +200,11 @@ class Checkpoints:
         self._manager = self._open()  # after a failed save the old manager still counts the unfinished step
 
     def _clear_remains(self) -> None:
-        """Removes the files of a failed save, again and again until its threads have stopped writing.
+        """Removes the files of a failed save, repeatedly, until the threads of the save have stopped writing.
 
-        Orbax itself would try only once.
+        Orbax itself removes them only once, and its threads may write after that.
         """
-        if jax.process_index() != min(self._processes, default=0):  # as in Orbax, one process removes
+        if jax.process_index() != min(self._processes, default=0):  # as in Orbax, one process removes files
             return
         until = time.monotonic() + _WRITERS_STOP_S
         while time.monotonic() < until and (left := sorted(self.directory.glob(f"*{_UNFINISHED}"))):
@@ -215,7 +216,7 @@ class Checkpoints:
     def _make_room(self, step: int, size: int) -> int:
         """Frees space for a checkpoint of `size` bytes, if needed and possible; returns the free bytes.
 
-        Damaged checkpoints are removed first, then the oldest; the newest complete checkpoint is never removed.
+        Damaged checkpoints are removed first, then the oldest checkpoints. The newest complete checkpoint always stays.
         """
         free = shutil.disk_usage(self.directory).free
         spare: list[Place] = sorted(self.directory.parent.glob(f"{_DAMAGED}*"))
@@ -241,20 +242,20 @@ class Checkpoints:
         abstract_state: PyTree,
         decode: Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], Any] = lambda host, arrays: None,
     ) -> RestoredCheckpoint | None:
-        """Restores the newest undamaged checkpoint; newer, damaged checkpoints are logged and moved aside.
+        """Restores the newest undamaged checkpoint; damaged checkpoints that are newer are logged and moved aside.
 
-        It also prepares saving, by compiling the program that sums the state.
+        It also compiles the program that computes the checksums of the state, which `save` needs.
 
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct with shardings, with the structure of the saved state.
-          decode: function (host, arrays) -> the caller's own content (`RestoredCheckpoint.content`); if it raises, the
-            checkpoint counts as damaged.
+          decode: function (host, arrays) -> `RestoredCheckpoint.content`; a checkpoint for which it raises an error
+            counts as damaged.
 
         Returns:
           The checkpoint; None if there is none.
 
         Raises:
-          ValueError: there are checkpoints and none can be read; or there is none and the disk cannot hold one.
+          ValueError: there are checkpoints, but none can be read; or there is none, and the disk has no room for one.
         """
         compile_sums(abstract_state)
         steps = sorted(self.steps(), reverse=True)
@@ -293,7 +294,7 @@ class Checkpoints:
     def _try(
         self, step: int, abstract_state: PyTree, decode: Callable[..., Any]
     ) -> tuple[RestoredCheckpoint | None, str]:
-        """Tries to restore a step; returns (checkpoint, '') or (None, problem), the same outcome on every process."""
+        """Tries to restore a step; returns (checkpoint, '') or (None, problem). All processes have the same outcome."""
         found, record, problem = None, None, ""
         try:
             record, found = self._read(step, abstract_state)
@@ -332,7 +333,7 @@ class Checkpoints:
         """Agrees with the other saving processes on whether one of them has a problem; a collective.
 
         Returns:
-          `problem` if this process has one, a sentence about the others if only another has one, '' if none has.
+          `problem` if this process has a problem; a sentence if only other processes have one; '' if no process has.
         """
         among = self._processes or tuple(range(jax.process_count()))
         if len(among) < 2:
@@ -344,7 +345,7 @@ class Checkpoints:
         return problem or ("another process could not read its part" if anyone else "")
 
     def _check_room(self, size: int) -> None:
-        """Refuses a disk with less free space than one checkpoint of `size` bytes needs."""
+        """Raises ValueError if the disk has less free space than one checkpoint of `size` bytes needs."""
         if is_remote(self.directory):
             return
         free = shutil.disk_usage(self.directory).free
@@ -397,7 +398,7 @@ def _mb(size: int) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Describes an error; with its type unless it is a ValueError, because a KeyError's text is only a key."""
+    """Describes an error. Errors other than ValueError get their type, because the text of a KeyError is only a key."""
     return first_line(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
 
 

@@ -308,7 +308,7 @@ def test_records_to_train_on_that_a_set_asks_too_are_counted(tmp_path):
     (tmp_path / "s.jsonl").write_text(json.dumps({"question": SAME[2].lower(), "answer": "4"}) + "\n")
     paths = (str(tmp_path / "t.jsonl"), str(tmp_path / "s.jsonl"))
     trained, asked = (split(DataConfig(path=path, eval_fraction=0.0, cache="")) for path in paths)
-    assert trained.asked_by(asked) == 4
+    assert trained.count_shared_questions(asked) == 4
 
 
 def test_a_record_that_names_no_function_of_the_job_is_an_error_and_not_a_reward_of_0():

@@ -342,7 +342,7 @@ def test_a_host_refuses_what_was_not_sent(project, tmp_path):
     archive = bytearray(code.archive)
     archive[600] ^= 1
     pathlib.Path(url).write_bytes(archive)
-    with pytest.raises(ValueError, match="not the one in its name: it was damaged or replaced"):
+    with pytest.raises(ValueError, match="not the one in its name: the archive was damaged or replaced"):
         bundle.unpack(url, tmp_path)
     pathlib.Path(url).unlink()
     with pytest.raises(ValueError, match="does not exist"):
@@ -364,6 +364,6 @@ def test_a_host_unpacks_nothing_outside_its_directory(tmp_path, name, link):
     if name.startswith("/"):  # becomes a path in that directory
         assert (bundle.unpack(str(file), inner) / "dev" / "x").is_file()
         return
-    with pytest.raises(ValueError, match="is no archive that launch/ made"):
+    with pytest.raises(ValueError, match="is not an archive that launch/ made"):
         bundle.unpack(str(file), inner)
     assert {path.name for path in tmp_path.iterdir()} == {file.name, "inner"}

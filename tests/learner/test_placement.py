@@ -93,7 +93,7 @@ def test_split_clusters_see_their_own_part(monkeypatch):
         ({"critic": "fsdp=3"}, r"roles.critic.mesh='fsdp=3' needs 3 devices of 2 hosts.*a multiple of 2"),
         ({"critic": "fsdp=8"}, r"takes 4 devices of every host, of which one has 4: at least one must be left"),
         ({"reward": "data=-1"}, r"roles.reward.mesh='data=-1' leaves a size open.*or 'rollout'"),
-        ({"critic": "rollout"}, r"roles.critic.mesh='rollout' must be 'trainer', whose hosts it lies on"),
+        ({"critic": "rollout"}, r"roles.critic.mesh='rollout' must be 'trainer', whose hosts it is on"),
         ({"reward": "fdsp=2"}, r"roles.reward.mesh='fdsp=2' names axis 'fdsp'"),
     ],
 )

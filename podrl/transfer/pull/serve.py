@@ -1,7 +1,7 @@
-"""The trainer's side of the pull transport: keeps the last versions of the weights and serves them to rollouts.
+"""The trainer's side of the pull transport: keeps the newest versions of the weights and sends them to rollout hosts.
 
-Offering a version does not wait for rollouts: each device copies its shards in the rollout dtype, and the trainer goes
-on. The boxes of a bucket are cut for the reply to the process that asked, so a process that dies leaves nothing behind.
+The trainer does not wait for rollout hosts: to offer a version, each device copies its shards in the rollout dtype. The
+boxes of a bucket are cut when a process requests them, so a process that dies leaves no state on the trainer.
 """
 
 import itertools
@@ -58,7 +58,7 @@ class PullServer:
 
     def _answer(self, request: Words) -> Message | Words:
         try:
-            # A receiver may ask before the trainer serves anything.
+            # A receiver may send requests before the trainer serves the first tree.
             if (tree := self._trees.get(str(request["tree"]))) is None:
                 return {"wait": []}
             if request["op"] == "await":
@@ -78,7 +78,7 @@ class PullServer:
 
 
 class _Version:
-    """A kept version: its leaves, their checksums, and by receiver the time until which the receiver may need it."""
+    """A version that receivers may pull: its leaves, their checksums, and for each receiver the end of its lease."""
 
     def __init__(self, leaves: Sequence[Array], totals: list[int]):
         self.leaves, self.totals = leaves, totals
@@ -86,7 +86,7 @@ class _Version:
 
 
 class _Receiver:
-    """A process that pulls: the plan for its layout, and the boxes of every leaf that it needs from this process."""
+    """A process that pulls weights: the plan for its layout, and the boxes of every leaf that this process sends it."""
 
     def __init__(self, source: Side, target: Side, process: int, mesh: Mesh, bucket_bytes: int):
         self.target, self.process = target, process
@@ -121,8 +121,8 @@ class ServedTree:
         Args:
           source: tree of the parameters, or of ShapeDtypeStructs with their shardings; all on one mesh.
           target_dtype: type that floating-point leaves are cast to before they move; None keeps their type.
-          keep: number of versions kept for receivers that are late. Each costs the tree's size in the target dtype,
-            spread over the trainer mesh. While a new version is copied it counts among them.
+          keep: number of versions that are kept for late receivers, including a version that is being copied. Each
+            takes the tree's size in the target dtype, spread over the trainer mesh.
           bucket_bytes: bound on the bytes that a device stages at once; None chooses it by platform.
           lease_s: seconds for which a version is kept after a receiver's last request for it.
 
@@ -153,14 +153,14 @@ class ServedTree:
         )
 
     def offer(self, params: PyTree, version: int, *, donate: bool = False, lasting: bool = False) -> None:
-        """Keeps a version of the parameters for receivers to pull.
+        """Makes a version of the parameters available to receivers.
 
         Args:
-          params: the trainer's parameters, placed as in `source`; kept unless donated.
+          params: the trainer's parameters, with the shardings of `source`.
           version: number of the weights; the same on every process.
-          donate: True to give the parameters up; each leaf is deleted once it has been copied.
-          lasting: True if the caller never changes nor donates these arrays (a frozen base): they are served without a
-            copy, and cast when they are cut.
+          donate: whether to delete each leaf of `params` after it has been copied.
+          lasting: whether the caller never changes or donates these arrays, such as a frozen base. They are then served
+            without a copy, and cast when a bucket is cut.
 
         Raises:
           ValueError: the parameters do not have the structure, shapes, dtypes and shardings of `source`.
@@ -179,9 +179,9 @@ class ServedTree:
                 jax.tree.map(lambda x: x.delete(), leaves)
 
     def hold(self, version: int) -> None:
-        """Keeps a version, beside the `keep` newest, until `hold` is called for another version.
+        """Keeps a version in addition to the `keep` newest, until `hold` is called for another version.
 
-        Receivers that pull at a time of their own, such as evaluation hosts, then still find it.
+        Some receivers, such as evaluation hosts, may pull it long after it was offered.
 
         Raises:
           ValueError: other versions are offered, but this one is not.
@@ -214,11 +214,12 @@ class ServedTree:
           number: number of the receiver.
           version: version to cut.
           bucket: number of the bucket in the plan.
-          part: number of the part of the bucket's only leaf; 0 if leaves move whole.
+          part: number of the part, if the bucket is a part of one large leaf; 0 if the bucket holds whole leaves.
 
         Returns:
-          The boxes as bulk, and the checksums of all leaves. Without boxes 'rejoin' if the receiver is unknown, 'wait'
-          if the version is not offered yet, or 'gone' if it is no longer offered.
+          A message with the boxes as bulk and the checksums of all leaves. If there are no boxes to send, a mapping
+          with the key 'rejoin' if the receiver is unknown, 'wait' if the version is not offered yet, or 'gone' if it is
+          no longer offered.
         """
         with self._lock:
             if (receiver := self._receivers.get(number)) is None:
@@ -249,10 +250,10 @@ class ServedTree:
         return list(self._versions)
 
     def _trim(self, coming: int | None = None) -> None:
-        """Drops the oldest versions beyond `keep` that no receiver is pulling and `hold` does not keep.
+        """Drops the oldest versions beyond the `keep` newest, unless a receiver is pulling them or `hold` keeps them.
 
         Args:
-          coming: version that is about to be offered and needs room; None for no new version.
+          coming: version that is about to be offered, which counts as one of the newest; None for no new version.
         """
         now = time.monotonic()
         droppable = [version for version in self._versions if version not in (coming, self._pinned)]
@@ -263,5 +264,5 @@ class ServedTree:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """Views an array's memory as bytes, whatever its dtype."""
+    """Returns a view of an array's memory as bytes, for an array of any dtype."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
