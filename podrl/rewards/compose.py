@@ -1,4 +1,4 @@
-"""Combines reward functions: finds them, runs them in workers, adds their scores up, and reports failures."""
+"""Combines reward functions: finds them, runs them in worker processes, adds their rewards, and reports failures."""
 
 import dataclasses
 import difflib
@@ -31,8 +31,8 @@ from podrl.workers.user_objects import spec_at, spec_of
 RewardFn = Callable[..., Sequence[float]]
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-_JUDGE_S = 5.0  # seconds beyond its own deadline in which the judge may still report an error
-# Texts in the errors of functions that exceed a limit, and the field of reward.limits that sets the limit.
+_JUDGE_S = 5.0  # seconds after its own deadline in which the judge may still report an error
+# Text in the error of a function that exceeded a limit -> field of reward.limits with this limit.
 _LIMITS = {
     "MemoryError": "memory_mb",
     "Unable to allocate": "memory_mb",
@@ -49,20 +49,21 @@ class RewardConfig:
 
     Attributes:
       fns: reward functions, each a built-in name, 'path/to/file.py:function', 'package.module:function', or a Python
-        function `(prompts, completions, **fields) -> list[float]`. A name followed by '@' and the name of a data set
-        scores only records of that data set; all other samples get 0 from the function.
+        function `(prompts, completions, **fields) -> list[float]`. A function written as NAME@DATASET scores only
+        records of this data set, and gives 0 to all other samples.
       weights: weight of each function, in the order of `fns`; empty for 1 each.
-      named: further functions, of weight 1, which score only records that name them in the field `reward_fns`, as
-        all records of a source in data.sources with a `reward` do. Where a record names functions, no others score it.
-      calls: samples that are never split between calls of a function: one 'sample', the 'group' of a prompt, or the
-        'batch'. A function is called with samples that have ended while others are still sampled; with 'batch',
-        training waits for the call. A function without a file and a name, such as a lambda, always gets whole batches.
-      deadline_s: seconds that a call of a function may take. A call that takes longer is repeated sample by sample; a
-        sample that exceeds the deadline alone gets the reward of an empty completion. A function whose service is away
-        is called again until this time has passed.
+      named: further functions, with weight 1. Such a function scores only records that name it in the field
+        `reward_fns`; records of a source with a `reward` in data.sources do. A record that names functions is scored by
+        these functions only.
+      calls: samples that a function always gets in one call: a 'sample', the 'group' of a prompt, or the 'batch'. With
+        'sample' and 'group' a function is called while other samples are still generated; with 'batch' training waits
+        for the call. A function without a file and a name, such as a lambda, always gets whole batches.
+      deadline_s: longest time of a call of a function, seconds. A call that takes longer is repeated sample by sample.
+        A sample that takes longer alone gets the reward of an empty completion. If a service that a function needs is
+        away, the function is called again until this time has passed.
       workers: number of processes that run the functions.
-      dataset_field: the record's field with the name of its data set.
-      model: directory of a reward model (sequence classification with one label) whose score is added; '' for none.
+      dataset_field: name of the field with the name of a record's data set.
+      model: directory of a reward model (sequence classification with one label), whose score is added; '' for none.
       model_weight: weight of the reward model's score.
       judge: settings of the built-in functions 'judge' and 'rubric'.
       code: settings of the built-in function 'code', which tests programs.
@@ -85,11 +86,11 @@ class RewardConfig:
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        if self.fns is not reference.DEFAULT:  # a learner replaces the default by its own reward_fns
+        if self.fns is not reference.DEFAULT:  # a learner replaces the default by its reward_fns
             self.check_weights()
 
     def check_weights(self) -> None:
-        """Raises ValueError unless there is one weight for each function, or no weight at all."""
+        """Raises ValueError if there are weights, but not one for each function."""
         if self.weights and len(self.weights) != len(self.fns):
             raise ValueError(
                 f"reward.weights has {plural(len(self.weights), 'value')} for {plural(len(self.fns), 'function')} in "
@@ -97,27 +98,27 @@ class RewardConfig:
             )
 
     def require(self, *, environment: bool) -> None:
-        """Raises ValueError if nothing gives rewards (no function, model or environment), or if weights are missing."""
+        """Raises ValueError if no function, model or environment gives rewards, or if weights are missing."""
         self.check_weights()
         if not self.fns and not self.model and not environment:
             raise ValueError("reward.fns is empty: name at least one reward function, or a reward.model.")
 
 
 class RewardServiceError(RewardError, ServiceError):
-    """A service that a reward function needs was away until the deadline; no reward is invented in its place."""
+    """A service that a reward function needs was away until the deadline, so the samples have no reward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Function:
-    """A reward function: workers run it if `spec` says how to import it, else a thread of this process does.
+    """A reward function. If it has a `spec`, workers import and run it; otherwise a thread of this process runs it.
 
-    The judge always runs in this process: it is podrl's own code, and holds a token that code of users must not see.
+    The judge always runs in this process: it is podrl's code, and has an access token that users' code must not see.
 
     Attributes:
       name: name in metrics and messages, different from those of all other functions.
-      spec: module or file, and name, by which a worker imports the function. With 'settings' the name belongs to a
-        class, which the worker makes with these settings. None if the function runs in this process.
-      here: the function itself if it runs in this process, else None.
+      spec: module or file, and name, by which a worker imports the function. If it has 'settings', the name is that of
+        a class, of which the worker makes an instance with these settings. None if the function runs in this process.
+      here: the Python function, if it runs in this process; else None.
       dataset: name of the data set whose records the function scores; '' for all data sets.
       spec_text: the function as the configuration or a record's `reward_fns` names it.
       general: whether the function also scores records that name no functions.
@@ -131,19 +132,19 @@ class _Function:
     general: bool = True
 
     def scores(self, names: Sequence[str] | None) -> bool:
-        """Returns True if the function scores a record whose field `reward_fns` holds `names`; None or empty stands for
-        no such field.
+        """Returns whether the function scores a record with `names` in its field `reward_fns`, of any data set.
 
-        The record's data set does not matter here.
+        Args:
+          names: names of functions; None or empty if the record has no such field.
         """
         return self.spec_text in names if names else self.general
 
 
-_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # the text of the tool itself has these tags escaped
+_OUTPUT, _OUTPUT_END = "<tool_output>", "</tool_output>"  # these tags are escaped in the text of a tool
 
 
 def without_outputs(completion: str) -> str:
-    """Removes tool outputs from a text, in one pass; an output that is not closed is removed to the end of the text."""
+    """Removes the outputs of tools from a text; an output without an end tag is removed up to the end of the text."""
     own, at = [], 0
     while (start := completion.find(_OUTPUT, at)) >= 0:
         own.append(completion[at:start])
@@ -155,7 +156,7 @@ def without_outputs(completion: str) -> str:
 
 
 class _SingleReward(NamedTuple):
-    """The reward of a sample that was scored by itself.
+    """The reward of a sample that was scored in a call of its own.
 
     Attributes:
       reward: the reward; NaN if the worker died on the sample.
@@ -167,7 +168,7 @@ class _SingleReward(NamedTuple):
 
 
 class NamedRewards:
-    """Names of a configuration's reward functions, for processes that do not score.
+    """The names of a configuration's reward functions, for processes that score no samples.
 
     Attributes:
       names: names of the rows of rewards, equal to `Rewards.names`.
@@ -178,11 +179,11 @@ class NamedRewards:
 
 
 class Rewards:
-    """Scores completions with every function of a RewardConfig; use as a context manager, or call `close`.
+    """Scores completions with every function of a RewardConfig; a context manager, which ends the workers.
 
     Attributes:
-      names: names of the rows of rewards, for metrics and samples: the functions, the reward model, then `others`.
-      describe_waits: names the calls that have been running longest (podrl.rewards.batch.CallsInFlight).
+      names: names of the rows of rewards in metrics and samples: the functions, the reward model, then `others`.
+      describe_waits: function that names the longest-running calls (podrl.rewards.batch.CallsInFlight).
     """
 
     def __init__(self, config: RewardConfig, others: Mapping[str, float] | None = None) -> None:
@@ -190,8 +191,8 @@ class Rewards:
 
         Args:
           config: the functions and their settings.
-          others: weights of further rows, by their names. The caller of `combine` adds these rows after the rows of the
-            functions and of the reward model.
+          others: weights of further rows, by name. The caller of `combine` adds these rows after the rows of the
+            functions and the reward model.
 
         Raises:
           ValueError: a function cannot be found or loaded, or a setting would have no effect.
@@ -207,9 +208,9 @@ class Rewards:
         local = [f.name for f in self._functions if f.spec is None and not isinstance(f.here, _Judge)]
         if local:
             _log.warning(
-                "Reward function %s cannot be found by file and name (a lambda, a closure, or typed at a prompt): it "
-                "runs in a thread of this process, where a deadline can end the wait but not the function, "
-                "reward.limits do not hold, and the job's environment is seen.",
+                "Reward function %s cannot be imported by file and name (it is a lambda, a closure, or was typed at a "
+                "prompt), so it runs in a thread of this process: a deadline ends the wait but not the function, "
+                "reward.limits do not apply, and it sees all environment variables of the job.",
                 ", ".join(local),
             )
         specs = {function.name: function.spec for function in self._functions if function.spec is not None}
@@ -234,8 +235,8 @@ class Rewards:
         """Refuses records without answers if a function needs answers.
 
         Args:
-          unanswered: a pair for each source with records that lack an answer: (place and fields of such a record, as
-            text; names of the source's own functions, empty if it has none).
+          unanswered: for each source with a record without an answer: (text that names the record and its fields,
+            names of the source's own functions, which may be none).
 
         Raises:
           ValueError: a function needs a missing answer; the message names the record and the functions.
@@ -256,9 +257,9 @@ class Rewards:
 
         Args:
           records: place and fields of some records of a source.
-          own: names of the source's own functions, empty if the source has none.
-          fields_of_job: names of all fields that any record of the job has; a function gets None if a record lacks one
-            of these fields.
+          own: names of the source's own functions; empty if it has none.
+          fields_of_job: names of the fields of all records of the job together. A function gets None for such a field
+            if a record lacks it.
 
         Raises:
           ValueError: a record lacks a field; the message names the record, the function and the field.
@@ -266,7 +267,7 @@ class Rewards:
         needs, dataset = self._about("needs"), self._config.dataset_field
         for function in (f for f in self._functions if f.scores(own)):
             mine = [one for one in records if function.dataset in ("", str(one[1].get(dataset)))]
-            # podrl's own functions refuse a record without the field; functions of users get None.
+            # Built-in functions refuse a record without the field; users' functions get None.
             always = (function.spec or {}).get("module", "").startswith(f"{__package__}.")
             for name in needs[function.name]:
                 lacks = [(place, fields) for place, fields in mine if fields.get(name) is None]
@@ -278,10 +279,10 @@ class Rewards:
                     )
 
     def warn_of_absent(self, fields_of_job: Collection[str]) -> None:
-        """Warns of arguments of users' functions that are None in every call, because no record has their field.
+        """Warns of arguments of users' functions that are None in every call, because no record has such a field.
 
         Args:
-          fields_of_job: names of all fields that any record of the job or of its evaluation sets has.
+          fields_of_job: names of the fields of all records of the job and its evaluation sets together.
         """
         optional, own = self._about("options"), f"{__package__}."
         for function in self._functions:
@@ -305,11 +306,12 @@ class Rewards:
         Args:
           records: place and fields of some records of every source.
           others: place and fields of some records of the evaluation sets, which need no rewards.
-          whole: whether these records show every data set of the job. If not, a function for a data set that they do
-            not show only causes a warning.
+          whole: whether these records are of all data sets of the job. If not, a function for another data set causes
+            only a warning.
 
         Raises:
-          ValueError: nothing scores a record, or a function has no data set; the message names the record or function.
+          ValueError: no function scores a record, or a function is for a data set that has no records; the message
+            names the record or the function.
         """
         field = self._config.dataset_field
         for place, fields in records:
@@ -329,8 +331,8 @@ class Rewards:
     def try_own(self, prompt: str, place: str, fields: Mapping[str, Any]) -> None:
         """Tries the user's own functions on two completions of a record, one of them empty.
 
-        A function that is late, or whose worker dies, is not refused here: the run waits longer and gives better
-        messages.
+        A function that is late, or whose worker dies, raises no error here, because in the run it is called again and
+        the run's error says more.
 
         Args:
           prompt: the record's prompt as text.
@@ -362,23 +364,23 @@ class Rewards:
                 )
 
     def _about(self, what: Literal["needs", "options"]) -> dict[str, list[str]]:
-        """Returns the argument names that `worker.needs` or `worker.options` finds for each function, by its name."""
+        """Returns the result of `worker.needs` or `worker.options`, names of arguments, for each function."""
         here = {f.name: getattr(worker, what)(f.here) for f in self._functions if f.here is not None}
         return here | {name: about[what] for name, about in (self._pool.about if self._pool else {}).items()}
 
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], fields: Mapping[str, Sequence[Any]]
     ) -> Float[np.ndarray, "F B"]:
-        """Computes every function's unweighted reward of every completion.
+        """Computes the unweighted reward of every function for every completion.
 
         Args:
           prompts: B prompts as text.
-          completions: B completions. Tool outputs in podrl's own tags, as `podrl.generate` writes them, are removed
-            first; functions find the whole texts in the field `sample_text`.
+          completions: B completions. Outputs of tools in podrl's tags, as `podrl.generate` writes them, are removed
+            first; the whole texts are in the field `sample_text`.
           fields: task fields by name, B values each; reward functions receive them as keyword arguments.
 
         Returns:
-          One row for each function, in the order of `names`; NaN for a sample on which a function's worker died twice.
+          One row for each function, in the order of `names`; NaN for a sample on which its worker died twice.
 
         Raises:
           ValueError: completions, prompts and fields differ in length.
@@ -404,12 +406,12 @@ class Rewards:
     def open(
         self, prompts: Sequence[str], fields: Mapping[str, Sequence[Any]], *, group_B: Int[np.ndarray, " B"]
     ) -> OpenBatch:
-        """Opens a batch whose finished samples are scored while its other samples are still generated.
+        """Opens a batch whose finished samples are scored while other samples of the batch are still generated.
 
         Args:
           prompts: B prompts as text, one per sample.
           fields: task fields by name, B values each.
-          group_B: group number of each sample; samples of one prompt have the same number.
+          group_B: number of each sample's group; the samples of a prompt have the same number.
         """
         scorers = []
         for function in self._functions:
@@ -420,10 +422,10 @@ class Rewards:
         return OpenBatch(scorers, prompts, fields, group_B)
 
     def combine(self, reward_FB: Float[np.ndarray, "F B"]) -> Float[np.ndarray, " B"]:
-        """Adds up the weighted rewards of each sample, with rewards of the reward model and of others.
+        """Adds up the weighted rewards of each sample.
 
         Args:
-          reward_FB: unweighted rewards, one row for each of `names`.
+          reward_FB: unweighted rewards, one row for each of `names`, including the reward model's and `others`.
 
         Returns:
           The sums; NaN for a sample that was not scored, whose rewards are all NaN.
@@ -456,7 +458,7 @@ class Rewards:
         return self._threads.submit(self._calls.call, function.name, part, lambda: self._score(function, part))
 
     def _score(self, function: _Function, part: RewardCall) -> list[float]:
-        """Computes a function's rewards of a batch; 0 for the samples of records that the function does not score."""
+        """Computes a function's rewards for samples; 0 for samples of records that the function does not score."""
         own = part.fields.get("reward_fns") or [None] * len(part.completions)
         known = {one.spec_text for one in self._functions}
         for names in own:
@@ -481,10 +483,10 @@ class Rewards:
         return rewards
 
     def _scored(self, function: _Function, part: RewardCall) -> list[float]:
-        """Scores samples in one call; if the call is late or its worker dies, in a call for each sample.
+        """Scores samples in one call, or in one call per sample if the call is late or its worker dies.
 
-        A sample that exceeds the deadline alone gets the reward of an empty completion. A sample on which the worker
-        dies twice gets NaN, and is left out of the loss.
+        A sample that takes longer than the deadline alone gets the reward of an empty completion. A sample on which the
+        worker dies twice gets NaN, and is left out of the loss.
         """
         limit, samples = self._config.deadline_s, range(len(part.completions))
         try:
@@ -500,7 +502,8 @@ class Rewards:
             self._late_samples += sum(one.trouble == "late" for one in alone)
         if self._config.calls == "sample" or (function.spec or {}).get("module", "").startswith("podrl."):
             return [one.reward for one in alone]
-        try:  # a function may compare samples, so it scores all again together, bad samples with empty completions
+        # The function may compare samples, so one call scores all of them, with empty completions for bad samples.
+        try:
             quiet = part.without(bad)
             together = self._values(function, quiet, self._patiently(function, quiet, limit * len(samples)))
         except (LateWorkerError, DiedError) as error:
@@ -510,7 +513,7 @@ class Rewards:
         return [alone[b].reward if alone[b].trouble == "died" else together[b] for b in samples]
 
     def _alone(self, function: _Function, part: RewardCall) -> "_SingleReward":
-        """Scores one sample within a deadline of its own; a sample on which the worker dies is tried once more."""
+        """Scores one sample in a call of its own; if the worker dies, the call is repeated once."""
         trouble = ""
         for _ in range(2):
             try:
@@ -523,7 +526,7 @@ class Rewards:
             except DiedError as error:
                 trouble = "died"
                 _log.warning("Reward function %s: %s It scored %s.", function.name, error, part.show(0))
-        # A function that fails for an empty completion, too, is at fault itself, not the sample.
+        # If the function also fails on an empty completion, the function is at fault and not the sample.
         empty = part.without({0})
         try:
             reward = self._values(function, empty, self._patiently(function, empty, self._config.deadline_s))[0]
@@ -539,7 +542,7 @@ class Rewards:
         return _SingleReward(reward, trouble)
 
     def _always(self, function: _Function, error: LateWorkerError | DiedError, what: str) -> RewardError:
-        """Returns the error for a function that fails on every sample, so that no single sample is to blame."""
+        """Returns the error for a function that fails on every sample."""
         if "SIGKILL" in str(error):
             return RewardServiceError(
                 f"The workers of reward function {function.name} are killed from outside ({error}), last for {what}. "
@@ -551,7 +554,7 @@ class Rewards:
         )
 
     def take_late(self) -> int:
-        """Returns the number of samples that exceeded their deadline since the last call."""
+        """Returns how many samples took longer than the deadline since the last call of this method."""
         with self._lock:
             count, self._late_samples = self._late_samples, 0
         return count
@@ -566,15 +569,15 @@ class Rewards:
         return reply["values"]
 
     def _patiently(self, function: _Function, part: RewardCall, deadline_s: float) -> dict[str, Any]:
-        """Calls a function; repeats the call at growing intervals while a service that it needs is away."""
+        """Calls a function; while a service that the function needs is away, repeats the call at growing intervals."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while "away" in (reply := self._call(function, part, deadline_s)):
             waited = time.monotonic() - started
             if waited + pause > self._config.deadline_s:
                 raise RewardServiceError(
-                    f"Reward function {function.name} asks a service that has been away for {waited:.0f} s "
-                    f"({reply['away']}): the same command goes on when it is back; reward.deadline_s="
-                    f"{self._config.deadline_s:g} says how long to wait for it."
+                    f"Reward function {function.name} needs a service that has been away for {waited:.0f} s "
+                    f"({reply['away']}). When the service is back, the same command resumes the run; reward.deadline_s="
+                    f"{self._config.deadline_s:g} is the longest wait for it."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -582,17 +585,20 @@ class Rewards:
 
     def _call(self, function: _Function, part: RewardCall, deadline_s: float) -> dict[str, Any]:
         if function.here is not None:
-            if isinstance(function.here, _Judge):  # a judge ends by itself at the deadline, with a better error
+            if isinstance(function.here, _Judge):  # at the deadline the judge raises a better error itself
                 deadline_s += _JUDGE_S
             return _in_thread(function.here, part, deadline_s)
         assert self._pool is not None
-        # The function 'code' ends late programs itself.
+        # The function 'code' ends late programs by itself, and has a deadline for each.
         if function.spec is not None and function.spec["name"] == CodeTests.__name__:
             deadline_s += self._config.code.longest_s(len(part.completions))
         return self._pool.call(function.name, part.body, deadline_s)
 
     def _late(self, function: _Function, part: RewardCall) -> RewardError:
-        """Returns the error for a late call; runs samples singly, within one more deadline, to find one that hangs."""
+        """Returns the error for a late call, after calling the function sample by sample to find one that hangs.
+
+        These calls take at most one more deadline together.
+        """
         limit = self._config.deadline_s
         end, index, alone = time.monotonic() + limit, 0, 0.0
         while index < len(part.completions) and end > time.monotonic():
@@ -617,12 +623,14 @@ class Rewards:
         )
 
     def _failed(self, function: _Function, part: RewardCall, what: str) -> RewardError:
-        """Returns the error for a failed call; runs samples singly, within one more deadline, to find one that fails.
+        """Returns the error for a failed call, after calling the function sample by sample to find one that fails.
+
+        These calls take at most one more deadline together.
 
         Args:
           function: the function that failed.
           part: samples of the call.
-          what: the failure, as the end of the message.
+          what: description of the failure, for the end of the message.
         """
         end = time.monotonic() + self._config.deadline_s
         where = f"a batch of {len(part.completions)}; none of its samples fails alone"
@@ -643,7 +651,7 @@ class Rewards:
         return RewardError(f"Reward function {function.name} failed for {where}: {what}{self._advice(what)}")
 
     def _advice(self, what: str) -> str:
-        """Names the key to turn, if a limit may have caused the failure."""
+        """Returns a sentence that names the key to change if a limit may have caused the failure; else ''."""
         withheld = [name for name in self._config.limits.withheld(os.environ) if name in what]
         if withheld:
             names = ", ".join(withheld)
@@ -655,7 +663,7 @@ class Rewards:
 
 
 class _Judge:
-    """The built-in judge with its settings; its requests end before its own deadline, so that it can report errors."""
+    """The built-in judge with its settings. Its requests end before the deadline, so it can report their errors."""
 
     def __init__(self, config: RewardConfig, *, rubric: bool):
         self._settings = {"config": config.judge, "deadline_s": config.deadline_s}
@@ -671,7 +679,7 @@ class _Judge:
 
 
 def _in_thread(fn: Callable[..., Any], part: RewardCall, deadline_s: float) -> dict[str, Any]:
-    """Calls a function in a daemon thread, so that a function that never returns blocks neither caller nor exit."""
+    """Calls a function in a daemon thread: a function that never returns blocks neither the caller nor the exit."""
     replies: list[dict[str, Any]] = []
 
     def run() -> None:
@@ -686,7 +694,7 @@ def _in_thread(fn: Callable[..., Any], part: RewardCall, deadline_s: float) -> d
     return replies[0]
 
 
-# Built-in functions by name, and the module of each.
+# Name of a built-in function -> its module.
 _BUILT_IN = {name: reference.__name__ for name in reference.BUILT_IN} | {
     "r1_format": formats.__name__,
     "math_equal": math_answer.__name__,
@@ -698,7 +706,7 @@ _JUDGE, _RUBRIC, _CODE = "judge", "rubric", "code"
 MODEL_NAME = "reward_model"
 
 
-# Settings that only built-in functions read, and the names of these functions. reward.text.extract is not among them,
+# Settings that only some built-in functions read -> names of these functions. reward.text.extract is missing here,
 # because a majority vote reads it, too.
 _COMPARED = ("choice", "exact_match", "token_f1", "rouge_l")
 _READ_BY = {
@@ -713,7 +721,7 @@ _READ_BY = {
 
 
 def _check_read(config: RewardConfig) -> None:
-    """Refuses a setting that only functions missing from the configuration read, because it would have no effect.
+    """Refuses a setting that has no effect, because the configuration has none of the functions that read it.
 
     Raises:
       ValueError: there is such a setting; the message names the setting and the functions that read it.
@@ -727,7 +735,7 @@ def _check_read(config: RewardConfig) -> None:
             if value != getattr(type(of_section)(), name) and not used & set(functions):
                 raise ValueError(
                     f"reward.{section}.{name}={value!r} is read by {' and '.join(functions)} alone, and reward.fns is "
-                    f"{tuple(map(str, config.fns))}: name one there, or leave the setting out."
+                    f"{tuple(map(str, config.fns))}: name one of them there, or remove the setting."
                 )
 
 
@@ -741,12 +749,12 @@ def _functions(config: RewardConfig) -> list[_Function]:
 
 
 def _names(functions: Sequence[_Function], config: RewardConfig, others: Mapping[str, float]) -> tuple[str, ...]:
-    """Names the rows of a batch's rewards: functions, the reward model if there is one, others."""
+    """Returns the names of the rows of rewards: the functions, the reward model if there is one, the others."""
     return (*(function.name for function in functions), *(MODEL_NAME,) * bool(config.model), *others)
 
 
 def _resolve(fn: str | Callable[..., Any], config: RewardConfig) -> _Function:
-    """Finds a reward function of the configuration; workers import it later.
+    """Finds a reward function by its name in the configuration; workers import it later.
 
     Raises:
       ValueError: the name is neither built in nor of a known form, or its file does not exist.
@@ -789,7 +797,7 @@ def _named(fn: str, config: RewardConfig) -> _Function:
         close = difflib.get_close_matches(fn, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"built in are {', '.join(known)}."
         raise ValueError(
-            f"reward.fns={fn!r} is no built-in reward, nor 'file.py:function' or 'package.module:function': {hint}"
+            f"reward.fns={fn!r} is not a built-in reward, 'file.py:function' or 'package.module:function': {hint}"
         )
     try:
         spec = spec_at(place, name)

@@ -85,7 +85,7 @@ def test_only_what_no_worker_can_find_runs_here_and_that_is_said(caplog):
     with Rewards(RewardConfig(fns=(lambda prompts, completions, **f: [float(os.getpid())],), workers=1)) as rewards:
         assert rewards.score([""], [""], {})[0, 0] == os.getpid()
         assert rewards.names == ("lambda",)
-    assert "lambda cannot be found by file and name" in caplog.text
+    assert "lambda cannot be imported by file and name" in caplog.text
     caplog.clear()
     with Rewards(RewardConfig(fns=(process_of_module_function,), workers=1)) as rewards:
         assert rewards.score([""], [""], {})[0, 0] not in (0, os.getpid())
@@ -217,7 +217,7 @@ def test_a_host_that_kills_every_worker_is_at_fault():
     ("fn", "message"),
     [
         ("exact_fromat", r"did you mean 'exact_format'\?"),
-        ("reward", r"no built-in reward, nor 'file\.py:function'"),
+        ("reward", r"not a built-in reward, 'file\.py:function'"),
         ("nowhere.py:f", r"the file .*nowhere\.py does not exist"),
         (
             f"{FILE}:lenght",
