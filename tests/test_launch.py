@@ -85,7 +85,7 @@ def test_no_default_puts_words_before_a_question(tmp_path):
     assert decided(("a.py:f",), path=path)["system_prompt"] == ""
     assert decided(("a.py:f", "answer@x"), path=path)["system_prompt"] == SYSTEM_PROMPT
     assert decided(("answer",), path=path, system_prompt="")["system_prompt"] == ""
-    assert decided(("answer",), path="problems")["system_prompt"] == "auto"  # no prompt, as system_prompt() says
+    assert decided(("answer",), path="problems")["system_prompt"] == "auto"  # system_prompt() adds none to the task
     sources = (SourceConfig(path, name="a", reward=("a.py:f",)), SourceConfig(path, name="b"))
     assert [one.system_prompt for one in decided(("answer",), sources=sources)["sources"]] == ["", SYSTEM_PROMPT]
 

@@ -1,34 +1,34 @@
-"""Encodes the observations that follow a model's words, and sorts stop strings into texts and special tokens."""
+"""Encodes the observations that follow a turn of the model, and sorts stop strings into texts and special tokens."""
 
 import functools
 from collections.abc import Mapping, Sequence
 
 from podrl.data.tokenizer import ORDINARY, Tokenizer
 
-# Replaces the model's words in renderings that show the template's text after them. The words hold a thought, so that a
-# template which drops thoughts from earlier turns is noticed.
+# Stands for the model's words in renderings, to find the text that a template writes after them. It has a thought, so
+# that a template is noticed which removes thoughts from earlier turns.
 _WORDS = "<think>\nfirst\n</think>\n\nthen"
 # Two characters of Unicode's private use area. They enclose a text in a rendering, so that it can be found again.
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 
 
 class Dialogue:
-    """Encodes the text that is added to a sample after the model's words; sampled tokens are never encoded again."""
+    """Encodes text that is appended to a sample after the model's words; sampled tokens are never encoded again."""
 
     def __init__(self, tokenizer: Tokenizer):
-        """Keeps the tokenizer; its chat template is examined when the first turn of the template is encoded."""
+        """Stores the tokenizer; the first turn that is encoded with its chat template examines the template."""
         self.tokenizer, self.decode = tokenizer, tokenizer.decode
 
     def encode(self, text: str | Sequence[str], role: str = "raw", *, last: int | None = None) -> list[int]:
         """Encodes an observation on its own; special tokens written in its text stay text.
 
         Args:
-          text: text of the observation, or several texts. If the role is 'tool' and the template knows tools, each text
-            is a message of its own; else they are joined by an empty line.
-          role: 'raw' for the text alone; 'user' or 'tool' for the end of the model's turn, a turn of the chat template
-            with the text, and the opening of the model's next turn.
+          text: text of the observation, or several texts. If the role is 'tool' and the template has messages of tools,
+            each text is one message; otherwise the texts are joined with an empty line between them.
+          role: 'raw' for the text alone; 'user' or 'tool' for three parts as the chat template writes them: the end of
+            the model's turn, a turn of this role with the text, and the opening of the model's next turn.
           last: id of the sample's last token; None for a token that is not special. If it is an end token of the model,
-            the end of the model's turn is not written again.
+            the end of the model's turn is left out.
 
         Returns:
           Token ids of the observation, without the sample's last token.
@@ -72,13 +72,13 @@ class Dialogue:
             else:
                 raise ValueError(
                     f"The stop string {string!r} holds the special token {self.tokenizer.token_text(special[0])!r} of "
-                    f"{self.tokenizer.directory}, which is no text of a completion: stop at that token alone, or at "
-                    "text without it (rollout.stop_strings, the environment's stop=)."
+                    f"{self.tokenizer.directory}, which decoded completions do not contain: stop at this token alone, "
+                    "or at text without it (rollout.stop_strings, the environment's stop=)."
                 )
         return tuple(texts), ids
 
     def check_template(self, role: str = "user") -> None:
-        """Refuses a chat template in which no turn of a role can follow a model's words.
+        """Checks that a turn of a role can follow the model's words in the chat template.
 
         Raises:
           ValueError: the tokenizer has no chat template, the template refuses the turn, or it rewrites the model's
@@ -87,7 +87,7 @@ class Dialogue:
         self._role(role)
 
     def check_tags(self, tags: Sequence[str]) -> None:
-        """Refuses tags that hold special tokens, because completions and observations are read without special tokens.
+        """Checks that tags hold no special tokens, because completions and observations are decoded without them.
 
         Raises:
           ValueError: a tag holds a special token; the message names the tag.
@@ -95,14 +95,14 @@ class Dialogue:
         for tag in tags:
             if self.tokenizer.holds_special(tag):
                 raise ValueError(
-                    f"The tag {tag!r} of env.parser holds a special token of {self.tokenizer.directory}: what a model "
-                    "says is read without special tokens, so no call would be found. Choose another env.parser, or "
-                    "add the tag to the tokenizer as a token that is not special."
+                    f"The tag {tag!r} of env.parser holds a special token of {self.tokenizer.directory}: completions "
+                    "are decoded without special tokens, so no call would be found. Choose another env.parser, or add "
+                    "the tag to the tokenizer as a token that is not special."
                 )
 
     @functools.lru_cache  # noqa: B019 - one per tokenizer, of two roles
     def _role(self, role: str) -> str:
-        """Returns the role under which the template writes a turn: 'user' for a tool's turn if it knows no tools.
+        """Returns the role with which the template writes a turn: 'user' for a tool's turn if it lacks messages of tools.
 
         Raises:
           ValueError: the template refuses the role, or rewrites the model's earlier turns.
@@ -120,8 +120,9 @@ class Dialogue:
             return self._role("user")
         if role == "tool" and "more" not in once.rpartition(_WORDS)[2]:  # the template leaves the tool's turn out
             return self._role("user")
-        # The two renderings may differ in the white space between turns, as in Hermes' form: a sample keeps the tokens
-        # that it was given first. A prompt may end with the opening of a thought, which the model's words continue.
+        # The two renderings may differ in the white space between turns, as those of Hermes' template do. This does no
+        # harm, because a sample keeps the tokens that it has. A prompt may end with the opening of a thought, which the
+        # model's words continue.
         packed, words = _packed(once), _packed(_WORDS)
         opened = next(n for n in range(len(words), -1, -1) if packed.endswith(words[:n]))
         if again.count(_WORDS) != 2 or not _packed(again).startswith(packed + words[opened:]):

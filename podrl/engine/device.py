@@ -1,4 +1,4 @@
-"""The device side of generation: pools, lanes and weights, changed by calls whose arguments are host values."""
+"""The device side of generation: pools, lanes and weights, and the calls that change them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -77,7 +77,8 @@ class Device:
           wait: whether to wait until the call is done, so that calls do not pile up.
         """
         self.state = self.engine.prefills[bucket](self._params, self.state, self.engine.put_rows(flat_BI))
-        if wait:  # now, and not later by a mesh.backlog.Backlog, because the next call donates the state
+        # Waits here, because a podrl.mesh.backlog.Backlog could not: the next call donates the state.
+        if wait:
             jax.block_until_ready(self.state.token_R)
 
     @_on_all_hosts

@@ -130,7 +130,7 @@ def page_attention(
     name: str,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R K G"], Float[Array, "R K G"], Float[Array, "R K G H"]]:
-    """Attends with one token per lane to the lane's reads of one kind, on one device.
+    """Computes attention of one query token per lane to the pages that the lane reads, on one device.
 
     Args:
       q_RNH, layer, key_LMKCH, value_LMKCH, position_R, window, softcap: arguments of

@@ -24,12 +24,12 @@ class Tool:
     """A tool: a Python function in a worker process, or a tool of an MCP server.
 
     Attributes:
-      declared: declaration that environments get: key, name, description, schema, query (the argument that receives
-        the text between tags), tag (around each document of an answer; '' for none) and, for a Python function, task
-        (the parameter that receives the sample).
+      declared: declaration of the tool for environments. Its fields are key, name, description, schema, query (the
+        argument that gets the text between tags), tag (the tag around each document of an answer; '' for none) and,
+        for a Python function, task (the parameter that gets the sample).
       deadline_s: longest time of one call, seconds.
       retries: number of times that a call is repeated after its process died or its server's connection was lost.
-      turn: semaphore that limits the calls at the same time to `concurrency`.
+      turn: semaphore that allows `concurrency` calls at a time.
       spec: source of the Python function, see podrl.workers.user_objects; None for a server's tool.
       server: server of the tool; None for a Python function.
       theirs: the server's name for the tool; '' for a Python function.

@@ -29,17 +29,17 @@ from podrl.storage.storage import is_remote, locate, write_whole
 
 NAME = "files.json"  # facts of a run's last start, in its run directory
 
-# Settings that may differ between hosts: files and processes of one host, and settings of files that the leader alone
-# writes. All other settings must be equal: a rollout host, for example, needs checkpoint.every to know when a
-# checkpoint comes.
+# Settings that may differ between hosts: files and processes of one host, and settings of files that only the leader
+# writes. All other settings must be equal. For example, a rollout host needs checkpoint.every to know the steps with a
+# checkpoint.
 _OWN = ("log.", "checkpoint.keep", "compile_cache", "data.cache", "reward.workers")
 _SHOWN = 3  # largest number of differences that a message names
-_BLOCK, _BLOCKS = 1 << 14, 64  # size in bytes, and number, of the pieces that are read of a file of weights
+_BLOCK, _BLOCKS = 1 << 14, 64  # size in bytes and number of the blocks that are read from a file of weights
 _ABSENT = "absent"
 _MODULE = re.compile(r"^([A-Za-z_]\w*)(?=(?:\.\w+)*:[A-Za-z_])(?!.*\.py:)|(?<=-m )([A-Za-z_]\w*)")
 _SCRIPT = re.compile(r"[^\s:,'\"=]+\.py\b")
-_MOST = 1000  # largest number of files that are read of a package
-_TEXT = 4096  # characters of the longest setting that may name a file
+_MOST = 1000  # largest number of files of a package that are read
+_TEXT = 4096  # longer settings, in characters, are not searched for names of files
 
 
 def check_settings(values: Mapping[str, Any], pod: Pod, deadline_s: float) -> None:
@@ -97,18 +97,18 @@ def check_files(mine: Mapping[str, str], pod: Pod, deadline_s: float) -> None:
 
 
 def changed_since(mine: Mapping[str, str], place: str, workdir: pathlib.Path) -> str:
-    """Writes the facts of this start into files.json of a run directory; returns how those of the last start differ.
+    """Compares the facts of this start with those of the run's last start, and writes them to files.json.
 
-    A changed file does not end a run: a corrected line of data or a repaired function is a good reason to go on.
+    A changed file does not end a run, because users resume runs with corrected data or repaired functions.
 
     Args:
       mine: files and versions of this start, as `facts` describes them.
       place: the run directory as the user named it, which holds the checkpoints.
-      workdir: the directory on this machine's disk that holds the run's files, perhaps the facts of an earlier start.
+      workdir: the directory on this machine's disk that holds the run's files.
 
     Returns:
-      A sentence that names the facts that differ; '' if none does, if no earlier start wrote facts, or if the run has
-      made no step, which the files could have changed.
+      A sentence that names the facts that differ; '' if all are equal, if no earlier start wrote facts, or if the run
+      has made no step yet.
     """
     path = workdir / NAME
     try:
@@ -128,22 +128,21 @@ def changed_since(mine: Mapping[str, str], place: str, workdir: pathlib.Path) ->
 
 
 class SettingsComparison:
-    """Compares the facts of all hosts, on the leader: the first host to report a fact sets its value for the others."""
+    """Compares the facts of all hosts, on the leader. The first host that reports a fact sets the expected value."""
 
     def __init__(self, process: int, facts: Mapping[str, str]):
-        """Starts with the facts of the leader."""
+        """Takes the facts of the leader, host `process`, as the first expected values."""
         self._known = {key: (value, process) for key, value in facts.items()}
 
     def __call__(self, message: Message) -> Message:
-        """Answers the facts of a host with the known value of each that differs, and the host that reported it."""
+        """Returns the expected value, and the host that reported it, for each fact of a host that differs from it."""
         process, facts = int(message.value["process"]), message.value["facts"]
         first = {key: self._known.setdefault(key, (value, process)) for key, value in facts.items()}
         return Message({"differ": {key: known for key, known in first.items() if known[0] != facts[key]}})
 
 
 def facts(job: Job) -> dict[str, str]:
-    """Describes the facts, besides settings, on which a job's numbers depend, by name: versions, and files by size and
-    checksum.
+    """Describes by name what a job's numbers depend on besides settings: versions, and sizes and checksums of files.
 
     Data files are read completely, as in training. Files of weights, which may take terabytes, are read only in part.
     Models in a bucket are the same for all hosts; so are data and models of the hub, whose commits are in the settings.

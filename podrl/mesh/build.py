@@ -335,7 +335,7 @@ def _fill(spec: str, sizes: tuple[int, ...], devices: Sequence[Any], key: str) -
 
 
 def _faking(sizes: tuple[int, ...], devices: Sequence[Any]) -> str:
-    """Returns a hint at fake devices, for a machine without accelerators and with too few devices; '' otherwise."""
+    """Returns a sentence for an error message: how to get enough fake CPU devices; '' for other devices."""
     needed = math.prod(n for n in sizes if n != REST)
     if needed <= len(devices) or any(getattr(device, "platform", "") != "cpu" for device in devices):
         return ""

@@ -2,8 +2,9 @@
 
 Every array has time last, [B, heads, H, T], and scores have keys first, [s, t]. With this layout a head dimension of 64
 needs no padding, statistics of queries are rows, and only the keys (in the backward pass also the values) of a block
-are transposed, once for all query heads of a group. A step of the grid is one pair of blocks in which something may be
-seen. The list of these pairs is made from the packed rows at run time; other pairs are neither loaded nor computed.
+are transposed, once for all query heads of a group. A step of the grid computes one pair of a query block and a key
+block. The pairs in which a query may see a key are listed from the packed rows at run time; other pairs are neither
+loaded nor computed.
 """
 
 import functools

@@ -283,7 +283,7 @@ class _Reader:
         return read, written
 
     def _read(self, x: Instruction, users: Mapping[str, Sequence[Instruction]]) -> float:
-        """Counts the bytes of a value inside a fusion that its users read; infinite if one of them reads all of it."""
+        """Counts how many bytes of a value inside a fusion its users read; infinite if a user reads the whole value."""
         read = 0.0
         for user in users.get(x.name, ()):
             if user.opcode in _SLICES and user.operands[0] == x.name:

@@ -244,7 +244,7 @@ def _folded(messages: Sequence[Message], form: Tags | Json) -> Sequence[Message]
     for message in messages:
         if message["role"] == "tool":
             if not folded or folded[-1]["role"] != "assistant":
-                raise ValueError("a tool's message stands behind no message of the assistant")
+                raise ValueError("a message with role 'tool' must follow a message of the assistant")
             output = form.observation([ToolOutput([str(message["content"])])], "").text
             folded[-1] = {**folded[-1], "content": folded[-1]["content"] + output, "open": True}
             continue

@@ -362,11 +362,11 @@ class LeaseServer(Leases):
             self._change_of_batch[step_of(name)] = self._change
 
     def passed(self, step: int, last_change: int) -> None:
-        """Stops offering changes that every process has heard.
+        """Frees the messages of changes that every process has received.
 
         Args:
-          step: the first step whose batch may still be asked for; changes up to the batches before it are dropped.
-          last_change: number of the last change that every host has heard; later changes are kept.
+          step: first step whose batch may still be requested; changes of the leases of earlier batches are dropped.
+          last_change: number of the last change that every host has received; later changes stay.
         """
         for old in [s for s, change in self._change_of_batch.items() if s < step and change <= last_change]:
             change = self._change_of_batch.pop(old)

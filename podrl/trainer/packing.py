@@ -359,7 +359,7 @@ def place_samples(rollouts: Rollouts, chosen_n: Int[np.ndarray, " n"], shape: Pa
                 f"Sample {int(chosen_n[n])} has {total_n[n]} tokens in {np.count_nonzero(pieces.sample_B == n)} pieces "
                 f"but a packed row holds {shape.tokens}, and the loss has terms over whole samples, whose pieces must "
                 "lie in one row: raise trainer.max_tokens_per_row, lower rollout.max_response_tokens, or choose a loss "
-                "and a sampler correction that go by token."
+                "and a sampler correction with terms per token."
             )
     elif (whole := _Forest.apart(pieces, pieces.sample_B)).largest() <= shape.tokens:
         forests.append(whole)

@@ -154,7 +154,7 @@ def test_merged_adapters_reach_the_rollouts_of_a_pod(tmp_path, topology):
 def test_windows_of_several_rollout_hosts_and_a_teacher_are_those_of_one_process(tmp_path):
     """The pod is killed once; each host then gets its share of the open samples back.
 
-    A teacher pulls the policy back to its beginning, while rewards draw it away.
+    The rewards change the policy, and a teacher with the first weights works against the change.
     """
     stale = ("--config.grpo.max_staleness=2", "--config.rollout.window_tokens=8", "--config.checkpoint.every=1")
     stale += ("--config.trainer.max_steps=5", "--config.eval.problems=0")

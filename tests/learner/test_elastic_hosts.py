@@ -542,8 +542,8 @@ def test_a_host_with_nothing_left_to_do_takes_over_a_share_of_the_last_evaluatio
         leader.close()
 
 
-def test_a_host_that_waits_for_weights_can_make_what_another_was_to_make():
-    """The trainers may need the lost host's samples to make the weights that this host waits for."""
+def test_a_host_that_waits_for_weights_takes_over_the_samples_of_a_lost_host():
+    """The trainers may need the lost host's samples before they can make the weights that this host waits for."""
     weights = Weights(0)
     with joined(HOSTS, disposable=True) as pods:
         made: Any = {"generate": Sampler(), "evaluator": None, "deadline_s": DEADLINE_S}
