@@ -33,7 +33,7 @@ from podrl.rollout.interface import RolloutEngine
 from podrl.rundir.metrics import MetricsLogger, UserMetrics
 from podrl.types import Batch, Policy, Prompts, Rollouts, TrainState
 
-_SAMPLES = "give tokens_BT and length_B: prompt and completion behind each other, padded on the right."
+_SAMPLES = "give tokens_BT and length_B: each row is a prompt and its completion, padded on the right."
 _SCORED = {name: _SAMPLES for name in ("prompt_tokens", "completion_tokens", "pad_id", "eos_id", "completion_mask")}
 _SCORED |= {name: _SAMPLES for name in ("segment_ids", "segment_positions")}
 _SCORED |= {"temperature": "log-probabilities are at RolloutConfig.temperature."}
@@ -47,31 +47,32 @@ _STEPPED = {"step": "values go into the record of the step that is written next.
 
 
 class RLCluster:
-    """The models of one job, as far as they lie on this process's devices: actor, reference, rollout and others.
+    """The models of one job on the devices of this process: actor, reference, rollout, critic and others.
 
     Attributes:
       actor: the policy that is trained, with its reference.
       model: configuration of the policy.
       weights: moves the actor's weights to the rollout mesh.
       teachers: models that score samples for distillation; empty if this process does not train.
-      critic, reward_model: the other models; None if there is none, or if this process has none of its devices.
+      critic, reward_model: the other models; None if the job has no such model, or if none of its devices belongs to
+        this process.
       trains: whether this process has devices of the actor's mesh; if not, `state` and `actor.frozen` are shapes only.
       generates: whether this process has devices of the rollout mesh.
       directories: directory of each model, by its key in the configuration's `model`; '' for a model without one.
       tokenizer: tokenizer of all roles.
       metrics: values and loggers that users add to the run's records.
-      env_client: the environments of all samples; None if samples have none. Set by `use_environments`.
+      env_client: client of the environments of all samples, set by `use_environments`; None without environments.
     """
 
     critic: Critic | None = None
     env_client: EnvironmentClient | None = None
 
-    # Attributes of Tunix's cluster that podrl does not have, with what to use instead.
+    # Attributes of Tunix's cluster that podrl does not have, and their replacements.
     actor_trainer = Elsewhere("an update is update_actor(batch); weights and optimizer are `state`, the model `actor`.")
     critic_trainer = Elsewhere("an update is update_critic(batch); make_critic() returns the critic.")
     inference_worker = Elsewhere("log-probabilities are get_ref_per_token_logps and get_actor_per_token_logps.")
-    get_rewards = Elsewhere("a learner scores samples by rewards_of(rollouts), a reward model's score included.")
-    get_values = Elsewhere("PPOLearner asks make_critic() for them, on packed rows.")
+    get_rewards = Elsewhere("rewards_of(rollouts) of a learner scores samples, also with a reward model.")
+    get_values = Elsewhere("PPOLearner computes them with make_critic(), on packed rows.")
     global_steps = Elsewhere("`state.step` counts the updates; metrics.jsonl has every step.")
     perf_v2 = Elsewhere("times are in metrics.jsonl, under time/ and perf/.")
     perf = Elsewhere("times are in metrics.jsonl, under time/ and perf/.")
@@ -96,23 +97,24 @@ class RLCluster:
         """Puts the models on their meshes.
 
         Args:
-          actor: a Hugging Face directory, ORG/NAME of the hub (all models may be named so), or the result of
-            `podrl.models.from_pretrained`.
+          actor: a Hugging Face directory, the name ORG/NAME of a model on the hub, or the result of
+            `podrl.models.from_pretrained`. The other models may also be named by ORG/NAME.
           tokenizer: a Tokenizer or a directory; None for the tokenizer in the actor's directory.
           cluster_config: meshes, training and rollout configuration.
-          critic: a Hugging Face directory or a model; None for a copy of the actor with a value head, made when a
-            learner needs it (`make_critic`).
-          reference: a Hugging Face directory; None for the actor's initial weights (under LoRA: its base).
-          reward: a Hugging Face directory of a sequence classification model with one label, whose score is one more
-            reward (RewardConfig.model_weight); it lives on Role.REWARD's mesh, by default the rollout's. None for none.
-          perf_config: Tunix's argument, refused unless None.
+          critic: a Hugging Face directory or a model; None for a copy of the actor with a value head, which
+            `make_critic` makes when a learner needs it.
+          reference: a Hugging Face directory; None for the actor's initial weights, or its base under LoRA.
+          reward: a Hugging Face directory of a reward model (sequence classification with one label), whose score is
+            added to the rewards with RewardConfig.model_weight; None for no reward model. It is on the mesh of
+            Role.REWARD, by default the rollout mesh.
+          perf_config: an argument of Tunix, which must be None.
           lora: adapters to add if `actor` is a directory; a LoraConfig, or a dict of its fields.
-          seed: seed of everything random in the cluster.
-          link: connection for the weights if trainers and rollouts are separate clusters; this process then has the
-            role that the link has, and the other role's mesh is not used. None for one cluster.
-          teachers: directories of models that teach, each with the labels of the sources whose samples it scores; no
-            labels for all sources that no other teacher scores. They live on Role.TEACHER's mesh, by default the
-            actor's.
+          seed: seed of all random numbers of the cluster.
+          link: connection for the weights if trainers and rollouts are separate clusters; None for one cluster. This
+            process has the role of its end of the link, and the mesh of the other role is not used.
+          teachers: directory of each teacher -> labels of the sources whose samples it scores; a teacher without labels
+            scores all sources that no other teacher scores. Teachers are on the mesh of Role.TEACHER, by default the
+            actor's mesh.
 
         Raises:
           ValueError: an argument is not supported by podrl, or settings do not fit together.
@@ -134,7 +136,7 @@ class RLCluster:
         on = (self.actor_mesh, self.training_config)
         self.actor = Actor(actor, *on, loaded=self.trains, temperature=rollout.temperature, **self._options)
         if tokenizer is None and not isinstance(actor, str | os.PathLike):
-            raise ValueError("RLCluster needs tokenizer=...: the actor is a model object, which carries none.")
+            raise ValueError("RLCluster needs tokenizer=...: the actor is a model object, which has no tokenizer.")
         reads: Any = tokenizer or actor
         self.tokenizer: Tokenizer = Tokenizer(reads) if isinstance(reads, str | os.PathLike) else reads
         self.model = self.actor.model
@@ -170,7 +172,7 @@ class RLCluster:
 
     @property
     def cluster_config(self) -> ClusterConfig:
-        """Returns `config`, under Tunix's name."""
+        """Returns `config`, under the name that Tunix has for it."""
         return self.config
 
     def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
@@ -182,10 +184,10 @@ class RLCluster:
         return self.config.rollout(mode)
 
     def make_critic(self) -> Critic | None:
-        """Returns the critic, and makes it first if there is none; None on a process that does not train.
+        """Returns the critic, after making it if there is none; None on a process that does not train.
 
-        Unless the constructor got a critic, it is a copy of the actor's present weights with a head of zeros; under
-        LoRA it shares the actor's base and trains adapters of its own.
+        If the constructor got no critic, the new critic is a copy of the actor's present weights with a head of zeros.
+        Under LoRA it shares the actor's base and has its own adapters.
         """
         if self.critic is None and self.trains:
             source = self._critic_source or Decoder(self.model, self.actor.params(), self.actor_mesh)
@@ -196,9 +198,10 @@ class RLCluster:
         return self.critic
 
     def _check_own_mesh(self, role: Role, model: ModelConfig) -> None:
-        """Refuses an auxiliary model's own mesh that cuts experts if the model has no experts.
+        """Checks the mesh of an auxiliary model, unless the model shares the actor's or the rollout mesh.
 
-        On the actor's or the rollout's mesh, such a model has a copy at each position of the axis expert.
+        On an own mesh, only a model with experts may have the axis expert. On a shared mesh, a model without experts
+        has a copy at each position of this axis.
         """
         mesh = self.config.role_to_mesh.get(role)
         if mesh not in (None, self.actor_mesh, self.rollout_mesh):
@@ -216,30 +219,29 @@ class RLCluster:
         self.actor.state = state
 
     def keep_reference(self) -> None:
-        """Fixes the reference policy; call before the first update, and before a checkpoint is restored."""
+        """Fixes the reference policy. Call it before the first update, and before a checkpoint is restored."""
         self.actor.keep_reference(self._reference_source, self.tokenizer.vocab_size)
 
     def sync_weights(self, version: int | None = None, *, in_place: bool = False) -> Policy:
-        """Moves the trainer's weights to the rollout mesh; under LoRA only the adapters, after the first call.
+        """Moves the trainer's weights to the rollout mesh; under LoRA, calls after the first move only the adapters.
 
         Args:
-          version: number of these weights, recorded with every token sampled from them; None for the optimizer's step.
-          in_place: True to reuse the buffers of the previous call's policy, leaf by leaf, if that call was in place,
-            too. The previous policy becomes invalid, even if this call fails; so the rollout mesh never has to hold
-            both. The training loop does this.
+          version: number of these weights, recorded with every token that they sample; None for the optimizer's step.
+          in_place: whether to reuse the buffers of the previous policy leaf by leaf, so that the rollout mesh never
+            holds two policies; the training loop does this. The previous call must have been in place, too. The
+            previous policy becomes invalid, even if this call fails.
 
         Returns:
-          The policy on the rollout mesh, its checksums equal to the trainer's.
+          The policy on the rollout mesh. Its checksums have been compared with the trainer's.
         """
         return self.weights.move(int(self.state.step) if version is None else version, in_place=in_place)
 
-    # Training. The log-probabilities in the sample layout, `buffer_metrics` and `with_external_metrics_logger` are
-    # Tunix's interface, for training loops of users: podrl's own loop scores packed rows, and its recorder writes the
-    # records.
+    # Training. `get_*_per_token_logps`, `buffer_metrics` and `with_external_metrics_logger` are Tunix's interface, for
+    # training loops of users. podrl's own loop scores packed rows instead, and its recorder writes the records.
 
     @refused_arguments(_UPDATED)
     def update_actor(self, batch: Batch[Any]) -> dict[str, Any]:
-        """Makes one optimizer update from a batch on the actor's mesh; returns metrics, which stay on the device.
+        """Makes one optimizer update with a batch on the actor's mesh; returns metrics, which stay on the device.
 
         Raises:
           ValueError: no learner has prepared the actor with a loss.
@@ -248,7 +250,7 @@ class RLCluster:
 
     @refused_arguments(_UPDATED)
     def update_critic(self, batch: Batch[CriticRows]) -> dict[str, Any]:
-        """Makes one optimizer update of the critic from a packed host batch; returns metrics, which stay on the device.
+        """Makes one optimizer update of the critic with a packed host batch; returns metrics, which stay on the device.
 
         Raises:
           ValueError: there is no critic, or no learner has prepared it with a loss.
@@ -259,30 +261,30 @@ class RLCluster:
 
     @refused_arguments(_SCORED)
     def get_actor_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
-        """Scores right-padded sequences with the actor: log p of each token, nats; 0 at index 0 and on padding."""
+        """Computes log p of each token of right-padded sequences by the actor, nats; 0 at index 0 and on padding."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest)
 
     get_old_per_token_logps = get_actor_per_token_logps  # before an update the actor is the old policy
 
     @refused_arguments(_SCORED)
     def get_ref_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
-        """Scores right-padded sequences with the reference: log p of each token, nats; 0 at index 0 and on padding."""
+        """Computes log p of each token of right-padded sequences by the reference; 0 at index 0 and on padding."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest, reference=True)
 
     # Generation.
 
     def use_environments(self, env_client: EnvironmentClient | None) -> None:
-        """Gives every sample from now on an environment of `env_client`; None gives samples no environment."""
+        """Sets the client of the environments of all further samples; None for samples without environments."""
         self.env_client = self.rollout.env_client = env_client
 
     @functools.cached_property
     def rollout(self) -> RolloutEngine:
-        """Returns the decoding engine's worker, which is built at the first use."""
+        """Returns the decoding engine, which is built at the first use."""
         places = (self.rollout_mesh, self._local_mesh)
         return rollout_worker(self.config, self.weights.model, *places, self.tokenizer, seed=self.seed)
 
     def warm_up(self, policy: Policy | None = None) -> None:
-        """Compiles the rollout's programs before the first step; without a policy it runs them with zero weights."""
+        """Compiles the programs of the decoding engine, and runs them with a policy or, if it is None, zero weights."""
         self.rollout.warm_up((policy or self.weights.blank()).params)
 
     @refused_arguments(
@@ -306,7 +308,7 @@ class RLCluster:
         """Samples completions of prompts.
 
         Args:
-          prompts: tokenised prompts; or texts and conversations, as for podrl.data.conversation.prompts_of.
+          prompts: tokenised prompts; or texts and conversations, as podrl.data.conversation.prompts_of takes them.
           policy: result of `sync_weights`; None to move the weights now.
           apply_chat_template: True to wrap each text as a user's turn; a conversation always uses the chat template.
           mode: purpose of the samples, which selects the sampling settings of the rollout configuration.

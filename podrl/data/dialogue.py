@@ -102,7 +102,7 @@ class Dialogue:
 
     @functools.lru_cache  # noqa: B019 - one per tokenizer, of two roles
     def _role(self, role: str) -> str:
-        """Returns the role with which the template writes a turn: 'user' for a tool's turn if it lacks messages of tools.
+        """Returns the role with which the template writes a turn; 'user' for a tool if the template has no such role.
 
         Raises:
           ValueError: the template refuses the role, or rewrites the model's earlier turns.

@@ -1,4 +1,4 @@
-"""Plays groups of samples, window after window, in a single process or on a rollout host of a pod."""
+"""Generates groups of samples, window after window, in a single process or on a rollout host of a pod."""
 
 import dataclasses
 import time
@@ -13,8 +13,8 @@ from podrl.rollout.partial import PartialBatch, of_tracks
 from podrl.rollout.token_budget import TokenBudget, as_budget
 from podrl.types import STOP_DEADLINE, Experience, Policy, Prompts
 
-# 'wall': the wall clock. 'windows': the token clock when several versions draw a sample. 'whole': the token clock when
-# one version draws all samples of a batch in one call.
+# 'wall': the wall clock. 'windows': the token clock, where several versions draw a sample. 'whole': the token clock,
+# where one version draws all samples of a batch in one call.
 Mode = Literal["wall", "windows", "whole"]
 _LOOK_S = 0.01  # pause between two looks at rewards while no sample is open
 
@@ -25,8 +25,8 @@ class OwnGroup(Group):
 
     Attributes:
       samples: the samples (podrl.learner.generation.GroupInFlight); None if one version draws all of them in one call.
-      recorded: the journal's entry of the group, which the samples must reproduce; None if the journal has none.
-      since: first version of the weights under which this process still has to play the group, if it is `fixed`.
+      recorded: entry of the group in the journal, which the samples must reproduce; None if the journal has no entry.
+      since: first version of the weights that still has to draw tokens of the group in this process, if it is `fixed`.
       in_batch: whether a batch holds the group.
       ended_reported: whether the leader of a pod knows that the group has ended.
       oldest_reported: whether the leader of a pod knows the oldest version that drew one of the group's tokens.
@@ -41,7 +41,7 @@ class OwnGroup(Group):
 
     @property
     def fixed(self) -> bool:
-        """True if the versions that draw the tokens are decided beforehand."""
+        """True if it is decided in advance which version draws each token."""
         return self.recorded is not None
 
     @property
@@ -55,7 +55,7 @@ class OwnGroup(Group):
     @property
     def drawn(self) -> int | None:
         if self.looked_up is None:
-            # The player's records, not `states()`, which leaves out the tokens of open conversations.
+            # Reads the player's tracks, because `states()` lacks the tokens of open conversations.
             versions = (v for track in self.samples.player.rows for v in track.versions if v >= 0)
             self.looked_up = min(versions, default=None)
         return self.looked_up
@@ -70,7 +70,7 @@ class OwnGroup(Group):
 
     def row(self, budget: TokenBudget) -> tuple[Any, TokenBudget]:
         """Returns the samples and their budget, as a pair for podrl.learner.generation.Generator.play."""
-        self.origin = None  # from now on the samples are ahead of the state that came with the group
+        self.origin = None  # the samples are about to go beyond this state
         return self.samples, budget
 
     def record(self) -> Mapping[str, Any]:
@@ -81,7 +81,7 @@ class OwnGroup(Group):
         return {"index": self.index, "asked": self.submit_step, "runs": runs, "tokens": tokens, "late": late}
 
     def check(self) -> None:
-        """Raises ValueError if a batch holds the group, and its samples differ from the journal's entry of it."""
+        """Raises ValueError if a batch holds the group and the samples differ from its entry in the journal."""
         if self.in_batch and self.record() != self.recorded:
             raise ValueError(
                 f"The samples of prompt {self.index}, which this host took over, differ from the journal's entry: "
@@ -91,11 +91,11 @@ class OwnGroup(Group):
 
 @dataclasses.dataclass(eq=False)
 class TokenGroup(OwnGroup):
-    """A group under the token clock: the prompts of a batch whose samples one process makes.
+    """A group under the token clock: prompts of one batch whose samples one process makes.
 
     Attributes:
-      quantum: number of tokens that a sample draws in each window but the last; 0 if one version draws all its tokens.
-      experience: experience of the group; None as long as the group has not ended.
+      quantum: number of tokens that a sample draws in each window except the last; 0 if one version draws all tokens.
+      experience: experience of the group; None until the group has ended.
     """
 
     quantum: int = 0
@@ -119,7 +119,7 @@ class TokenGroup(OwnGroup):
     def part(self, step: int) -> PartialBatch:
         """Copies the present state of the samples, for a checkpoint.
 
-        With dynamic sampling the last prompts may not have been submitted yet, and have no samples.
+        With dynamic sampling the last prompts may not have been submitted yet; they have no samples.
         """
         del step
         prompt_count = len(self.samples.player.request.prompts.length_P)
@@ -130,11 +130,11 @@ class TokenGroup(OwnGroup):
 
 
 class GroupPlayer:
-    """Plays groups through the windows of versions, on the thread that uses the rollout mesh.
+    """Generates groups through the windows of versions, on the thread that uses the rollout mesh.
 
-    Window w lasts from the publication of version w to the publication of version w + 1. Fixed groups, whose samples
-    stop at points that are decided beforehand, are played first and without interruption. Under the token clock all
-    groups are fixed; under the wall clock only the groups in the journal are.
+    Window w lasts from the publication of version w to the publication of version w + 1. Fixed groups, whose token
+    budgets are decided in advance, are played first and without interruption. Under the token clock all groups are
+    fixed; under the wall clock only the groups in the journal are fixed.
     """
 
     def __init__(
@@ -149,12 +149,11 @@ class GroupPlayer:
         """Stores the collaborators.
 
         Args:
-          generator: a podrl.learner.generation.Generator; if one version draws all samples, any function that makes a
-            batch.
-          mode: clock, and number of versions that draw a sample (`Mode`).
+          generator: a podrl.learner.generation.Generator; in mode 'whole' any function that makes a batch.
+          mode: clock of the job, and whether several versions draw a sample.
           weights: function that returns the weights of a version.
-          on_ended: function that is called when a group may have ended, or the rewards of a group have become known.
-          closed: function that returns True when playing must stop for good.
+          on_ended: function that is called when a group may have ended, and when the rewards of a group became known.
+          closed: function that returns True once this process must stop for good.
         """
         self._generator, self._mode = generator, mode
         self._weights, self._on_ended, self._closed = weights, on_ended, closed
@@ -176,7 +175,7 @@ class GroupPlayer:
         since: int = 0,
         in_batch: bool = False,
     ) -> OwnGroup:
-        """Opens a group, which the next window begins; arguments are the attributes of OwnGroup and TokenGroup."""
+        """Opens a group, whose samples begin in the next window; for the arguments see OwnGroup and TokenGroup."""
         samples = None if self._mode == "whole" else self._generator.begin(prompts, submit_step, origin)
         own = (prompts, number, submit_step, repeated, origin, samples, recorded, since, in_batch)
         return OwnGroup(*own) if self._mode == "wall" else TokenGroup(*own, quantum=quantum)
@@ -197,13 +196,12 @@ class GroupPlayer:
         self._began = None
 
     def experience(self, groups: Sequence[OwnGroup], step: int, position: bytes) -> Experience:
-        """Returns the experience of groups that have ended, as the batch of a step or a part of it.
+        """Returns the experience of groups that have ended, which is the batch of a step or a part of the batch.
 
         Args:
           groups: the groups; under the token clock exactly one.
-          step: the step that trains on them.
-          position: state of the data, as JSON bytes, for a checkpoint that holds no open groups; not used under the
-            token clock.
+          step: the step that trains on the groups.
+          position: state of the data, JSON bytes, for a checkpoint without open groups; not used under the token clock.
 
         Raises:
           BatchError: a reward function failed, or too many samples failed.
@@ -226,10 +224,10 @@ class GroupPlayer:
         """Plays the groups through a window: the fixed groups first, then the others.
 
         Args:
-          groups: function that returns the open groups. `on_ended` may open further groups, which are played, too.
+          groups: function that returns the open groups. `on_ended` may open further groups, which join the window.
           version: version of the weights.
-          halt: function that returns True once the samples of groups that are not fixed must stop; they stop after the
-            launched dispatches.
+          halt: function that returns True once the groups that are not fixed must stop. They stop when the dispatches
+            in flight have ended.
           repeats: whether the window is repeated from the journal, so that only fixed groups are played.
         """
         for together in self._in_order(list(groups()), version):
@@ -238,9 +236,9 @@ class GroupPlayer:
             self._play_on(groups, version, halt)
 
     def repeat(self, groups: Sequence[OwnGroup], version: int) -> None:
-        """Plays fixed groups through a window, session by session, without other interruptions.
+        """Plays fixed groups through a window, in the sessions of their budgets and without other interruptions.
 
-        A further interruption would begin another session, whose prefill would change the last bits of the samples.
+        An interruption would begin a further session, whose prefill would change the last bits of the samples.
         """
         known = [group for group in groups if group.since <= version and not group.ended]
         if not known or self._closed():
@@ -260,8 +258,8 @@ class GroupPlayer:
     def _play_on(self, groups: Callable[[], Iterable[OwnGroup]], version: int, halt: Callable[[], bool]) -> None:
         """Plays the groups that are not fixed until all are ready, or until `halt` returns True.
 
-        A group that is opened meanwhile joins the session that plays the others, because a further session would
-        prefill all open samples again.
+        A group that is opened during the session joins the session, because a further session would prefill all open
+        samples again.
         """
         rows: list[tuple[Any, TokenBudget]] = []
         begun: set[OwnGroup] = set()
@@ -295,7 +293,7 @@ class GroupPlayer:
                 return
 
     def _look_up_signals(self, groups: Iterable[OwnGroup]) -> bool:
-        """Looks up whether the rewards of groups that have ended differ; returns True if this became known for a group.
+        """Sets `signal` of ended groups whose rewards are known; returns True if there was such a group.
 
         Raises:
           BatchError: a reward function failed.
@@ -307,9 +305,9 @@ class GroupPlayer:
         return len(self._unscored) < len(ended)
 
     def _in_order(self, groups: Sequence[OwnGroup], version: int) -> list[list[OwnGroup]]:
-        """Splits the fixed groups into sets that are played together, and puts these in order.
+        """Splits the fixed groups into sets that are played together, and sorts the sets.
 
-        Under the token clock the groups of the batch that trains next go first.
+        Under the token clock, the groups of the batch that trains next come first.
         """
         fixed = [group for group in groups if group.fixed]
         if self._mode == "wall":
@@ -329,7 +327,7 @@ class GroupPlayer:
 
 
 def with_counts(experience: Experience, worked: Mapping[str, float]) -> Experience:
-    """Adds metrics of a window to a batch, such as its seconds, `time/window`."""
+    """Adds metrics of a window, such as its seconds `time/window`, to the counts of a batch."""
     return dataclasses.replace(experience, counts={**experience.counts, **worked})
 
 
