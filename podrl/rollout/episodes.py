@@ -1,4 +1,4 @@
-"""The pump: plays samples that have environments, and passes turns to the environments and observations back."""
+"""The pump: generates samples with environments, passes turns to the environments and observations to the samples."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ class EpisodeHost(Protocol):
 
 @dataclasses.dataclass
 class EnvironmentClient:
-    """The environments of all samples, as the engine sees them.
+    """The engine's connection to the environments of all samples.
 
     Attributes:
       host: runner of the episodes.
@@ -65,9 +65,9 @@ class EnvironmentClient:
       clock: rollout.clock of the job.
       failed_share: env.failed_share of the job, the largest share of a request's environments that may fail.
       waits_for: calls of environments that the samples wait for (`Episodes.waiting`); '' while a sample runs.
-      started: number of episodes so far, over all requests. It numbers the episodes, so that a late message of a
-        cancelled request is not mistaken for one of a later request.
-      inboxes: unread messages of each open episode, by its number.
+      started: number of episodes so far, over all requests. Episodes are numbered by it, so that a late message of a
+        cancelled request is not taken for a message of a later request.
+      inboxes: unread messages of each open episode, by the episode's number.
     """
 
     host: EpisodeHost
@@ -93,7 +93,7 @@ class EnvironmentClient:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
-    """A call of `RolloutWorker.generate`, with all settings filled in.
+    """A call of `RolloutWorker.generate` with all its settings.
 
     Attributes:
       prompts, group_size, step, sampling: arguments of `RolloutWorker.generate`.
@@ -102,8 +102,8 @@ class RolloutRequest:
       response: largest number of tokens of a sample after its prompt, sampled and appended tokens together.
       mode: 'train' or 'eval'.
       of_step: value of `Task.step` for environments: the training step; in an evaluation, the version of the weights.
-      expected: expected number of tokens of samples by row, for the rows for which it is known.
-      route_bytes: bytes of a token's routes, if they are recorded; else 0.
+      expected: expected number of tokens of a sample, by row; rows without a known number are missing.
+      route_bytes: bytes of a token's routes if they are recorded, else 0.
     """
 
     prompts: Prompts
@@ -135,26 +135,26 @@ class Episode:
     Attributes:
       track: record of the sample; None before its environment has opened it.
       opening: tokens and limits that the sample begins with; None before its environment has sent them.
-      stops: stop strings of the present turn that are one special token, by the id of the token.
+      stops: those stop strings of the present turn that are a single special token, by the token's id.
       strings: the other stop strings of the present turn.
       turns: a record of each turn and observation, as in podrl.types.Rollouts.
       rewards: (index of the token in the completion, reward) of each reward.
-      reward: sum of the environment's rewards; None until it has ended, and if it gave no reward.
+      reward: sum of the environment's rewards; None until the environment has ended, or if it gave no reward.
       metrics: metrics that the environment gave, by name.
       stop: reason why the sample ended (`podrl.types.STOP_ENV` and the others); None while it goes on.
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
       own_text: whether `text` is the environment's own.
       full: whether the sample had no room for the environment's last message.
-      sent_turns: messages to the environment. With them another process can bring a new environment to the same point.
+      sent_turns: turns that were sent to the environment. Another process can repeat them to a new environment.
       received: number of messages from the environment.
-      repeated: number of messages repeated so far, if the environment began again; None when all are repeated, or if it
-        did not begin again.
+      repeated: number of messages that an environment that began again has repeated so far; None if it has repeated all
+        of them, or if the environment did not begin again.
       calls: number of turns that the sample has ended in the present session.
-      branches: branches of the conversation, if the environment asks by Model.chat. `track` is then the record of the
+      branches: branches of the conversation, if the environment calls Model.chat. `track` is then the record of the
         newest request's branch, and after the end a record that joins all branches.
       entered: value of `Branches.drawn` when the sample entered the present session.
-      answers: recorded answers of a checkpoint (podrl.rollout.branches.read_record). An environment that began again
-        gets them for its first requests; the model answers the later requests.
+      answers: recorded answers of a checkpoint (podrl.rollout.branches.read_record) to the first requests of an
+        environment that began again; the model answers the later requests.
       piece: number of the piece of each token of the completion; empty if there is one piece.
       started: time of the start, seconds of `time.monotonic`.
       seconds: seconds from the start to the end of the episode.
@@ -184,14 +184,14 @@ class Episode:
     seconds: float = 0.0
 
     def state(self) -> dict[str, Any]:
-        """Returns the episode's part of a checkpoint, as values for JSON; its track is not included."""
+        """Returns the episode's part of a checkpoint as values for JSON, without the track."""
         state = {name: getattr(self, name) for name in _STATE}
         sent_turns = [[turn.text, turn.stop, list(turn.tokens)] for turn in self.sent_turns]
         state |= {"heard": self.received, "answered": self.own_text, "reward": self.reward}
         return state | {"stops": list(self.stops.items()), "told": sent_turns}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over the values that `state` returned in another process; the environment will begin again."""
+        """Restores the values that `state` returned in another process; the environment will begin again."""
         for name in _STATE:
             setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints lack some
         self.received = state["heard"]
@@ -217,7 +217,7 @@ class EpisodePlayer:
         Args:
           env_client: the environments of all samples.
           request: the request.
-          partial: the samples' state when another process stopped playing them; None if they begin here.
+          partial: state of the samples in another process, which this process continues; None for new samples.
         """
         self.request, self.rows, self.done = request, {}, {}
         self._env_client, self._host, self._dialogue = env_client, env_client.host, env_client.dialogue
@@ -239,7 +239,7 @@ class EpisodePlayer:
 
     def enter(self, session: Session, budget: TokenBudget, calls: int | None = None) -> None:
         if self._session is None:
-            # By the wall clock the tokens in a record come from old versions of the weights. Only a batch that is
+            # Under the wall clock the tokens in a record come from old versions of the weights, so only a batch that is
             # repeated from the journal may use them.
             self._begin_all(session, recorded=budget.repeated or not self._by_wall)
         self._session, self._budget = session, budget
@@ -271,7 +271,7 @@ class EpisodePlayer:
                 continue
             if episode.track is None:
                 self._unopened.setdefault(b // G, set()).add(b)
-            if episode.received == len(episode.sent_turns):  # the environment has had every turn: it speaks next
+            if episode.received == len(episode.sent_turns):  # the next message comes from the environment
                 self._waiting.add(b)
             self._env_client.inboxes[self._first + b] = self._inboxes[b] = []
             self._host.start(self._first + b, self._task(*divmod(b, G)), recorded=recorded)
@@ -304,8 +304,8 @@ class EpisodePlayer:
     def _state(self, episode: Episode) -> tuple[dict[str, Any], Track | None]:
         if episode.stop is not None or (episode.track is not None and episode.branches is None):
             return {"episode": episode.state()}, episode.track
-        # The environment begins again. If it asks the same again, it gets the same answers; by the wall clock, where
-        # the answers depend on time, it may as well get newer ones.
+        # The environment will begin again. If it sends the same requests, it gets the same answers. Under the wall
+        # clock the answers depend on time, so it may get newer answers.
         begun = {"episode": Episode().state()}
         if episode.branches is None or self._by_wall:
             return begun, None
@@ -316,13 +316,13 @@ class EpisodePlayer:
         return all(self._rests(b, episode) for b, episode in self._episodes.items())
 
     def _rests(self, b: int, episode: Episode) -> bool:
-        """Returns True if a sample has left the session: within a turn, or to get its answer in the next session."""
+        """Returns True if a sample has left the session, within a turn or before the environment's next message."""
         if episode.track is None or not episode.track.held:
             return False
         return self._parked(episode) if b in self._waiting else episode.track.stop is None
 
     def _parked(self, episode: Episode) -> bool:
-        """Returns True if messages of the sample's environment wait for the next session."""
+        """Returns True if messages of the sample's environment are handled in the next session only."""
         return self._calls is not None and episode.calls >= self._calls
 
     def count_waiting(self) -> int:
@@ -376,11 +376,10 @@ class EpisodePlayer:
             self._begin(p)
 
     def _repeats(self, b: int, message: EpisodeObservation | EpisodeEnd) -> bool:
-        """Brings an environment that began again to the point that it had reached before, by repeating the messages to
-        it.
+        """Checks whether an environment that began again repeats an earlier message, and sends it the earlier answer.
 
         Returns:
-          True if the message repeats an earlier one, False if it is new.
+          True if the message repeats an earlier message, False if it is new.
         """
         episode = self._episodes[b]
         if episode.repeated is None:
@@ -399,7 +398,7 @@ class EpisodePlayer:
         return True
 
     def _begin_anew(self, b: int) -> None:
-        """Drops all tokens of a sample, because its environment begins again."""
+        """Removes all tokens of a sample, because its environment begins again."""
         if (branches := self._episodes[b].branches) is not None:
             branches.joined(self._session)  # ends the branches in the engine; the joined record is not used
         self._episodes[b] = Episode(started=self._episodes[b].started)
@@ -411,7 +410,7 @@ class EpisodePlayer:
             self._on_chat(b, message, ChatRequest(**message.chat))
             return
         if episode.branches is not None:
-            raise BatchError(f"{self._name(b)} asks by model.chat and by model.say: an episode may use one of them.")
+            raise BatchError(f"{self._name(b)} calls model.chat and model.say: an episode may use one of them.")
         self._reward(b, message.reward)
         tokens, texts = self._encode_observation(b, message)
         used = 0 if episode.track is None else len(episode.track.tokens)
@@ -452,7 +451,7 @@ class EpisodePlayer:
         return tokens, self._stops(b, message)
 
     def _stops(self, b: int, message: EpisodeObservation) -> tuple[str, ...]:
-        """Sets the stop strings of the next turn; returns the strings that are not a single special token."""
+        """Sets the stop strings of the next turn; returns those that are not a single special token."""
         try:
             texts, ids = self._dialogue.stops((*self.request.sampling.stop_strings, *message.stop))
         except ValueError as error:
@@ -466,7 +465,7 @@ class EpisodePlayer:
         return texts
 
     def _on_chat(self, b: int, message: EpisodeObservation, chat: ChatRequest) -> None:
-        """Handles a request that is a conversation: continues a branch, or opens one."""
+        """Handles a request of Model.chat, which continues a branch of the conversation or opens one."""
         episode, request, session = self._episodes[b], self.request, self._session
         p, g = divmod(b, request.group_size)
         if message.overlaps and self._windows:
@@ -478,9 +477,7 @@ class EpisodePlayer:
         self._unopened.get(p, set()).discard(b)
         if episode.branches is None:
             if episode.track is not None or episode.opening is not None:
-                raise BatchError(
-                    f"{self._name(b)} asks by model.say and by model.chat: an episode may use one of them."
-                )
+                raise BatchError(f"{self._name(b)} calls model.say and model.chat: an episode may use one of them.")
             episode.branches = Branches(
                 self._dialogue.tokenizer,
                 key_2=request.keys_PG2[p, g],
@@ -539,16 +536,16 @@ class EpisodePlayer:
         """Drops the remaining recorded answers, because the environment now sends other requests than before."""
         if not self._warned:
             _log.warning(
-                "%s was open when the run was saved. It began again, and now it asks otherwise (after request %d): it "
-                "gets new answers from there on, and the run will differ from the earlier one. A run repeats itself "
-                "only if its agents are functions of their tasks and of the answers.",
+                "%s was open when the run was saved. It began again, and it sends other requests than before (after "
+                "request %d), so it gets new answers, and the run will differ from the earlier one. A run repeats "
+                "itself only if its agents are functions of their tasks and of the answers.",
                 *(self._name(b), len(self._episodes[b].sent_turns)),
             )
         self._warned, self._episodes[b].answers = True, []
 
     @property
     def _by_wall(self) -> bool:
-        """True if time decides which version draws a token, so that the samples cannot be drawn again."""
+        """True if time decides which version draws a token, so that samples cannot be drawn a second time."""
         return self._env_client.clock == "wall" and self.request.mode == "train"
 
     def _join(self, episode: Episode) -> None:
@@ -557,16 +554,16 @@ class EpisodePlayer:
             episode.track, episode.piece, episode.turns = episode.branches.joined(self._session)
 
     def _on_return(self, b: int) -> None:
-        """Takes a conversation out of the session, because its environment has returned and its record is due."""
+        """Takes a conversation out of the session, because its environment has returned and it will be recorded."""
         episode = self._episodes[b]
         if episode.stop is None and episode.branches is not None:
             episode.branches.leave(self._session)
             self._returned.add(b)
 
     def _record_returned(self) -> None:
-        """Sends the routes of episodes whose environments have returned to the record, once they are on the host.
+        """Sends the routes of episodes whose environments have returned to their records, once they are on the host.
 
-        The device copies routes before its next dispatch, so they need not be waited for while samples are running.
+        The device copies routes before its next dispatch, so this only waits for them if no samples are running.
         """
         if self._returned and not self._session.busy:
             self._session.finish_routes()
@@ -596,8 +593,8 @@ class EpisodePlayer:
         if episode.answers and not failed:
             self._drop_recorded_answers(b)
         if failed and episode.branches is not None and self._by_wall:
-            # No record leads to this conversation again, and its tokens leave the loss. The sample keeps nothing of it,
-            # so that the sample of a repeated run is the same.
+            # The journal has no record of this conversation, so a repeated run cannot sample it again, and its tokens
+            # are not in the loss. The sample drops it, so that the sample of a repeated run is the same.
             episode.track, episode.branches, episode.piece, episode.turns = None, None, [], []
         if failed:
             episode.rewards = []  # rewards that an episode got before it was lost would look like its whole reward
@@ -614,7 +611,7 @@ class EpisodePlayer:
         self._end(b, stop, end.text)
 
     def _run_out(self, b: int) -> None:
-        """Ends a sample at the point at which its environment ran out of time in the run that is repeated."""
+        """Ends a sample at the token at which its environment ran out of time in the run that is repeated."""
         self._host.cancel(self._first + b)
         self._waiting.discard(b)
         self._on_done(b, EpisodeEnd(self._first + b, None, {}, None, "deadline"))
@@ -637,10 +634,10 @@ class EpisodePlayer:
         return STOP_EOS if own else STOP_ENV
 
     def _begin(self, p: int) -> None:
-        """Submits the samples of a prompt when each of their environments has opened its sample or ended."""
+        """Submits the samples of a prompt, after each of their environments has opened its sample or ended."""
         G, request = self.request.group_size, self.request
         chosen = [b for b in range(p * G, p * G + G) if b in self._episodes and self._episodes[b].stop is None]
-        # Episodes that send conversations submit their branches themselves.
+        # Episodes that call Model.chat submit their branches in `_on_chat`.
         chosen = [b for b in chosen if self._episodes[b].branches is None]
         ready = []
         for b in chosen:
@@ -688,7 +685,7 @@ class EpisodePlayer:
         self._take_turn(b, track)
 
     def _take_turn(self, b: int, track: Track) -> None:
-        """Passes a turn of the model, which the engine has sampled or a record has, to the environment."""
+        """Sends a turn of the model to the environment; the turn was sampled by the engine or comes from a record."""
         episode = self._episodes[b]
         tokens = track.tokens[track.first :]
         text, stop = track.text, "length"
@@ -711,7 +708,7 @@ class EpisodePlayer:
         self._send_turn(b, turn, drawn)
 
     def _answer_details(self, request: ChatRequest, track: Track) -> dict[str, Sequence[Any]]:
-        """Returns the log-probabilities and texts of the newest turn's tokens, as far as the request asks for them."""
+        """Returns the log-probabilities and texts of the newest turn's tokens, if the request has asked for them."""
         logprobs = track.drawn["raw_logprob"][track.first :] if request.logprobs else ()
         tokenizer, tokens = self._dialogue.tokenizer, track.tokens[track.first :] if request.pieces else ()
         pieces = [tokenizer.decode([token]) or tokenizer.token_text(token) for token in tokens]
@@ -720,12 +717,12 @@ class EpisodePlayer:
     # Records.
 
     def _fill(self, b: int) -> None:
-        """Tells the environment that its sample is full, so that the environment returns."""
+        """Sends the environment the turn FULL: its sample has no more room, so it must return."""
         self._episodes[b].full = True
         self._send_turn(b, Turn("", FULL))
 
     def _send_turn(self, b: int, turn: Turn, drawn: Mapping[str, Any] | None = None) -> None:
-        """Sends a turn to the environment of a sample; the sample waits for the answer from then on.
+        """Sends a turn to the environment of a sample. From then on the sample waits for the answer.
 
         Args:
           b: row of the sample.
@@ -743,9 +740,12 @@ class EpisodePlayer:
             self._host.turn(self._first + b, turn, drawn)
 
     def _reward(self, b: int, reward: float, *, whole: bool = False) -> None:
-        """Puts a reward on the last sampled token.
+        """Adds a reward to the last sampled token, or to the prompt's last token if nothing was sampled.
 
-        A reward of the whole sample (`whole`) goes to the prompt's last token if the sample has no sampled token.
+        Args:
+          b: row of the sample.
+          reward: the reward.
+          whole: whether it is the reward of the whole sample; only such a reward may be given before the first turn.
 
         Raises:
           BatchError: the reward is for a turn, and the model has had no turn yet.
@@ -767,7 +767,7 @@ class EpisodePlayer:
         episode.rewards.append((place, reward))
 
     def _record_observation(self, episode: Episode, message: EpisodeObservation, tokens: int) -> None:
-        """Adds the records of an observation; the first record counts all its tokens, which are encoded together."""
+        """Adds the records of an observation; its tokens are encoded together, so the first record counts them all."""
         records = [dict(record) for record in message.records]
         if not records and tokens:
             records = [{"by": "environment", "text": message.observation}]

@@ -263,7 +263,7 @@ def test_a_crash_names_the_agent(play):
 
 
 def test_what_cannot_be_played_is_refused(play):
-    with pytest.raises(BatchError, match=r"model\.chat and by model\.say"):
+    with pytest.raises(BatchError, match=r"model\.chat and model\.say"):
         play("Mixes")
 
 
@@ -322,7 +322,7 @@ def test_an_agent_that_asks_otherwise_after_a_kill_is_named_and_goes_on_from_its
             rollouts = worker.rows(after, 0.0)
         finally:
             worker.env_client = None
-    assert "asks otherwise (after request 1)" in caplog.text
+    assert "sends other requests than before (after request 1)" in caplog.text
     assert not faults(rollouts, step=3, max_staleness=2)
     assert part.rows["count_B"].tolist() == [8] * 4 and (part.rows["version_X"] == 1).all()
     for b, tokens in enumerate(part.rows["tokens_X"].reshape(4, 8)):
