@@ -54,4 +54,4 @@ def _filled(question: str, fields: Mapping[str, Any], hint: str) -> str:
         return plain.text(value)
 
     filled = _SLOT.sub(text, hint)
-    return filled if f"{{{_ASKED}}}" in hint else f"{question}\n\n{filled}"
+    return filled if f"{{{_QUESTION_SLOT}}}" in hint else f"{question}\n\n{filled}"

@@ -13,7 +13,7 @@ import pytest
 from podrl.mesh.build import make_mesh
 from podrl.models.attention import _kernel, attention, dense
 from podrl.models.config import GLOBAL_WINDOW
-from podrl.models.prefix_attention import _told, needed_blocks
+from podrl.models.prefix_attention import _bounds, needed_blocks
 from podrl.plan.chips import parse_topology, prepare
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -130,8 +130,8 @@ def test_blocks_are_visited_where_something_is_seen(window):
     rows += (((512, 0), (256, 1), (300, 2), (200, 2), (130, 1, 384)),)
     T, size = 1536, 256
     segment_BT, shared = layout(T, rows)
-    told = (segment_BT, *shared)
-    needed = np.asarray(needed_blocks(_told(*told, 0), jnp.int32(window), size))
+    bounds = (segment_BT, *shared)
+    needed = np.asarray(needed_blocks(_bounds(*bounds, 0), jnp.int32(window), size))
     n = T // size
     exact = _mask(T, rows, window).reshape(len(rows), n, size, n, size).any((2, 4)) | np.eye(n, dtype=bool)
     assert not (exact & ~needed).any()
@@ -227,8 +227,8 @@ def test_the_kernel_compiles_for_tpu(topology, monkeypatch: pytest.MonkeyPatch):
     # Rows end within a block; blocks are shorter for many wide heads of float32.
     for T, N, K, H, dtype, softcap in ((2688, 8, 4, 128, jnp.bfloat16, 0.0), (1024, 16, 2, 256, jnp.float32, 50.0)):
         of = lambda *shape, kind=dtype: jax.ShapeDtypeStruct(shape, kind, sharding=rows)  # noqa: E731
-        told = [of(4, T, kind=jnp.int32)] * 3
+        bounds = [of(4, T, kind=jnp.int32)] * 3
         window = jax.ShapeDtypeStruct((), jnp.int32)
         grads = jax.jit(jax.grad(functools.partial(total, softcap=softcap), argnums=(0, 1, 2)))
-        text = grads.lower(of(4, T, N, H), of(4, T, K, H), of(4, T, K, H), *told, window).compile().as_text() or ""
+        text = grads.lower(of(4, T, N, H), of(4, T, K, H), of(4, T, K, H), *bounds, window).compile().as_text() or ""
         assert all(f"prefix_attention_{name}" in text for name in ("fwd", "dq", "dkv"))

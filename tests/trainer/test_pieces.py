@@ -17,7 +17,7 @@ from podrl.mesh.build import make_mesh
 from podrl.mesh.rules import batch_shards
 from podrl.models import decoder
 from podrl.models.config import GLOBAL_WINDOW
-from podrl.models.prefix_attention import _told, needed_blocks
+from podrl.models.prefix_attention import _bounds, needed_blocks
 from podrl.trainer import state as state_lib
 from podrl.trainer.pack_shape import PackShape
 from podrl.trainer.packing import place, place_samples
@@ -130,9 +130,9 @@ def test_what_a_tree_of_branches_costs():
     placement = place_samples(rollouts, np.arange(1), shape)
     layout = placement.layout(rollouts.tokens_BT)
     assert placement.packed == given_ + 4 * size + 3
-    told = [jnp.asarray(x[0]) for x in (layout.segment_BT, layout.last_BT, layout.position_BT)]
+    bounds = [jnp.asarray(x[0]) for x in (layout.segment_BT, layout.last_BT, layout.position_BT)]
     n = -(-4224 // 512)
-    needed = needed_blocks(_told(*told, n * 512 - 4224), jnp.int32(GLOBAL_WINDOW), 512)
+    needed = needed_blocks(_bounds(*bounds, n * 512 - 4224), jnp.int32(GLOBAL_WINDOW), 512)
     pairs = given_**2 / 2 + 4 * (size * given_ + size**2 / 2)
     assert float(needed.sum()) * 512**2 < 1.5 * pairs  # whole diagonal blocks count; branches are unaligned
     apart = place_samples(rollouts, np.arange(1), PackShape(1, 4, 2560))
