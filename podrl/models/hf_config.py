@@ -553,7 +553,7 @@ def _rope(
         )
         if shared and differs:
             raise ValueError(
-                f"{where} has {', '.join(f'{name}={value!r}' for name, value in sorted(told.items()))} beside "
+                f"{where} has {', '.join(f'{name}={value!r}' for name, value in sorted(legacy.items()))} beside "
                 f"rope_parameters={shared!r}, which contradict them: delete one of the two spellings."
             )
     return tuple(parsed[s][0] for s in sliding), tuple(parsed[s][1] for s in sliding)
