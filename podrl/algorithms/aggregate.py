@@ -152,9 +152,10 @@ def as_token_mean(
     eps: float = 0.0,
     over_BT: Float[np.ndarray, "B T"] | None = None,
 ) -> Float[np.ndarray, "B 1"]:
-    """Returns a factor for each sequence's values with which a mode yields their mean over loss tokens.
+    """Returns a factor for the values of each sequence: `aggregate` of values times factors is their mean over tokens.
 
-    With it, two parts of a loss can be aggregated in one sum although each part has its own denominator.
+    With this factor, a part of a loss that is a mean over tokens can be added to the values of another part, although
+    the mode has another denominator.
 
     Args:
       mask_BT: 1 on loss tokens; each row is one sequence, not packed.

@@ -91,7 +91,7 @@ class ProgramCost:
     read: float = 0.0
 
     def by_kind(self, parts: float = 1.0) -> dict[str, dict[str, float]]:
-        """Returns count and bytes of each kind of collective in one of `parts` equal parts of the execution."""
+        """Returns the count and the bytes of each kind of collective, divided by `parts`, a number of equal executions."""
         kinds: dict[str, dict[str, float]] = {}
         for c in self.collectives:
             had = kinds.setdefault(c.kind, {"count": 0.0, "bytes": 0.0})

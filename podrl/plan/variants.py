@@ -115,7 +115,7 @@ def _try(variant: Variant, failed: CompileResult) -> Trial:
 
 
 def _trial(keys: tuple[str, ...], measured: Sequence[CompileResult]) -> Trial:
-    """Sums up measured programs that must all fit: the memory of the worst, and the seconds of all."""
+    """Makes a trial of measured programs, all of which must fit: the largest memory of one, and the seconds of all."""
     worst = max(measured, key=lambda m: (not m.fits, m.peak + m.resident))
     return Trial(
         keys,

@@ -88,7 +88,7 @@ class Gauges:
             self.see({name: value for name, value in record.items() if isinstance(value, int | float)})
 
     def see(self, values: Mapping[str, float]) -> None:
-        """Adds the times of a step's or an evaluation's record to the times that the run has spent."""
+        """Adds the times in the record of a step or an evaluation to the sums of the run."""
         spent = self._spent
         spent["start"] += sum(values.get(name, 0.0) for name in _BEGINNING)
         spent["evaluation"] += values.get("time/evaluation", 0.0)

@@ -18,7 +18,7 @@ VARIANTS = {
         *("--config.ppo.num_iterations=2", "--config.trainer.mini_batch_size=2", "--config.ppo.critic_warmup=1"),
         "--config.trainer.critic_learning_rate=1e-3",
     ),
-    # Batches in flight whose groups were replaced from further prompts.
+    # A batch is in flight while dynamic sampling replaces groups of the next batch.
     "dapo": (
         *("--config.algorithm=dapo", "--config.grpo.max_staleness=1", "--config.grpo.overlong_filter=True"),
         "--config.reward.fns=('answer',)",

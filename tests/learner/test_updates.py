@@ -137,8 +137,8 @@ def moved(before, after):
     return any(not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
 
 
-def test_every_update_and_scoring_is_noted_as_under_way(bench, monkeypatch):
-    """Programs that are not counted are not bounded, and too many of them at once hang pods on CPU."""
+def test_every_update_and_scoring_is_added_to_the_backlog(bench, monkeypatch):
+    """The backlog bounds the programs in flight, because too many of them at once hang pods on CPU."""
     noted = []
     monkeypatch.setattr(Backlog, "add", lambda self, result: noted.append(result))
     bench._train(parsed("ppo", {}))

@@ -75,7 +75,7 @@ class Sandboxes:
 
     def _begin(self) -> None:
         if sys.platform != "linux" or os.uname().machine != "x86_64":
-            raise RefusedError("programs are isolated on Linux x86-64 alone.")
+            raise RefusedError("programs can be isolated only on Linux x86-64.")
         self._start_server()
         found = self._test(_PROBE)
         if "refused" in found and (bwrap := shutil.which("bwrap")):

@@ -35,7 +35,8 @@ _ADMINISTRATION = (
     *(313, 320, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 443, 444, 445, 446),
 )
 PROGRAM = tuple(sorted({*_PROCESSES, *_MEMORY, *_NETWORK, *_OTHERS, *_ADMINISTRATION}))
-CHECKER = tuple(number for number in PROGRAM if number != 319)  # memfd_create makes the file that a program reads
+# The checker may call memfd_create (319), with which it makes the file that a program reads.
+CHECKER = tuple(number for number in PROGRAM if number != 319)
 
 # PyDLL keeps the interpreter's lock during a call. `clone` needs that: it copies the calling thread alone.
 _libc = ctypes.PyDLL(None, use_errno=True)
