@@ -91,7 +91,7 @@ class ProgramCost:
     read: float = 0.0
 
     def by_kind(self, parts: float = 1.0) -> dict[str, dict[str, float]]:
-        """Returns the count and the bytes of each kind of collective, divided by `parts`, a number of equal executions."""
+        """Returns the count and the bytes of each kind of collective, divided by `parts`, for a part of the work."""
         kinds: dict[str, dict[str, float]] = {}
         for c in self.collectives:
             had = kinds.setdefault(c.kind, {"count": 0.0, "bytes": 0.0})
