@@ -1,4 +1,4 @@
-"""Open groups: prompts with their samples that no batch holds yet, in a single process or on the leader of a pod."""
+"""Open groups: prompts and their samples that are in no batch yet, in a single process or on the leader of a pod."""
 
 import abc
 import dataclasses
@@ -23,13 +23,13 @@ class Group(abc.ABC):
     Attributes:
       prompts: the prompts.
       number: position of the group in the order of submission.
-      submit_step: step in the random keys of the samples: the step of the prompts' batch, or the step at which the
-        prompt was submitted again.
-      repeated: whether the prompt was submitted before, and its earlier samples became too old.
-      origin: the samples in the state of a checkpoint or another host; None if they begin here, or have continued
-        since.
-      looked_up: oldest version known to have drawn a token; None if no token is known.
-      signal: whether the samples' rewards differ, or dynamic sampling is off; None as long as a reward is not known.
+      submit_step: step at which the prompts were submitted, the last time if more than once; a part of the samples'
+        random keys.
+      repeated: whether the prompt was submitted again because its earlier samples became too old.
+      origin: state of the samples in a checkpoint or on another host, from which they continue; None if they begin in
+        this process, or after they have continued.
+      looked_up: oldest version that is known to have drawn a token; None if no token is known.
+      signal: whether the rewards of the samples differ, or dynamic sampling is off; None until all rewards are known.
     """
 
     prompts: Prompts
@@ -50,7 +50,7 @@ class Group(abc.ABC):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Identity of the group: position of the first prompt in the data, and the step at which it was submitted."""
+        """Identity of the group: position of the first prompt in the data, and `submit_step`."""
         return self.index, self.submit_step
 
     @property
@@ -65,7 +65,7 @@ class Group(abc.ABC):
 
     @property
     def drawn(self) -> int | None:
-        """Oldest version known to have drawn a token; None if no token is known."""
+        """Oldest version that is known to have drawn a token; None if no token is known."""
         return self.looked_up
 
     @property
@@ -82,13 +82,13 @@ class Group(abc.ABC):
         """Returns the values and records of the samples, in the form of podrl.rollout.players.Player.state."""
 
     def part(self, step: int) -> PartialBatch:
-        """Copies the present state of the samples, for a checkpoint, as a part of a step's batch."""
+        """Copies the present state of the samples as a part of a step's batch, for a checkpoint."""
         states = self.states() if self.origin is None else ()
         whole = self.origin or of_tracks(self.prompts, states, prompt_count=bool(states), step=step, quantum=0)
         return self.marked(whole, step)
 
     def marked(self, part: PartialBatch, step: int) -> PartialBatch:
-        """Copies the samples with `submit_step` and `repeated`, as a part of a step's batch."""
+        """Returns `part` as a part of a step's batch, with `submit_step` and `repeated` added to its samples."""
         own = {"asked": self.submit_step, "repeated": self.repeated}
         return dataclasses.replace(part, step=step, samples=[{**sample, **own} for sample in part.samples])
 
@@ -98,7 +98,7 @@ _NONE: Mapping[tuple[int, int], PartialBatch] = {}
 
 
 class OpenGroups(Generic[_G]):
-    """The groups that no batch holds yet.
+    """The groups that are in no batch yet.
 
     Attributes:
       groups: the open groups, in the order of submission.
@@ -117,24 +117,24 @@ class OpenGroups(Generic[_G]):
         Args:
           clock: clock that decides which groups make a batch, and which prompts are submitted again.
           size: number of groups of a batch.
-          make: function that makes a group from the values of the fields of `Group`, in their order.
-          ends: function from a number of prompts to the boundaries of their groups, indices of prompts that begin with
-            0; by default each prompt is a group.
+          make: function that makes a group; its arguments are the first five fields of `Group`.
+          ends: function from a number of prompts to the boundaries of their groups, which are indices of prompts and
+            begin with 0; by default each prompt is a group.
         """
         self._clock, self._size, self._make, self._ends = clock, size, make, ends
         self.groups: list[_G] = []
         self.position = b""
         self._submitted = 0
-        # Prompts that take the places of groups without a signal, each with the only step that may open it.
+        # (step, prompts): in this step, the prompts may replace a group without a signal.
         self._reserve: list[tuple[int, Prompts]] = []
-        self._resumed_reserve: int | None = None  # prompts in reserve of each batch of the checkpoint
+        self._resumed_reserve: int | None = None  # number of prompts in reserve of each batch of the checkpoint
         self._counts: dict[int, Mapping[str, float]] = {}  # by step
 
     def resume(self, step: int, pending: Sequence[PartialBatch]) -> None:
-        """Takes over the groups of a checkpoint.
+        """Opens the groups of a checkpoint.
 
-        A group begins anew if its samples cannot become the samples of its entry in the journal: after the checkpoint,
-        a host with these samples was lost, and other samples were drawn.
+        The samples of a group begin anew if they cannot become the samples of the group's entry in the journal. This
+        happens if the run lost the host of these samples after the checkpoint, and another host drew other samples.
 
         Args:
           step: number of steps that are done.
@@ -153,16 +153,16 @@ class OpenGroups(Generic[_G]):
                 record = self._clock.recorded(int(prompts.index_P[0]), int(values["asked"]), step)
                 known = record is None or agrees(record, _runs(origin), step)
                 self._add(prompts, int(values["asked"]), bool(values["repeated"]), origin if known else None)
-        # Every batch has equally many prompts in reserve, because `submit` refuses another number, and a step opens
-        # them only after its checkpoint.
+        # All batches have equally many prompts in reserve, because `submit` refuses another number, and a step uses its
+        # reserve only after its checkpoint.
         if self._keeps_reserve and (batches := len(self.groups) // self._size):
             self._resumed_reserve = len(reserve) // batches
             self._reserve += [(step + i * batches // len(reserve), prompts) for i, prompts in enumerate(reserve)]
 
     def submit(self, prompts: Prompts, step: int) -> None:
-        """Opens the groups of a step's batch, made from its prompts.
+        """Opens groups for the prompts of a step's batch.
 
-        Under the wall clock, prompts after the first `size` prompts are the step's reserve for dynamic sampling.
+        Under the wall clock, the prompts after the first `size` prompts are the step's reserve for dynamic sampling.
 
         Raises:
           ValueError: the batches of the checkpoint have another number of prompts in reserve.
@@ -184,11 +184,11 @@ class OpenGroups(Generic[_G]):
         """Drops groups without a signal, and opens a prompt of the step's reserve for each of them (dynamic sampling).
 
         Args:
-          step: the step whose batch is to be decided next.
+          step: the step whose batch is decided next.
           give_up: function that cancels the open samples of a group.
 
         Returns:
-          Whether groups were opened.
+          True if groups were opened.
 
         Raises:
           ValueError: the step is repeated, and the journal drops more groups than there are prompts in reserve.

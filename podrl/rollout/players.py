@@ -1,7 +1,7 @@
-"""Plays requests on a session: the loop that steps the engine, and the player of samples without environments.
+"""The loop that steps the engine until requests are done, and the player of samples without environments.
 
-A player holds the samples of one request from their first token to their last, over one or several sessions. In each
-session that it enters, its samples draw all their tokens, or at most a quantum of tokens, and then rest.
+A player has the samples of one request from their first token to their last, over one or several sessions. In each
+session its samples draw all their tokens, or at most a quantum of tokens, and then wait for the next session.
 """
 
 import collections
@@ -15,17 +15,17 @@ from podrl.rollout.partial import PartialBatch, fill
 from podrl.rollout.token_budget import TokenBudget, as_budget
 
 _POLL_S = 1.0  # the longest wait for environments before `EnvironmentClient.waits_for` names them
-_HALT_S = 0.02  # the same if the caller may halt the samples, because its signal is seen only between two waits
-_RARELY = 6  # failed trials of `Pace` in a row after which trials become no rarer
-_BUNCH_S = 0.002  # while no sample runs, answers less than this apart are handled together
+_HALT_S = 0.02  # the longest wait if the caller may halt the samples, which is noticed only between two waits
+_RARELY = 6  # after this many failed trials of `Pace` in a row, trials become no rarer
+_BUNCH_S = 0.002  # while no sample runs, answers that come within this time are handled together
 
 
 class Player(Protocol):
-    """Plays the samples of one request.
+    """Generates the samples of one request.
 
     Attributes:
       request: the request.
-      rows: row b of each sample, group-major, by the sample's record.
+      rows: row b of each sample, group-major, by the sample's track.
       done: samples that have ended, by row.
     """
 
@@ -37,18 +37,18 @@ class Player(Protocol):
         """Submits the open samples to a session.
 
         Args:
-          session: session on which the samples are played until all rest.
-          budget: tokens that each sample may draw on the session.
-          calls: turns that each sample may end on the session, if `budget` has a quantum; None for any number.
+          session: session of the engine.
+          budget: number of tokens that each sample may draw in the session.
+          calls: number of turns that each sample may end in the session, if `budget` has a quantum; None for no limit.
         """
         ...
 
     def handle_messages(self) -> None:
-        """Acts on the messages of environments."""
+        """Handles the messages of environments."""
         ...
 
     def count_waiting(self) -> int:
-        """Counts the samples that wait for an answer of their environment on this session."""
+        """Counts the samples that wait in this session for an answer of their environment."""
         ...
 
     def event(self, track: Track) -> None:
@@ -60,7 +60,7 @@ class Player(Protocol):
         ...
 
     def resting(self) -> bool:
-        """True when none of the samples has anything to do on this session."""
+        """Returns True if no sample has anything left to do in this session."""
         ...
 
     def abandon(self) -> None:
@@ -68,7 +68,7 @@ class Player(Protocol):
         ...
 
     def state(self) -> list[tuple[dict[str, Any], Track | None]]:
-        """Returns each sample's part of a checkpoint: values for JSON, and its record, or None if it has none yet."""
+        """Returns the part of each sample in a checkpoint: values for JSON, and its track; None before it has one."""
         ...
 
 
@@ -76,14 +76,14 @@ Chosen = Sequence[tuple[Player, int | TokenBudget | None]]  # players, and the t
 
 
 class PlainPlayer:
-    """Plays samples that have no environment; makes no samples if `max_new` is 0. Implements Player."""
+    """The Player of samples without environments; it makes no samples if `max_new` is 0."""
 
     def __init__(self, request: RolloutRequest, partial: PartialBatch | None = None):
         """Stores the request; `enter` starts its samples.
 
         Args:
           request: the request.
-          partial: the samples as another process left them; None if they begin here.
+          partial: state of the samples in another process, which this process continues; None for new samples.
         """
         self.request, self.rows, self.done = request, {}, {}
         self._partial, self._open = partial, {}
@@ -152,14 +152,14 @@ def play(
     between: Callable[[], None],
     halt: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[Player, int, Track | Episode]]:
-    """Plays players on a session until all their samples rest, or until `halt` returns True.
+    """Steps a session until all samples of the players rest, or until `halt` returns True.
 
     Args:
       session: the session.
       players: players in the order in which their samples get lanes, each with the quantum or the budget of its
-        samples. Players that the caller appends meanwhile are played, too.
-      calls: turns that each sample may end on the session (`Player.enter`).
-      env_client: the environments' side; None if samples have no environments.
+        samples. The caller may append players while the loop runs.
+      calls: number of turns that each sample may end in the session (`Player.enter`).
+      env_client: client of the environments; None if samples have no environments.
       between: function that is called before each step of the engine.
       halt: function that returns True once all samples must stop where they are; None if they never must.
 
@@ -208,12 +208,12 @@ def play(
 class Pace:
     """Decides whether the next dispatch is launched before the dispatch in flight is read, or after.
 
-    If it is launched before, the lanes of samples that pause or end in the dispatch in flight stay idle for the whole
-    next dispatch. If it is launched after, paused samples may have been answered and decode on, and waiting samples get
-    the lanes of samples that ended. But the device is idle until the launch.
+    If it is launched before, the lanes of samples that pause or end in the dispatch in flight are idle during the whole
+    next dispatch. If it is launched after, paused samples may have their answers and continue, and waiting samples get
+    the lanes of samples that ended; but the device is idle until the launch.
 
-    For paused samples a later launch pays if answers come fast. `Pace` finds this out by trials, which become rarer as
-    more of them fail in a row. The tokens of samples do not depend on these decisions.
+    For paused samples a later launch pays off if answers come fast. `Pace` finds this out by trials, which become rarer
+    while they fail. The tokens of samples do not depend on these decisions.
     """
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.perf_counter):
@@ -251,9 +251,9 @@ class Pace:
         self._shares.append(left / samples)
 
     def wait(self, env_client: EnvironmentClient, players: Sequence[Player]) -> None:
-        """Waits for answers while the device is idle, at most as long as the answered samples' lanes are worth."""
+        """Waits for answers while the device is idle, at most as long as the lanes of the paused samples are worth."""
         lane_s = min(self._session.took, default=0.0) / self._samples  # value of a lane, in seconds of the device
-        since = self._since - 2 * max(self._session.planned, default=0.0)  # the next launch costs idle time as well
+        since = self._since - 2 * max(self._session.planned, default=0.0)  # the launch costs idle time, too
         before = left = _waiting(players)
         while left and (rest := since + lane_s * self._paused - self._clock()) > 0:
             if not _poll(env_client, players, min(rest, lane_s * left)):
@@ -262,7 +262,7 @@ class Pace:
         if before:
             paid = lane_s * (before - left) > self._clock() - since
             self._failed = 0 if paid else min(self._failed + 1, _RARELY)
-            self._rest = 2**self._failed // 2  # after a single failure the next dispatch is a trial again
+            self._rest = 2**self._failed // 2  # after one failure the next dispatch is another trial
 
 
 def _mean(values: Collection[float]) -> float:
@@ -274,7 +274,7 @@ def _waiting(players: Sequence[Player]) -> int:
 
 
 def _poll(env_client: EnvironmentClient, players: Sequence[Player], wait_s: float) -> int:
-    """Waits at most `wait_s` seconds for messages of environments, and lets the players act on them.
+    """Waits at most `wait_s` seconds for messages of environments, and lets the players handle them.
 
     Returns:
       The number of messages.
@@ -286,10 +286,10 @@ def _poll(env_client: EnvironmentClient, players: Sequence[Player], wait_s: floa
 
 
 def _listen(session: Session, env_client: EnvironmentClient, players: Sequence[Player], most_s: float) -> None:
-    """Handles messages of environments. Does not wait while the device has work; else waits for the first messages.
+    """Handles messages of environments, and waits for them only if the device is idle.
 
-    If the device is idle, it waits at most `most_s` seconds for the first message, and a moment for further messages.
-    If none comes, `env_client.waits_for` names the environments that the samples wait for.
+    The wait for the first message takes at most `most_s` seconds, and the wait for further messages a moment. If no
+    message comes, `env_client.waits_for` names the environments that the samples wait for.
     """
     idle = not session.busy
     count = _poll(env_client, players, most_s if idle else 0.0)
