@@ -43,14 +43,14 @@ def serve(solve: Callable[[dict[str, Any]], Any]) -> None:
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
-        given = json.loads(line)
-        os.environ[BASE_URL], os.environ[API_KEY] = given["base_url"], given["api_key"]
-        os.environ.update(zip(_OTHERS, (given["base_url"].removesuffix("/v1"), given["api_key"]), strict=True))
+        request = json.loads(line)
+        os.environ[BASE_URL], os.environ[API_KEY] = request["base_url"], request["api_key"]
+        os.environ.update(zip(_OTHERS, (request["base_url"].removesuffix("/v1"), request["api_key"]), strict=True))
         try:
-            result = _fields(solve(given["task"]))
-            written = json.dumps({**result, "id": given["id"]})
+            result = _fields(solve(request["task"]))
+            written = json.dumps({**result, "id": request["id"]})
         except Exception:  # noqa: BLE001 - podrl receives the error and counts the lost sample
-            written = json.dumps({"id": given["id"], "error": traceback.format_exc()[-4000:]})
+            written = json.dumps({"id": request["id"], "error": traceback.format_exc()[-4000:]})
         results.write(written + "\n")
         results.flush()
 

@@ -284,15 +284,15 @@ def lay_out(tokens: dict[str, np.ndarray], layout: Places, junk: float = 0.0) ->
         x_BT[layout.row, layout.column] = tokens[name]
         return x_BT
 
-    given = {"mask": jnp.asarray(rows("mask", 0.0)), "length": jnp.asarray(rows("length", 1.0))}
+    inputs = {"mask": jnp.asarray(rows("mask", 0.0)), "length": jnp.asarray(rows("length", 1.0))}
     for name in ("logprob", "entropy", *(name for name in NAMES if name in tokens)):
         x_BT = rows(name, junk)
         x_BT[layout.row[~keep], layout.column[~keep]] = junk
-        given[name] = jnp.asarray(x_BT)
+        inputs[name] = jnp.asarray(x_BT)
     segment_BT = np.zeros((ROWS, WIDTH), np.int32)
     segment_BT[layout.row, layout.column] = layout.segment
-    logprob_BT, entropy_BT, mask_BT, length_BT = (given.pop(name) for name in ("logprob", "entropy", "mask", "length"))
-    return logprob_BT, entropy_BT, policy_rows(jnp.asarray(segment_BT), mask_BT, length_BT, **given)
+    logprob_BT, entropy_BT, mask_BT, length_BT = (inputs.pop(name) for name in ("logprob", "entropy", "mask", "length"))
+    return logprob_BT, entropy_BT, policy_rows(jnp.asarray(segment_BT), mask_BT, length_BT, **inputs)
 
 
 @functools.lru_cache(maxsize=32)

@@ -80,13 +80,13 @@ def held_out_pairs(
         opened = [(part.config, part.train) for part in split(whole, check_form).parts]
     else:
         opened = [(part.config, part.held_out) for part in split(data, check_form).parts]
-    made = interleaved([_made(_Writer(config, tokenizer, limit), records) for config, records in opened])
-    chosen = list(itertools.islice((pair for pair in made if not isinstance(pair, TooLong)), count))
+    read = interleaved([_read_pairs(_Writer(config, tokenizer, limit), records) for config, records in opened])
+    chosen = list(itertools.islice((pair for pair in read if not isinstance(pair, TooLong)), count))
     cuts = [chosen[i : i + pairs] for i in range(0, len(chosen), pairs)]
     return [SFTBatch.of([e for pair in cut for e in pair], max_length, tokenizer.pad_id, b"") for cut in cuts]
 
 
-def _made(write: "_Writer", records: sources.Source) -> Iterator[_Pair | TooLong]:
+def _read_pairs(write: "_Writer", records: sources.Source) -> Iterator[_Pair | TooLong]:
     return (sources.make(records, i, functools.partial(write, i)) for i in range(len(records)))
 
 
@@ -100,13 +100,13 @@ class _Writer:
     def __call__(self, index: int, record: Any) -> _Pair | TooLong:
         if self._data.path in EMBEDDED:
             prompt, fields = self._render(record)
-            made = [
+            examples = [
                 encode([prompt, *answer], self._tokenizer, self._limit)
                 for answer in forms(record, fields, RandomDraws(self._data.seed, 3, index))
             ]
         else:
-            made = answers.of_record(record, ("chosen", "rejected"), self._render, self._tokenizer, self._limit)
-        chosen, rejected = made
+            examples = answers.of_record(record, ("chosen", "rejected"), self._render, self._tokenizer, self._limit)
+        chosen, rejected = examples
         if isinstance(chosen, TooLong) or isinstance(rejected, TooLong):
             return TooLong()
         if chosen.tokens == rejected.tokens:

@@ -260,10 +260,10 @@ def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | 
         match event:
             case BaseException():
                 messages.put(event)
-            case {"say": episode, **said}:
-                cuts = tuple(tuple((start, end) for start, end in group) for group in said["cuts"])
-                lists = {"stop": tuple(said["stop"]), "records": tuple(said["records"]), "cuts": cuts}
-                messages.put(EpisodeObservation(episode, **{**said, **lists}))
+            case {"say": episode, **fields}:
+                cuts = tuple(tuple((start, end) for start, end in group) for group in fields["cuts"])
+                lists = {"stop": tuple(fields["stop"]), "records": tuple(fields["records"]), "cuts": cuts}
+                messages.put(EpisodeObservation(episode, **{**fields, **lists}))
             case {"returned": episode}:
                 messages.put(EpisodeReturn(episode))
             case {"done": episode, **result}:

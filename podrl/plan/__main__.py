@@ -170,8 +170,8 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     name, rest = launch.take_config(argv)
     config = launch.load_config(launch.find_config(name))
-    given = {arg.partition("=")[0]: arg.partition("=")[2] for arg in rest}
-    trainer, rollout = _topologies(given.get("--trainer", ""), given.get("--rollout", ""))
+    options = {arg.partition("=")[0]: arg.partition("=")[2] for arg in rest}
+    trainer, rollout = _topologies(options.get("--trainer", ""), options.get("--rollout", ""))
     purpose = f"It would compile every program of the job, training for {trainer} and decoding for {rollout}, and say "
     gpus = max(trainer.shape[0], rollout.shape[0]) if trainer.predicted else 0
     chips.prepare(os.environ, f"{purpose}whether they fit and how long a step takes at best.", gpus=gpus)

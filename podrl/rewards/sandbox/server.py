@@ -85,39 +85,39 @@ def _start(descriptor: int, alive: int, limits: Bounds) -> int | None:
       The sandbox's process id, or None if no process could be forked.
     """
     job = socket.socket(fileno=descriptor)
-    mapped, tell = os.pipe()
+    map_read, map_write = os.pipe()
     pid = None
     try:
         pid = kernel.clone()
         if pid == 0:
-            _isolated(job, mapped, alive, limits)
+            _isolated(job, map_read, alive, limits)
         kernel.map_user(pid)
-        os.write(tell, b"1")
+        os.write(map_write, b"1")
     except kernel.IsolationError as error:
         job.sendall(json.dumps({"passed": [], "said": "", "refused": error.strerror}).encode())
     finally:
         job.close()
-        os.close(mapped)
-        os.close(tell)
+        os.close(map_read)
+        os.close(map_write)
     return pid
 
 
-def _isolated(job: socket.socket, mapped: int, alive: int, limits: Bounds) -> None:
+def _isolated(job: socket.socket, map_read: int, alive: int, limits: Bounds) -> None:
     """Isolates this process, tests a program, and ends this process; it never returns."""
     try:
-        kernel.close_all_but(job.fileno(), mapped, alive)
+        kernel.close_all_but(job.fileno(), map_read, alive)
         nothing = os.open("/dev/null", os.O_RDWR)
         for standard in range(3):
             os.dup2(nothing, standard)
         kernel.die_with_parent()
-        if os.read(mapped, 1) == b"1":
-            os.close(mapped)
+        if os.read(map_read, 1) == b"1":
+            os.close(map_read)
             kernel.enter_root(limits["paths"], limits["disk_mb"])
             kernel.become_nobody()
             kernel.die_with_parent()  # again, because the change of user has cleared the setting
-            gone = select.poll()
-            gone.register(alive, select.POLLHUP)
-            if gone.poll(0):  # the parent ended before the line above, so the kernel will not end this process
+            parent = select.poll()
+            parent.register(alive, select.POLLHUP)
+            if parent.poll(0):  # the parent ended before the line above, so the kernel will not end this process
                 return
             check(job, limits)
     except kernel.IsolationError as error:
