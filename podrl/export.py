@@ -54,7 +54,7 @@ def export_params(
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     prompts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes weights (adapters merged), config.json and tokenizer files to `out`, complete or not at all.
+    """Writes weights with merged adapters, config.json and tokenizer files to `out`, all of them or none.
 
     Args:
       config: configuration of the model.
@@ -96,7 +96,7 @@ def export_params(
 
 
 def restore_params(workdir: Place, step: int | None, abstract: PyTree) -> tuple[int, PyTree]:
-    """Restores the trained parameters of a run's checkpoint, without its optimizer state, bit for bit.
+    """Restores the trained parameters of a run's checkpoint bit for bit, without the optimizer state.
 
     Args:
       workdir: directory of the run, which may still be training.
@@ -159,12 +159,12 @@ def read_run(workdir: Place) -> RunModel:
     """
     raw = identity.read(workdir, absolute(workdir / "checkpoints"))
     if raw is None:
-        raise ValueError(f"--workdir={workdir} has no config.json: give the directory a run of podrl.launch wrote to.")
+        raise ValueError(f"--workdir={workdir} has no config.json: give the directory of a run of podrl.launch.")
     try:
         return _run_model(raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{workdir}/config.json is not what podrl.launch wrote ({type(error).__name__}: {error}): give the "
+            f"{workdir}/config.json was not written by podrl.launch ({type(error).__name__}: {error}): give the "
             "directory of a run."
         ) from error
 
@@ -172,7 +172,7 @@ def read_run(workdir: Place) -> RunModel:
 def _run_model(raw: Mapping[str, Any]) -> RunModel:
     if not raw["model"]["path"]:
         raise ValueError(
-            "The run was given its model as an object, so config.json names no model.path: train with actor=DIRECTORY "
+            "The run got its model as a Python object, so config.json names no model.path: train with actor=DIRECTORY "
             "or podrl.from_pretrained(DIRECTORY), or write the weights with podrl.export.export_params."
         )
     adapters = LoraConfig(**raw["model"]["lora"])
@@ -189,7 +189,7 @@ def _run_model(raw: Mapping[str, Any]) -> RunModel:
 
 
 def _prompts(data: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Finds the settings with which all sources of a run made prompts; None if they differ or are not recorded."""
+    """Returns the settings with which a run made prompts; None if its sources differ in them, or lack them."""
     if data is None:
         return None
     names = ("system_prompt", "template", "question_field")
@@ -216,7 +216,7 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
       (description of the model, step, whole parameter tree with the base weights).
 
     Raises:
-      ValueError: there is no such run or checkpoint, or the weights that did not train are random and not saved.
+      ValueError: there is no such run or checkpoint, or weights that were not trained are random and not saved.
     """
     run = read_run(workdir)
     mesh = build.make_mesh("fsdp=-1", jax.local_devices())
@@ -226,7 +226,7 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
     if run.config.lora.rank:
         if run.base is None:
             raise ValueError(f"{workdir} trained adapters on random weights: there is no base model to put them on.")
-        # The base weights as in training (rounded, with lora.base_dtype); the trained adapters replace fresh ones.
+        # Loads the base weights as in training, rounded if lora.base_dtype is set. New adapters are replaced below.
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype), run.config.lora)
         params = kind.join_trainable(params, base)
     elif frozen:

@@ -1,4 +1,4 @@
-"""Runs all episodes of a process in workers, logs them, and replays them in a new worker after one died or blocked."""
+"""Runs all episodes of a process in workers, and replays their logs in a new worker if a worker dies or blocks."""
 
 import asyncio
 import dataclasses
@@ -23,31 +23,31 @@ from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits
 from podrl.workers.user_objects import spec_at
 
-# Receives each outside call as (task, name, started, ended, failed). The times are those of time.monotonic(), in
-# seconds; `failed` is the kind of failure, or ''.
+# A function of an outside call: (task, name of the tool, start, end, failed). Start and end are times of
+# time.monotonic(), seconds; `failed` is the kind of failure, or ''.
 Called = Callable[[Task, str, float, float, str], None]
 _LIVES = 3  # workers that an episode may lose in a row before the job ends
-_SILENT_S = 3 * BEAT_S  # a worker that sent nothing for this long is blocked by one of its episodes
+_SILENT_S = 3 * BEAT_S  # after this time without a frame, a worker counts as blocked by one of its episodes
 _log = logging.getLogger("podrl.environments")
 
 
 class EnvironmentFailure(BatchError):  # noqa: N818 - the word of docs and logs
-    """An environment's own code failed; the message names it, the sample, the turn and the last line of the error."""
+    """The code of an environment failed; the message names the environment, the sample, the turn and the error."""
 
 
 @dataclasses.dataclass
 class _Episode:
-    """An episode and its log. A replay must repeat the log before it may go on.
+    """An episode and its log. When the episode is replayed, it must repeat the log before it may continue.
 
-    An episode has one number for the rest of the process, and a new `life` each time it starts in a worker.
+    An episode has the same number until it ends, and a new `life` each time it starts in a worker.
 
     Attributes:
       number: number of the episode, from the caller.
       task: the sample that the episode plays.
-      life: number of the present run of the episode; -1 before the first one.
-      home: worker of the present run.
+      life: number of the episode's present start in a worker; -1 before the first.
+      home: worker of the present life.
       observations: the log of observations, each the fields of a podrl.environments.workers.EpisodeObservation.
-      turns: the log of the model's turns, one for each answered observation.
+      turns: the log of the model's turns, one for each observation that the model has answered.
       drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
         for a turn whose tokens the record does not need.
       routes: future of the routes that the record of a returned episode waits for
@@ -56,14 +56,14 @@ class _Episode:
       descriptions: descriptions of the outside requests, by their numbers.
       open_requests: (description, start by time.monotonic()) of each outside request without an answer, by number.
       jobs: tasks that answer outside requests, by their numbers; NUMBER is the task that reads or writes `finished`.
-      at: number of observations that the present run has made.
-      lives: number of workers since the last new observation, including the present one.
+      at: number of observations in the present life.
+      lives: number of lives since the last new observation, including the present life.
       spent_s: time of the environment and its tools up to `since`, seconds.
-      since: start of the present work of the environment, by time.monotonic(); 0 while the model samples.
+      since: time at which the environment's present work began, by time.monotonic(); 0 while the model samples.
       timer: timer of env.deadline_s; None while the model samples.
       rested: whether the episode does not count towards env.processes (podrl.environments.workers.Episodes.rest).
-      finished: record of the whole episode from an earlier run, played instead of starting the episode in a worker;
-        None if there is no such record.
+      finished: record of the whole episode from an earlier run, which is played instead of the episode itself; None if
+        there is no record.
     """
 
     number: int
@@ -93,7 +93,7 @@ class _Home:
     Attributes:
       link: the process.
       last_frame_at: time of the last frame from the process, by time.monotonic().
-      at: life of the episode whose frame the process handled last, as it reported; None before the first one.
+      at: life of the episode whose frame the process has handled last, as it reported; None before the first frame.
       loaded: future of the reply to loading the environments.
       episodes: numbers of the episodes in this process.
     """
@@ -260,12 +260,12 @@ class EnvironmentHost:
         self._replace(home, death, None)
 
     def _replace(self, home: _Home, why: str, culprit: _Episode | None) -> None:
-        """Replaces a worker that died or blocked, and replays its episodes, which may go to any worker.
+        """Replaces a worker that died or blocked, and replays its episodes in any workers.
 
         Args:
           home: the worker.
           why: reason, for an error message.
-          culprit: episode that blocked the worker, which ends by its deadline; None if the worker died.
+          culprit: episode that blocked the worker; it ends with the reason 'deadline'. None if the worker died.
         """
         assert home.link is not None
         home.link.close()
@@ -274,7 +274,7 @@ class EnvironmentHost:
         if culprit is not None:
             self._end(culprit, "deadline")
         for episode in [self._episodes[number] for number in sorted(home.episodes)]:
-            episode.lives += culprit is None  # an episode that blocks its worker does not count against the others
+            episode.lives += culprit is None  # a worker that an episode blocked is not the fault of the others
             if episode.lives > _LIVES:
                 self._emit(EnvironmentFailure(f"{self._name(episode)} lost {_LIVES} workers in a row: {why}"))
                 return
@@ -287,7 +287,7 @@ class EnvironmentHost:
         while True:
             await asyncio.sleep(BEAT_S)
             now = time.monotonic()
-            # This process itself was blocked and could not read its workers' frames, so the workers get more time.
+            # This process was blocked itself and could not read frames of its workers, so the workers get more time.
             if now - last > 5 * BEAT_S:
                 for home in self._homes:
                     home.last_frame_at = now
@@ -296,7 +296,7 @@ class EnvironmentHost:
                 if home.loaded.done() and home.episodes and now - home.last_frame_at > self._config.blocked_s:
                     try:
                         self._blocked(home)
-                    except OSError as error:  # the system starts no more processes: `poll` raises this
+                    except OSError as error:  # the system cannot start another process; `poll` raises this error
                         self._emit(error)
 
     def _blocked(self, home: _Home) -> None:
@@ -317,7 +317,7 @@ class EnvironmentHost:
             self._run_clock(episode)
 
     def _drop_life(self, episode: _Episode) -> None:
-        self._stop_clock(episode, counts=False)  # a replay does this work again, and its time counts then
+        self._stop_clock(episode, counts=False)  # a replay repeats this work, and counts its time
         for job in episode.jobs.values():
             job.cancel()
         episode.jobs.clear()
@@ -354,7 +354,7 @@ class EnvironmentHost:
             self._end(episode, "deadline")
         elif home.at == episode.life:
             self._replace(home, "it blocked its process", episode)
-        else:  # another episode blocks the worker: do not blame this one
+        else:  # another episode blocks the worker, so this one gets more time
             episode.timer = asyncio.get_running_loop().call_later(BEAT_S, self._expired, episode)
 
     # The records of finished episodes.
@@ -362,8 +362,8 @@ class EnvironmentHost:
     def _is_recorded(self, task: Task) -> bool:
         """Returns True if the whole episode is recorded at its end (`_returned`).
 
-        An agent program may behave differently on a replay, so its episodes are recorded. So are all conversations if a
-        run that is started again draws other samples: the replay would meet other answers of the model.
+        Episodes of agent programs are recorded, because a program may behave differently on a replay. All conversations
+        are recorded if a run that is started again draws other samples, because a replay would get other answers.
         """
         if self._journal is None or task.fields.get("env") in self._config.others:
             return False
@@ -374,7 +374,7 @@ class EnvironmentHost:
         return f"program {json.dumps([name, dataclasses.asdict(task)], sort_keys=True)}"
 
     async def _look_up(self, episode: _Episode) -> None:
-        """Starts an episode, or plays it from the record of an earlier run."""
+        """Plays an episode from the record of an earlier run, or starts it if there is no record."""
         assert self._journal is not None
         try:
             record = await self._journal.find(episode.task, NUMBER, self._description(episode.task))
@@ -402,8 +402,8 @@ class EnvironmentHost:
         """Starts a recorded episode in a worker, because the model's answer differs from the earlier run's."""
         if not self._warned:
             _log.warning(
-                "%s is recorded as finished, but the model now answers otherwise (turn %d): the program is asked "
-                "again, and the run will differ from the earlier one.",
+                "%s is recorded as finished, but the model now answers otherwise (turn %d): the program runs again, "
+                "and the run will differ from the earlier one.",
                 *(self._name(episode), len(episode.turns) - 1),
             )
         self._warned, episode.finished = True, None
@@ -413,11 +413,11 @@ class EnvironmentHost:
         self._enter(episode)
 
     def _returned(self, episode: _Episode, result: Mapping[str, Any]) -> None:
-        """Ends an episode whose environment has returned; an episode that asked by conversations is recorded first."""
+        """Ends an episode whose environment has returned; an episode with requests of Model.chat is recorded first."""
         recorded = self._is_recorded(episode.task) and (
             self._config.agent or any(one.get("chat") for one in episode.observations)
         )
-        # A request that the environment left without an answer cannot be played from a record.
+        # A record cannot repeat an episode with a request whose answer the environment did not wait for.
         if not recorded or result["reason"] == "failed" or len(episode.turns) < len(episode.observations):
             self._end(episode, "ended", result)
             return
@@ -461,7 +461,7 @@ class EnvironmentHost:
             case {"ask": life, "n": number} if life in self._lives:
                 self._on_outside_request(self._lives[life], number, frame)
             case {"clock": runs, "of": life} if life in self._lives:
-                self._stop_clock(self._lives[life], counts=False)  # the wait for a process is not the episode's time
+                self._stop_clock(self._lives[life], counts=False)  # waiting for a process is not the episode's work
                 if runs:
                     self._run_clock(self._lives[life])
             case {"done": life, **result} if life in self._lives:
@@ -477,7 +477,7 @@ class EnvironmentHost:
         at, episode.at = episode.at, episode.at + 1
         if at < len(episode.observations):
             if episode.observations[at] != observation and self._config.agent:  # programs need not repeat themselves
-                why = "its worker was lost, and its program did not ask the same again"
+                why = "its worker was lost, and its program did not send the same requests again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return
             if episode.observations[at] != observation:
@@ -498,7 +498,7 @@ class EnvironmentHost:
         self._send_turn(episode)
 
     def _send_turn(self, episode: _Episode) -> None:
-        """Sends the turn that the present life waits for, if the model has already made it."""
+        """Sends the turn that the present life waits for, if the log already has this turn."""
         if 0 < episode.at <= len(episode.turns) and episode.at <= len(episode.observations):
             turn = episode.turns[episode.at - 1]
             self._send(episode, {"turn": episode.life, "value": turn})
@@ -522,7 +522,7 @@ class EnvironmentHost:
         episode.jobs[number] = asyncio.create_task(self._settle(episode, number, frame))
 
     async def _settle(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
-        """Answers an outside request from the journal or with a tool, or tells the environment to make the answer."""
+        """Answers an outside request from the journal or with a tool, or has the environment make the answer itself."""
         try:
             if "made" in frame:
                 await self._reply(episode, number, frame["made"])
@@ -546,10 +546,10 @@ class EnvironmentHost:
     async def _reply(
         self, episode: _Episode, number: int, answer: Mapping[str, Any], *, recorded: bool = False
     ) -> None:
-        """Sends an answer to the environment. The answer is recorded first, so that a resumed run finds it.
+        """Records an answer, so that a resumed run finds it, and then sends it to the environment.
 
         Args:
-          episode: the episode that asked.
+          episode: the episode that sent the request.
           number: number of the request.
           answer: the answer, JSON values.
           recorded: whether the answer came from the journal, or is the same in each run, and needs no record.
@@ -564,7 +564,7 @@ class EnvironmentHost:
         self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
 
     def _report_call(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
-        """Reports a call that has just ended to `called`; the wait for its tool is not part of the call's time."""
+        """Reports a call that has just ended to `called`. The time that it waited for a free tool is not included."""
         if self._called is not None:
             ended = time.monotonic()
             failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))
@@ -581,7 +581,7 @@ class EnvironmentHost:
 def _with_routes(
     drawn: Sequence[Mapping[str, Any] | None], routes: Sequence[Mapping[str, Any] | None]
 ) -> list[Mapping[str, Any] | None]:
-    """Adds the routes of an episode to the token columns of its turns; turns without columns have no routes."""
+    """Adds the routes of an episode to the token columns of its turns; turns without columns get none."""
     assert len(routes) == sum(one is not None for one in drawn), (len(routes), len(drawn))
     left = iter(routes)
     return [one and (one if (new := next(left)) is None else {**one, "routes": new}) for one in drawn]
