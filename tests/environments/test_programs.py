@@ -267,7 +267,7 @@ def test_a_killed_run_asks_no_program_again_for_an_episode_that_had_finished(pla
         assert len(path.read_text().splitlines()) == 4
     assert not caplog.messages
     other, asked = run(lines, temperature=0.1)  # the model now gives other answers
-    assert asked and "the program is asked again" in caplog.text
+    assert asked and "the program runs again" in caplog.text
     assert not faults(other, step=1, max_staleness=1) and (other.mask_BT.sum(axis=1) > 0).all()
 
 
