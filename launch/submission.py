@@ -204,7 +204,7 @@ def _rules(file: pathlib.Path, below: str) -> Iterator[_Rule]:
         back, text = text.startswith("!"), text.removeprefix("!")
         directories, text = text.endswith("/"), text.rstrip("/")
         anywhere = "" if "/" in text else "(?:.*/)?"
-        with contextlib.suppress(re.error):  # git also matches nothing by such a line
+        with contextlib.suppress(re.error):  # git ignores such a line, too
             yield _Rule(below, re.compile(anywhere + _expression(text.removeprefix("/"))), directories, back)
 
 

@@ -2,8 +2,8 @@
 
     python -m podrl.verifiers TASKSET --python=vf/bin/python --out=tasks.jsonl [--env=JSON] [--limit=N]
 
-TASKSET is a package with tasks that is installed beside verifiers, in a Python environment of its own, of which
---python is the interpreter. docs/ecosystems.md describes the rest.
+TASKSET is a package with tasks. It is installed together with verifiers in a separate Python environment, and --python
+is the interpreter of this environment. docs/ecosystems.md describes the rest.
 """
 
 import argparse

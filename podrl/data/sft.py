@@ -142,7 +142,7 @@ class SFTStream(BatchStream[Example]):
 
 
 class _Writer:
-    """Makes an example of a record; its position in the stream decides whether the target keeps the reference form."""
+    """Makes an example of a record, in the reference form or not, as the record's position in the stream decides."""
 
     def __init__(self, data: DataConfig, config: SFTConfig, tokenizer: Tokenizer, limit: Limit) -> None:
         self._data, self._config, self._tokenizer, self._limit = data, config, tokenizer, limit
