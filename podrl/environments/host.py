@@ -391,12 +391,12 @@ class EnvironmentHost:
     def _emit_next(self, episode: _Episode, finished: FinishedEpisode) -> None:
         """Emits the next observation of a recorded episode, or its result after the last one."""
         at = len(episode.observations)
-        if at == len(finished.observations):
+        if at == len(finished.requests):
             self._end(episode, "ended", finished.result)
             return
-        episode.observations.append(dict(finished.observations[at]))
+        episode.observations.append(dict(finished.requests[at]))
         drawn = finished.drawn[at] if finished.drawn else None
-        self._emit({"say": episode.number, **finished.observations[at], "records": [], "drawn": drawn})
+        self._emit({"say": episode.number, **finished.requests[at], "records": [], "drawn": drawn})
 
     def _begin_anew(self, episode: _Episode) -> None:
         """Starts a recorded episode in a worker, because the model's answer differs from the earlier run's."""
