@@ -17,9 +17,9 @@ PLATFORMS = ("manylinux_2_17", "manylinux2014", *(f"manylinux_2_{minor}" for min
 BASE = "requirements.lock"
 # A file holds what its extras add to the base, and begins with the base.
 LOCKS = {
-    BASE: ("gcs", "hub", "tools"),
-    "requirements-tpu.lock": ("gcs", "hub", "tools", "tpu"),
-    "requirements-pathways.lock": ("gcs", "hub", "tools", "pathways"),
+    BASE: ("gcs", "hub", "tools", "agents"),
+    "requirements-tpu.lock": ("gcs", "hub", "tools", "agents", "tpu"),
+    "requirements-pathways.lock": ("gcs", "hub", "tools", "agents", "pathways"),
 }
 # Each has a file of what it adds to the base, to be installed beside one of those. Other extras of a pod add nothing to
 # the base, or need a package that has no wheel (tfds: promise; reasoning: cellpylib).

@@ -9,7 +9,6 @@ docs/endpoint.md lists the fields that are honoured, docs/agents.md the settings
 """
 
 import argparse
-import importlib.util
 import math
 import os
 import pathlib
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from podrl.environments.config import Parser as CallParser
-from podrl.environments.front import Front, FrontSettings
+from podrl.environments.front import Front, FrontSettings, check_packages
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.runtime import environment, signals
 from podrl.runtime.arguments import Parser, add_device_options, check_numbers
@@ -260,9 +259,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--context={args.context} must be at least 2: one token of prompt and one of answer.")
     if not 0 <= args.port < 65536:
         raise ValueError(f"--port={args.port} must be from 0 to 65535.")
-    for package in ("uvicorn", "uvloop"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"podrl.serve needs package {package}: pip install 'podrl[agents]'.")
+    check_packages()
     _sampling(args)
 
 

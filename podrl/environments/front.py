@@ -2,14 +2,27 @@
 
 import asyncio
 import dataclasses
+import importlib.util
 import secrets
 from typing import Any, Protocol
 
-from podrl.environments import front_worker
 from podrl.environments.wire.requests import Answer, AnswerPart, ParsedRequest, RefusedRequest
 from podrl.runtime.service import ServiceError
 from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits
+
+_WORKER = "podrl.environments.front_worker"  # not imported here, because it needs the packages of the extra [agents]
+
+
+def check_packages() -> None:
+    """Checks that the packages of the extra [agents] are installed.
+
+    Raises:
+      ValueError: a package is missing.
+    """
+    for package in ("httptools", "msgspec", "uvloop"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"The endpoint of agents needs package {package}: pip install 'podrl[agents]'.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +100,9 @@ class Front:
           ValueError: the process cannot listen at the address, or a package of the extra [agents] is missing.
           ServiceError: the process died, or did not start in time.
         """
+        check_packages()
         self._listening = asyncio.get_running_loop().create_future()
-        self._link = Process(front_worker.__name__, self._limits, self._heard, self._ended)
+        self._link = Process(_WORKER, self._limits, self._heard, self._ended)
         self._link.send({"serve": dataclasses.asdict(self.settings)})
         if not (await asyncio.wait({self._listening}, timeout=LOAD_S))[0]:
             raise ServiceError(f"The process of the front did not start within {LOAD_S:g} s: this host is overloaded.")

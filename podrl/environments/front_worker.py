@@ -12,27 +12,22 @@ import gc
 import hashlib
 import hmac
 import itertools
-import json
 import socket
-import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
+import uvloop
+
+from podrl.environments.front_http import BACKLOG, Client, parse, serving, to_json
 from podrl.environments.front_page import FrontPage
 from podrl.environments.wire import chat, completions, generate, messages, responses
-from podrl.environments.wire.fields import parse
 from podrl.environments.wire.requests import ASIDE, Answer, AnswerPart, Choice, ParsedRequest, RefusedRequest
 from podrl.runtime.sockets import raise_descriptor_limit
 from podrl.workers import child
-from podrl.workers.frames import pack
+from podrl.workers.frames import frame_of
 
 _BEAT_S = 3.0  # an idle stream sends a comment this often, so that no proxy closes it
-_SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
-_BACKLOG, _KEEP_ALIVE_S, _END_S = 4096, 3600, 1
 _LARGE = 1 << 20  # bytes; longer bodies are read one at a time, which bounds the memory
-# A refused body is read and dropped, up to this many times the allowed length, because most clients read no answer
-# before they have sent everything.
-_DRAINED = 4
 _KEPT = 32  # number of an episode's requests, open ones included, above which answered requests are forgotten
 _DIALECTS: Mapping[str, Any] = {
     "/v1/chat/completions": chat,
@@ -42,9 +37,12 @@ _DIALECTS: Mapping[str, Any] = {
     "/inference/v1/generate": generate,
 }
 _TYPED = ("/v1/responses", "/v1/messages")  # paths whose errors and events have a field `type`
-Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+_JSON = "application/json"
+# Headers of the page.
+_NO_SCRIPTS = (
+    "content-security-policy: default-src 'none'; style-src 'unsafe-inline'\r\n"
+    "referrer-policy: no-referrer\r\ncache-control: no-store\r\n"
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,9 +56,8 @@ class _Turn:
       digest: SHA-256 of the path and the body, by which a retry is recognised.
       parts: parts of the answer so far; empty unless the request asks for parts.
       outcome: the whole answer, or the refusal; None while the request is open.
-      readers: number of connections that wait for the answer.
+      readers: clients that wait for the answer.
       delivered: True once the whole answer was sent to a client that was still connected.
-      waiting: futures that the next part or outcome sets to True.
     """
 
     number: int
@@ -69,9 +66,8 @@ class _Turn:
     digest: bytes
     parts: list[AnswerPart] = dataclasses.field(default_factory=list)
     outcome: Answer | RefusedRequest | None = None
-    readers: int = 0
+    readers: list[Client] = dataclasses.field(default_factory=list)
     delivered: bool = False
-    waiting: "list[asyncio.Future[bool]]" = dataclasses.field(default_factory=list)
 
     def add(self, event: AnswerPart | Answer | RefusedRequest) -> None:
         """Keeps a part or the outcome, and wakes the waiting clients; nothing follows an outcome."""
@@ -80,10 +76,8 @@ class _Turn:
                 self.parts.append(event)
             else:
                 self.outcome = event
-            waiting, self.waiting = self.waiting, []
-            for news in waiting:
-                if not news.done():
-                    news.set_result(True)
+            for client in self.readers:
+                client.wake()
 
 
 class _Episode:
@@ -101,110 +95,8 @@ class _Episode:
         self.turns: collections.OrderedDict[bytes, _Turn] = collections.OrderedDict()
 
 
-class _Client:
-    """One HTTP request of a connection, and the response to it.
-
-    Attributes:
-      path: path of the URL.
-      method: HTTP method.
-      began: True once the headers of the response were sent.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.path, self.method = str(scope["path"]), scope["method"]
-        self._query = bytes(scope.get("query_string", b"")).decode("latin-1")
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])  # ASGI has the names in lower case
-        self._receive, self._send = receive, send
-        self.began = False
-
-    def header(self, name: str) -> str:
-        return self._headers.get(name.encode(), b"").decode("latin-1").strip()
-
-    @property
-    def key(self) -> str:
-        if self.path == "/":  # a browser sends no header
-            return dict(urllib.parse.parse_qsl(self._query)).get("key", "")
-        kind, _, key = self.header("authorization").partition(" ")
-        return key.strip() if kind.lower() == "bearer" else self.header("x-api-key")
-
-    async def body(self, most: int) -> bytes:
-        """Reads the whole body.
-
-        Raises:
-          RefusedRequest: the body is longer than `most` bytes, or the client stopped sending.
-          ConnectionError: the client hung up.
-        """
-        pieces: list[bytes] = []
-        length = 0
-        async for piece in self._pieces(_DRAINED * most):
-            length += len(piece)
-            if length > most:
-                pieces.clear()
-            else:
-                pieces.append(piece)
-        if length > most:
-            raise RefusedRequest(413, "request_too_large", f"The body is longer than {most} bytes: send a shorter one.")
-        return b"".join(pieces)
-
-    async def drain(self, most: int) -> None:
-        """Reads the body and drops it, up to `most` bytes.
-
-        Raises:
-          RefusedRequest: the client stopped sending.
-          ConnectionError: the client hung up.
-        """
-        async for _ in self._pieces(most):
-            pass
-
-    async def _pieces(self, most: int) -> AsyncIterator[bytes]:
-        """Yields the body piece by piece, and stops once it has more than `most` bytes."""
-        length, more = 0, True
-        while more and length <= most:
-            try:
-                async with asyncio.timeout(_SILENT_S):
-                    message = await self._receive()
-            except TimeoutError:
-                why = f"No piece of the body came for {_SILENT_S:g} s, the longest wait: send the request again."
-                raise RefusedRequest(408, "request_timeout", why) from None
-            if message["type"] == "http.disconnect":
-                raise ConnectionError
-            piece, more = message.get("body", b""), message.get("more_body", False)
-            length += len(piece)
-            yield piece
-
-    async def gone(self) -> None:
-        """Waits until the client hangs up; call it only after the whole body was read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    async def json(self, status: int, body: Mapping[str, Any]) -> None:
-        """Sends a whole response of JSON."""
-        content = json.dumps(body).encode()
-        await self._start(status, "application/json", {"content-length": str(len(content))})
-        await self._send({"type": "http.response.body", "body": content})
-
-    async def page(self, content: bytes) -> None:
-        """Sends a page without scripts."""
-        safe = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        safe |= {"referrer-policy": "no-referrer", "cache-control": "no-store", "content-length": str(len(content))}
-        await self._start(200, "text/html; charset=utf-8", safe)
-        await self._send({"type": "http.response.body", "body": content})
-
-    async def say(self, text: str, *, more: bool = True) -> None:
-        """Sends text of a response of server-sent events; the last text has `more` False."""
-        if not self.began:
-            await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-store"})
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-    async def _start(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
-        self.began = True
-        pairs = {"content-type": kind, "x-content-type-options": "nosniff", **headers}.items()
-        written = [(name.encode(), value.encode()) for name, value in pairs]
-        await self._send({"type": "http.response.start", "status": status, "headers": written})
-
-
 class Endpoint:
-    """The ASGI application: checks keys, passes requests to the owner, and sends the owner's answers to clients."""
+    """The application of the HTTP server: checks keys, passes requests to the owner and its answers to clients."""
 
     def __init__(self, settings: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
         """Keeps the arguments.
@@ -264,11 +156,8 @@ class Endpoint:
 
     # Requests of clients.
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one HTTP request of a connection (the interface of ASGI)."""
-        if scope["type"] != "http":
-            return
-        client = _Client(scope, receive, send)
+    async def __call__(self, client: Client) -> None:
+        """Answers one HTTP request of a connection."""
         with contextlib.suppress(ConnectionError):  # the client hung up
             try:
                 await self._handle(client)
@@ -277,16 +166,16 @@ class Endpoint:
                 if client.began:
                     await client.say(_event(error), more=False)
                 else:
-                    await client.json(refused.status, error)
+                    await client.whole(refused.status, _JSON, to_json(error))
 
-    async def _handle(self, client: _Client) -> None:
+    async def _handle(self, client: Client) -> None:
         if client.path == "/health" and client.method == "GET":
-            await client.json(200, {"status": "ok"})
+            await client.whole(200, _JSON, to_json({"status": "ok"}))
             return
         try:
             episode = self._episode(client)
             if self._page is not None and client.path == "/" and client.method == "GET":
-                await client.page(self._page.html())
+                await client.whole(200, "text/html; charset=utf-8", self._page.html(), _NO_SCRIPTS)
                 return
             if client.path != "/v1/models" and client.path not in _DIALECTS:
                 served = ", ".join([*_DIALECTS, "/v1/models"])
@@ -297,15 +186,15 @@ class Endpoint:
         except RefusedRequest:
             with contextlib.suppress(RefusedRequest):
                 # Most clients read no answer before they have sent the whole body.
-                await client.drain(_DRAINED * self._most_bytes)
+                await client.drain(self._most_bytes)
             raise
         if client.path == "/v1/models":
-            await client.json(200, self._listed())
+            await client.whole(200, _JSON, to_json(self._listed()))
             return
         async with episode.open:  # before the body is read, so that a waiting request takes no memory
             await self._answer(client, episode)
 
-    def _episode(self, client: _Client) -> _Episode:
+    def _episode(self, client: Client) -> _Episode:
         """Finds the episode of a client's key.
 
         Raises:
@@ -327,27 +216,27 @@ class Endpoint:
         shared |= {"max_model_len": self._context} if self._context else {}
         return {"object": "list", "data": [{"id": name, **shared} for name in names]}
 
-    async def _answer(self, client: _Client, episode: _Episode) -> None:
+    async def _answer(self, client: Client, episode: _Episode) -> None:
         declared = client.header("content-length")
         small = declared.isdigit() and len(declared) < 10 and int(declared) <= _LARGE
         async with contextlib.nullcontext() if small else self._large:
             turn = self._turn_of(client, episode, await client.body(self._most_bytes))
-        turn.readers += 1
-        gone = asyncio.ensure_future(client.gone())
+        turn.readers.append(client)
         try:
-            await (self._stream if turn.wanted.stream else self._whole)(client, turn, gone)
+            await (self._stream if turn.wanted.stream else self._whole)(client, turn)
         finally:
-            gone.cancel()
-            turn.readers -= 1
+            turn.readers.remove(client)
             self._left(episode, turn)
 
-    def _turn_of(self, client: _Client, episode: _Episode, body: bytes) -> _Turn:
+    def _turn_of(self, client: Client, episode: _Episode, body: bytearray) -> _Turn:
         """Finds the request that a retry repeats, or passes a new request to the owner.
 
         Raises:
           RefusedRequest: a field cannot be honoured, or the episode has ended.
         """
-        digest = hashlib.sha256(client.path.encode() + b"\0" + body).digest()
+        hashed = hashlib.sha256(client.path.encode() + b"\0")
+        hashed.update(body)
+        digest = hashed.digest()
         if client.header("x-stainless-retry-count") not in ("", "0") and digest in episode.turns:
             return episode.turns[digest]
         dialect = _DIALECTS[client.path]
@@ -380,20 +269,19 @@ class Endpoint:
         elif not turn.readers and not turn.delivered:
             asyncio.get_running_loop().call_later(self._grace_s, look)
 
-    async def _whole(self, client: _Client, turn: _Turn, gone: "asyncio.Future[None]") -> None:
+    async def _whole(self, client: Client, turn: _Turn) -> None:
         while turn.outcome is None:
-            await _news(turn, gone, None)
+            await client.news()
         if isinstance(turn.outcome, RefusedRequest):
             raise turn.outcome
-        turn.delivered = True
-        await client.json(200, turn.dialect.write(turn.wanted, turn.outcome, self._parser))
-        self._tell({"delivered": turn.number})
+        await client.whole(200, _JSON, to_json(turn.dialect.write(turn.wanted, turn.outcome, self._parser)))
+        self._delivered(turn)
 
-    async def _stream(self, client: _Client, turn: _Turn, gone: "asyncio.Future[None]") -> None:
+    async def _stream(self, client: Client, turn: _Turn) -> None:
         stream, told = None, 0
         while True:
             if told == len(turn.parts) and turn.outcome is None:
-                if not await _news(turn, gone, _BEAT_S):
+                if not await client.news(_BEAT_S):
                     await client.say(": at work\n\n")
                 continue
             if isinstance(turn.outcome, RefusedRequest):
@@ -407,56 +295,21 @@ class Endpoint:
             if turn.outcome is None:
                 await client.say("".join(map(_event, chunks)))
                 continue
-            if gone.done():  # an answer that nobody reads does not count as delivered
-                raise ConnectionError
-            turn.delivered = True
             chunks += stream.end(turn.outcome)
             done = "" if client.path in _TYPED else "data: [DONE]\n\n"
             await client.say("".join(map(_event, chunks)) + done, more=False)
-            self._tell({"delivered": turn.number})
+            self._delivered(turn)
             return
 
-
-async def _news(turn: _Turn, gone: "asyncio.Future[None]", seconds: float | None) -> bool:
-    """Waits for news of a request, at most some seconds; returns False if there were none.
-
-    It makes one future for each wait. asyncio.wait would make a task, and waits are a large part of a request's cost.
-
-    Args:
-      turn: the request.
-      gone: future that ends when the client hangs up.
-      seconds: longest wait; None for no limit.
-
-    Raises:
-      ConnectionError: the client hung up.
-    """
-    loop = asyncio.get_running_loop()
-    news: asyncio.Future[bool] = loop.create_future()
-
-    def end(*_: object) -> None:
-        if not news.done():
-            news.set_result(False)
-
-    turn.waiting.append(news)
-    gone.add_done_callback(end)
-    timer = None if seconds is None else loop.call_later(seconds, end)
-    try:
-        found = await news
-    finally:
-        gone.remove_done_callback(end)
-        if timer is not None:
-            timer.cancel()
-        if news in turn.waiting:
-            turn.waiting.remove(news)
-    if gone.done():
-        raise ConnectionError
-    return found
+    def _delivered(self, turn: _Turn) -> None:
+        turn.delivered = True
+        self._tell({"delivered": turn.number})
 
 
 def _event(body: Mapping[str, Any]) -> str:
     """Writes JSON as a server-sent event, named by its type if it has one."""
     name = f"event: {body['type']}\n" if "type" in body else ""
-    return f"{name}data: {json.dumps(body)}\n\n"
+    return f"{name}data: {to_json(body).decode()}\n\n"
 
 
 def _ended() -> RefusedRequest:
@@ -468,59 +321,33 @@ def _digest(key: str) -> bytes:
 
 
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    import uvicorn
-
     loop = asyncio.get_running_loop()
     # Not written with `replies.write`: a write that blocks would stop all clients.
     pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)
 
-    def tell(frame: Mapping[str, Any]) -> None:
-        pipe.write(pack(frame))
+    def tell(header: Mapping[str, Any]) -> None:
+        pipe.write(frame_of(to_json(header)))
 
     frames = child.frames(requests)
     settings = (await anext(frames))[0]["serve"]
     try:
         family = socket.AF_INET6 if ":" in settings["host"] else socket.AF_INET
-        listening = socket.create_server((settings["host"], settings["port"]), family=family, backlog=_BACKLOG)
+        place = (settings["host"], settings["port"])
+        listening = socket.create_server(place, family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         tell({"failed": f"the front cannot listen at {settings['host']}:{settings['port']}: {error}."})
         return
     raise_descriptor_limit()
     endpoint = Endpoint(settings, tell)
-    config = uvicorn.Config(
-        endpoint,
-        # httptools would take 0.2 ms less, but it bounds no head, and drops the body of a request with `Upgrade`.
-        http="h11",
-        ws="none",
-        lifespan="off",
-        loop="asyncio",
-        log_level="error",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_END_S,
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    tell({"listening": listening.getsockname()[1]})
-    async for frame, numbers in frames:
-        endpoint.heard(frame, numbers)
-    server.should_exit = True
-    await serving
+    async with serving(endpoint, listening):
+        tell({"listening": listening.getsockname()[1]})
+        async for frame, numbers in frames:
+            endpoint.heard(frame, numbers)
 
 
 def main() -> None:
     """Serves requests until the owner closes the pipe; the argument is a podrl.workers.user_code.Limits as JSON."""
     requests, replies = child.begin()
-    try:
-        import uvicorn  # noqa: F401
-        import uvloop
-    except ImportError as error:
-        replies.write(pack({"failed": f"the front needs package {error.name}: pip install 'podrl[agents]'."}))
-        replies.flush()
-        return
     # The collector of cycles took a tenth of this process's time, because it walks through all open requests.
     gc.freeze()
     gc.set_threshold(50_000)

@@ -73,7 +73,9 @@ def _serve(runs: Sequence[RunFiles], host: str, port: int) -> int:
         address = f"http://{name}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
         print(f"{', '.join(run.name for run in runs)}: {address}  (Ctrl-C ends)", flush=True)
         hosts = ["*"] if token else ["127.0.0.1", "localhost", "[::1]"]
-        config = uvicorn.Config(application(runs, token=token, hosts=hosts), log_level="warning", access_log=False)
+        app = application(runs, token=token, hosts=hosts)
+        # uvicorn would use httptools where it is installed, and then bounds no head.
+        config = uvicorn.Config(app, http="h11", log_level="warning", access_log=False)
         uvicorn.Server(config).run(sockets=[listening])
     return 0
 

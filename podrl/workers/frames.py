@@ -19,9 +19,13 @@ def pack(header: Mapping[str, Any], body: bytes = b"") -> bytes:
     Raises:
       FrameError: header and body together are longer than MOST_BYTES.
     """
-    head = json.dumps(header).encode()
+    return frame_of(json.dumps(header).encode(), body)
+
+
+def frame_of(head: bytes, body: bytes = b"") -> bytes:
+    """Makes a frame of a header that is JSON already; raises the errors of `pack`."""
     _check_size(len(head) + len(body))
-    return LENGTHS.pack(len(head), len(body)) + head + body
+    return b"".join((LENGTHS.pack(len(head), len(body)), head, body))
 
 
 def take(data: bytearray) -> dict[str, Any] | None:

@@ -66,7 +66,7 @@ def test_slow_calls_are_hidden_by_an_update_that_is_longer_than_any_window(capsy
 @pytest.mark.nightly("benchmarks", "podrl/environments", "podrl/rollout")
 @pytest.mark.slow
 def test_agents(capsys):
-    pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+    pytest.importorskip("httptools", reason="needs the extra [agents]")
     small = "--prompts=1 --group=2 --episodes=2 --slow_s=0 --max_new=4"
     assert bench.main(["benchmarks", "agents", *small.split(), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -76,7 +76,7 @@ def test_agents(capsys):
 
 @pytest.mark.nightly("benchmarks/front.py")
 def test_front(capsys):
-    pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+    pytest.importorskip("httptools", reason="needs the extra [agents]")
     assert bench.main(["benchmarks", "front", "--open=2", "--requests=2", "--turns=2", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert 0 < figures["server_cpu_ms_least"] <= figures["server_cpu_ms"] and figures["closing_cpu_ms_least"] > 0

@@ -4,7 +4,7 @@ run, whose open episodes begin again, ends the same."""
 import pytest
 from processes import comparable, job, run, same_weights, samples
 
-pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+pytest.importorskip("httptools", reason="needs the extra [agents]")
 pytestmark = pytest.mark.e2e
 SHORT = (
     *("--config=grpo_agents.py", "--config.trainer.max_steps=4", "--config.trainer.eval_every_n_steps=4"),

@@ -12,13 +12,14 @@ import threading
 import pytest
 from waits import PATIENCE_S, until
 
-from podrl.environments import front_worker
 from podrl.environments.front import FrontSettings
 from podrl.environments.wire.requests import Answer, AnswerPart, Choice, RefusedRequest
 from podrl.serve import Desk
 from podrl.workers.user_code import Limits
 
-pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+pytest.importorskip("httptools", reason="needs the extra [agents]")
+
+from podrl.environments import front_http, front_worker
 
 CHAT, IDS = "/v1/chat/completions", "/inference/v1/generate"
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -174,6 +175,40 @@ def test_a_head_is_bounded_too(shared, where):
             assert b" 400 " in plain.makefile("rb").readline()
 
 
+def exchanged(desk, *pieces):
+    """Sends pieces of bytes, each after the first line of the answer to the one before; returns all that came back."""
+    with socket.create_connection(place(desk), timeout=PATIENCE_S) as plain:
+        reader, lines = plain.makefile("rb"), []
+        for piece in pieces:
+            plain.sendall(piece)
+            lines.append(reader.readline())
+        return b"".join([*lines, reader.read()])
+
+
+def test_requests_in_one_piece_are_answered_in_turn(shared):
+    health = b"GET /health HTTP/1.1\r\n\r\n"
+    came = exchanged(shared, health * 2 + b"GET /health?x HTTP/1.0\r\n\r\n")
+    assert came.count(b"HTTP/1.1 200 OK") == 3 and came.count(b"connection: close") == 1
+    assert b" 400 " in exchanged(shared, health * 200), "strangers without a key could otherwise fill the memory"
+
+
+def test_a_client_may_wait_before_it_sends_the_body(shared):
+    head = f"POST {CHAT} HTTP/1.1\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n".encode()
+    came = exchanged(shared, head, b"{}")
+    assert came.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 401 ") and b"invalid_api_key" in came
+
+
+def test_an_error_of_the_application_is_an_answer(capsys):
+    async def run():
+        async def app(client):
+            raise ZeroDivisionError
+
+        assert await LocalClient(app, HI).status() == 500
+
+    asyncio.run(run())
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_a_request_that_offers_another_protocol_is_answered(shared):
     """Java's client offers HTTP/2 with its first request."""
     upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAoAAAAAIAAAAA"}
@@ -184,6 +219,22 @@ def test_a_request_that_offers_another_protocol_is_answered(shared):
     response = connection.getresponse()
     assert response.status == 200 and json.loads(response.read())["id"] == "chatcmpl-a1"
     connection.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[" * 20000, b'{"a": NaN}', b'{"a": -Infinity}', b'"\\ud800"', b'"\xff"', b'{"a": "\\uDFFF x"}'],
+)
+def test_a_body_that_is_no_json_is_refused(body):
+    with pytest.raises(RefusedRequest, match="no JSON"):
+        front_http.parse(body)
+    # Integers stay exact: a model may have written them, and then they are compared with what it wrote.
+    assert front_http.parse(b'["\\ud83d\\ude00", 123456789012345678901]') == ["\U0001f600", 123456789012345678901]
+
+
+def test_half_of_a_surrogate_pair_is_written():
+    """A model can write one into the arguments of a call."""
+    assert json.loads(front_http.to_json({"arguments": "\ud800", "é": 2**70})) == {"arguments": "\ud800", "é": 2**70}
 
 
 def test_models_are_listed_with_their_context(shared):
@@ -231,7 +282,7 @@ def test_a_retry_joins_a_stream_from_its_beginning(shared):
     again = Client(shared, body=body, retry=1)
     shared.tell(number, answer("ho"))
     content = again.response()[1]
-    assert '"content": "h"' in content and '"content": "o"' in content
+    assert '"content":"h"' in content and '"content":"o"' in content
     assert not shared.poll(0.0)
 
 
@@ -249,7 +300,7 @@ def test_a_client_that_hangs_up_drops_its_request(desk):
 # The application runs in this process, where a test can see what the server has noticed.
 
 
-class Asgi:
+class LocalFront:
     """The front's application on the running event loop; `graces` are the calls that end the grace of a request."""
 
     def __init__(self, monkeypatch):
@@ -266,7 +317,7 @@ class Asgi:
             self.frames.append(frame)
 
     def client(self, body, retry=0):
-        return AsgiClient(self.endpoint, body, retry)
+        return LocalClient(self.endpoint, body, retry)
 
     async def settled(self, count):
         """Waits until `count` frames have come and no task can go on."""
@@ -289,30 +340,42 @@ class Asgi:
             self.graces.pop()()
 
 
-class AsgiClient:
-    """One request to the application, and the messages of its response."""
+class LocalClient(asyncio.Transport):
+    """A connection that sends the application one request; `received` is the response."""
 
-    def __init__(self, endpoint, body, retry):
-        headers = [(b"authorization", b"Bearer k"), (b"x-stainless-retry-count", b"%d" % retry)]
-        self._messages, self.sent = asyncio.Queue(), []
-        self._messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
-        scope = {"type": "http", "path": CHAT, "method": "POST", "headers": headers}
-        self._task = asyncio.create_task(endpoint(scope, self._messages.get, self._send))
+    def __init__(self, app, body, retry=0):
+        super().__init__()
+        self.received, self._closed, self._connection = b"", False, front_http.Connection(app, set())
+        self._connection.connection_made(self)
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nAuthorization: Bearer k\r\nx-stainless-retry-count: {retry}\r\n"
+        self._connection.data_received(f"{head}Content-Length: {max(len(content), 2)}\r\n\r\n".encode() + content)
 
-    async def _send(self, message):
-        self.sent.append(message)
+    def write(self, data):
+        self.received += data
+
+    def resume_reading(self):
+        pass
+
+    def is_closing(self):
+        return self._closed
+
+    def close(self):
+        self._closed = True
 
     async def status(self):
         async with asyncio.timeout(PATIENCE_S):
-            await self._task
-        return self.sent[0]["status"]
+            while not self.received:
+                await asyncio.sleep(0)
+        return int(self.received.split(b" ")[1])
 
     async def hang_up(self):
         """Hangs up, and waits until the application has noticed."""
-        self._messages.put_nowait({"type": "http.disconnect"})
+        self._closed = True
+        self._connection.connection_lost(None)
         async with asyncio.timeout(PATIENCE_S):
-            await self._task
-        assert not self.sent
+            await self._connection.work
+        assert not self.received
 
 
 def said(number, *texts):
@@ -322,17 +385,17 @@ def said(number, *texts):
 
 def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
     async def run():
-        asgi = Asgi(monkeypatch)
-        number = await asgi.left()
-        back = asgi.client(HI, retry=1)
-        await asgi.settled(1)
-        asgi.end_graces()
-        assert len(await asgi.settled(1)) == 1  # neither dropped nor repeated
+        local = LocalFront(monkeypatch)
+        number = await local.left()
+        back = local.client(HI, retry=1)
+        await local.settled(1)
+        local.end_graces()
+        assert len(await local.settled(1)) == 1  # neither dropped nor repeated
         await back.hang_up()
-        asgi.end_graces()
-        assert (await asgi.settled(2))[1:] == [{"drop": number}] and not asgi.delivered
-        late = asgi.client(HI, retry=2)  # a new request
-        frames = await asgi.settled(3)
+        local.end_graces()
+        assert (await local.settled(2))[1:] == [{"drop": number}] and not local.delivered
+        late = local.client(HI, retry=2)  # a new request
+        frames = await local.settled(3)
         assert frames[2]["ask"] != number
         await late.hang_up()
 
@@ -341,43 +404,40 @@ def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
 
 def test_an_answer_that_reached_nobody_is_dropped(monkeypatch):
     async def run():
-        asgi = Asgi(monkeypatch)
-        number = await asgi.left()
-        asgi.endpoint.heard(*said(number, "ho"))
-        asgi.end_graces()
-        assert (await asgi.settled(2))[1:] == [{"drop": number}] and not asgi.delivered
+        local = LocalFront(monkeypatch)
+        number = await local.left()
+        local.endpoint.heard(*said(number, "ho"))
+        local.end_graces()
+        assert (await local.settled(2))[1:] == [{"drop": number}] and not local.delivered
 
     asyncio.run(run())
 
 
 def test_requests_beyond_the_most_of_a_key_wait(monkeypatch):
     async def run():
-        asgi = Asgi(monkeypatch)
-        clients = [asgi.client(HI | {"seed": i}) for i in range(4)]
-        first = [frame["ask"] for frame in await asgi.settled(3)]
+        local = LocalFront(monkeypatch)
+        clients = [local.client(HI | {"seed": i}) for i in range(4)]
+        first = [frame["ask"] for frame in await local.settled(3)]
         assert len(first) == 3
-        asgi.endpoint.heard(*said(first[0], "ho"))
-        fourth = (await asgi.settled(4))[3]["ask"]
+        local.endpoint.heard(*said(first[0], "ho"))
+        fourth = (await local.settled(4))[3]["ask"]
         for number in (*first[1:], fourth):
-            asgi.endpoint.heard(*said(number, "ho"))
+            local.endpoint.heard(*said(number, "ho"))
         assert [await client.status() for client in clients] == [200] * 4
-        assert sorted(asgi.delivered) == sorted([*first, fourth])
+        assert sorted(local.delivered) == sorted([*first, fourth])
 
     asyncio.run(run())
 
 
 def test_a_client_that_stops_sending_is_refused(monkeypatch):
     """Without this limit an unfinished request would count as open for as long as its connection lasts."""
-    monkeypatch.setattr(front_worker, "_SILENT_S", 0.0)
+    monkeypatch.setattr(front_http, "_SILENT_S", 0.0)
 
     async def run():
-        began, messages = {"type": "http.request", "body": b"{", "more_body": True}, asyncio.Queue()
-        messages.put_nowait(began)
-        scope = {"type": "http", "path": CHAT, "method": "POST", "headers": []}
-        client = front_worker._Client(scope, messages.get, None)
-        with pytest.raises(RefusedRequest, match="No piece of the body came for 0 s") as caught:
-            await client.body(BODY)
-        assert caught.value.status == 408
+        endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), print)
+        endpoint.heard({"open": "e", "key": "k"})
+        client = LocalClient(endpoint, b"{")
+        assert await client.status() == 408 and b"No piece of the body came for 0 s" in client.received
 
     asyncio.run(run())
 

@@ -26,7 +26,7 @@ from podrl.rollout.integrity import faults
 from podrl.types import STOP_DEADLINE, STOP_LENGTH, BatchError, Prompts
 from podrl.workers.user_code import Limits
 
-pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+pytest.importorskip("httptools", reason="needs the extra [agents]")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 AGENT = """
 import concurrent.futures, http.client, json, os, subprocess, sys, time, urllib.error, urllib.parse, urllib.request

@@ -11,7 +11,7 @@ from podrl.environments.wire.requests import Answer, AnswerPart, Choice
 from podrl.serve import Desk
 from podrl.workers.user_code import Limits
 
-pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+pytest.importorskip("httptools", reason="needs the extra [agents]")
 CALL = '<call_tool name="calculator">4+5</call_tool>'
 SCHEMA = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
 DESCRIBED = {"name": "calculator", "description": "Adds."}

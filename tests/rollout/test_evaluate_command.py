@@ -200,7 +200,7 @@ podrl.agent.serve(solve)
 
 
 def test_a_program_is_evaluated_by_its_own_rewards(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+    pytest.importorskip("httptools", reason="needs the extra [agents]")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "agent.py").write_text(AGENT)
     rewards = [1.0, 1.0, 0.5, None, 0.0, 1.0]

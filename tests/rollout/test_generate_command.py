@@ -84,7 +84,7 @@ def _goes_on_after_a_kill(tmp_path, arguments, records):
 
 
 def test_an_agent_program_completes_prompts(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("uvicorn", reason="needs the extra [agents]")
+    pytest.importorskip("httptools", reason="needs the extra [agents]")
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(generate.__file__).parent.parent))
     prompts = write(tmp_path / "p.jsonl", '{"question": "What is 3+4?", "answer": "7"}\n')
     arguments = ["--model=tiny_tools", f"--prompts={prompts}", f"--out={tmp_path}/o.jsonl", "--n=2", "--max_new=40"]

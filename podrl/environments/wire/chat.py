@@ -217,7 +217,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     role = _ROLES.get(role, role)
     if role not in _TAKEN:
         raise fields.wrong("role", role, f"must be developer, {', '.join(_TAKEN)}")
-    made: dict[str, Any] = {"role": role, "content": _content(fields.take("content"), f"{where}.content")}
+    made: dict[str, Any] = {"role": role, "content": _content(fields.take("content"), where)}
     if (name := fields.text("name")) is not None:
         made["name"] = name
     if role == "assistant":
@@ -240,9 +240,10 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _content(value: Any, where: str) -> str | None:
-    """Joins the text parts of a message's content."""
+    """Joins the text parts of the content of a message."""
     if value is None or isinstance(value, str):
         return value
+    where = f"{where}.content"
     if not isinstance(value, list):
         raise RefusedRequest(400, "invalid_type", f"{where} must be a text or a list of parts.", where)
     texts = []

@@ -1,0 +1,421 @@
+"""The HTTP/1.1 server of the front: connections, their requests, the responses to them, and the JSON of both."""
+
+import asyncio
+import collections
+import contextlib
+import email.utils
+import functools
+import http
+import json
+import socket
+import time
+import traceback
+import urllib.parse
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httptools
+import msgspec
+
+from podrl.environments.wire.requests import RefusedRequest
+
+BACKLOG = 4096  # connections that wait to be accepted
+_KEEP_ALIVE_S, _END_S = 3600.0, 1.0
+_SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
+_MOST_HEAD = 1 << 16  # bytes of a head, or of the trailers of a body
+_MOST_UNREAD = 1 << 16  # bytes of a body that may arrive before they are read
+_MOST_WAITING = 64  # requests of a connection that wait for the response to an earlier one
+# A refused body is read and dropped, up to this many times the allowed length, because most clients read no answer
+# before they have sent everything.
+_DRAINED = 4
+
+
+class Client:
+    """One HTTP request of a connection, and the response to it.
+
+    Attributes:
+      method: HTTP method.
+      path: path of the URL.
+      began: True once the headers of the response were sent.
+      gone: True once the client has hung up.
+      lasts: True if the connection can take another request after this one.
+    """
+
+    def __init__(
+        self,
+        connection: "Connection",
+        method: str,
+        url: bytes,
+        headers: dict[bytes, bytes],
+        *,
+        lasts: bool,
+        chunks: bool,
+    ) -> None:
+        """Keeps the head of the request.
+
+        Args:
+          connection: connection of the request.
+          method: HTTP method.
+          url: path and query.
+          headers: headers, with their names in lower case.
+          lasts: whether the client wants the connection to stay open.
+          chunks: whether the client reads a response in chunks (HTTP/1.1).
+        """
+        path, _, self._query = url.decode("latin-1").partition("?")
+        self.method, self.path, self._headers = method, urllib.parse.unquote(path), headers
+        self.began = self.gone = False
+        self.lasts, self._chunks, self._connection = lasts, chunks, connection
+        self._unread, self._complete = bytearray(), False
+        self._news: asyncio.Future[bool] | None = None
+
+    def header(self, name: str) -> str:
+        """Returns the value of a header, whose name is in lower case; '' if the request has no such header."""
+        return self._headers.get(name.encode(), b"").decode("latin-1").strip()
+
+    @property
+    def key(self) -> str:
+        """The key that the client sent; '' if it sent none."""
+        if self.path == "/":  # a browser sends no header
+            return dict(urllib.parse.parse_qsl(self._query)).get("key", "")
+        kind, _, key = self.header("authorization").partition(" ")
+        return key.strip() if kind.lower() == "bearer" else self.header("x-api-key")
+
+    # The body of the request.
+
+    def take(self, piece: bytes, *, complete: bool) -> int:
+        """Takes a piece of the body from the connection; returns the number of bytes that nobody has read yet."""
+        self._unread += piece
+        self._complete = complete
+        self.wake()
+        return len(self._unread)
+
+    async def body(self, most: int) -> bytearray:
+        """Reads the whole body.
+
+        Raises:
+          RefusedRequest: the body is longer than `most` bytes, or the client stopped sending.
+          ConnectionError: the client hung up.
+        """
+        content, length = await self._read(most, _DRAINED * most)
+        if length > most:
+            raise RefusedRequest(413, "request_too_large", f"The body is longer than {most} bytes: send a shorter one.")
+        return content
+
+    async def drain(self, most: int) -> None:
+        """Reads the body and drops it, up to `most` bytes; it raises the errors of `body`."""
+        await self._read(0, most)
+
+    async def _read(self, kept: int, most: int) -> tuple[bytearray, int]:
+        """Reads the body until it has more than `most` bytes; returns (the body, its length).
+
+        A body with more than `kept` bytes is dropped.
+        """
+        content, length = bytearray(), 0
+        if not self._complete and not self._unread and self.header("expect").lower() == "100-continue":
+            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while True:
+            if self.gone:
+                raise ConnectionError
+            piece, self._unread = self._unread, bytearray()
+            length += len(piece)
+            if length > kept:
+                content.clear()
+            else:
+                content += piece
+            if self._complete or length > most:
+                return content, length
+            self._connection.resume()
+            if not await self.news(_SILENT_S):
+                why = f"No piece of the body came for {_SILENT_S:g} s, the longest wait: send the request again."
+                raise RefusedRequest(408, "request_timeout", why)
+
+    # Waits.
+
+    async def news(self, seconds: float | None = None) -> bool:
+        """Waits for a call of `wake`, at most some seconds (None: without a limit); returns False if there was none.
+
+        Raises:
+          ConnectionError: the client hung up.
+        """
+        found = True
+        if not self.gone:
+            loop = asyncio.get_running_loop()
+            self._news = loop.create_future()
+            timer = None if seconds is None else loop.call_later(seconds, self.wake, False)
+            try:
+                found = await self._news
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        if self.gone:
+            raise ConnectionError
+        return found
+
+    def wake(self, found: bool = True) -> None:
+        """Ends the wait of `news`, if there is one."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(found)
+
+    # The response.
+
+    async def whole(self, status: int, kind: str, content: bytes, headers: str = "") -> None:
+        """Sends a whole response; `headers` are further lines of its head.
+
+        Raises:
+          ConnectionError: the client hung up.
+        """
+        head = self._head(status, kind, f"{headers}content-length: {len(content)}\r\n")
+        await self._send(head if self.method == "HEAD" else head + content)
+
+    async def say(self, text: str, *, more: bool = True) -> None:
+        """Sends text of a response of server-sent events; the last text has `more` False.
+
+        Raises:
+          ConnectionError: the client hung up.
+        """
+        self.lasts, content = self.lasts and self._chunks, text.encode()
+        if self._chunks:
+            content = (b"%x\r\n%b\r\n" % (len(content), content) if content else b"") + b"0\r\n\r\n" * (not more)
+        if not self.began:
+            framing = "transfer-encoding: chunked\r\n" * self._chunks
+            content = (
+                self._head(200, "text/event-stream; charset=utf-8", f"cache-control: no-store\r\n{framing}") + content
+            )
+        await self._send(content)
+
+    def _head(self, status: int, kind: str, headers: str) -> bytes:
+        self.lasts = self.lasts and self._complete  # the rest of a request could be taken for the next request
+        end = "" if self.lasts else "connection: close\r\n"
+        return (
+            f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ndate: {_date(int(time.time()))}\r\n"
+            f"content-type: {kind}\r\nx-content-type-options: nosniff\r\n{headers}{end}\r\n"
+        ).encode()
+
+    async def _send(self, data: bytes) -> None:
+        while self._connection.full or self.gone:
+            await self.news()
+        self.began = True
+        self._connection.write(data)
+
+
+class Connection(asyncio.Protocol):
+    """One connection: parses its requests, and passes them to the application one after the other.
+
+    Attributes:
+      full: True while the client does not read what was written.
+      work: task that answers the requests.
+      heard_s: time of the newest bytes or response, on the clock of the event loop.
+    """
+
+    def __init__(self, app: Callable[[Client], Awaitable[None]], connections: "set[Connection]") -> None:
+        """Begins a connection.
+
+        Args:
+          app: function that answers a request.
+          connections: set that has this connection while it is open.
+        """
+        self.full, self.heard_s = False, 0.0
+        self._app, self._connections, self._loop = app, connections, asyncio.get_running_loop()
+        self._clients: collections.deque[Client] = collections.deque()  # the first one is being answered
+        self._request: asyncio.Future[None] | None = None  # the wait for a request
+        self._unparsed = 0  # bytes since the end of a head, or since the last piece of a body
+        self._parser = self._new_parser()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._clients)
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # Otherwise a request behind the last one of a connection would fail that one too.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes to the client."""
+        self._transport.write(data)
+
+    def resume(self) -> None:
+        """Goes on reading from the client."""
+        self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Closes the connection, after everything that was written is sent."""
+        self._transport.close()
+
+    async def _answer(self) -> None:
+        while not self._transport.is_closing():
+            if not self._clients:
+                self._request = self._loop.create_future()
+                await self._request
+                continue
+            client = self._clients[0]
+            try:
+                await self._app(client)
+            except Exception:  # noqa: BLE001 - one request must not end the others
+                traceback.print_exc()
+                with contextlib.suppress(ConnectionError):
+                    client.lasts = False
+                    if not client.began:
+                        await client.whole(500, "text/plain", b"Internal Server Error")
+            self._clients.popleft()
+            self.heard_s = self._loop.time()
+            if not client.lasts or not client.began:
+                self.close()
+            self.resume()
+
+    def _wake(self) -> None:
+        if self._request is not None and not self._request.done():
+            self._request.set_result(None)
+
+    # Calls of the event loop (asyncio.Protocol).
+
+    def connection_made(self, transport: Any) -> None:
+        """Begins to read."""
+        self._transport: asyncio.Transport = transport
+        self._connections.add(self)
+        self.heard_s = self._loop.time()
+        self.work = self._loop.create_task(self._answer())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the client under way that it is gone."""
+        self._connections.discard(self)
+        self._wake()
+        for client in self._clients:
+            client.gone = True
+            client.wake()
+
+    def pause_writing(self) -> None:
+        """Makes responses wait."""
+        self.full = True
+
+    def resume_writing(self) -> None:
+        """Lets the response under way go on."""
+        self.full = False
+        for client in self._clients:
+            client.wake()
+
+    def data_received(self, data: bytes) -> None:
+        """Parses bytes of requests."""
+        self.heard_s = self._loop.time()
+        self._unparsed += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            # The client offers another protocol, as the first request of Java's does. The parser skips the body of such
+            # a request, so another parser gets the request without the offer.
+            if self._headers.pop(b"upgrade", None) is None:
+                self._refuse()
+                return
+            head = [b"%b %b HTTP/1.1" % (self._parser.get_method(), self._url)]
+            head += [b"%b: %b" % header for header in self._headers.items()]
+            self._parser = self._new_parser()
+            self.data_received(b"\r\n".join([*head, b"", b""]) + data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse()
+        else:
+            if self._unparsed > _MOST_HEAD:
+                self._refuse()
+
+    def _refuse(self) -> None:
+        if not any(client.began for client in self._clients):
+            self.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        self.close()
+
+    # Calls of the parser.
+
+    def on_message_begin(self) -> None:
+        """Begins a request."""
+        self._url, self._headers = b"", dict[bytes, bytes]()
+        self._client: Client | None = None
+
+    def on_url(self, url: bytes) -> None:
+        """Takes a piece of the URL."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header, or a trailer of a body, which is dropped."""
+        if self._client is None:
+            self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """Passes the request to the application, or puts it behind the requests that came before it."""
+        parser, self._unparsed = self._parser, 0
+        if parser.should_upgrade():
+            return
+        chunks, method = parser.get_http_version() != "1.0", parser.get_method().decode()
+        self._client = Client(self, method, self._url, self._headers, lasts=parser.should_keep_alive(), chunks=chunks)
+        self._clients.append(self._client)
+        self._wake()
+        if len(self._clients) > 1:
+            self._transport.pause_reading()
+        if len(self._clients) > _MOST_WAITING:  # many requests came in one piece
+            raise ValueError("too many requests wait for their turn")  # the parser fails with an HttpParserError
+
+    def on_body(self, piece: bytes) -> None:
+        """Takes a piece of the body."""
+        self._unparsed = 0
+        if self._client is not None and self._client.take(piece, complete=False) > _MOST_UNREAD:
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """Ends the body."""
+        self._unparsed = 0
+        if self._client is not None:
+            self._client.take(b"", complete=True)
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Callable[[Client], Awaitable[None]], listening: socket.socket) -> AsyncIterator[None]:
+    """Serves HTTP while the context is open, and then gives open requests 1 s to end.
+
+    Args:
+      app: function that answers a request; it may raise nothing but errors of its own.
+      listening: socket that listens.
+    """
+    loop, connections = asyncio.get_running_loop(), set[Connection]()
+
+    async def close_idle() -> None:
+        while True:
+            await asyncio.sleep(_KEEP_ALIVE_S / 60)
+            for connection in [*connections]:
+                if not connection.busy and loop.time() - connection.heard_s > _KEEP_ALIVE_S:
+                    connection.close()
+
+    server = await loop.create_server(lambda: Connection(app, connections), sock=listening, backlog=BACKLOG)
+    closing = loop.create_task(close_idle())
+    try:
+        yield
+    finally:
+        closing.cancel()
+        server.close()
+        end = loop.time() + _END_S
+        while any(connection.busy for connection in connections) and loop.time() < end:
+            await asyncio.sleep(0.02)
+
+
+def parse(body: bytes | bytearray) -> Any:
+    """Parses the JSON of a body.
+
+    Raises:
+      RefusedRequest: the body is not JSON, or it has NaN, an infinity, or half of a surrogate pair, which no text can
+        hold.
+    """
+    try:
+        return msgspec.json.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(400, "invalid_json", f"The body is no JSON: {error}.") from None
+
+
+def to_json(value: Any) -> bytes:
+    """Writes a value as JSON."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # a model can write half of a surrogate pair into the arguments of a call
+        return json.dumps(value).encode()
+
+
+@functools.lru_cache(1)
+def _date(second: int) -> str:
+    return email.utils.formatdate(second, usegmt=True)
