@@ -25,6 +25,7 @@ from podrl.storage.seal import array_digest
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.nightly("podrl/storage"),
     # Orbax abandons its reads of a damaged checkpoint; they end later, in threads of their own.
     pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -43,6 +43,8 @@ ABOUT = {
 }
 TOOLS = pytest.mark.nightly("podrl/environments/journal.py", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as for users
+# A split pod is killed on every change, and one process in tests/e2e/test_algorithms.py.
+GROUPS = pytest.mark.nightly("podrl/learner/pods", "podrl/storage/checkpoint.py", "podrl/rollout/open_groups.py")
 # Steps after which a process is killed; the death of a split pod's rollout host mostly ends no other process.
 STEPS_OF = {"single": (1, 3), "shared": (2, 3), "split": (1, 2, 3)}
 
@@ -69,7 +71,13 @@ def _combination(topology: str) -> str:
     return names[(_commit() + 3 * list(STEPS_OF).index(topology)) % len(names)]
 
 
-@pytest.mark.parametrize("topology", _cases(STEPS_OF))
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(*case.values, marks=[*case.marks, *[GROUPS] * (case.values != ("split",))])
+        for case in _cases(STEPS_OF)
+    ],
+)
 def test_runs_killed_after_their_steps_end_as_undisturbed_ones(topology, tmp_path, pytestconfig):
     """With --since a process dies after one step, which the commit decides; otherwise after each step in turn."""
     variant, rng = _combination(topology), random.Random(_commit())

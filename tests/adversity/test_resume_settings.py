@@ -176,6 +176,7 @@ def test_keys_that_are_new_in_this_version_are_named_once(tmp_path):
         Run(tmp_path / "other", config=known | {"env": {"tools": "", "turns": 4}}, defaults=known)
 
 
+@pytest.mark.nightly("podrl/job/alike.py")
 @pytest.mark.e2e
 def test_a_corrected_command_starts_and_a_run_is_made_longer_but_not_shorter(tmp_path):
     small = (*SMALL, TWO_DEVICES, "--config.eval.problems=0", "--config.checkpoint.every=0")

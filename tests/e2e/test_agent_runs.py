@@ -15,6 +15,7 @@ SHORT = (
 )
 
 
+@pytest.mark.nightly("podrl/environments/front_worker.py", "podrl/environments/host.py", "podrl/rollout/branches.py")
 def test_a_program_is_trained_over_http_and_a_killed_run_ends_the_same(tmp_path):
     one = run(tmp_path / "one" / "run", base=SHORT)
     with job(tmp_path / "two" / "run", base=SHORT) as killed:

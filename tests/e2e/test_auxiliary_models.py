@@ -55,6 +55,7 @@ def alone(tmp_path_factory, scorer):
     return run(tmp_path_factory.mktemp("alone") / "run", *auxiliary(scorer), *APART, *CURRICULUM, base=PPO)
 
 
+@pytest.mark.nightly("podrl/cluster", "podrl/rollout/clock.py")
 def test_by_the_wall_clock_with_the_reward_model_on_the_engines_devices(tmp_path, scorer):
     """Samples are scored between dispatches, on the thread that launches these, while the learner waits for the
     batch."""
@@ -65,6 +66,7 @@ def test_by_the_wall_clock_with_the_reward_model_on_the_engines_devices(tmp_path
     wall_clock_kept(done.workdir, prompts=4, staleness=2)
 
 
+@pytest.mark.nightly("podrl/cluster")
 def test_a_critic_and_a_reward_model_on_meshes_of_their_own(alone):
     roles = {line.split("│")[1].strip(): line for line in alone.stdout.splitlines() if line.startswith("│")}
     for role, ids in {"trainer": "0-1", "rollout": "2-3", "critic": "4-5", "reward": "6-7"}.items():
@@ -83,6 +85,7 @@ def test_a_critic_and_a_reward_model_on_meshes_of_their_own(alone):
     assert len({sample["reward_model"] for sample in samples}) > 1
 
 
+@pytest.mark.nightly("podrl/cluster", "podrl/storage/checkpoint.py")
 def test_killed_they_go_on_where_they_were(alone, scorer, tmp_path):
     args = (*auxiliary(scorer), *APART, *CURRICULUM)
     with job(tmp_path / "run", *args, base=PPO) as started:

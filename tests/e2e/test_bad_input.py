@@ -37,6 +37,7 @@ def test_a_few_records_some_of_them_too_long_train_without_them_and_without_an_e
     assert len(skipped) == 3 and skipped == sorted(skipped) and skipped[-1] >= 2, "12 prompts are two rounds of 6"
 
 
+@pytest.mark.nightly("podrl/job/alike.py")
 def test_a_workdir_of_another_configuration_says_what_differs_and_is_left_alone(tmp_path):
     workdir, short = tmp_path / "run", ("--config.trainer.max_steps=1", "--config.eval.problems=0", TWO_DEVICES)
     run(workdir, *short)

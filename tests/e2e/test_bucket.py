@@ -21,6 +21,7 @@ def uninterrupted(tmp_path_factory) -> pathlib.Path:
     return run(tmp_path_factory.mktemp("uninterrupted") / "run", TWO_DEVICES).workdir
 
 
+@pytest.mark.nightly("podrl/storage")
 def test_killed_and_preempted_it_ends_as_an_undisturbed_run_on_a_disk(uninterrupted, bucket, tmp_path):
     def saved(step: int) -> bool:
         return bool(bucket.read(f"runs/a/checkpoints/{step}/commit_success.txt"))

@@ -24,6 +24,7 @@ RULES = (
 )
 
 
+@pytest.mark.nightly("podrl/data/curriculum.py")
 def test_what_is_solved_stays_away_what_is_not_comes_again_and_a_killed_run_ends_bitwise_the_same(tmp_path):
     rows = [{"question": f"Ann has {i} pens. How many?", "answer": f"{i}", "id": i} for i in range(24)]
     (tmp_path / "pens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,7 +12,7 @@ from processes import TWO_DEVICES, job, run, same_end, trained_steps
 
 from podrl.storage.checkpoint import read_state
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly("podrl/storage")]
 CHECKPOINT = "podrl/storage/checkpoint.py"
 PLAIN = ("--config.eval.problems=0", TWO_DEVICES)
 

@@ -12,7 +12,7 @@ from test_pods import process
 from podrl.launch import find_config
 from podrl.runtime.local_pod import free_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly("podrl/learner/pods", "podrl/runtime")]
 
 # Scores by the text alone; after some calls it holds the run up for as long as a file exists.
 _REWARDS = """
@@ -103,7 +103,6 @@ get_config = runpy.run_path(BASE)["get_config"]
 """
 
 
-@pytest.mark.nightly("podrl/learner/pods", "podrl/runtime/pod.py")
 def test_a_host_lost_between_the_fetches_of_two_trainers_leaves_no_trace(tmp_path):
     """The first trainer waits in the update for the second; the second waits for a host; that host waits for new
     weights."""

@@ -173,7 +173,8 @@ def test_an_error_on_one_host_or_on_all_is_shown_once(hosts, tmp_path, descendan
     _end_of(descendants)
 
 
-@pytest.mark.parametrize("host", [pytest.param(0, marks=WHO_TELLS), 1])
+@WHO_TELLS
+@pytest.mark.parametrize("host", [0, 1])
 def test_a_trainer_that_dies_in_a_collective_is_told_in_a_line(host, tmp_path, descendants):
     with job(tmp_path / "run", *FOUR) as running:
         running.wait_for_step(1)

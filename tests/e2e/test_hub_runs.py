@@ -14,6 +14,7 @@ import podrl
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.nightly("podrl/storage/hub.py")
 def test_a_run_from_the_hub_keeps_its_revision_and_is_pushed_back(tmp_path, monkeypatch):
     rows = [
         {"question": f"Tom has {i} apples and buys {i + 1}. How many?", "answer": f"{2 * i + 1}"} for i in range(40)

@@ -56,6 +56,7 @@ def while_writing_a_checkpoint(after: int) -> Callable[[Job], None]:
     return lambda started: started.wait_for("a checkpoint being written", lambda: caught(started), every_s=0.0)
 
 
+@pytest.mark.nightly("podrl/storage", "podrl/learner/loop.py", "podrl/rundir")
 @pytest.mark.optimised  # compiled as a user's run is
 def test_killed_before_the_first_checkpoint_between_two_during_one_and_before_the_last_evaluation(
     uninterrupted, tmp_path

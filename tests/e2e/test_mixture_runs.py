@@ -11,6 +11,7 @@ from processes import TWO_DEVICES, environment, job, run, same_end, trained_step
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.nightly("podrl/data/mixture.py", "podrl/data/pipeline.py")
 def test_a_mixture_killed_between_two_checkpoints_ends_as_an_undisturbed_run(tmp_path):
     """tests/data/test_mixtures.py resumes a mixture at every other batch."""
     rows = [{"task": f"Ann has {i} pens.{' She counts.' * (i % 9)}", "answer": f"{i}", "id": i} for i in range(40)]

@@ -35,6 +35,7 @@ def test_scripts_are_short(page):
         assert max(map(len, lines)) <= 130
 
 
+@pytest.mark.nightly("docs/from-tunix.md", "docs/from-trl.md", "podrl/learner/learner.py", "podrl/learner/settings.py")
 @pytest.mark.e2e
 def test_scripts_train(tmp_path):
     """One process runs both, so that the second finds the programs that it shares with the first compiled."""
@@ -44,6 +45,7 @@ def test_scripts_train(tmp_path):
     assert "reached 3 3" in finished([sys.executable, "-c", both], tmp_path)
 
 
+@pytest.mark.nightly("docs/from-verl.md", "podrl/rewards/compose.py", "podrl/job/config.py")
 @pytest.mark.e2e
 def test_the_command_trains(tmp_path):
     records = [{"question": f"What is {n} + 4?", "answer": str(n + 4)} for n in range(8)]
@@ -69,6 +71,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
         """Drops the line that the base class would print for every request."""
 
 
+@pytest.mark.nightly("docs/from-dr-tulu.md", "podrl/environments", "podrl/rewards")
 @pytest.mark.e2e
 def test_the_search_job_trains(tmp_path):
     """The embedded model trains: lengths, prompts and steps are smaller than on the page."""

@@ -105,6 +105,7 @@ def run_script(tmp_path: pathlib.Path, text: str, *args: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.nightly("podrl/learner/learner.py", "podrl/learner/settings.py", "podrl/job/from_python.py")
 def test_a_script_trains_writes_and_goes_on_where_it_stopped(tmp_path):
     script = GUARDED.replace("train(prompts, ", "train(prompts, prompts[:3], ")
     done = run_script(tmp_path, script, "out", "3")

@@ -27,6 +27,7 @@ def done(tmp_path_factory):
     return run(tmp_path_factory.mktemp("search") / "run", base=("--config=grpo_search.py", *FEW))
 
 
+@pytest.mark.nightly("podrl/environments", "podrl/rewards", "configs")
 def test_searches_are_answered_from_the_corpus(done):
     index = Index(read(FACTS))
     answered = [found for sample in samples(done.workdir) for found in CALL.findall(sample["completion"])]
@@ -35,6 +36,7 @@ def test_searches_are_answered_from_the_corpus(done):
         assert [(one.title, one.text) for _, one in index.best(query, 1)] == [(title, text)]
 
 
+@pytest.mark.nightly("podrl/environments", "podrl/rewards", "configs")
 def test_the_starting_checkpoint_finds_every_reward_somewhere(done):
     steps = [record for record in comparable(done.workdir) if "actor/grad_norm" in record]
     assert len(steps) == 3 and all(0.1 < record["episode/calls"] < 0.9 for record in steps)
@@ -45,6 +47,7 @@ def test_the_starting_checkpoint_finds_every_reward_somewhere(done):
     )
 
 
+@pytest.mark.nightly("podrl/environments", "podrl/rewards", "configs")
 def test_a_citation_is_scored_by_what_the_sample_read(done):
     trained = [sample for sample in samples(done.workdir) if "reward" in sample]
     assert len(trained) == 3 * 8  # one sample of each prompt

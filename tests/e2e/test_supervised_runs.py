@@ -82,7 +82,8 @@ def scores_samples(workdir, folder):
     assert record["reward/reward_model"] != 0.0
 
 
-@pytest.mark.parametrize("name", ["kto", pytest.param("reward_model", marks=OF_ANSWERS)])
+@OF_ANSWERS
+@pytest.mark.parametrize("name", ["kto", "reward_model"])
 def test_a_pod_of_two_learns_what_one_process_does(name, tmp_path):
     """The pod has one trainer host and one rollout host; tests/learner/ resumes whole runs."""
     base = (f"--config={name}_tiny.py", *SMALL, f"--config.{name}.batch_size=8", "--config.trainer.max_steps=3")
