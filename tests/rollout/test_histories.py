@@ -153,7 +153,7 @@ def test_calls_in_tags_stand_in_the_models_own_turn(histories):
     said = {"role": "assistant", "content": "It is 3."}
     text = made._tokenizer.decode(made.encode([*turns, said, MORE], [ADD]))
     assert "</tool_output>\n\nIt is 3." in text and text.endswith("user\nAnd 3?\nassistant\n")
-    with pytest.raises(RefusedRequest, match="behind no message of the assistant"):
+    with pytest.raises(RefusedRequest, match="must follow a message of the assistant"):
         made.encode([ASK, turns[2]], [ADD])
 
 
