@@ -138,7 +138,7 @@ def one_number(logprob_BT, old_logprob_BT, advantage_BT):
 
 
 def fails(logprob_BT, old_logprob_BT, advantage_BT):
-    return logprob_BT + unknown_name  # pyright: ignore[reportUndefinedVariable]
+    return logprob_BT + unknown_name  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
 
 
 @pytest.mark.parametrize(
