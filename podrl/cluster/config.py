@@ -108,7 +108,7 @@ class ClusterConfig:
                     "give one of them."
                 )
             object.__setattr__(self, "rollout_engine", own)
-        check_engine(self.rollout_engine)
+        check_engine(self.rollout_engine, self.rollout().clock)
 
     def _check_modes(self) -> None:
         """Refuses keys of `rollout_config` that are no modes, and settings of evaluations that would have no effect."""

@@ -23,11 +23,15 @@ def engine_class(engine: str | type) -> Any:
     return found(ENGINES.get(engine, engine) if isinstance(engine, str) else engine, "rollout.engine")
 
 
-def check_engine(engine: str | type) -> None:
+def check_engine(engine: str | type, clock: str) -> None:
     """Refuses an engine that podrl cannot use.
 
+    Args:
+      engine: the engine, as for `engine_class`.
+      clock: value of rollout.clock; 'wall' needs the ability 'windows'.
+
     Raises:
-      ValueError: no engine has this name, the class cannot be loaded, or it lacks a method.
+      ValueError: no engine has this name, the class cannot be loaded, or it lacks a method or the ability.
     """
     if engine in ENGINES:
         return
@@ -39,6 +43,11 @@ def check_engine(engine: str | type) -> None:
         raise ValueError(
             f"rollout.engine={engine!r} lacks {', '.join(lacks)}: an engine is a class with the methods of "
             "podrl.rollout.interface.RolloutEngine."
+        )
+    if clock == "wall" and not able(made, "windows"):
+        raise ValueError(
+            f"rollout.clock='wall' changes weights inside samples, and rollout.engine={engine!r} does not declare the "
+            "ability 'windows' (podrl.engine.config.Ability): set rollout.clock='tokens', or rollout.engine='podrl'."
         )
 
 

@@ -8,6 +8,7 @@ from podrl.cluster.config import ClusterConfig
 from podrl.cluster.engines import engine_class
 from podrl.data.dialogue import Dialogue
 from podrl.data.tokenizer import Tokenizer
+from podrl.engine.config import RolloutConfig
 from podrl.mesh.build import check_decodes
 from podrl.models.config import ModelConfig
 from podrl.rollout.interface import RolloutEngine
@@ -34,13 +35,23 @@ def rollout_worker(
     if local_mesh is not mesh:  # the number of lanes per device does not depend on the number of hosts
         share = mesh.shape["data"] // local_mesh.shape["data"]
         config = dataclasses.replace(config, lanes=max(config.lanes // share, 1))
-    texts, ids = Dialogue(tokenizer).stops(config.stop_strings)
+    texts, eos_ids = ends_of_samples(config, tokenizer)
     return engine_class(cluster.rollout_engine)(
         model,
         local_mesh,
         dataclasses.replace(config, stop_strings=texts),
         pad_id=tokenizer.pad_id,
-        eos_ids=tuple(dict.fromkeys([*(config.eos_tokens or tokenizer.eos_ids), *ids])),
+        eos_ids=eos_ids,
         decode=tokenizer.decode,
         seed=seed,
     )
+
+
+def ends_of_samples(config: RolloutConfig, tokenizer: Tokenizer) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Returns the stop strings that are text, and the ids that end every sample.
+
+    Raises:
+      ValueError: no text contains one of the stop strings.
+    """
+    texts, ids = Dialogue(tokenizer).stops(config.stop_strings)
+    return texts, tuple(dict.fromkeys([*(config.eos_tokens or tokenizer.eos_ids), *ids]))

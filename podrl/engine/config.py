@@ -204,6 +204,24 @@ class RolloutConfig(SamplingSettings):
                 "rollout.max_prompt_length (data.long_prompts says what becomes of longer ones)."
             )
 
+        pool, longest = self.pool_tokens, self.longest_pages
+        if pool is not None and pool // self.page_tokens < longest:
+            raise ValueError(
+                f"rollout.pool_tokens={pool} is {pool // self.page_tokens} pages of {self.page_tokens} tokens, fewer "
+                f"than the {longest} the longest request may need: raise it to {longest * self.page_tokens}, or lower "
+                f"rollout.kv_cache_size={self.kv_cache_size}."
+            )
+
+    @property
+    def prompt_pages(self) -> int:
+        """Largest number of whole pages of a prompt, without its last token."""
+        return -(-max(self.max_prompt_length - 1, 1) // self.page_tokens)
+
+    @property
+    def longest_pages(self) -> int:
+        """Largest number of pages of a sample: those of its prompt, its own, and one because either may end within."""
+        return self.prompt_pages + -(-self.kv_cache_size // self.page_tokens) + 1
+
     @property
     def response_tokens(self) -> int:
         """Largest number of tokens that follow a prompt."""

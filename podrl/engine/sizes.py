@@ -43,24 +43,12 @@ def engine_shape(config: RolloutConfig, shards: int, *, recurrent: bool = False)
       config: settings of the rollout.
       shards: number of data-parallel shards of the mesh.
       recurrent: whether the model has layers of linear attention.
-
-    Raises:
-      ValueError: the pool is too small for the longest request.
     """
-    C = config.page_tokens
+    C, prompt, longest = config.page_tokens, config.prompt_pages, config.longest_pages
     lanes = -(-config.lanes // shards)
-    prompt = -(-max(config.max_prompt_length - 1, 1) // C)
-    # Pages of the prompt and of the sample, and one more because either may end in a page that is not full.
-    longest = prompt + -(-config.kv_cache_size // C) + 1
     pages = lanes * (prompt + -(-config.response_tokens // C))
     if config.pool_tokens is not None:
         pages = config.pool_tokens // C
-        if pages < longest:
-            raise ValueError(
-                f"rollout.pool_tokens={config.pool_tokens} is {pages} pages of {C} tokens, fewer than the "
-                f"{longest} the longest request may need: raise it to {longest * C}, or lower rollout.kv_cache_size="
-                f"{config.kv_cache_size}."
-            )
     largest = max(C, min(prompt * C, config.prefill_tokens // C * C))
     # If samples have environments there is a bucket of half a page, because most observations are shorter than a page.
     buckets = [C // 2, C] if config.response_tokens > config.max_tokens_to_generate and C > 1 else [C]

@@ -527,7 +527,7 @@ def parse(values: Mapping[str, Any]) -> Job:
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
         job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=own))
     job.rollout.require(environment=job.env.used)
-    check_engine(job.rollout.engine)
+    check_engine(job.rollout.engine, job.rollout.clock)
     _check_environments(job)
     if job.data.curriculum.used:
         if job.kind.offline:

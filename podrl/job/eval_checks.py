@@ -13,6 +13,11 @@ def check_evaluation(job: Any) -> None:
       ValueError: a set or the hosts do not fit; the message says which, and what to set.
     """
     _check_hosts(job)
+    if job.kind.scores and job.eval.sets:
+        raise ValueError(
+            f"eval.sets: {job.eval.sets[0].name} has prompts to sample from, and algorithm={job.section} samples "
+            "nothing: leave it out, and give data.eval_path for pairs to evaluate on."
+        )
     most = job.rollout.max_tokens_to_generate
     for one in job.eval.sets:
         if (one.max_tokens_to_generate or 0) > most:

@@ -16,6 +16,7 @@ from podrl.engine.config import Sampling
 from podrl.job.config import Job, pair_settings
 from podrl.learner.evaluate import Evaluator, HeldOut, Scorer, SetConfig, stop_texts
 from podrl.rewards.reference import accuracies
+from podrl.types import Prompts
 
 _log = logging.getLogger(__name__)
 
@@ -80,8 +81,8 @@ def _say_none(origin: str, why: str, more: str) -> None:
     )
 
 
-def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
-    """Opens a set of eval.sets.
+def open_set(one: SetConfig, tokenizer: Tokenizer, job: Job) -> tuple[Sequence[Prompts], Scorer | None]:
+    """Opens a set of eval.sets: its prompts, and the function that computes accuracies.
 
     Raises:
       ValueError: the set has bad data, or no record that fits; the message names the set.
@@ -89,7 +90,7 @@ def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
     rollout, data = job.rollout, one.data(job.data)
     batches = set_prompts(
         data,
-        cluster.tokenizer,
+        tokenizer,
         count=one.problems or job.eval.problems,
         max_prompt_length=rollout.max_prompt_length,
     )
@@ -101,6 +102,12 @@ def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
             if not batches
             else f"eval.sets: {one.name} has records without answers, and algorithm={job.section} has no rewards."
         )
+    return batches, scorer
+
+
+def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
+    rollout = job.rollout
+    batches, scorer = open_set(one, cluster.tokenizer, job)
     return HeldOut(
         batches,
         Sampling(

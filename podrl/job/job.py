@@ -28,7 +28,7 @@ from podrl.job import alike, describe
 from podrl.job.config import SCRATCH, Job, ModelSource, ScratchModel, parse, unset, with_prompt_length
 from podrl.job.evaluation import held_out, make_evaluator, unmeasured
 from podrl.job.placement import Meshes, meshes
-from podrl.job.ready import check_all, check_models, check_records, check_rewards
+from podrl.job.ready import check_all, check_fit, check_models, check_records, check_rewards
 from podrl.learner.evaluate import EvalConfig
 from podrl.learner.learner import GRPOLearner, PPOLearner, learn_answers
 from podrl.learner.run_environments import (
@@ -229,6 +229,7 @@ def run(
     on = meshes(job.roles, pod.seat.hosts if pod else None, split=link is not None, role=role)
     # A record that cannot be rendered, or a reward that is misspelt, fails before models are loaded.
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer), tools=tools)
+    check_fit(job, tokenizer)
     with announce_if_long("Checking the records of the data ...", log):
         if role == TRAINER:
             check_records(job, tokenizer)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from podrl.cluster.worker import ends_of_samples
 from podrl.data import sources
 from podrl.data.config import is_generated
 from podrl.data.mixture import OpenedSource, split
@@ -16,17 +17,20 @@ from podrl.environments import dr_tulu
 from podrl.environments.config import is_own
 from podrl.environments.workers import Episodes
 from podrl.job.config import SCRATCH, Job
-from podrl.job.evaluation import held_out
+from podrl.job.evaluation import held_out, open_set
 from podrl.job.weights import model_of
 from podrl.learner.run_environments import environment_config
 from podrl.mesh.build import AXES, EXPERT, parse_mesh
 from podrl.models import orbax_files
 from podrl.models.hf_config import read_config
 from podrl.models.moe import check_mesh
+from podrl.models.pretrained import check_positions, check_vocab
 from podrl.models.scalar import check_head
 from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import Rewards
+from podrl.rollout.worker import check_eos
 from podrl.rundir.gauges import read_plan
+from podrl.rundir.sinks import check_installed
 from podrl.runtime.roles import ROLLOUT, TRAINER
 from podrl.runtime.service import ServiceError
 from podrl.storage import hub, storage
@@ -67,6 +71,8 @@ def check_models(job: Job, keys: Collection[str]) -> None:
             model = read_config(directory)
             if orbax_files.find_checkpoint(directory) is None:
                 scan_directory(directory)
+            if key == "reward.model":
+                check_head(directory)
         except ValueError as error:
             raise ValueError(f"{key}={path!r}: {error}") from error
         if key in own and own[key][1].mesh not in (TRAINER, ROLLOUT):
@@ -74,6 +80,19 @@ def check_models(job: Job, keys: Collection[str]) -> None:
     for key, mesh in (("roles.trainer.mesh", roles.trainer.mesh), ("roles.rollout.mesh", roles.rollout.mesh)):
         if "model.path" in keys and parse_mesh(mesh, key=key)[AXES.index(EXPERT)] != 1:
             check_mesh(model_of(job), mesh, key=key)
+
+
+def check_fit(job: Job, tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer, a length of prompts or ends of samples that do not fit the trained model.
+
+    Raises:
+      ValueError: one does not fit; the message names its key.
+    """
+    model = model_of(job)
+    check_vocab(model, tokenizer.vocab_size)
+    if not job.kind.scores:
+        check_positions(model, job.rollout.max_prompt_length, 0)  # the cluster warns of long samples
+        check_eos(ends_of_samples(job.rollout, tokenizer)[1], model)
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:
@@ -124,6 +143,8 @@ def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
     in_files = any(not is_generated(one.path) for one in job.data.singles())
     job.kind.stream(job, tokenizer).look(most if in_files else _FEW)
     held_out(job, tokenizer)
+    for one in () if job.kind.scores else job.eval.sets:
+        open_set(one, tokenizer, job)
 
 
 def _check_field_names(job: Job) -> None:
@@ -147,11 +168,8 @@ def _check_field_names(job: Job) -> None:
 def check_all(job: Job) -> None:
     """Makes all checks of a start, and loads the code of environments and tools, for a dry run. Raises ValueError."""
     check_models(job, ("model.path", "model.reference", "model.teachers", "model.critic", "reward.model"))
-    if job.reward.model and not storage.is_remote(directory := storage.locate(hub.local(job.reward.model))):
-        check_head(directory)
     read_plan(job.log.plan)
-    for one in job.eval.sets:
-        split(one.data(job.data))
+    check_installed(job.log.to)
     env = environment_config(job.env)
     # Names of tools that servers offer are not known without them.
     tools = tuple(tool for tool in env.tools if not (env.mcp and tool in dr_tulu.TOOLS))
@@ -162,6 +180,7 @@ def check_all(job: Job) -> None:
         with contextlib.suppress(ServiceError), Episodes(local, job.reward.limits, journal=None):
             pass
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
+    check_fit(job, tokenizer)
     check_records(job, tokenizer, _MANY)
     if not job.kind.offline:
         others = {"environment": job.env.reward_weight} if job.env.used else {}

@@ -129,15 +129,13 @@ def _clock(
     """Makes the clock that `rollout.clock` names; None for the wall clock if another process keeps it.
 
     Raises:
-      ValueError: the wall clock has no run directory for its journal, or another engine than podrl's samples.
+      ValueError: the wall clock has no run directory for its journal.
     """
-    windows = able(cluster.config.rollout_engine, "windows")
     if offline or cluster.config.rollout().clock == "tokens":
+        windows = able(cluster.config.rollout_engine, "windows")
         return TokenClock(cluster.config.rollout(), staleness=schedule.max_staleness if windows else 1)
     if run.workdir is None and (pod is None or pod.leads):
         raise ValueError("rollout.clock='wall' keeps a journal: give --workdir, or set rollout.clock='tokens'.")
-    if not windows:
-        raise ValueError("rollout.clock='wall' needs podrl's own engine: set rollout.clock='tokens' for another.")
     if pod is not None and not pod.leads:
         return None
     assert run.workdir is not None

@@ -117,9 +117,7 @@ class RolloutWorker:
         Raises:
           ValueError: sizes that do not fit together.
         """
-        if len(eos_ids) > STOP_IDS:
-            raise ValueError(f"rollout.eos_tokens has {len(eos_ids)} ids: at most {STOP_IDS} are supported.")
-        _check_ends(eos_ids, model, "rollout.eos_tokens")
+        check_eos(eos_ids, model)
         self.model, self.mesh, self.config = model, mesh, config
         self.stats = RolloutStats()
         self.env_client: EnvironmentClient | None = None
@@ -513,6 +511,17 @@ def pieces_per_prompt(prompts: int, group_size: int, shards: int) -> int:
         if prompts * pieces % shards == 0 or prompts * pieces >= 4 * shards:
             return pieces
     return group_size
+
+
+def check_eos(ids: Sequence[int], model: ModelConfig) -> None:
+    """Refuses ids that shall end every sample if they are too many, or if the model cannot sample one of them.
+
+    Raises:
+      ValueError: the ids are refused; the message names rollout.eos_tokens.
+    """
+    if len(ids) > STOP_IDS:
+        raise ValueError(f"rollout.eos_tokens has {len(ids)} ids: at most {STOP_IDS} are supported.")
+    _check_ends(ids, model, "rollout.eos_tokens")
 
 
 def _check_ends(ids: Sequence[int], model: ModelConfig, key: str) -> None:

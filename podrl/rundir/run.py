@@ -14,6 +14,7 @@ from podrl.rundir import gauges, identity
 from podrl.rundir.console import make_console
 from podrl.rundir.metrics import LogConfig, MetricsLog, read_metrics
 from podrl.rundir.profiler import Profiler
+from podrl.rundir.sinks import check_installed
 from podrl.rundir.spans import Spans
 from podrl.rundir.tracing import TraceSteps, Tracing
 from podrl.runtime import signals
@@ -78,8 +79,8 @@ class Run:
           savers: processes that save checkpoints together; () for this process alone.
 
         Raises:
-          ValueError: the directory cannot be made or used, another process uses it, or it belongs to a run of another
-            configuration.
+          ValueError: the directory cannot be made or used, another process uses it, it belongs to a run of another
+            configuration, or a tracker of log.to is not installed.
           StorageError: the directory is in a bucket that does not answer.
         """
         refuse_inside()
@@ -89,6 +90,8 @@ class Run:
         self._mirror: Mirror | None = None
         self.log_config = log or LogConfig()
         self.planned = gauges.read_plan(self.log_config.plan) if leads else {}
+        if leads and workdir is not None:
+            check_installed(self.log_config.to)
         self._plan = pathlib.Path(self.log_config.plan).read_bytes() if self.planned else b""
         self.checkpoint_config = checkpoint or CheckpointConfig()
         self.config, self._defaults = dict(config or {}), dict(defaults or {})

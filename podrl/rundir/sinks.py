@@ -6,6 +6,7 @@ samples.jsonl.
 
 import functools
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import pathlib
 import queue
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ End = Literal["finished", "stopped", "failed"]
 Sample = Mapping[str, Any]
 _WAITING = 1000  # largest number of records that wait for a slow tracker
 _CLOSE_S = 30.0
+_LACKS = "log.to names {0!r}, which needs its package: pip install 'podrl[{0}]', or leave it out of log.to."
 _SECRET = re.compile(r"(?i)(^|_)(key|token|secret|password|passwd|credentials?|authorization|headers)$")
 _URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -68,11 +71,20 @@ def open_sink(
     try:
         importlib.import_module(name)
     except ImportError:
-        raise ValueError(
-            f"log.to names {name!r}, which needs its package: pip install 'podrl[{name}]', or leave it out of log.to."
-        ) from None
+        raise ValueError(_LACKS.format(name)) from None
     make = functools.partial(_MAKERS[name], workdir, project, without_secrets(run_config))
     return Remote(name, make)
+
+
+def check_installed(names: Sequence[SinkName]) -> None:
+    """Refuses trackers whose package is not installed, without importing it.
+
+    Raises:
+      ValueError: a package is missing.
+    """
+    for name in names:
+        if name != "tensorboard" and sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
+            raise ValueError(_LACKS.format(name))
 
 
 class Remote:

@@ -100,6 +100,32 @@ def test_weights_of_a_reward_model(model, capsys):
 
 
 @pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"stop_strings": ("a<eos>",)}, "stop string 'a<eos>' holds the special token"),
+        ({"eos_tokens": (99_999,)}, r"rollout\.eos_tokens has the id 99999, and the model has \d+ embeddings"),
+        ({"eos_tokens": tuple(range(40))}, r"rollout\.eos_tokens has 40 ids: at most"),
+        ({"max_prompt_length": 9999, "kv_cache_size": 20_000}, r"A prompt may have 9999 tokens"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_found_before_it_is_loaded(rollout, message):
+    with pytest.raises(ValueError, match=message):
+        ready.check_fit(parse(values(rollout=rollout)), Tokenizer(podrl.TINY))
+
+
+def test_a_set_that_cannot_be_scored_is_found_before_the_model_is_loaded(tmp_path):
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "answer": "4"}
+    (tmp_path / "asks.jsonl").write_text('{"prompt": "1+1?"}\n')
+    own = {"data": records(tmp_path, *[pair] * 3), "eval": {"sets": ({"name": "a", "path": f"{tmp_path}/asks.jsonl"},)}}
+    with pytest.raises(
+        ValueError, match=r"eval\.sets: a has records without answers, and algorithm=dpo has no rewards"
+    ):
+        ready.check_records(parse(values("dpo", **own)), Tokenizer(podrl.TINY))
+    with pytest.raises(ValueError, match=r"eval\.sets: a has prompts .* algorithm=reward_model samples nothing"):
+        parse(values("reward_model", **own))
+
+
+@pytest.mark.parametrize(
     ("algorithm", "role", "changes"),
     [
         ("grpo", "reward", lambda path: {"reward": {"model": path}}),

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from podrl.config import build
 from podrl.engine.config import RolloutConfig, Sampling
 from podrl.engine.session import Opening
-from podrl.engine.sizes import engine_shape
 from podrl.rollout.players import Pace
 from podrl.rollout.worker import pieces_per_prompt
 from podrl.types import STOP_LENGTH, STOP_STRING, Policy
@@ -264,7 +263,7 @@ def test_configuration_is_checked():
     with pytest.raises(ValueError, match="tensor=4"):
         build(RolloutConfig, {"tensor_parallel_size": 4}, "rollout")
     with pytest.raises(ValueError, match="pool_tokens=128 is 2 pages of 64 tokens, fewer than the 18"):
-        engine_shape(RolloutConfig(pool_tokens=128), 1)
+        RolloutConfig(pool_tokens=128)
 
 
 def test_pieces_fill_the_shards():

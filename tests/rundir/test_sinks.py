@@ -292,3 +292,5 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
     with pytest.raises(ValueError, match=rf"podrl\[{name}\]"):
         MetricsLog(tmp_path, LogConfig(to=(name,)), start=0, run_config={})
+    with pytest.raises(ValueError, match=rf"podrl\[{name}\]"):  # before models are loaded
+        Run(tmp_path, log=LogConfig(to=(name,)))
