@@ -63,11 +63,22 @@ class OpenedSources:
       evaluation: records of data.eval_path; None if data.eval_path is ''.
       unanswered: for each file with a record without an answer: (text that names the record and its fields, reward
         functions of this source alone, which may be none).
+      evaluation_unanswered: text that names the first record of data.eval_path without an answer and its fields; '' if all
+        have one.
     """
 
     parts: Sequence[OpenedSource]
     evaluation: Source | None
     unanswered: Sequence[tuple[str, Sequence[str]]]
+    evaluation_unanswered: str = ""
+
+    @property
+    def unmeasured(self) -> str:
+        """Place and fields of a record without an answer in a file that evaluations use; '' if all have one."""
+        lacking = (
+            [self.evaluation_unanswered] if self.evaluation is not None else [part.unanswered for part in self.parts]
+        )
+        return next(filter(None, lacking), "")
 
     def count_shared_questions(self, other: "OpenedSources") -> int:
         """Counts the training records with a question that is also in the training records of `other`.
@@ -138,15 +149,15 @@ class _Key:
 def _opened(key: _Key) -> OpenedSources:
     config, cache = key.config, Cache(key.config.cache)
     evaluation, notes = None, Notes(config.question_field, config.answer_field)
-    unanswered: list[tuple[str, Sequence[str]]] = []
+    of_evaluation = ""
     if config.eval_path:
         evaluation = _read(config, config.eval_path, "", notes, cache, key.form, with_question=True)
-        unanswered.append((notes.unanswered(evaluation), ()))
+        of_evaluation = notes.unanswered(evaluation)
     files = [_file(single, source, cache, key.form) for single, source in _pairs(config)]
     held_out_hashes = np.unique(np.concatenate([notes.hashes, *(file.hashes[file.is_held] for file in files if file)]))
     parts = [_part(*pair, file, held_out_hashes, key.form) for pair, file in zip(_pairs(config), files, strict=True)]
-    unanswered += [(part.unanswered, part.fields.get("reward_fns", ())) for part in parts]
-    return OpenedSources(parts, evaluation, [(place, fns) for place, fns in unanswered if place])
+    unanswered = [(of_evaluation, ()), *((part.unanswered, part.fields.get("reward_fns", ())) for part in parts)]
+    return OpenedSources(parts, evaluation, [(place, fns) for place, fns in unanswered if place], of_evaluation)
 
 
 def _pairs(config: DataConfig) -> list[tuple[DataConfig, SourceConfig | None]]:

@@ -186,6 +186,8 @@ def data_lines(job: Job) -> list[str]:
         about += f"\nThe records' own field {name!r} is not given: podrl reads questions and answers from other fields."
     if why := unmeasured(job, data) if job.eval.problems else "eval.problems=0":
         about += f"\nNo accuracies: {why}."
+    elif opened.unanswered:
+        about += f"\nNo accuracies of training samples: {opened.unanswered[0][0]}."
     about += "".join(f"\nQuestions are preceded by {text!r} (data.system_prompt)." for text in before)
     for path in unused:
         about += f"\nWarning: data.system_prompt is not put before the records of {path} that are conversations or "

@@ -1,8 +1,9 @@
 """Opens the records that a job evaluates on: records held out of its training data, and the sets of eval.sets."""
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from podrl.cluster.rl_cluster import RLCluster
@@ -23,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
     """Builds the evaluation on held-out records and on the sets of eval.sets; None if there is neither."""
-    data, batches = job.data, held_out(job, cluster.tokenizer)
+    batches = held_out(job, cluster.tokenizer)
+    data = evaluated(job)[0] or job.data
     sets = [_held_out_set(one, cluster, job) for one in job.eval.sets]
     if not batches and not sets:
         return None
@@ -36,41 +38,58 @@ def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
 def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
     """Makes the batches of the evaluation on held-out records: prompts, or pairs if the job trains a reward model.
 
-    Warns if there are no held-out records although eval.problems asks for some.
+    Warns if there are no held-out records although eval.problems asks for some, and if sources hold none out.
 
     Raises:
       ValueError: a record cannot be used; a note says that eval.problems asks for it.
     """
-    data, count = job.data, job.eval.problems
+    count = job.eval.problems
     if not count:
         return ()
-    more = f" raise data.eval_fraction={data.eval_fraction},"
+    data, lacking = evaluated(job)
+    origin = "data.sources" if job.data.sources else f"data.path={job.data.path}"
+    if data is None:
+        of = "pairs" if job.kind.scores else "records"
+        why = f"{next(iter(lacking.values()))}, and where {of} have no answer, none are held out"
+        _say_none(origin, why, "")
+        return ()
+    if lacking:
+        _say_some(", ".join(source.label for source in data.sources), "; ".join(lacking.values()))
     if job.kind.scores:
         found: Sequence[Any] = held_out_pairs(data, tokenizer, count=count, **pair_settings(job))
         why = f"none fits {job.section}.max_length={job.algo.max_length}"
-        if not data.eval_path and (lacks := split(data, job.kind.form).unanswered):
-            why, more = f"{lacks[0][0]}, and where pairs have no answer, none are held out", ""
     else:
-        limit, why = (
-            job.rollout.max_prompt_length,
-            f"none fits rollout.max_prompt_length={job.rollout.max_prompt_length}",
-        )
+        limit = job.rollout.max_prompt_length
+        why = f"none fits rollout.max_prompt_length={limit}"
         try:
-            opened = split(data)
-            unanswered = opened.unanswered
-            if not opened.held_out:
+            if not split(data).held_out:
                 why = "a question's hash decides whether its records are held out, and there are too few questions"
-            if job.kind.offline and unanswered and not data.eval_path:
-                why, more = f"{unanswered[0][0]}, and where records have no answer, none are held out", ""
-                found = ()
-            else:
-                found = held_out_prompts(data, tokenizer, count=count, max_prompt_length=limit)
+            found = held_out_prompts(data, tokenizer, count=count, max_prompt_length=limit)
         except ValueError as error:
             error.add_note(f"the evaluation reads it, which eval.problems={count} asks for and 0 leaves out")
             raise
     if not found:
-        _say_none("data.sources" if data.sources else f"data.path={data.path}", why, more)
+        _say_none(origin, why, f" raise data.eval_fraction={data.eval_fraction},")
     return found
+
+
+def evaluated(job: Job) -> tuple[DataConfig | None, Mapping[str, str]]:
+    """Returns the settings of the data whose held-out records an evaluation uses.
+
+    A job on answers from data holds out records of a source only if all of the source's records have an answer to
+    compare with (podrl.data.mixture.split).
+
+    Returns:
+      (settings with the sources that hold records out, None if no source does; place and fields of a record without an
+      answer for each source that holds none out, by the source's name).
+    """
+    data = job.data
+    parts = () if not job.kind.offline or data.eval_path else split(data, job.kind.form).parts
+    lacking = {part.name: part.unanswered for part in parts if part.unanswered}
+    if not lacking:
+        return data, {}
+    kept = tuple(source for source in data.sources if source.label not in lacking)
+    return (dataclasses.replace(data, sources=kept) if kept else None), lacking
 
 
 @functools.cache  # warns once, though the checks of a start and the evaluation both open the records
@@ -105,6 +124,15 @@ def open_set(one: SetConfig, tokenizer: Tokenizer, job: Job) -> tuple[Sequence[P
     return batches, scorer
 
 
+@functools.cache
+def _say_some(evaluated: str, lacking: str) -> None:
+    _log.warning(
+        "Evaluations use records held out from %s only. All records of the other sources are trained on, because of "
+        "answers that lack: %s.",
+        *(evaluated, lacking),
+    )
+
+
 def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
     rollout = job.rollout
     batches, scorer = open_set(one, cluster.tokenizer, job)
@@ -123,14 +151,13 @@ def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:
 
 
 def unmeasured(job: Job, data: DataConfig) -> str:
-    """Returns the reason why a data set has no accuracies; '' if it has them."""
+    """Returns the reason why evaluations on a data set have no accuracies; '' if they have them."""
     if not job.has_accuracies:
         return (
             f"data.system_prompt does not ask for an answer between {ANSWER_START} and {ANSWER_END}, and reward.fns "
             "has none of the functions that read one ('answer', 'number')"
         )
-    lacking = split(data).unanswered
-    return lacking[0][0] if lacking else ""
+    return split(data).unmeasured
 
 
 def _scorer(job: Job, data: DataConfig) -> Scorer | None:

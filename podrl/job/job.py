@@ -308,7 +308,7 @@ def _train(job: Job, on: Meshes, link: PullLink | None, current: Run, pod: Pod |
             step = learn_answers(job.kind.algorithm, job.algo, shape, cluster, stream, current, evaluator, pod)
         _write_sources(current, job, {} if stream is None else stream.too_long)
         return step
-    measured = job.eval.problems and not unmeasured(job, job.data)
+    measured = job.eval.problems and not (unmeasured(job, job.data) or split(job.data).unanswered)
     metric_fns = [functools.partial(answer_accuracy, has_format=has_format(job.data))] if measured else []
     make: Any = PPOLearner if job.section == "ppo" else GRPOLearner
     learner = make(cluster, job.algo, metric_fns=metric_fns, reward_config=job.reward, pod=pod, environment=job.env)

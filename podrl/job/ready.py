@@ -71,8 +71,6 @@ def check_models(job: Job, keys: Collection[str]) -> None:
             model = read_config(directory)
             if orbax_files.find_checkpoint(directory) is None:
                 scan_directory(directory)
-            if key == "reward.model":
-                check_head(directory)
         except ValueError as error:
             raise ValueError(f"{key}={path!r}: {error}") from error
         if key in own and own[key][1].mesh not in (TRAINER, ROLLOUT):
@@ -83,7 +81,8 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 
 
 def check_fit(job: Job, tokenizer: Tokenizer) -> None:
-    """Refuses a tokenizer, a length of prompts or ends of samples that do not fit the trained model.
+    """Refuses a tokenizer, a length of prompts or ends of samples that do not fit the trained model, and a reward model
+    without a head.
 
     Raises:
       ValueError: one does not fit; the message names its key.
@@ -93,6 +92,9 @@ def check_fit(job: Job, tokenizer: Tokenizer) -> None:
     if not job.kind.scores:
         check_positions(model, job.rollout.max_prompt_length, 0)  # the cluster warns of long samples
         check_eos(ends_of_samples(job.rollout, tokenizer)[1], model)
+    scorer = storage.locate(hub.local(job.reward.model)) if job.reward.model else None
+    if scorer is not None and not storage.is_remote(scorer) and scorer.is_dir():  # hosts that train need not have it
+        check_head(scorer)
 
 
 def check_rewards(job: Job, rewards: Rewards, tokenizer: Tokenizer) -> None:

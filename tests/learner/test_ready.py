@@ -11,8 +11,9 @@ import pytest
 import podrl
 from podrl.config import merge
 from podrl.data import conversation
+from podrl.data.mixture import split
 from podrl.data.tokenizer import Tokenizer
-from podrl.job import job, ready
+from podrl.job import evaluation, job, ready
 from podrl.job.config import parse, unset
 from podrl.rewards.compose import Rewards
 from podrl.rundir import identity
@@ -327,6 +328,34 @@ def test_an_evaluation_that_cannot_be_is_found_at_the_start(tmp_path, algorithm,
     (tmp_path / "held.jsonl").write_text(json.dumps({"messages": [ASKED, UNCALLED, ASKED]}) + "\n")
     made = merge(made, {"data": {"eval_path": str(tmp_path / "held.jsonl")}})
     refused(made, r"held\.jsonl line 1: messages\[1\] \(assistant\): the chat template", capsys)
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
+def test_sources_with_answers_are_evaluated_and_all_of_the_others_is_trained_on(tmp_path, algorithm, caplog):
+    pairs = {name: [GIVEN["dpo"][0] | {"prompt": f"{name} {n}?"} for n in range(40)] for name in ("with", "without")}
+    pairs["with"] = [pair | {"answer": "4"} for pair in pairs["with"]]
+    for name, rows in pairs.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = tuple({"path": f"{tmp_path}/{name}.jsonl"} for name in pairs)
+    data = {"path": "", "sources": sources, "eval_fraction": 0.25}
+    made = parse(values(algorithm, data=data, eval={"problems": 99}))
+    answered, unanswered = split(made.data, made.kind.form).parts
+    (batch,) = evaluation.held_out(made, Tokenizer(podrl.TINY))
+    assert all("with " in text for text in batch.text)
+    assert len(batch.text) == len(answered.held_out) * (2 if algorithm == "reward_model" else 1) > 0
+    assert len(answered.train) + len(answered.held_out) == len(unanswered.train) == 40
+    assert re.search(
+        r"held out from with only.*trained on, because .*without\.jsonl line 1 lacks 'answer'", caplog.text
+    )
+    data, _ = evaluation.evaluated(made)
+    assert data is not None and not evaluation.unmeasured(made, data), "its completions are compared with answers"
+
+
+def test_an_evaluation_file_with_answers_is_measured_whatever_training_records_have(tmp_path):
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    data = records(tmp_path, GIVEN["dpo"][0]) | {"eval_path": str(tmp_path / "held.jsonl")}
+    made = parse(values("dpo", data=data, eval={"problems": 4}))
+    assert evaluation.evaluated(made) == (made.data, {}) and not evaluation.unmeasured(made, made.data)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", *GIVEN])
