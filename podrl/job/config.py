@@ -525,7 +525,8 @@ def parse(values: Mapping[str, Any]) -> Job:
     _check_models(job)
     check_evaluation(job)
     if own := tuple(dict.fromkeys(fn for source in (*job.data.sources, *job.eval.sets) for fn in source.reward)):
-        job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=own))
+        named = tuple(dict.fromkeys((*own, *job.reward.named)))
+        job = dataclasses.replace(job, reward=dataclasses.replace(job.reward, named=named))
     job.rollout.require(environment=job.env.used)
     check_engine(job.rollout.engine, job.rollout.clock)
     _check_environments(job)

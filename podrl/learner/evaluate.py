@@ -40,7 +40,8 @@ class SetConfig:
       max_tokens_to_generate: largest number of tokens of a completion; None is rollout.max_tokens_to_generate, which is
         also the largest value.
       every: number n; the set is scored in every n-th evaluation. The first and the last evaluation score all sets.
-      reward: reward functions of the set's records, in place of reward.fns.
+      reward: reward functions of the set's records, in place of reward.fns. A resumed run must keep the functions that
+        its sources and sets name, because checkpoints have a row of rewards for each; all else of a set may change.
       env: environment of the set's records, one of env.others; '' for env.environment.
       split: beginning of the names of the files used if `path` is a directory, such as 'train'.
       template: form of the set's prompts, as in data.template; '' takes data.template.

@@ -14,9 +14,17 @@ from podrl.storage.storage import Place, complete_steps, first_line, locate, wri
 NAME = "config.json"
 DEFAULTS = "defaults.json"  # defaults of the job's settings
 # Settings that may change, because no step depends on them: where and when something is written or measured, how many
-# processes share the work, when a run warns or ends, and deadlines.
+# processes share the work, when a run warns or ends, and deadlines. The limits of worker processes are among them,
+# because a run that ended at a limit, with the advice to change it, must be able to go on.
 _FREE = ("log.", "checkpoint.", "eval.", "compile_cache", "data.cache", "trainer.eval_every_n_steps")
-_FREE += ("reward.workers", "reward.judge.concurrency", "reward.code.at_once", "env.workers", "env.processes")
+_FREE += (
+    "reward.workers",
+    "reward.limits.",
+    "reward.judge.concurrency",
+    "reward.code.at_once",
+    "env.workers",
+    "env.processes",
+)
 _FREE += ("roles.eval.hosts", "grpo.mismatch_", "ppo.mismatch_", "env.failed_share", "rollout.return_logprobs")
 # Values of trainer.offload that place the optimizer's state alike, so that they give the same bits.
 _SAME_BITS = ({"none", "reference"}, {"optimizer", "all"})
@@ -143,6 +151,11 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
         if key == "trainer.max_steps":
             spans = [name for values in (theirs, mine) if (name := _spanned(values))]
             free, note = not spans, f" ({spans[0]} spans all steps)" if spans else ""
+        if key == "reward.named":
+            note = (
+                " (functions that data.sources, eval.sets or records name: each adds a term to the sum of rewards, and "
+                "a row to checkpoints, one of eval.sets alone, too)"
+            )
         if key == "trainer.offload":
             free = {was, now} in _SAME_BITS
         (allowed if free else refused).append(f"{key} was {was!r}, now {now!r}{note}")

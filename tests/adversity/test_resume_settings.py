@@ -48,6 +48,13 @@ _DEFAULTS = json.loads(json.dumps(unset("grpo")))
         ({}, {"checkpoint__every": 7, "checkpoint__keep": 5}, ["checkpoint.every", "checkpoint.keep"], []),
         ({}, {"log__samples_every": 0, "log__stall_s": 9.0}, ["log.samples_every", "log.stall_s"], []),
         ({}, {"reward__deadline_s": 60.0, "reward__judge__timeout_s": 5.0}, ["reward.deadline_s", "reward.judge"], []),
+        ({}, {"reward__limits__memory_mb": 512}, ["reward.limits.memory_mb was 16384, now 512"], []),
+        (
+            {},
+            {"reward__named": ["length"]},
+            [],
+            ["reward.named was [], now ['length'] (functions that data.sources, eval.sets"],
+        ),
         ({}, {"env__workers": 2, "env__processes": 4}, ["env.processes", "env.workers was 1, now 2"], []),
         ({}, {"grpo__mismatch_patience": 0}, ["grpo.mismatch_patience was 5, now 0"], []),
         ({}, {"trainer__offload": "reference"}, ["trainer.offload was 'none', now 'reference'"], []),

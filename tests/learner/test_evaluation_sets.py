@@ -173,6 +173,7 @@ def test_sets_are_opened_as_sources_are(tmp_path):
     sums = {"name": "sums", "path": "sums", "temperature": 0.5, "max_tokens_to_generate": 7, "reward": ("length",)}
     job = planned((mine, sums), trainer={"max_steps": 8, "eval_every_n_steps": 2})
     assert job.reward.named == ("length",)
+    assert planned((sums,), reward={"named": ("number",)}).reward.named == ("length", "number"), "both are kept"
     cluster = Drawing(["x"] * 99, Tokenizer(TINY))
     evaluate = make_evaluator(cluster, job)  # pyright: ignore[reportArgumentType]
     assert evaluate is not None
