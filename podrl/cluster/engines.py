@@ -44,7 +44,7 @@ def check_engine(engine: str | type, clock: str) -> None:
             f"rollout.engine={engine!r} lacks {', '.join(lacks)}: an engine is a class with the methods of "
             "podrl.rollout.interface.RolloutEngine."
         )
-    if clock == "wall" and not able(made, "windows"):
+    if clock == "wall" and not able(engine, "windows"):
         raise ValueError(
             f"rollout.clock='wall' changes weights inside samples, and rollout.engine={engine!r} does not declare the "
             "ability 'windows' (podrl.engine.config.Ability): set rollout.clock='tokens', or rollout.engine='podrl'."

@@ -63,8 +63,8 @@ class OpenedSources:
       evaluation: records of data.eval_path; None if data.eval_path is ''.
       unanswered: for each file with a record without an answer: (text that names the record and its fields, reward
         functions of this source alone, which may be none).
-      evaluation_unanswered: text that names the first record of data.eval_path without an answer and its fields; '' if all
-        have one.
+      evaluation_unanswered: text that names the first record of data.eval_path without an answer, and its fields; ''
+        if all have one.
     """
 
     parts: Sequence[OpenedSource]
@@ -74,7 +74,7 @@ class OpenedSources:
 
     @property
     def unmeasured(self) -> str:
-        """Place and fields of a record without an answer in a file that evaluations use; '' if all have one."""
+        """Text that names a record without an answer in a file that evaluations use; '' if all records have one."""
         lacking = (
             [self.evaluation_unanswered] if self.evaluation is not None else [part.unanswered for part in self.parts]
         )
