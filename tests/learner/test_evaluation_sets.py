@@ -224,7 +224,10 @@ def test_records_have_an_environment_that_the_job_has():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"roles": {"eval": {"mesh": "data=1"}}}, r"roles\.eval\.mesh: training stops for evaluations"),
+        (
+            {"roles": {"eval": {"mesh": "data=1"}}},
+            r"roles\.eval\.mesh: evaluations run on the rollout mesh",
+        ),
         ({"eval": {"beside": True}}, r"eval\.beside: training stops for evaluations"),
     ],
 )
