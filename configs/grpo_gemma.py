@@ -10,6 +10,8 @@ Variants:
     grpo_gemma.py:lora              adapters only, the same task
     grpo_gemma.py:moe               all weights of a small Qwen3-MoE that comes with podrl, the same task; the trainer
                                     uses the experts that the sampler chose (docs/models.md)
+    grpo_gemma.py:hybrid            all weights of a small Qwen 3.5 that comes with podrl, the same task: three layers
+                                    of linear attention and one of full attention
     grpo_gemma.py:async             two batches in flight, and the decoupled loss that is meant for them (docs/async.md)
     grpo_gemma.py:gemma2_2b_v5e16   Gemma 2 2B on GSM8K with LoRA, trainer and rollout on 8 TPU v5e chips each; needs
                                     --config.model.path=DIR and --config.data.path=FILE
@@ -34,7 +36,7 @@ _GEMMA4 = {
     "gemma4_26b_a4b_v5p32": ("gemma4-26b-a4b", 16, "fsdp=4,expert=4", "data=4,expert=4"),
     "gemma4_31b_v5p32": ("gemma4-31b", 16, "fsdp=16", "data=4,tensor=4"),
 }
-VARIANTS = ("tiny", "lora", "moe", "async", "gemma2_2b_v5e16", *_GEMMA4)
+VARIANTS = ("tiny", "lora", "moe", "hybrid", "async", "gemma2_2b_v5e16", *_GEMMA4)
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -45,8 +47,8 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     if variant == "lora":
         config.model.lora = ConfigDict({"rank": 16, "alpha": 32.0, "pattern": "q|k|v|o|gate|up|down", "dropout": 0.0})
         config.trainer.learning_rate = 2e-3
-    if variant == "moe":
-        config.model.path = "tiny_moe"
+    if variant in ("moe", "hybrid"):
+        config.model.path = f"tiny_{variant}"
     if variant == "async":
         config.grpo.update({"max_staleness": 2, "old_logprob": "trainer", "sampler_correction": "tis"})
     if variant == "gemma2_2b_v5e16":

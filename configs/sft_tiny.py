@@ -13,12 +13,14 @@ Variants:
                       above with --out=tiny_moe, it resembles podrl/assets/tiny_moe, which grpo_gemma.py:moe trains.
                       The first 709 steps of the embedded checkpoint had slightly higher learning rates: its
                       cosine schedule was to have 1,720 steps
+    sft_tiny.py:hybrid   a Qwen 3.5 of 565,000 parameters: three layers of linear attention and one of full attention.
+                      Exported with --out=tiny_hybrid, it is podrl/assets/tiny_hybrid, which grpo_gemma.py:hybrid trains
 """
 
 from ml_collections import ConfigDict
 
 # Steps in the reference form, and steps after them in which most targets leave it.
-STEPS = {"tiny": (1500, 220), "moe": (960, 160)}
+STEPS = {"tiny": (1500, 220), "moe": (960, 160), "hybrid": (960, 160)}
 VARIANTS = tuple(STEPS)
 
 
@@ -35,6 +37,8 @@ def get_config(variant: str = "tiny") -> ConfigDict:
     config.model = ConfigDict({"path": "scratch"})
     if variant == "moe":
         config.scratch = ConfigDict({"experts": 8, "chosen": 2, "ffn_dim": 48})
+    if variant == "hybrid":
+        config.scratch = ConfigDict({"num_layers": 4, "linear": 3, "ffn_dim": 160})
     config.roles = ConfigDict({"colocated": True})
     config.data = ConfigDict({"path": "problems", "seed": 1})
     config.sft = ConfigDict({"batch_size": 64, "max_length": 96, "tagged_share": 0.12, "full_steps": full_steps})

@@ -37,7 +37,7 @@ _FILE = re.compile(
 _MODELS = ("model.path", "model.reference", "model.critic", "reward.model", "tokenizer")
 _DATA = ("data.path", "data.eval_path", "env.system_prompt_file")
 # Models and tasks that are in podrl.
-_SHIPPED = ("tiny", "tiny_moe", "tiny_tools", "tiny_search", "scratch", "problems", "sums", "facts")
+_SHIPPED = ("tiny", "tiny_moe", "tiny_hybrid", "tiny_tools", "tiny_search", "scratch", "problems", "sums", "facts")
 _WORDS = ("data.system_prompt", "env.system_prompt")  # texts for a model; file names in them mean no files
 
 

@@ -4,5 +4,5 @@ import importlib.resources
 import pathlib
 
 _ASSETS = pathlib.Path(str(importlib.resources.files("podrl"))) / "assets"
-EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_moe", "tiny_tools", "tiny_search")}
+EMBEDDED = {name: _ASSETS / name for name in ("tiny", "tiny_moe", "tiny_hybrid", "tiny_tools", "tiny_search")}
 TINY = EMBEDDED["tiny"]

@@ -78,9 +78,9 @@ class ModelSource:
     """The starting weights of a job.
 
     Attributes:
-      path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub; 'tiny', 'tiny_moe', 'tiny_tools' and
-        'tiny_search' are the checkpoints shipped with podrl, 'scratch' is a small model with random weights (the
-        section `scratch`).
+      path: a Hugging Face directory, local or gs://, or ORG/NAME of the hub; 'tiny', 'tiny_moe', 'tiny_hybrid',
+        'tiny_tools' and 'tiny_search' are the checkpoints shipped with podrl, 'scratch' is a small model with random
+        weights (the section `scratch`).
       size: the published size (podrl/models/sizes.py) that podrl.plan takes where `path` is empty.
       reference: directory of the reference policy, or a name as for `path`; '' for the starting weights.
       teachers: teachers of distillation, instead of `reference`; `grpo.teacher_coef` is the weight of distillation.
@@ -121,7 +121,8 @@ class ModelSource:
 @section("scratch")
 @dataclasses.dataclass(frozen=True)
 class ScratchModel:
-    """A decoder with random weights: Gemma 2 (podrl.models.config.gemma2_config), or with experts Qwen3-MoE.
+    """A decoder with random weights: Gemma 2 (podrl.models.config.gemma2_config), Qwen3-MoE with experts, or Qwen 3.5
+    with layers of linear attention.
 
     Attributes:
       num_layers: number of layers.
@@ -130,11 +131,12 @@ class ScratchModel:
       num_heads: query heads of a layer; a multiple of `num_kv_heads`.
       num_kv_heads: key and value heads of a layer.
       head_dim: width of a head.
-      window: number of tokens that every second layer attends to, or every layer with experts; the other layers attend
-        to all tokens.
+      window: number of tokens that every second layer attends to, or every layer with experts; the other layers, and
+        the layers of a model with linear attention, attend to all tokens.
       max_length: tokens of the longest sequence.
       experts: number of feed-forward experts of a layer; `chosen` of them compute each token. 0 makes a dense model.
       chosen: number of experts that compute a token.
+      linear: number of layers of linear attention before each layer of full attention; 0 makes a model without them.
     """
 
     num_layers: Count = 3
@@ -147,44 +149,72 @@ class ScratchModel:
     max_length: Count = 1024
     experts: Natural = 0
     chosen: Count = 2
+    linear: Natural = 0
 
     def model(self, vocab_size: int) -> ModelConfig:
         """Returns the configuration of the model.
 
         Raises:
-          ValueError: `chosen` is larger than `experts`.
+          ValueError: `chosen` is larger than `experts`, or no layer has full attention.
         """
-        fields = dataclasses.asdict(self)
-        experts, chosen = fields.pop("experts"), fields.pop("chosen")
-        if not experts:
+        if not self.experts and not self.linear:
+            gone = ("experts", "chosen", "linear")
+            fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in gone}
             return gemma2_config(vocab_size=vocab_size, **fields)
-        if chosen > experts:
+        if self.experts and self.chosen > self.experts:
             raise ValueError(
-                f"scratch.chosen={chosen} with scratch.experts={experts}: a token cannot have more experts than there "
-                "are. Set scratch.chosen to a smaller number."
+                f"scratch.chosen={self.chosen} with scratch.experts={self.experts}: a token cannot have more experts "
+                "than there are. Set scratch.chosen to a smaller number."
             )
-        return config_from_hf(
-            {
+        if self.linear >= self.num_layers:
+            raise ValueError(
+                f"scratch.linear={self.linear} with scratch.num_layers={self.num_layers}: at least one layer must have "
+                f"full attention. Set scratch.num_layers to a multiple of {self.linear + 1}, or scratch.linear to a "
+                "smaller number."
+            )
+        raw = {
+            "vocab_size": vocab_size,
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.model_dim,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_length,
+            "rope_theta": 10_000.0,
+            "tie_word_embeddings": True,
+        }
+        return config_from_hf(raw | self._feed_forward() | self._attention())
+
+    def _feed_forward(self) -> dict[str, Any]:
+        """Returns the fields of config.json that say what a layer has after its attention."""
+        if not self.experts:
+            return {"intermediate_size": self.ffn_dim}
+        fields = {
+            "moe_intermediate_size": self.ffn_dim,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+        }
+        if self.linear:
+            return fields | {"shared_expert_intermediate_size": self.ffn_dim}
+        return fields | {"norm_topk_prob": True, "intermediate_size": self.chosen * self.ffn_dim}
+
+    def _attention(self) -> dict[str, Any]:
+        """Returns the fields of config.json that say how layers attend, and the model's type with them."""
+        if not self.linear:
+            return {
                 "model_type": "qwen3_moe",
-                "vocab_size": vocab_size,
-                "num_hidden_layers": self.num_layers,
-                "hidden_size": self.model_dim,
-                "intermediate_size": chosen * self.ffn_dim,
-                "moe_intermediate_size": self.ffn_dim,
-                "num_experts": experts,
-                "num_experts_per_tok": chosen,
-                "norm_topk_prob": True,
-                "num_attention_heads": self.num_heads,
-                "num_key_value_heads": self.num_kv_heads,
-                "head_dim": self.head_dim,
                 "use_sliding_window": True,
                 "sliding_window": self.window,
                 "max_window_layers": 0,
-                "max_position_embeddings": self.max_length,
-                "rope_theta": 10_000.0,
-                "tie_word_embeddings": True,
             }
-        )
+        return {
+            "model_type": "qwen3_5_moe_text" if self.experts else "qwen3_5_text",
+            "full_attention_interval": self.linear + 1,
+            "linear_num_key_heads": self.num_kv_heads,
+            "linear_num_value_heads": self.num_heads,
+            "linear_key_head_dim": self.head_dim,
+            "linear_value_head_dim": self.head_dim,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

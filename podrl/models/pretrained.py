@@ -99,7 +99,7 @@ def from_pretrained(
 
     Args:
       directory: directory with config.json and safetensors weights, a model's name ORG/NAME in the hub, or 'tiny',
-        'tiny_moe', 'tiny_tools' or 'tiny_search' for a model that comes with podrl.
+        'tiny_moe', 'tiny_hybrid', 'tiny_tools' or 'tiny_search' for a model that comes with podrl.
       mesh: devices that hold the parameters, with the axes ("data", "fsdp", "tensor"); None for the first device.
       dtype: storage type of the parameters.
       lora: settings of fresh adapters to add; None for no fresh adapters.

@@ -69,6 +69,7 @@ _TOOLS = (
     *(*_JOB, "--config.checkpoint.every=0"),
 )
 _PROCESSES = ("--local_processes=", "--topology=", "--config.roles.", "--config.fake_devices=")  # replays need these
+_TOPOLOGIES = {"single": (), "shared": ("--local_processes=2",), "split": ("--local_processes=2", "--topology=split")}
 VARIANTS = {
     "single": _SAMPLED,
     "lora, stale": (*_SAMPLED, *_ADAPTERS, *_STALE),
@@ -82,12 +83,13 @@ VARIANTS = {
     "wall": (*_SAMPLED, *_WALL),
     "wall, shared": (*_SAMPLED, *_WALL, *_FEW_LANES, "--local_processes=2"),
     "wall, split": (*_SAMPLED, *_WALL, *_FEW_LANES, *_THREE),
+    "hybrid": (*_SAMPLED, *_STALE, "--config.model.path=tiny_hybrid"),
+    "hybrid, split": (*_SAMPLED, *_STALE, "--config.model.path=tiny_hybrid", *_TOPOLOGIES["split"]),
     "tools": _TOOLS,
     "tools, stale": (*_TOOLS, *_STALE, "--config.checkpoint.every=1"),
     "tools, split": (*_TOOLS, "--local_processes=2", "--topology=split"),
 }
 _HOSTS = (*_SAMPLED, *_STALE, "--local_processes=3", "--topology=split", "--config.roles.trainer.hosts=0")
-_TOPOLOGIES = {"single": (), "shared": ("--local_processes=2",), "split": ("--local_processes=2", "--topology=split")}
 
 
 def _grid() -> dict[str, tuple[str, ...]]:

@@ -25,9 +25,19 @@ from kills import (
 from processes import comparable, job, run, same_end
 
 pytestmark = pytest.mark.e2e
-# Together with the kills of the tests below there are 28; a life of a pod costs twice as much as one of a single
+# Together with the kills of the tests below there are 31; a life of a pod costs twice as much as one of a single
 # process. DPO and SFT are killed in tests/e2e/test_supervised_runs.py.
-KILLS = {"single": 2, "opd": 1, "ppo": 2, "kto": 1, "reward_model": 1, "wall": 2, "wall, split": 2}
+KILLS = {
+    "single": 2,
+    "opd": 1,
+    "ppo": 2,
+    "kto": 1,
+    "reward_model": 1,
+    "wall": 2,
+    "wall, split": 2,
+    "hybrid": 2,
+    "hybrid, split": 1,
+}
 # The source files that each variant tests; without a change to them it is killed in nightly runs only. Variants without
 # such files are killed at chosen moments on every change: one process below, PPO in tests/e2e/test_algorithms.py, given
 # answers in tests/e2e/test_supervised_runs.py, a pod by the wall clock in tests/e2e/test_wall_clock.py. The one with a
@@ -40,6 +50,8 @@ ABOUT = {
     "reward_model": (),
     "wall": ("podrl/rollout/batches.py", "podrl/rollout/clock.py", "podrl/rollout/journal.py"),
     "wall, split": (),
+    "hybrid": ("podrl/models/delta.py",),
+    "hybrid, split": (),
 }
 TOOLS = pytest.mark.nightly("podrl/environments/journal.py", "podrl/rollout/episodes.py")
 OPTIMISED = ("single", "shared")  # a process and a pod whose programs are compiled as for users

@@ -178,14 +178,23 @@ def test_a_dry_run_states_what_recorded_routes_take(directory):
     assert any(line.startswith("Router replay (rollout.router_replay): 4 bytes a token") for line in said)
 
 
-def test_the_embedded_experts_are_those_of_the_shipped_configs():
-    values = load_config(f"{find_config('grpo_gemma.py')}:moe").to_dict()
+@pytest.mark.parametrize("variant", ["moe", "hybrid"])
+def test_the_embedded_models_are_those_of_the_shipped_configs(variant):
+    values = load_config(f"{find_config('grpo_gemma.py')}:{variant}").to_dict()
     directory = EMBEDDED[values["model"]["path"]]
     read = read_config(directory)
-    scratch = load_config(f"{find_config('sft_tiny.py')}:moe").to_dict()["scratch"]
+    scratch = load_config(f"{find_config('sft_tiny.py')}:{variant}").to_dict()["scratch"]
     made = ScratchModel(**scratch).model(read.vocab_size)
-    assert read.experts is not None and read == made
+    assert (read.experts is None) == (variant == "hybrid") and (read.kinds == ()) == (variant == "moe")
+    assert read == made
     assert sum(file.stat().st_size for file in directory.iterdir()) <= 1.5e6
+
+
+def test_a_scratch_model_with_linear_attention_has_a_layer_of_full_attention():
+    with pytest.raises(ValueError, match=r"scratch\.linear=3 with scratch\.num_layers=3: at least one layer must"):
+        ScratchModel(linear=3).model(300)
+    both = ScratchModel(num_layers=2, linear=1, experts=4, ffn_dim=16).model(300)
+    assert [both.kinds[k].name for k in both.kind_L] == ["linear", "full"] and both.experts is not None
 
 
 @FAMILIES
