@@ -14,7 +14,8 @@ Variants:
                       The first 709 steps of the embedded checkpoint had slightly higher learning rates: its
                       cosine schedule was to have 1,720 steps
     sft_tiny.py:hybrid   a Qwen 3.5 of 565,000 parameters: three layers of linear attention and one of full attention.
-                      Exported with --out=tiny_hybrid, it is podrl/assets/tiny_hybrid, which grpo_gemma.py:hybrid trains
+                      Exported as above with --out=tiny_hybrid, it became podrl/assets/tiny_hybrid, which
+                      grpo_gemma.py:hybrid trains
 """
 
 from ml_collections import ConfigDict

@@ -69,7 +69,7 @@ class ReplayedStep:
     Attributes:
       start: step of the checkpoint from which the replay started; 0 for the beginning of the run.
       recorded: metrics of the step in the run, and the checksums of its weights if they are compared.
-      found: the same metrics and checksums in the replay.
+      found: metrics and checksums of the step in the replay.
       tokens: comparison of the step's tokens without and with changed settings, or the reason why they cannot be
         compared; None without changed settings.
     """

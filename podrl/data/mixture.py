@@ -61,7 +61,7 @@ class OpenedSources:
     Attributes:
       parts: sources of the configuration, at least one.
       evaluation: records of data.eval_path; None if data.eval_path is ''.
-      unanswered: for each file with a record without an answer: (text that names the record and its fields, reward
+      unanswered: files with a record without an answer, each as (text that names the record and its fields, reward
         functions of this source alone, which may be none).
       evaluation_unanswered: text that names the first record of data.eval_path without an answer, and its fields; ''
         if all have one.
@@ -115,7 +115,7 @@ def split(config: DataConfig, form: Form | None = None) -> OpenedSources:
 
     Args:
       config: settings of the data.
-      form: for jobs that train on answers, function (record, place of the record, settings of the source) that raises
+      form: function (record, place of the record, settings of the source) of a job that trains on answers, which raises
         ValueError for a record of another form. Records of a file are then held out only if all of them have an answer
         in data.answer_field. None for jobs that train on prompts, whose records must have a question.
 

@@ -235,7 +235,7 @@ class Rewards:
         """Refuses records without answers if a function needs answers.
 
         Args:
-          unanswered: for each source with a record without an answer: (text that names the record and its fields,
+          unanswered: sources with a record without an answer, each as (text that names the record and its fields,
             names of the source's own functions, which may be none).
 
         Raises:

@@ -135,7 +135,7 @@ class Episode:
     Attributes:
       track: record of the sample; None before its environment has opened it.
       opening: tokens and limits that the sample begins with; None before its environment has sent them.
-      stops: those stop strings of the present turn that are a single special token, by the token's id.
+      stops: stop strings of the present turn that are a single special token, by the token's id.
       strings: the other stop strings of the present turn.
       turns: a record of each turn and observation, as in podrl.types.Rollouts.
       rewards: (index of the token in the completion, reward) of each reward.

@@ -29,8 +29,8 @@ def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> WeightCom
     """Compares weight and clipping token by token; both steps must have been recorded with log.trace='updates'.
 
     Args:
-      before: the step in the first run.
-      now: the same step in the second run.
+      before: record of the step in the first run.
+      now: record of the step in the second run.
       most: largest number of tokens to list.
 
     Raises:
