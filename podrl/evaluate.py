@@ -246,20 +246,20 @@ def _scored(
     found = {}
     for one, prompts in sets.items():
         out = args.out / f"{one}.{name}.jsonl"
-        command = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
+        arguments = [f"--model={directory}", f"--prompts={prompts}", f"--out={out}", f"--n={args.n}", *rest]
         if (
             not args.fns
             and not any(arg.startswith(("--system_prompt", "--program")) for arg in rest)
             and not generate.prompt_settings_of(directory)
         ):
             # This prompt asks for the tags in which the accuracies look for the answer.
-            command.append(f"--system_prompt={SYSTEM_PROMPT}")
-        if generate.main([*command, f"--devices={args.devices}"]):
+            arguments.append(f"--system_prompt={SYSTEM_PROMPT}")
+        if generate.main([*arguments, f"--devices={args.devices}"]):
             raise ValueError(f"--sets: {one} was not completed; see the error above.")
         # Reads bytes, because str.splitlines would also cut at characters such as U+2028 within a text.
         lines = map(json.loads, out.read_bytes().splitlines())
-        completed = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]
-        found[one] = (score(completed), [str(record.get(args.by, "")) for record in completed])
+        outputs = [{**own, "completions": line["completions"]} for own, line in zip(records[one], lines, strict=True)]
+        found[one] = (score(outputs), [str(record.get(args.by, "")) for record in outputs])
     return found
 
 

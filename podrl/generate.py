@@ -230,8 +230,8 @@ def _prompt_settings(args: argparse.Namespace) -> dict[str, str]:
     """Chooses the form of prompts: from the arguments, else as in the model's run, else by the chat template."""
     names = ("system_prompt", "question_field")
     own = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    default = {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"}
-    return default | prompt_settings_of(args.model) | own
+    defaults = {"system_prompt": "", "question_field": shape.QUESTION, "template": "chat"}
+    return defaults | prompt_settings_of(args.model) | own
 
 
 def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) -> sources.Records:

@@ -33,7 +33,7 @@ class Mode(enum.Enum):
 
 
 # Fields of RolloutConfig that an evaluation may set for itself, because requests carry them to the engine.
-_OF_A_MODE = ("temperature", "top_p", "top_k", "min_p", "max_tokens_to_generate", "return_logprobs")
+_EVAL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "max_tokens_to_generate", "return_logprobs")
 
 
 @section(
@@ -111,24 +111,24 @@ class ClusterConfig:
         check_engine(self.rollout_engine, self.rollout().clock)
 
     def _check_modes(self) -> None:
-        """Refuses keys of `rollout_config` that are no modes, and settings of evaluations that would have no effect."""
+        """Refuses keys of `rollout_config` that are not modes, and settings of Mode.EVAL that would have no effect."""
         if isinstance(self.rollout_config, RolloutConfig):
             return
         if wrong := [key for key in self.rollout_config if not isinstance(key, Mode)]:
-            raise ValueError(f"rollout_config has the key {wrong[0]!r}: its keys are Mode.TRAIN and Mode.EVAL.")
+            raise ValueError(f"rollout_config has the key {wrong[0]!r}: its keys must be Mode.TRAIN and Mode.EVAL.")
         train, own = self.rollout(), self.rollout_config.get(Mode.EVAL, self.rollout())
         for field in dataclasses.fields(RolloutConfig):
             ours, theirs = getattr(own, field.name), getattr(train, field.name)
-            if ours != theirs and field.name not in _OF_A_MODE:
+            if ours != theirs and field.name not in _EVAL_FIELDS:
                 raise ValueError(
-                    f"rollout_config[Mode.EVAL].{field.name}={ours!r} is not that of Mode.TRAIN, {theirs!r}: one "
-                    f"engine samples for both, so they may differ in {', '.join(_OF_A_MODE)} only. Write "
-                    "dataclasses.replace(train, temperature=...) for Mode.EVAL."
+                    f"rollout_config[Mode.EVAL].{field.name}={ours!r} must be {theirs!r}, as for Mode.TRAIN: one "
+                    f"engine samples for both modes, so their settings may differ in {', '.join(_EVAL_FIELDS)} only. "
+                    "Write dataclasses.replace(train, temperature=...) for Mode.EVAL."
                 )
         if own.max_tokens_to_generate > train.max_tokens_to_generate:
             raise ValueError(
-                f"rollout_config[Mode.EVAL].max_tokens_to_generate={own.max_tokens_to_generate}, and caches are made "
-                f"for that of Mode.TRAIN, {train.max_tokens_to_generate}: give at most that."
+                f"rollout_config[Mode.EVAL].max_tokens_to_generate={own.max_tokens_to_generate} is more than in "
+                f"Mode.TRAIN, {train.max_tokens_to_generate}: give at most this number, for which caches are made."
             )
 
     def roles_of(self, process: int) -> tuple[bool, bool]:

@@ -38,8 +38,8 @@ def check_engine(engine: str | type, clock: str) -> None:
     if isinstance(engine, str) and ":" not in engine:
         known = ", ".join(map(repr, ENGINES))
         raise ValueError(f"rollout.engine={engine!r} must be {known}, 'file.py:Class' or 'package.module:Class'.")
-    instance = engine_class(engine)
-    if lacks := [name for name in _METHODS if not callable(getattr(instance, name, None))]:
+    cls = engine_class(engine)
+    if lacks := [name for name in _METHODS if not callable(getattr(cls, name, None))]:
         raise ValueError(
             f"rollout.engine={engine!r} lacks {', '.join(lacks)}: an engine is a class with the methods of "
             "podrl.rollout.interface.RolloutEngine."

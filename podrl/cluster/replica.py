@@ -53,7 +53,7 @@ class ReplicaHead:
             pod.channel.watch(pod.address(process), lambda process=process: self._lost(process))
 
     def broadcast(self, name: str, args: Sequence[Any]) -> None:
-        """Tells the other hosts to make a call; arguments are arrays, numbers, texts or lists of these."""
+        """Sends a call to the other hosts, which make it; arguments are arrays, numbers, texts or lists of these."""
         arrays = {str(i): arg for i, arg in enumerate(args) if isinstance(arg, np.ndarray)}
         plain = [None if isinstance(arg, np.ndarray) else _plain(arg) for arg in args]
         with self._lock:

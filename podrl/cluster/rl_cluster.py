@@ -200,8 +200,8 @@ class RLCluster:
     def _check_own_mesh(self, role: Role, model: ModelConfig) -> None:
         """Checks the mesh of an auxiliary model, unless the model shares the actor's or the rollout mesh.
 
-        On an own mesh, only a model with experts may have the axis expert. On a shared mesh, a model without experts
-        has a copy at each position of this axis.
+        On a mesh of its own, only a model with experts may have the axis expert. On a shared mesh, a model without
+        experts has a copy at each position of this axis.
         """
         mesh = self.config.role_to_mesh.get(role)
         if mesh not in (None, self.actor_mesh, self.rollout_mesh):
@@ -228,8 +228,8 @@ class RLCluster:
         Args:
           version: number of these weights, recorded with every token that they sample; None for the optimizer's step.
           in_place: whether to reuse the buffers of the previous policy leaf by leaf, so that the rollout mesh never
-            holds two policies; the training loop does this. The previous call must have been in place, too. The
-            previous policy becomes invalid, even if this call fails.
+            holds two policies; the training loop does this. Nothing is reused unless the previous call was in place,
+            too. The previous policy becomes invalid, even if this call fails.
 
         Returns:
           The policy on the rollout mesh. Its checksums have been compared with the trainer's.
@@ -268,7 +268,7 @@ class RLCluster:
 
     @refused_arguments(_SCORED)
     def get_ref_per_token_logps(self, tokens_BT: Int[np.ndarray, "B T"], length_B: Int[np.ndarray, " B"]) -> Any:
-        """Computes log p of each token of right-padded sequences by the reference; 0 at index 0 and on padding."""
+        """Computes log p, nats, of each token of right-padded sequences by the reference; 0 at index 0 and padding."""
         return self.actor.sample_logprobs(tokens_BT, length_B, longest=self.config.longest, reference=True)
 
     # Generation.

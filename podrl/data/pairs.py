@@ -80,8 +80,8 @@ def held_out_pairs(
         opened = [(part.config, part.train) for part in split(whole, check_form).parts]
     else:
         opened = [(part.config, part.held_out) for part in split(data, check_form).parts]
-    read = interleaved([_read_pairs(_Writer(config, tokenizer, limit), records) for config, records in opened])
-    chosen = list(itertools.islice((pair for pair in read if not isinstance(pair, TooLong)), count))
+    candidates = interleaved([_read_pairs(_Writer(config, tokenizer, limit), records) for config, records in opened])
+    chosen = list(itertools.islice((pair for pair in candidates if not isinstance(pair, TooLong)), count))
     cuts = [chosen[i : i + pairs] for i in range(0, len(chosen), pairs)]
     return [SFTBatch.of([e for pair in cut for e in pair], max_length, tokenizer.pad_id, b"") for cut in cuts]
 

@@ -128,7 +128,7 @@ class PromptStream(BatchStream[_Task]):
           ValueError: a record or a setting is not allowed.
         """
         opened = split(config)
-        pipeline = cls(
+        stream = cls(
             opened.train,
             renderer(config, tokenizer, teachers or {}),
             tokenizer,
@@ -140,8 +140,8 @@ class PromptStream(BatchStream[_Task]):
             curriculum=config.curriculum,
             hint_tokens=hint_tokens,
         )
-        pipeline.groups = config.groups
-        return pipeline
+        stream.groups = config.groups
+        return stream
 
     @classmethod
     def from_list(

@@ -208,18 +208,18 @@ class RolloutConfig(SamplingSettings):
         if pool is not None and pool // self.page_tokens < longest:
             raise ValueError(
                 f"rollout.pool_tokens={pool} is {pool // self.page_tokens} pages of {self.page_tokens} tokens, fewer "
-                f"than the {longest} the longest request may need: raise it to {longest * self.page_tokens}, or lower "
-                f"rollout.kv_cache_size={self.kv_cache_size}."
+                f"than the {longest} that the longest request may need: raise it to {longest * self.page_tokens}, or "
+                f"lower rollout.kv_cache_size={self.kv_cache_size}."
             )
 
     @property
     def prompt_pages(self) -> int:
-        """Largest number of whole pages of a prompt, without its last token."""
+        """Largest number of pages that a prompt needs, without its last token."""
         return -(-max(self.max_prompt_length - 1, 1) // self.page_tokens)
 
     @property
     def longest_pages(self) -> int:
-        """Largest number of pages of a sample: those of its prompt, its own, and one because either may end within."""
+        """Largest number of pages of a prompt and its sample, both of which may end in a page that is not full."""
         return self.prompt_pages + -(-self.kv_cache_size // self.page_tokens) + 1
 
     @property

@@ -207,8 +207,8 @@ class Session:
         Returns:
           The samples' records.
         """
-        opening_of = openings or [None] * len(keys_G2)
-        tracks = [self.track(prompt, key, sampling, opening) for key, opening in zip(keys_G2, opening_of, strict=True)]
+        opening_G = openings or [None] * len(keys_G2)
+        tracks = [self.track(prompt, key, sampling, opening) for key, opening in zip(keys_G2, opening_G, strict=True)]
         self.seat(tracks, pieces=pieces)
         return tracks
 

@@ -121,8 +121,9 @@ class ModelSource:
 @section("scratch")
 @dataclasses.dataclass(frozen=True)
 class ScratchModel:
-    """A decoder with random weights: Gemma 2 (podrl.models.config.gemma2_config), Qwen3-MoE with experts, or Qwen 3.5
-    with layers of linear attention.
+    """A decoder with random weights, of one of three families.
+
+    The model is a Gemma 2 (podrl.models.config.gemma2_config); with `experts` a Qwen3-MoE; with `linear` a Qwen 3.5.
 
     Attributes:
       num_layers: number of layers.
@@ -158,8 +159,8 @@ class ScratchModel:
           ValueError: `chosen` is larger than `experts`, or no layer has full attention.
         """
         if not self.experts and not self.linear:
-            gone = ("experts", "chosen", "linear")
-            fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in gone}
+            others = ("experts", "chosen", "linear")
+            fields = {name: value for name, value in dataclasses.asdict(self).items() if name not in others}
             return gemma2_config(vocab_size=vocab_size, **fields)
         if self.experts and self.chosen > self.experts:
             raise ValueError(
@@ -186,7 +187,7 @@ class ScratchModel:
         return config_from_hf(raw | self._feed_forward() | self._attention())
 
     def _feed_forward(self) -> dict[str, Any]:
-        """Returns the fields of config.json that say what a layer has after its attention."""
+        """Returns the fields of config.json that describe the feed-forward part of a layer."""
         if not self.experts:
             return {"intermediate_size": self.ffn_dim}
         fields = {
@@ -199,7 +200,7 @@ class ScratchModel:
         return fields | {"norm_topk_prob": True, "intermediate_size": self.chosen * self.ffn_dim}
 
     def _attention(self) -> dict[str, Any]:
-        """Returns the fields of config.json that say how layers attend, and the model's type with them."""
+        """Returns the fields of config.json that describe the attention of layers, and the model's type."""
         if not self.linear:
             return {
                 "model_type": "qwen3_moe",

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 def make_evaluator(cluster: RLCluster, job: Job) -> Evaluator | None:
     """Builds the evaluation on held-out records and on the sets of eval.sets; None if there is neither."""
     batches = held_out(job, cluster.tokenizer)
-    data = evaluated(job)[0] or job.data
+    data = evaluation_data(job)[0] or job.data
     sets = [_held_out_set(one, cluster, job) for one in job.eval.sets]
     if not batches and not sets:
         return None
@@ -46,15 +46,15 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
     count = job.eval.problems
     if not count:
         return ()
-    data, lacking = evaluated(job)
+    data, lacking = evaluation_data(job)
     origin = "data.sources" if job.data.sources else f"data.path={job.data.path}"
     if data is None:
         of = "pairs" if job.kind.scores else "records"
         why = f"{next(iter(lacking.values()))}, and where {of} have no answer, none are held out"
-        _say_none(origin, why, "")
+        _warn_nothing_held_out(origin, why, "")
         return ()
     if lacking:
-        _say_some(", ".join(source.label for source in data.sources), "; ".join(lacking.values()))
+        _warn_held_out_of(", ".join(source.label for source in data.sources), "; ".join(lacking.values()))
     if job.kind.scores:
         found: Sequence[Any] = held_out_pairs(data, tokenizer, count=count, **pair_settings(job))
         why = f"none fits {job.section}.max_length={job.algo.max_length}"
@@ -69,11 +69,11 @@ def held_out(job: Job, tokenizer: Tokenizer) -> Sequence[Any]:
             error.add_note(f"the evaluation reads it, which eval.problems={count} asks for and 0 leaves out")
             raise
     if not found:
-        _say_none(origin, why, f" raise data.eval_fraction={data.eval_fraction},")
+        _warn_nothing_held_out(origin, why, f" raise data.eval_fraction={data.eval_fraction},")
     return found
 
 
-def evaluated(job: Job) -> tuple[DataConfig | None, Mapping[str, str]]:
+def evaluation_data(job: Job) -> tuple[DataConfig | None, Mapping[str, str]]:
     """Returns the settings of the data whose held-out records an evaluation uses.
 
     A job on answers from data holds out records of a source only if all of the source's records have an answer to
@@ -93,10 +93,19 @@ def evaluated(job: Job) -> tuple[DataConfig | None, Mapping[str, str]]:
 
 
 @functools.cache  # warns once, though the checks of a start and the evaluation both open the records
-def _say_none(origin: str, why: str, more: str) -> None:
+def _warn_nothing_held_out(origin: str, why: str, more: str) -> None:
     _log.warning(
         "There is no evaluation on records held out from %s: %s. Give data.eval_path,%s or set eval.problems=0.",
         *(origin, why, more),
+    )
+
+
+@functools.cache
+def _warn_held_out_of(sources: str, lacking: str) -> None:
+    _log.warning(
+        "Evaluations use records held out from %s only. All records of the other sources are trained on, because "
+        "answers are missing there: %s.",
+        *(sources, lacking),
     )
 
 
@@ -122,15 +131,6 @@ def open_set(one: SetConfig, tokenizer: Tokenizer, job: Job) -> tuple[Sequence[P
             else f"eval.sets: {one.name} has records without answers, and algorithm={job.section} has no rewards."
         )
     return batches, scorer
-
-
-@functools.cache
-def _say_some(evaluated: str, lacking: str) -> None:
-    _log.warning(
-        "Evaluations use records held out from %s only. All records of the other sources are trained on, because of "
-        "answers that lack: %s.",
-        *(evaluated, lacking),
-    )
 
 
 def _held_out_set(one: SetConfig, cluster: RLCluster, job: Job) -> HeldOut:

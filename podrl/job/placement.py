@@ -42,8 +42,8 @@ class AuxiliaryConfig:
     """Settings of an auxiliary model: its devices and mesh.
 
     Attributes:
-      mesh: 'trainer' for a critic or teachers, 'rollout' for a reward model: the model shares this role's mesh. Or an
-        own mesh such as 'fsdp=2', whose devices are taken from this role, equally many on each of the role's hosts.
+      mesh: role whose mesh the model shares ('trainer' for a critic or teachers, 'rollout' for a reward model); or a
+        mesh of its own such as 'fsdp=2', whose devices are taken from this role, equally many on each of its hosts.
     """
 
     mesh: str
@@ -71,14 +71,14 @@ class EvaluationConfig:
 @section("roles")
 @dataclasses.dataclass(frozen=True)
 class RolesConfig:
-    """Settings of all roles: which devices each of them uses.
+    """Settings of the devices that each role uses.
 
     Attributes:
       trainer: devices of the actor and the reference.
       rollout: devices of the engine that decodes.
-      critic: devices of PPO's critic. Critic and actor learn in turn, so an own mesh saves memory but no time.
-      teacher: devices of `model.teachers`. Teachers score before the actor learns, so an own mesh saves memory but no
-        time.
+      critic: devices of PPO's critic. Critic and actor learn in turn, so a mesh of its own saves memory but no time.
+      teacher: devices of `model.teachers`. Teachers score before the actor learns, so a mesh of their own saves memory
+        but no time.
       reward: devices of the model of `reward.model`.
       eval: hosts whose evaluations run while training continues.
       colocated: whether all roles share all devices.

@@ -81,11 +81,10 @@ def check_models(job: Job, keys: Collection[str]) -> None:
 
 
 def check_fit(job: Job, tokenizer: Tokenizer) -> None:
-    """Refuses a tokenizer, a length of prompts or ends of samples that do not fit the trained model, and a reward model
-    without a head.
+    """Checks that tokenizer, prompt length and end tokens fit the trained model, and that the reward model has a head.
 
     Raises:
-      ValueError: one does not fit; the message names its key.
+      ValueError: one of them does not fit; the message names its key.
     """
     model = model_of(job)
     check_vocab(model, tokenizer.vocab_size)
@@ -145,7 +144,7 @@ def check_records(job: Job, tokenizer: Tokenizer, most: int = _FEW) -> None:
     in_files = any(not is_generated(one.path) for one in job.data.singles())
     job.kind.stream(job, tokenizer).look(most if in_files else _FEW)
     held_out(job, tokenizer)
-    for one in () if job.kind.scores else job.eval.sets:
+    for one in job.eval.sets:
         open_set(one, tokenizer, job)
 
 

@@ -33,8 +33,8 @@ def make_grpo(
     cluster: RLCluster, config: GRPOConfig, *, samples: int, log: Callable[[str], None], pieces: bool = False
 ) -> GRPO:
     """Makes a configuration's algorithm: DistilledGRPO if a teacher has a weight, else GRPO; arguments as in GRPO."""
-    algorithm = GRPO if config.distillation is None else DistilledGRPO
-    return algorithm(cluster, config, samples=samples, log=log, pieces=pieces)
+    algorithm_class = GRPO if config.distillation is None else DistilledGRPO
+    return algorithm_class(cluster, config, samples=samples, log=log, pieces=pieces)
 
 
 class DistilledGRPO(GRPO):

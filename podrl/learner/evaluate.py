@@ -188,8 +188,8 @@ class Evaluator:
           nth: function from a step to the number of the evaluation after it, from 0 on; 0 also for the last evaluation,
             which has all sets.
           groups: names of groups of held-out records, by the field `group`; each also has metrics eval/group_NAME/*.
-          sampled: sampling settings of the held-out prompts' completions, of which the greedy one takes all but the
-            temperature; None for temperature 1 without filters. At temperature 0 there is only the greedy completion.
+          sampled: sampling settings of the held-out prompts' completions; the greedy one has temperature 0 instead of
+            theirs. None for temperature 1 without filters. At temperature 0 there is only the greedy completion.
         """
         sampled = sampled or Sampling(max_new=cluster.config.rollout().max_tokens_to_generate)
         sampled = dataclasses.replace(sampled, stop_strings=stop_texts(cluster))

@@ -166,8 +166,7 @@ class Generator:
 
         Args:
           in_flight: the batches, each with the number of tokens that a sample draws (None for all its remaining
-            tokens), or with a budget. `halt` and `on_ended` may append further batches, which
-            are played, too.
+            tokens), or with a budget. `halt` and `on_ended` may append further batches, which are played, too.
           policy: weights on the rollout mesh.
           halt: function called between dispatches; the call ends when it returns True. None never ends the call early.
           on_ended: function called when samples of a batch have ended and have been passed to the reward functions.

@@ -250,7 +250,7 @@ class SampleLearner:
           train_ds: the training data, in one of three forms: a stream of prompts; a list of prompts, each a text or a
             record, whose fields the reward functions receive by name; or a list of batches,
             `{'prompts': [...], 'field': [...]}`, with one step per batch.
-          eval_ds: list of held-out prompts in one of the forms of `train_ds`. Their rewards are measured every
+          eval_ds: list of held-out prompts, or of batches of them, as in `train_ds`. Their rewards are measured every
             `training_config.eval_every_n_steps` steps, with greedy and with sampled completions.
           prompts_per_step: P, the number of prompts of a step, if `train_ds` is a list; by default the size of its
             batches, or 8. A stream has its own number: it yields P times `config.prompt_batches` prompts at a time.

@@ -450,10 +450,10 @@ def _increment(body: Mapping[str, Instruction], index: int) -> int | None:
 
 def _start(caller: Mapping[str, Instruction], state: str, index: int) -> int | None:
     """Reads the initial value of element `index` of a loop's state."""
-    result = caller.get(state)
-    if result is None or result.opcode != "tuple":
+    initial = caller.get(state)
+    if initial is None or initial.opcode != "tuple":
         return None
-    first = caller.get(result.operands[index])
+    first = caller.get(initial.operands[index])
     while first is not None and first.opcode in ("copy", "bitcast") and first.operands:
         first = caller.get(first.operands[0])
     return _integer(first) if first is not None else None

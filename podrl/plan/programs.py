@@ -103,12 +103,12 @@ class Setting:
 
         `model.reference` may name a published size here, as `model.size` does: no weights are read.
         """
-        path = self.job.model.reference
+        name = self.job.model.reference
         if not self.job.compares:  # `teachers` below have programs of their own
             return None
-        if path in SIZES:
-            return config_of(path)
-        return read_config(locate(hub.local(path))) if path else self.model
+        if name in SIZES:
+            return config_of(name)
+        return read_config(locate(hub.local(name))) if name else self.model
 
     def reference_params(self, mesh: Mesh) -> PyTree | None:
         """Shapes of the parameters that only the reference has, on a trainer mesh; None if there are none.

@@ -151,7 +151,7 @@ def first_start(workdir: pathlib.Path | None, began: float, step: int) -> float:
     """
     if workdir is None:
         return began
-    earlier = starts(workdir)
+    earlier = read_starts(workdir)
     with (workdir / _STARTS).open("a") as file:
         file.write(json.dumps({"time": began, "step": step}) + "\n")
     return min((began, *(start.time for start in earlier)))
@@ -164,7 +164,7 @@ class RunStart(NamedTuple):
     step: int
 
 
-def starts(workdir: pathlib.Path) -> list[RunStart]:
+def read_starts(workdir: pathlib.Path) -> list[RunStart]:
     """Reads the starts of a run from starts.jsonl, in their order; a damaged line is left out."""
     path, found = workdir / _STARTS, list[RunStart]()
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():

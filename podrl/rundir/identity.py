@@ -153,8 +153,8 @@ def changes(theirs: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mappin
             free, note = not spans, f" ({spans[0]} spans all steps)" if spans else ""
         if key == "reward.named":
             note = (
-                " (functions that data.sources, eval.sets or records name: each adds a term to the sum of rewards, and "
-                "a row to checkpoints, one of eval.sets alone, too)"
+                " (functions that data.sources, eval.sets or records name: each of them, also a function that only "
+                "eval.sets names, adds a term to the sum of rewards and a row to checkpoints)"
             )
         if key == "trainer.offload":
             free = {was, now} in _SAME_BITS

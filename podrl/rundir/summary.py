@@ -60,19 +60,19 @@ def write_summary(workdir: pathlib.Path, extra: Mapping[str, Any]) -> dict[str, 
             "step_tokens_per_s": rate("tokens/completion", "time/step"),
         },
         "seconds": seconds,
-        **_wall_seconds(workdir, last),
+        **_starts_and_wall_seconds(workdir, last),
         **extra,
     }
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-def _wall_seconds(workdir: pathlib.Path, last: int) -> dict[str, float]:
+def _starts_and_wall_seconds(workdir: pathlib.Path, last: int) -> dict[str, float]:
     """Returns the number of starts of the run, and the wall seconds from the first and from the newest start to now.
 
     A start that continues from the last step trains nothing, so the seconds in an earlier summary.json stay.
     """
-    if not (starts := gauges.starts(workdir)):
+    if not (starts := gauges.read_starts(workdir)):
         return {}
     seconds = dict(zip(("wall_s", "wall_s_last_start"), gauges.ages(starts), strict=True))
     path = workdir / "summary.json"

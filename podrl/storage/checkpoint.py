@@ -43,7 +43,8 @@ class CheckpointConfig:
         preemption.
       keep: number of newest checkpoints to keep.
       keep_every: checkpoints of steps that are multiples of this number are also kept; 0 for none.
-      keep_hours: hours; beginning with the oldest, checkpoints at least this far apart are also kept; 0 for none.
+      keep_hours: smallest number of hours between further checkpoints that are kept, counted from the oldest; 0 for
+        none.
     """
 
     every: Natural = 50

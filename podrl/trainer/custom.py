@@ -138,12 +138,12 @@ def loss(value: object, arguments: Mapping[str, object], key: str) -> Callable[.
     block = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     context = dict(zip(CONTEXT, (block, block, jax.ShapeDtypeStruct((2, 3), jnp.int32)), strict=True))
     try:
-        values = jax.eval_shape(lambda arrays, context: call(*arrays, **context), [block] * 3, context)
+        result = jax.eval_shape(lambda arrays, context: call(*arrays, **context), [block] * 3, context)
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         raise ValueError(f"{key}: {_name(call)} fails on arrays of shape (2, 3): {_where(error, call)}") from None
-    if getattr(values, "shape", None) != (2, 3) or not jnp.issubdtype(values.dtype, jnp.floating):
+    if getattr(result, "shape", None) != (2, 3) or not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(
-            f"{key}: {_name(call)} returns {_described(values)} for arrays of shape (2, 3): it must return the loss of "
+            f"{key}: {_name(call)} returns {_described(result)} for arrays of shape (2, 3): it must return the loss of "
             "every token, floats of the same shape."
         )
     return call
@@ -167,17 +167,17 @@ def advantage(value: object, arguments: Mapping[str, object], key: str) -> Calla
     call = bound(value, arguments, key, OF_AN_ADVANTAGE)
     try:
         with np.errstate(all="ignore"):
-            values = np.asarray(call(np.array([[0.0, 1.0], [2.0, 2.0]]), length_PG=np.array([[1, 2], [3, 1]])))
+            result = np.asarray(call(np.array([[0.0, 1.0], [2.0, 2.0]]), length_PG=np.array([[1, 2], [3, 1]])))
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
         raise ValueError(f"{key}: {_name(call)} fails on rewards of shape (2, 2): {_where(error, call)}") from None
-    if values.shape != (2, 2):
+    if result.shape != (2, 2):
         raise ValueError(
-            f"{key}: {_name(call)} returns shape {values.shape} for rewards of shape (2, 2): it must return the "
+            f"{key}: {_name(call)} returns shape {result.shape} for rewards of shape (2, 2): it must return the "
             "advantage of every sample."
         )
-    if not np.isfinite(values.astype(float)).all():
+    if not np.isfinite(result.astype(float)).all():
         raise ValueError(
-            f"{key}: {_name(call)} returns {values.tolist()} for the rewards [[0, 1], [2, 2]]: advantages must be "
+            f"{key}: {_name(call)} returns {result.tolist()} for the rewards [[0, 1], [2, 2]]: advantages must be "
             "finite. Where samples of a prompt have equal rewards, a divisor may be 0: add a small number to it."
         )
     return call

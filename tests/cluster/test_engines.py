@@ -125,7 +125,7 @@ def test_each_setting_of_evaluations_is_honoured_or_refused_by_name():
                 assert getattr(config.eval_sampling(), key) == value
     assert honoured == {"temperature", "top_p", "top_k", "min_p", "max_tokens_to_generate", "return_logprobs"}
     longer = dataclasses.replace(base, max_tokens_to_generate=65)
-    with pytest.raises(ValueError, match=r"Mode\.EVAL\]\.max_tokens_to_generate=65.*Mode\.TRAIN, 64: give at most"):
+    with pytest.raises(ValueError, match=r"Mode\.EVAL\]\.max_tokens_to_generate=65 .*Mode\.TRAIN, 64: give at most"):
         configured("podrl", rollout={podrl.Mode.TRAIN: base, podrl.Mode.EVAL: longer})
     with pytest.raises(ValueError, match="rollout_config has the key 'eval'"):
         configured("podrl", rollout={podrl.Mode.TRAIN: base, "eval": base})

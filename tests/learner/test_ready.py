@@ -347,7 +347,7 @@ def test_sources_with_answers_are_evaluated_and_all_of_the_others_is_trained_on(
     assert re.search(
         r"held out from with only.*trained on, because .*without\.jsonl line 1 lacks 'answer'", caplog.text
     )
-    data, _ = evaluation.evaluated(made)
+    data, _ = evaluation.evaluation_data(made)
     assert data is not None and not evaluation.unmeasured(made, data), "its completions are compared with answers"
 
 
@@ -355,7 +355,7 @@ def test_an_evaluation_file_with_answers_is_measured_whatever_training_records_h
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
     data = records(tmp_path, GIVEN["dpo"][0]) | {"eval_path": str(tmp_path / "held.jsonl")}
     made = parse(values("dpo", data=data, eval={"problems": 4}))
-    assert evaluation.evaluated(made) == (made.data, {}) and not evaluation.unmeasured(made, made.data)
+    assert evaluation.evaluation_data(made) == (made.data, {}) and not evaluation.unmeasured(made, made.data)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", *GIVEN])
