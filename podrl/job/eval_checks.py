@@ -16,7 +16,7 @@ def check_evaluation(job: Any) -> None:
     if job.kind.scores and job.eval.sets:
         raise ValueError(
             f"eval.sets: {job.eval.sets[0].name} has prompts to sample from, and algorithm={job.section} samples "
-            "nothing: leave it out, and give data.eval_path for pairs to evaluate on."
+            "nothing: leave eval.sets out, and name held-out pairs by data.eval_path."
         )
     most = job.rollout.max_tokens_to_generate
     for one in job.eval.sets:

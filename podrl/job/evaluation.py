@@ -123,12 +123,15 @@ def open_set(one: SetConfig, tokenizer: Tokenizer, job: Job) -> tuple[Sequence[P
         max_prompt_length=rollout.max_prompt_length,
     )
     scorer = _scorer(job, data)
-    if not batches or (job.kind.offline and scorer is None):
+    if not batches:
         raise ValueError(
-            f"eval.sets: {one.name} has nothing to score: none of {one.path} fits rollout.max_prompt_length="
-            f"{rollout.max_prompt_length}."
-            if not batches
-            else f"eval.sets: {one.name} has records without answers, and algorithm={job.section} has no rewards."
+            f"eval.sets: {one.name} has nothing to score: no record of {one.path} fits rollout.max_prompt_length="
+            f"{rollout.max_prompt_length}. Raise it, or leave the set out."
+        )
+    if job.kind.offline and scorer is None:
+        raise ValueError(
+            f"eval.sets: {one.name} has records without answers, and algorithm={job.section} has no rewards: "
+            f"{unmeasured(job, data)}. Give every record an answer, or leave the set out."
         )
     return batches, scorer
 
