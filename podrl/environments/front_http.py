@@ -1,4 +1,4 @@
-"""The HTTP/1.1 server of the front: connections, their requests, the responses to them, and the JSON of both."""
+"""Serves HTTP/1.1 for the front: parses requests, sends responses, and reads and writes JSON."""
 
 import asyncio
 import collections
@@ -20,13 +20,14 @@ import msgspec
 from podrl.environments.wire.requests import RefusedRequest
 
 BACKLOG = 4096  # connections that wait to be accepted
-_KEEP_ALIVE_S, _END_S = 3600.0, 1.0
+_IDLE_S = 3600.0  # longest time that a client may send no request, or read nothing of a response
+_END_S = 1.0  # longest wait for open requests at the end of the server
 _SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
 _MOST_HEAD = 1 << 16  # bytes of a head, or of the trailers of a body
 _MOST_UNREAD = 1 << 16  # bytes of a body that may arrive before they are read
 _MOST_WAITING = 64  # requests of a connection that wait for the response to an earlier one
-# A refused body is read and dropped, up to this many times the allowed length, because most clients read no answer
-# before they have sent everything.
+# A body that is too long is read and dropped, up to this many times the allowed length, because most clients read no
+# answer before they have sent everything.
 _DRAINED = 4
 
 
@@ -58,8 +59,8 @@ class Client:
           method: HTTP method.
           url: path and query.
           headers: headers, with their names in lower case.
-          lasts: whether the client wants the connection to stay open.
-          chunks: whether the client reads a response in chunks (HTTP/1.1).
+          lasts: True if the client wants the connection to stay open.
+          chunks: True if the client reads a response in chunks (HTTP/1.1).
         """
         path, _, self._query = url.decode("latin-1").partition("?")
         self.method, self.path, self._headers = method, urllib.parse.unquote(path), headers
@@ -69,7 +70,7 @@ class Client:
         self._news: asyncio.Future[bool] | None = None
 
     def header(self, name: str) -> str:
-        """Returns the value of a header, whose name is in lower case; '' if the request has no such header."""
+        """Returns the value of a header, or '' if the request has no such header; `name` is in lower case."""
         return self._headers.get(name.encode(), b"").decode("latin-1").strip()
 
     @property
@@ -83,7 +84,7 @@ class Client:
     # The body of the request.
 
     def take(self, piece: bytes, *, complete: bool) -> int:
-        """Takes a piece of the body from the connection; returns the number of bytes that nobody has read yet."""
+        """Adds a piece of the body; returns the number of bytes that the application has not read yet."""
         self._unread += piece
         self._complete = complete
         self.wake()
@@ -106,25 +107,26 @@ class Client:
         await self._read(0, most)
 
     async def _read(self, kept: int, most: int) -> tuple[bytearray, int]:
-        """Reads the body until it has more than `most` bytes; returns (the body, its length).
+        """Reads the body, and stops once it has more than `most` bytes; returns (the body, its length).
 
-        A body with more than `kept` bytes is dropped.
+        A body of more than `kept` bytes is dropped, and the returned body is empty.
         """
         content, length = bytearray(), 0
+        if self.gone:
+            raise ConnectionError
         if not self._complete and not self._unread and self.header("expect").lower() == "100-continue":
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while True:
-            if self.gone:
-                raise ConnectionError
             piece, self._unread = self._unread, bytearray()
             length += len(piece)
             if length > kept:
                 content.clear()
             else:
                 content += piece
+            # Also after the last piece, because a connection that does not read notices no client that hangs up.
+            self._connection.resume()
             if self._complete or length > most:
                 return content, length
-            self._connection.resume()
             if not await self.news(_SILENT_S):
                 why = f"No piece of the body came for {_SILENT_S:g} s, the longest wait: send the request again."
                 raise RefusedRequest(408, "request_timeout", why)
@@ -132,7 +134,7 @@ class Client:
     # Waits.
 
     async def news(self, seconds: float | None = None) -> bool:
-        """Waits for a call of `wake`, at most some seconds (None: without a limit); returns False if there was none.
+        """Waits until `wake` is called; returns False if this takes longer than `seconds` (None: no limit).
 
         Raises:
           ConnectionError: the client hung up.
@@ -152,7 +154,7 @@ class Client:
         return found
 
     def wake(self, found: bool = True) -> None:
-        """Ends the wait of `news`, if there is one."""
+        """Wakes the task that waits in `news`, if there is one."""
         if self._news is not None and not self._news.done():
             self._news.set_result(found)
 
@@ -168,7 +170,7 @@ class Client:
         await self._send(head if self.method == "HEAD" else head + content)
 
     async def say(self, text: str, *, more: bool = True) -> None:
-        """Sends text of a response of server-sent events; the last text has `more` False.
+        """Sends a part of a stream of server-sent events; `more` is False for the last part.
 
         Raises:
           ConnectionError: the client hung up.
@@ -202,19 +204,19 @@ class Connection(asyncio.Protocol):
     """One connection: parses its requests, and passes them to the application one after the other.
 
     Attributes:
-      full: True while the client does not read what was written.
+      full: True while too many written bytes wait for the client to read them.
       work: task that answers the requests.
-      heard_s: time of the newest bytes or response, on the clock of the event loop.
+      active_s: time at which bytes last arrived, a response ended or `full` became True; clock of the event loop.
     """
 
     def __init__(self, app: Callable[[Client], Awaitable[None]], connections: "set[Connection]") -> None:
-        """Begins a connection.
+        """Keeps the arguments.
 
         Args:
           app: function that answers a request.
           connections: set that has this connection while it is open.
         """
-        self.full, self.heard_s = False, 0.0
+        self.full, self.active_s = False, 0.0
         self._app, self._connections, self._loop = app, connections, asyncio.get_running_loop()
         self._clients: collections.deque[Client] = collections.deque()  # the first one is being answered
         self._request: asyncio.Future[None] | None = None  # the wait for a request
@@ -223,7 +225,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is under way."""
+        """True if a request of this connection waits for its response."""
         return bool(self._clients)
 
     def _new_parser(self) -> httptools.HttpRequestParser:
@@ -237,12 +239,17 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def resume(self) -> None:
-        """Goes on reading from the client."""
-        self._transport.resume_reading()
+        """Resumes reading from the client, unless a request waits for the response to an earlier one."""
+        if len(self._clients) <= 1:
+            self._transport.resume_reading()
 
     def close(self) -> None:
-        """Closes the connection, after everything that was written is sent."""
+        """Closes the connection after all written bytes are sent."""
         self._transport.close()
+
+    def abort(self) -> None:
+        """Closes the connection at once, and drops the bytes that the client has not read."""
+        self._transport.abort()
 
     async def _answer(self) -> None:
         while not self._transport.is_closing():
@@ -260,7 +267,7 @@ class Connection(asyncio.Protocol):
                     if not client.began:
                         await client.whole(500, "text/plain", b"Internal Server Error")
             self._clients.popleft()
-            self.heard_s = self._loop.time()
+            self.active_s = self._loop.time()
             if not client.lasts or not client.began:
                 self.close()
             self.resume()
@@ -272,14 +279,14 @@ class Connection(asyncio.Protocol):
     # Calls of the event loop (asyncio.Protocol).
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to read."""
+        """Begins to answer requests."""
         self._transport: asyncio.Transport = transport
         self._connections.add(self)
-        self.heard_s = self._loop.time()
+        self.active_s = self._loop.time()
         self.work = self._loop.create_task(self._answer())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells the client under way that it is gone."""
+        """Marks the clients of all open requests as gone, and wakes them."""
         self._connections.discard(self)
         self._wake()
         for client in self._clients:
@@ -287,18 +294,18 @@ class Connection(asyncio.Protocol):
             client.wake()
 
     def pause_writing(self) -> None:
-        """Makes responses wait."""
-        self.full = True
+        """Lets responses wait until the client has read more."""
+        self.full, self.active_s = True, self._loop.time()
 
     def resume_writing(self) -> None:
-        """Lets the response under way go on."""
+        """Continues the response that waits."""
         self.full = False
         for client in self._clients:
             client.wake()
 
     def data_received(self, data: bytes) -> None:
         """Parses bytes of requests."""
-        self.heard_s = self._loop.time()
+        self.active_s = self._loop.time()
         self._unparsed += len(data)
         try:
             self._parser.feed_data(data)
@@ -306,21 +313,25 @@ class Connection(asyncio.Protocol):
             # The client offers another protocol, as the first request of Java's does. The parser skips the body of such
             # a request, so another parser gets the request without the offer.
             if self._headers.pop(b"upgrade", None) is None:
-                self._refuse()
+                self._refuse("The server opens no tunnels: send no CONNECT.")
                 return
-            head = [b"%b %b HTTP/1.1" % (self._parser.get_method(), self._url)]
+            version = self._parser.get_http_version().encode()
+            head = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)]
             head += [b"%b: %b" % header for header in self._headers.items()]
             self._parser = self._new_parser()
             self.data_received(b"\r\n".join([*head, b"", b""]) + data[offer.args[0] :])
-        except httptools.HttpParserError:
-            self._refuse()
+        except httptools.HttpParserError as error:
+            # The context is the error of `on_headers_complete`.
+            self._refuse(str(error.__context__ or f"The request is no HTTP/1.1: {error}."))
         else:
             if self._unparsed > _MOST_HEAD:
-                self._refuse()
+                self._refuse(f"The head or a trailer is longer than {_MOST_HEAD} bytes: send a shorter one.")
 
-    def _refuse(self) -> None:
+    def _refuse(self, why: str) -> None:
         if not any(client.began for client in self._clients):
-            self.write(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            body = to_json(RefusedRequest(400, "invalid_http", why).error())
+            head = f"content-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            self.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + body)
         self.close()
 
     # Calls of the parser.
@@ -340,7 +351,7 @@ class Connection(asyncio.Protocol):
             self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        """Passes the request to the application, or puts it behind the requests that came before it."""
+        """Appends the request to the queue of the application, which answers one request at a time."""
         parser, self._unparsed = self._parser, 0
         if parser.should_upgrade():
             return
@@ -351,7 +362,8 @@ class Connection(asyncio.Protocol):
         if len(self._clients) > 1:
             self._transport.pause_reading()
         if len(self._clients) > _MOST_WAITING:  # many requests came in one piece
-            raise ValueError("too many requests wait for their turn")  # the parser fails with an HttpParserError
+            # The parser fails with an HttpParserError.
+            raise ValueError(f"More than {_MOST_WAITING} requests wait for the response to an earlier one: send fewer.")
 
     def on_body(self, piece: bytes) -> None:
         """Takes a piece of the body."""
@@ -371,24 +383,25 @@ async def serving(app: Callable[[Client], Awaitable[None]], listening: socket.so
     """Serves HTTP while the context is open, and then gives open requests 1 s to end.
 
     Args:
-      app: function that answers a request; it may raise nothing but errors of its own.
+      app: function that answers a request; the client of a request for which it raises an error gets status 500.
       listening: socket that listens.
     """
     loop, connections = asyncio.get_running_loop(), set[Connection]()
 
-    async def close_idle() -> None:
+    async def end_idle() -> None:
         while True:
-            await asyncio.sleep(_KEEP_ALIVE_S / 60)
+            await asyncio.sleep(_IDLE_S / 60)
             for connection in [*connections]:
-                if not connection.busy and loop.time() - connection.heard_s > _KEEP_ALIVE_S:
-                    connection.close()
+                waits_for_client = connection.full or not connection.busy
+                if waits_for_client and loop.time() - connection.active_s > _IDLE_S:
+                    connection.abort()  # `close` would wait for the client to read the rest of a response
 
     server = await loop.create_server(lambda: Connection(app, connections), sock=listening, backlog=BACKLOG)
-    closing = loop.create_task(close_idle())
+    ending = loop.create_task(end_idle())
     try:
         yield
     finally:
-        closing.cancel()
+        ending.cancel()
         server.close()
         end = loop.time() + _END_S
         while any(connection.busy for connection in connections) and loop.time() < end:
@@ -409,7 +422,7 @@ def parse(body: bytes | bytearray) -> Any:
 
 
 def to_json(value: Any) -> bytes:
-    """Writes a value as JSON."""
+    """Writes a value as JSON; NaN and infinities become null."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:  # a model can write half of a surrogate pair into the arguments of a call

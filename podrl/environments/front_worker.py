@@ -38,6 +38,9 @@ _DIALECTS: Mapping[str, Any] = {
 }
 _TYPED = ("/v1/responses", "/v1/messages")  # paths whose errors and events have a field `type`
 _JSON = "application/json"
+# Many clients split a stream at every character that Unicode calls the end of a line, as str.splitlines does. JSON
+# escapes the other ones.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 # Headers of the page.
 _NO_SCRIPTS = (
     "content-security-policy: default-src 'none'; style-src 'unsafe-inline'\r\n"
@@ -250,10 +253,11 @@ class Endpoint:
         done = (one for one in episode.turns.values() if one.delivered and not one.readers)
         for old in list(itertools.islice(done, max(len(episode.turns) - _KEPT, 0))):
             self._forget(episode, old)
-        episode.turns[digest], self._turns[turn.number] = turn, (episode, turn)
         # Not `asdict`, which copies every message: that was an eighth of this process's time.
         asked = {**vars(wanted), "ask": vars(wanted.ask)}
         self._tell({"ask": turn.number, "of": episode.name, "asked": asked})
+        # After `_tell`, so that no retry joins a request that could not be written.
+        episode.turns[digest], self._turns[turn.number] = turn, (episode, turn)
         return turn
 
     def _left(self, episode: _Episode, turn: _Turn) -> None:
@@ -308,8 +312,10 @@ class Endpoint:
 
 def _event(body: Mapping[str, Any]) -> str:
     """Writes JSON as a server-sent event, named by its type if it has one."""
-    name = f"event: {body['type']}\n" if "type" in body else ""
-    return f"{name}data: {to_json(body).decode()}\n\n"
+    name, data = f"event: {body['type']}\n" if "type" in body else "", to_json(body).decode()
+    if not data.isascii():
+        data = data.translate(_LINE_ENDS)
+    return f"{name}data: {data}\n\n"
 
 
 def _ended() -> RefusedRequest:

@@ -189,7 +189,13 @@ def test_requests_in_one_piece_are_answered_in_turn(shared):
     health = b"GET /health HTTP/1.1\r\n\r\n"
     came = exchanged(shared, health * 2 + b"GET /health?x HTTP/1.0\r\n\r\n")
     assert came.count(b"HTTP/1.1 200 OK") == 3 and came.count(b"connection: close") == 1
-    assert b" 400 " in exchanged(shared, health * 200), "strangers without a key could otherwise fill the memory"
+    came = exchanged(shared, health * 200)  # strangers without a key could otherwise fill the memory
+    assert b" 400 " in came and b"More than 64 requests wait" in came
+
+
+def test_bytes_that_are_no_http_are_refused(shared):
+    came = exchanged(shared, b"HELO x\r\n\r\n")
+    assert came.startswith(b"HTTP/1.1 400 ") and b"The request is no HTTP/1.1: Invalid method" in came
 
 
 def test_a_client_may_wait_before_it_sends_the_body(shared):
@@ -207,6 +213,103 @@ def test_an_error_of_the_application_is_an_answer(capsys):
 
     asyncio.run(run())
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_client_that_has_sent_a_large_body_can_hang_up():
+    """A connection that does not read would not notice it."""
+
+    async def run():
+        reading = []
+
+        async def app(request):
+            assert len(await request.body(1 << 20)) == 1 << 17
+            reading.append(client.reading)
+            await request.whole(200, "text/plain", b"")
+
+        client = LocalClient(app, b" " * (1 << 17))
+        assert not client.reading
+        assert await client.status() == 200 and reading == [True]
+
+    asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def served(app):
+    """Serves an application on the running event loop, and yields a function that connects to it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        async with front_http.serving(app, listening):
+            yield lambda: asyncio.open_connection(*address)
+
+
+def test_a_client_that_sends_or_reads_nothing_loses_its_connection(monkeypatch):
+    monkeypatch.setattr(front_http, "_IDLE_S", 6.0)
+
+    async def run():
+        lost = asyncio.Event()
+
+        async def app(client):
+            monkeypatch.setattr(front_http, "_IDLE_S", 0.0)
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    await client.say("x" * (1 << 20))
+            lost.set()
+
+        async with asyncio.timeout(PATIENCE_S), served(app) as connect:
+            reader, half = await connect()
+            half.write(b"GET / HTTP/1.1\r\nx")
+            _, whole = await connect()
+            whole.write(b"GET / HTTP/1.1\r\n\r\n")
+            await lost.wait()
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            half.close()
+            whole.close()
+
+    asyncio.run(run())
+
+
+def test_an_open_request_is_answered_before_the_server_ends():
+    async def run():
+        began, release, answered = asyncio.Event(), asyncio.Event(), []
+
+        async def app(client):
+            began.set()
+            await release.wait()
+            await client.whole(200, "text/plain", b"ho")
+            answered.append(client)
+
+        async with asyncio.timeout(PATIENCE_S):
+            async with served(app) as connect:
+                reader, writer = await connect()
+                writer.write(b"GET / HTTP/1.0\r\n\r\n")
+                await began.wait()
+                release.set()
+            assert answered and (await reader.read()).endswith(b"\r\n\r\nho")
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_no_retry_joins_a_request_that_never_reached_the_owner(capsys):
+    def tell(frame):
+        raise RecursionError
+
+    async def run():
+        endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), tell)
+        endpoint.heard({"open": "e", "key": "k"})
+        for retry in range(2):
+            assert await LocalClient(endpoint, HI, retry).status() == 500
+
+    asyncio.run(run())
+    assert "RecursionError" in capsys.readouterr().err
+
+
+def test_an_event_of_a_stream_is_one_line():
+    """Many clients split a stream at every character that Unicode calls the end of a line."""
+    event = {"text": "a\x85b\u2028c\u2029d\x0b\x0c\x1c\r\né"}
+    line, empty = front_worker._event(event).splitlines()
+    assert not empty and json.loads(line.removeprefix("data: ")) == event
 
 
 def test_a_request_that_offers_another_protocol_is_answered(shared):
@@ -341,11 +444,17 @@ class LocalFront:
 
 
 class LocalClient(asyncio.Transport):
-    """A connection that sends the application one request; `received` is the response."""
+    """A connection that sends the application one request.
+
+    Attributes:
+      received: bytes of the response.
+      reading: True while the server reads.
+    """
 
     def __init__(self, app, body, retry=0):
         super().__init__()
-        self.received, self._closed, self._connection = b"", False, front_http.Connection(app, set())
+        self.received, self.reading, self._closed = b"", True, False
+        self._connection = front_http.Connection(app, set())
         self._connection.connection_made(self)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nAuthorization: Bearer k\r\nx-stainless-retry-count: {retry}\r\n"
@@ -354,8 +463,11 @@ class LocalClient(asyncio.Transport):
     def write(self, data):
         self.received += data
 
+    def pause_reading(self):
+        self.reading = False
+
     def resume_reading(self):
-        pass
+        self.reading = True
 
     def is_closing(self):
         return self._closed
