@@ -338,7 +338,7 @@ class Json:
 
         Args:
           body: the JSON text.
-          whole: whether `body` is the whole turn. If so, an object with a name and arguments counts as a call even if
+          whole: True if `body` is the whole turn. If so, an object with a name and arguments counts as a call even if
             no tool has this name.
 
         Raises:

@@ -38,7 +38,7 @@ class FrontSettings:
       max_requests: largest number of open requests of one key; further requests wait.
       body_bytes: longest body of a request, in bytes.
       grace_s: seconds for which a request stays open after its last client has hung up, so that a retry can join it.
-      page: whether `GET /?key=KEY` shows the newest requests and answers to a browser.
+      page: True if `GET /?key=KEY` shows the newest requests and answers to a browser.
     """
 
     host: str = "127.0.0.1"

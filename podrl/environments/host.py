@@ -61,7 +61,7 @@ class _Episode:
       spent_s: time of the environment and its tools up to `since`, seconds.
       since: time at which the environment's present work began, by time.monotonic(); 0 while the model samples.
       timer: timer of env.deadline_s; None while the model samples.
-      rested: whether the episode does not count towards env.processes (podrl.environments.workers.Episodes.rest).
+      rested: True if the episode does not count towards env.processes (podrl.environments.workers.Episodes.rest).
       finished: record of the whole episode from an earlier run, which is played instead of the episode itself; None if
         there is no record.
     """
@@ -552,7 +552,7 @@ class EnvironmentHost:
           episode: the episode that sent the request.
           number: number of the request.
           answer: the answer, JSON values.
-          recorded: whether the answer came from the journal, or is the same in each run, and needs no record.
+          recorded: True if the answer came from the journal, or is the same in each run, and needs no record.
         """
         if not recorded:
             self._report_call(episode, number, answer)

@@ -46,7 +46,7 @@ class Journal:
     description has changed, the answer is not used and the request is made again.
 
     Attributes:
-      exact: whether a run that is started again draws the same samples.
+      exact: True if a run that is started again draws the same samples.
     """
 
     def __init__(self, store: RecordStore, *, exact: bool = True) -> None:
@@ -54,7 +54,7 @@ class Journal:
 
         Args:
           store: store of the records.
-          exact: whether a run that is started again draws the same samples, so that a changed request deserves a
+          exact: True if a run that is started again draws the same samples, so that a changed request deserves a
             warning.
         """
         self._store, self.exact = store, exact

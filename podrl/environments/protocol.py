@@ -132,7 +132,7 @@ class Model(Protocol):
           tools: functions that the model may call, in OpenAI's form.
           stop: strings that end the answer; the string that was met is cut off the answer's text.
           max_tokens: largest number of sampled tokens; None samples as many as there is room for.
-          aside: whether the answer is left out of training, as for judges, titles and simulated users.
+          aside: True if the answer is left out of training, as for judges, titles and simulated users.
 
         Returns:
           The assistant's message, with `tool_calls` if the model called tools.

@@ -24,7 +24,7 @@ class SteppedEnvironment:
         Args:
           make: function without arguments, or class, that makes the object.
           role: role of observations in the sample, see podrl.environments.protocol.Model.say.
-          opening: whether the observation of `reset` is appended to the data's prompt.
+          opening: True if the observation of `reset` is appended to the data's prompt.
         """
         self._make, self._opening = make, opening
         self._role: Role = role

@@ -34,7 +34,7 @@ class RemoteModel:
     def __init__(self, send: Callable[[Mapping[str, Any]], None], life: int, config: EnvironmentConfig) -> None:
         self._send, self._life, self._config = send, life, config
         self._outside_requests, self._turns = 0, 0
-        self.over = False  # whether the environment asked for a turn beyond env.max_turns
+        self.over = False  # True once the environment has asked for a turn beyond env.max_turns
         self.spent = False  # whether the model made a call beyond env.max_tool_calls
         self.rested = asyncio.Event()  # set once the episode does not count towards env.processes any more
         self._turn: asyncio.Future[Turn] | None = None
@@ -126,7 +126,7 @@ class RemoteModel:
 
         Args:
           wanted: request for one answer.
-          overlaps: whether it came while an earlier request of the episode was open.
+          overlaps: True if the request came while an earlier request of the episode was open.
 
         Raises:
           RefusedRequest: the request cannot be rendered as a prompt.

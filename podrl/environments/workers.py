@@ -37,7 +37,7 @@ class EpisodeObservation:
         is not shortened yet: the engine's side applies `podrl.environments.calls.shortened` before it encodes the text.
       chat: fields of a podrl.rollout.branches.ChatRequest, which replaces the observation; None for an observation.
       dropped: numbers of earlier requests of the episode whose answers no client received.
-      overlaps: whether the episode made this request while an earlier request of it was open.
+      overlaps: True if the episode made this request while an earlier request of it was open.
       drawn: packed token columns (ids, log-probabilities, versions) of the answer to this request in an earlier run
         (podrl.rollout.partial.pack_turn), which answer it again; None for a request that the model must answer. If the
         request opened a branch and routes were recorded, `routes` has the branch's packed routes (`Episodes.record`).
@@ -175,7 +175,7 @@ class Episodes:
         Args:
           episode: number of the episode, chosen by the caller; no other episode of this object may have it.
           task: the sample that the episode plays.
-          recorded: whether to play the episode from its record, if an earlier run recorded it.
+          recorded: True if the episode is played from its record, where an earlier run made one.
         """
         self._loop.soon(self._host.start, episode, task, recorded)
 
