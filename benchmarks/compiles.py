@@ -48,6 +48,8 @@ CASES = {
     "sft": Case("sft_tiny.py"),
     "experts": Case("sft_tiny.py:moe"),
     "experts_grpo": Case("grpo_gemma.py:moe"),  # the trainer uses the experts that the sampler chose
+    "linear_sft": Case("sft_tiny.py:hybrid"),
+    "linear_grpo": Case("grpo_gemma.py:hybrid"),  # linear attention has states in the trainer and in the engine
     "dpo": Case("dpo_tiny.py"),
     "orpo": Case("orpo_tiny.py"),
     "kto": Case("kto_tiny.py"),
