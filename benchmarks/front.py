@@ -65,22 +65,22 @@ class _Model:
         self._most, self._answer = most, answer
         self._open: collections.deque[int] = collections.deque()
 
-    def asked(self, number: int, episode: str, wanted: ParsedRequest) -> None:
-        del episode, wanted
+    def on_request(self, number: int, episode: str, request: ParsedRequest) -> None:
+        del episode, request
         self._open.append(number)
         while self._open and len(self._open) >= min(self._most, self.left):
-            self.front.answer(self._open.popleft(), self._answer)
+            self.front.send_answer(self._open.popleft(), self._answer)
             self.left -= 1
             if self.left % self._most == 0:
                 self.spent_s.append(_cpu_s(self.process))
 
-    def dropped(self, number: int) -> None:
+    def on_disconnect(self, number: int) -> None:
         raise AssertionError(f"request {number} was dropped")
 
-    def delivered(self, number: int) -> None:
+    def on_delivered(self, number: int) -> None:
         del number
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         raise error
 
 

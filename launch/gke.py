@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--run_as_root", action="store_true", help="override the image's user, if TPU devices need root"
     )
     parser.add_argument(
-        "--privileged", action="store_true", help="privileged containers, if TPU devices are given to no others"
+        "--privileged", action="store_true", help="privileged containers, if only these can use TPU devices"
     )
     parser.add_argument(
         "--set",

@@ -29,7 +29,7 @@ _NEVER = frozenset(
     {".git", ".hg", "__pycache__", ".venv", ".env", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
 )
 _RUNS, _RUN_FILE = "runs", "metrics.jsonl"
-# A relative path of a file, anywhere in a value: not the end of a longer path, nor of a URL.
+# A relative path of a file anywhere in a value. The end of a longer path or of a URL does not match.
 _FILE = re.compile(
     r"(?<![\w./:~-])(?:\.{1,2}/)*\w[\w./-]*"
     r"\.(?:py|jsonl?|csv|tsv|parquet|arrow|array_record|jinja2?|txt|md|ya?ml|toml|sh)(?:\.(?:gz|bz2|xz|zst))?\b"

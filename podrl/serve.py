@@ -61,12 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lanes", type=int, default=32, help="answers sampled at once; further answers wait")
     parser.add_argument("--max_requests", type=int, default=256, help="requests open at once; further requests wait")
-    unnamed = "of a request that does not set its own"
-    parser.add_argument("--temperature", type=float, default=1.0, help=f"temperature {unnamed}; 0 is greedy")
-    parser.add_argument("--top_p", type=float, default=1.0, help=f"top_p {unnamed}; 1 is off")
-    parser.add_argument("--top_k", type=int, default=0, help=f"top_k {unnamed}; 0 is off")
-    parser.add_argument("--min_p", type=float, default=0.0, help=f"min_p {unnamed}; 0 is off")
-    parser.add_argument("--seed", type=int, default=0, help=f"random seed {unnamed}")
+    default_of = "of a request that does not set its own"
+    parser.add_argument("--temperature", type=float, default=1.0, help=f"temperature {default_of}; 0 is greedy")
+    parser.add_argument("--top_p", type=float, default=1.0, help=f"top_p {default_of}; 1 is off")
+    parser.add_argument("--top_k", type=int, default=0, help=f"top_k {default_of}; 0 is off")
+    parser.add_argument("--min_p", type=float, default=0.0, help=f"min_p {default_of}; 0 is off")
+    parser.add_argument("--seed", type=int, default=0, help=f"random seed {default_of}")
     add_device_options(parser)
     return parser
 
@@ -79,17 +79,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _serve(args)
     except (ValueError, OSError, ImportError, StorageError, ServiceError) as error:
-        _say(f"podrl.serve: error: {error}")
+        _write_line(f"podrl.serve: error: {error}")
         return 1
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
 def _serve(args: argparse.Namespace) -> int:
     _check(args)
-    serving, context = _loaded(args)
+    serving, context = _load(args)
     settings = FrontSettings(
         host=args.host,
         port=args.port,
@@ -98,54 +98,54 @@ def _serve(args: argparse.Namespace) -> int:
         max_requests=args.max_requests,
         page=True,
     )
-    with Desk(settings, Limits()) as desk:
-        ended = threading.Event()
+    with PolledFront(settings, Limits()) as front:
+        stopping = threading.Event()
         for number in signals.NUMBERS:
-            signal.signal(number, lambda *_: ended.set() or desk.wake())
-        where = f"base_url={desk.address} api_key={desk.key}"
-        sys.stdout.write(f"{args.model} is served as model {settings.models[0]!r}: {where}  (Ctrl-C ends)\n")
-        sys.stdout.write(f"Its requests and answers: {desk.address.removesuffix('v1')}?key={desk.key}\n")
+            signal.signal(number, lambda *_: stopping.set() or front.wake())
+        connection = f"base_url={front.address} api_key={front.key}"
+        sys.stdout.write(f"{args.model} is served as model {settings.models[0]!r}: {connection}  (Ctrl-C ends)\n")
+        sys.stdout.write(f"Its requests and answers: {front.address.removesuffix('v1')}?key={front.key}\n")
         sys.stdout.flush()
-        run(serving, desk, ended.is_set)
+        run(serving, front, stopping.is_set)
     return 0
 
 
-def run(serving: Any, desk: "Desk", ended: Callable[[], bool]) -> None:
-    """Passes requests from a desk to the engine, and their answers back, until the server is to end.
+def run(serving: Any, front: "PolledFront", is_ending: Callable[[], bool]) -> None:
+    """Passes requests from a front to the engine, and their answers back, until the server ends.
 
     Args:
       serving: a podrl.rollout.serving.Serving; closed when the call returns.
-      desk: source of the requests.
-      ended: function that returns True once the server is to end. New requests are then refused with 503, and the
+      front: source of the requests.
+      is_ending: function that returns True once the server must end. New requests are then refused with 503, and the
         call returns when all open requests are answered, or after 10 s.
 
     Raises:
       ServiceError: the front's process has died.
     """
-    last = math.inf  # when open requests are given up, by time.monotonic(); infinite until the server is to end
+    deadline = math.inf  # time at which open requests are cancelled, by time.monotonic(); infinite before the end
     try:
-        while serving.busy or last == math.inf:
-            if ended() and last == math.inf:
-                last = time.monotonic() + _FINISH_S
-            if time.monotonic() > last:
+        while serving.busy or deadline == math.inf:
+            if is_ending() and deadline == math.inf:
+                deadline = time.monotonic() + _FINISH_S
+            if time.monotonic() > deadline:
                 return
-            for number, wanted in desk.poll(0.0 if serving.busy or last < math.inf else _IDLE_S):
+            for number, request in front.poll(0.0 if serving.busy or deadline < math.inf else _IDLE_S):
                 try:
-                    if wanted is None:
-                        serving.drop(number)
-                    elif last < math.inf:
+                    if request is None:
+                        serving.cancel(number)
+                    elif deadline < math.inf:
                         raise RefusedRequest(503, "ending", "This server is shutting down and takes no new requests.")
                     else:
-                        serving.ask(number, wanted)
+                        serving.add(number, request)
                 except RefusedRequest as refused:
-                    desk.tell(number, refused)
-            for number, said in serving.step():
-                desk.tell(number, said)
+                    front.reply(number, refused)
+            for number, reply in serving.step():
+                front.reply(number, reply)
     finally:
         serving.close()
 
 
-class Desk:
+class PolledFront:
     """Runs a front on its own event loop, and hands the requests to one thread that polls.
 
     Attributes:
@@ -173,7 +173,7 @@ class Desk:
             self.close()
             raise
 
-    def __enter__(self) -> "Desk":
+    def __enter__(self) -> "PolledFront":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -196,23 +196,23 @@ class Desk:
         Raises:
           ServiceError: the front's process has died.
         """
-        found: list[tuple[int, ParsedRequest | None]] = []
+        events: list[tuple[int, ParsedRequest | None]] = []
         try:
             event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
             while True:
                 if isinstance(event, Exception):
                     raise event
                 if event is not None:
-                    found.append(event)
+                    events.append(event)
                 event = self._events.get_nowait()
         except queue.Empty:
-            return found
+            return events
 
-    def tell(self, number: int, said: AnswerPart | Answer | RefusedRequest) -> None:
+    def reply(self, number: int, message: AnswerPart | Answer | RefusedRequest) -> None:
         """Sends a client a part of its answer, the whole answer, or a refusal."""
         front = self._front
-        tell = {AnswerPart: front.part, Answer: front.answer, RefusedRequest: front.refuse}[type(said)]
-        self._loop.soon(tell, number, said)
+        send = {AnswerPart: front.send_part, Answer: front.send_answer, RefusedRequest: front.send_refusal}
+        self._loop.soon(send[type(message)], number, message)
 
     def wake(self) -> None:
         """Makes a waiting `poll` return."""
@@ -224,26 +224,26 @@ class Desk:
 
     def close(self) -> None:
         """Ends the front's process and the event loop."""
-        self._loop.end(self._leave)
+        self._loop.end(self._stop)
 
-    async def _leave(self) -> list[Process]:
+    async def _stop(self) -> list[Process]:
         return self._front.leave()
 
     # The methods of podrl.environments.front.Handler; the event loop's thread calls them.
 
-    def asked(self, number: int, episode: str, wanted: ParsedRequest) -> None:
+    def on_request(self, number: int, episode: str, request: ParsedRequest) -> None:
         """Queues a request for `poll`."""
         del episode
-        self._events.put((number, wanted))
+        self._events.put((number, request))
 
-    def dropped(self, number: int) -> None:
-        """Queues the news that a client has hung up for `poll`."""
+    def on_disconnect(self, number: int) -> None:
+        """Queues (number, None) for `poll`: the client has hung up."""
         self._events.put((number, None))
 
-    def delivered(self, number: int) -> None:
+    def on_delivered(self, number: int) -> None:
         """Does nothing: a server does not track whether answers have arrived."""
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         """Queues an error, which `poll` raises."""
         self._events.put(error)
 
@@ -278,7 +278,7 @@ def _sampling(args: argparse.Namespace) -> Any:
         raise ValueError(str(error).replace("rollout.", "--", 1)) from None
 
 
-def _loaded(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tuple[Any, int]:
+def _load(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> tuple[Any, int]:
     """Loads the model and compiles its programs.
 
     Args:
@@ -304,7 +304,7 @@ def _loaded(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> t
 
     mesh = make_decoding_mesh(args.mesh, devices or jax.local_devices(), key="--mesh")
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    model, params, directory = _model(args.model, mesh, dtype)
+    model, params, directory = _load_model(args.model, mesh, dtype)
     tokenizer = Tokenizer.load(directory)
     check_vocab(model, tokenizer.vocab_size)
     context = min(model.max_length, _CONTEXT) if args.context is None else args.context
@@ -313,14 +313,14 @@ def _loaded(args: argparse.Namespace, devices: Sequence[Any] | None = None) -> t
     config = RolloutConfig(
         max_prompt_length=context - 1, max_tokens_to_generate=1, kv_cache_size=context, lanes=args.lanes
     )
-    given = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
-    worker = RolloutWorker(model, mesh, config, seed=args.seed, **given)
-    worker.warm_up(params, _say)
-    given = {"sampling": _sampling(args), "parser": args.parser, "seed": args.seed}
-    return Serving(worker, Policy(params, 0), tokenizer, **given), context
+    tokens = {"pad_id": tokenizer.pad_id, "eos_ids": tokenizer.eos_ids, "decode": tokenizer.decode}
+    worker = RolloutWorker(model, mesh, config, seed=args.seed, **tokens)
+    worker.warm_up(params, _write_line)
+    defaults = {"sampling": _sampling(args), "seed": args.seed}
+    return Serving(worker, Policy(params, 0), tokenizer, parser=args.parser, **defaults), context
 
 
-def _model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
+def _load_model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
     """Loads the model that --model names.
 
     Returns:
@@ -342,7 +342,7 @@ def _model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
         if config.lora.rank:
             config, params = lora.merge(params, config)
         shapes = parameters.abstract_params(config, mesh, dtype)
-        placed = jax.tree.map(lambda x, to: jax.device_put(x.astype(to.dtype), to.sharding), params, shapes)
+        placed = jax.tree.map(lambda x, shape: jax.device_put(x.astype(shape.dtype), shape.sharding), params, shapes)
         return config, placed, run.tokenizer
     directory = locate(hub.local(name))
     if not directory.is_dir():

@@ -113,8 +113,8 @@ class Rollouts:
         incomplete.
       length_B: number of prompt and completion tokens of each sample.
       piece_BT: number of the piece that each token belongs to, counted from 0 within a sample, never falling. A piece
-        is a token sequence with a context of its own: its tokens attend to no other piece, and its positions start at
-        0. Piece 0 begins with the prompt. The value beyond the end of a sample is 0.
+        is a token sequence with a context of its own: its tokens do not attend to other pieces, and its positions
+        start at 0. Piece 0 begins with the prompt. The value beyond the end of a sample is 0.
       mask_BT: 1 where the policy sampled the token (the end token included), 0 on prompt, tool output and padding.
       logprob_BT: log-probability at the sampling temperature over the whole vocabulary, nats. The trainer computes the
         same distribution.
@@ -134,8 +134,8 @@ class Rollouts:
         the environment gave, if it gave any.
       seconds: wall time that generating the batch took.
       route_BTX: experts that computed each token in the sampler, prompt tokens included: bytes of the numbers (L, k)
-        that `podrl.models.moe.route` takes. 0 where no route is recorded: at padding, and at the last token, which was
-        fed to no program. None where the job does not record routes.
+        that `podrl.models.moe.route` takes. 0 where no route is recorded: at padding, and at the last token, which
+        no program has read. None if the job does not record routes.
     """
 
     prompts: Prompts
@@ -252,7 +252,7 @@ class Layout:
         """Number of each token's sample within the row: 1, 2, ...; 0 on padding.
 
         The number is the token's segment id, unless samples have several segments. Loss terms over whole samples group
-        tokens by this number. It means nothing on tokens that several samples share, which count in no loss.
+        tokens by this number. On tokens that several samples share it means nothing; no loss counts these tokens.
         """
         return self.segment_BT if self.sample_BT is None else self.sample_BT
 

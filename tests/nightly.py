@@ -61,7 +61,7 @@ def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root:
     Args:
       item: collected test. A test marked nightly runs if its file or a path in its marks has changed. A long test
         (.ci/long-tests) runs if its file, or a file that this or a conftest.py imports directly, has changed. Any other
-        test runs unless its imports show that it depends on no changed file.
+        test runs unless its imports show that it does not depend on a changed file.
       changed: files that have changed; None if they are not known, so that every test runs.
       reach: dependencies of test files; None if every test runs.
       root: directory of the checkout.

@@ -54,7 +54,7 @@ def token_ratio(logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B
 def of_token_losses(
     loss_BT: Float[Array, "B T"], logprob_BT: Float[Array, "B T"], old_logprob_BT: Float[Array, "B T"]
 ) -> Surrogate:
-    """Makes a Surrogate of token losses from a user's function, with no token marked as clipped."""
+    """Makes a Surrogate of token losses from a user's function; no token counts as clipped."""
     never_BT = jnp.zeros(loss_BT.shape, bool)
     return Surrogate(loss_BT, never_BT, never_BT, token_ratio(logprob_BT, old_logprob_BT))
 

@@ -47,7 +47,7 @@ _NORMS = {
 def read(folder: str | pathlib.Path, size: str) -> tuple[ModelConfig, dict]:
     """Reads a checkpoint into the host's memory as podrl's parameter tree, in bfloat16.
 
-    Rows of the embedding beyond the published vocabulary are left out: Gemma 2 has 128 rows that belong to no token.
+    Rows of the embedding beyond the published vocabulary are left out: Gemma 2 has 128 rows without a token.
 
     Args:
       folder: directory of the Orbax checkpoint.

@@ -144,7 +144,7 @@ class _Writing:
         self._tokenizer = tokenizer
         self.write = functools.partial(tokenizer.apply_chat_template, tools=tools)
         key = _json((messages, tools or tokenizer.tools))
-        # A word that occurs in no message, so it is found in a rendering exactly where the template wrote its field.
+        # A word that does not occur in any message. In a rendering it stands only where the template wrote its field.
         self._word = next(word for n in range(len(key)) if (word := f"zq{n}x") not in key)
         fault: ValueError | None = None
         for self.messages in _forms([_normalized(message) for message in messages]):

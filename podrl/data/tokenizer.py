@@ -208,8 +208,8 @@ class Tokenizer:
             ids += self._encode_behind(text[start:end], ids[-1] if ids else behind)
         if self._special.isdisjoint(ids):
             return ids
-        # A special token remains if only the normalised text shows it, or if it has one character. Then each character
-        # is encoded alone, and characters that are special tokens are dropped.
+        # A special token can still be among the ids: it may appear only after the text is normalised, or have just one
+        # character. So each character is encoded alone, and characters that are special tokens are dropped.
         parts = [self._encode_behind(character, ORDINARY) for character in text]
         return [i for part in parts if self._special.isdisjoint(part) for i in part]
 

@@ -55,19 +55,19 @@ class FrontSettings:
 class Handler(Protocol):
     """Receives the requests of a front. The front's event loop calls the methods, so they must not block."""
 
-    def asked(self, number: int, episode: str, wanted: ParsedRequest) -> None:
-        """Takes a new request; the owner answers it with `Front.part` and ends it with `answer` or `refuse`."""
+    def on_request(self, number: int, episode: str, request: ParsedRequest) -> None:
+        """Receives a new request; the owner ends it with `Front.send_answer` or `send_refusal`."""
         ...
 
-    def dropped(self, number: int) -> None:
+    def on_disconnect(self, number: int) -> None:
         """Cancels a request whose clients have all hung up before they got an answer."""
         ...
 
-    def delivered(self, number: int) -> None:
+    def on_delivered(self, number: int) -> None:
         """Called when a client has got its whole answer."""
         ...
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         """Called when the front's process has died; all keys and open requests are lost."""
         ...
 
@@ -90,7 +90,7 @@ class Front:
         """
         self.settings, self.address = settings, ""
         self._limits, self._handler = limits, handler
-        self._link: Process | None = None
+        self._process: Process | None = None
         self._listening: asyncio.Future[int] | None = None
 
     async def start(self) -> str:
@@ -102,8 +102,8 @@ class Front:
         """
         check_packages()
         self._listening = asyncio.get_running_loop().create_future()
-        self._link = Process(_WORKER, self._limits, self._heard, self._ended)
-        self._link.send({"serve": dataclasses.asdict(self.settings)})
+        self._process = Process(_WORKER, self._limits, self._on_frame, self._on_exit)
+        self._process.send({"serve": dataclasses.asdict(self.settings)})
         if not (await asyncio.wait({self._listening}, timeout=LOAD_S))[0]:
             raise ServiceError(f"The process of the front did not start within {LOAD_S:g} s: this host is overloaded.")
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
@@ -120,18 +120,18 @@ class Front:
         """Ends the key of an episode: open requests are refused with 409, later requests with 401."""
         self._send({"close": episode})
 
-    def part(self, number: int, part: AnswerPart) -> None:
+    def send_part(self, number: int, part: AnswerPart) -> None:
         """Sends the client the newest part of an answer; only for a request with `ModelRequest.parts`."""
-        self._send({"part": number, "said": {**vars(part), "choice": vars(part.choice)}})
+        self._send({"part": number, "fields": {**vars(part), "choice": vars(part.choice)}})
 
-    def answer(self, number: int, answer: Answer) -> None:
+    def send_answer(self, number: int, answer: Answer) -> None:
         """Sends the client its whole answer, which ends the request."""
-        said, numbers = answer.packed()
-        self._send({"answer": number, "said": said}, numbers)
+        fields, numbers = answer.to_frame()
+        self._send({"answer": number, "fields": fields}, numbers)
 
-    def refuse(self, number: int, refused: RefusedRequest) -> None:
+    def send_refusal(self, number: int, refusal: RefusedRequest) -> None:
         """Sends the client a refusal, which ends the request."""
-        self._send({"refuse": number, "said": refused.fields()})
+        self._send({"refusal": number, "fields": refusal.fields()})
 
     def leave(self) -> list[Process]:
         """Asks the process to end.
@@ -139,33 +139,33 @@ class Front:
         Returns:
           The worker of the process, which the caller must close; empty if there is no process.
         """
-        link, self._link = self._link, None
-        return [link.leave()] if link is not None else []
+        process, self._process = self._process, None
+        return [process.leave()] if process is not None else []
 
     def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        if self._link is not None:
-            self._link.send(header, body)
+        if self._process is not None:
+            self._process.send(header, body)
 
-    def _heard(self, frame: dict[str, Any]) -> None:
+    def _on_frame(self, frame: dict[str, Any]) -> None:
         assert self._listening is not None
         match frame:
-            case {"ask": number, "of": episode, "asked": asked}:
-                self._handler.asked(number, episode, ParsedRequest.of(asked))
-            case {"drop": number}:
-                self._handler.dropped(number)
+            case {"request": number, "episode": episode, "fields": fields}:
+                self._handler.on_request(number, episode, ParsedRequest.from_fields(fields))
+            case {"disconnect": number}:
+                self._handler.on_disconnect(number)
             case {"delivered": number}:
-                self._handler.delivered(number)
+                self._handler.on_delivered(number)
             case {"listening": port}:
                 self._listening.set_result(port)
             case {"failed": why} if not self._listening.done():
                 self._listening.set_exception(ValueError(why))
 
-    def _ended(self) -> None:
-        assert self._link is not None and self._listening is not None
-        link, self._link = self._link, None
-        error = ServiceError(f"The process of the front died: {link.death()}")
-        link.close()
+    def _on_exit(self) -> None:
+        assert self._process is not None and self._listening is not None
+        process, self._process = self._process, None
+        error = ServiceError(f"The process of the front died: {process.death()}")
+        process.close()
         if self._listening.done():
-            self._handler.failed(error)
+            self._handler.on_failure(error)
         else:
             self._listening.set_exception(error)

@@ -23,9 +23,9 @@ BACKLOG = 4096  # connections that wait to be accepted
 _IDLE_S = 3600.0  # longest time that a client may send no request, or read nothing of a response
 _END_S = 1.0  # longest wait for open requests at the end of the server
 _SILENT_S = 60.0  # longest wait for the next piece of a body; a request that waits counts as open
-_MOST_HEAD = 1 << 16  # bytes of a head, or of the trailers of a body
-_MOST_UNREAD = 1 << 16  # bytes of a body that may arrive before they are read
-_MOST_WAITING = 64  # requests of a connection that wait for the response to an earlier one
+_MAX_HEAD = 1 << 16  # bytes of a head, or of the trailers of a body
+_MAX_UNREAD = 1 << 16  # bytes of a body that may arrive before they are read
+_MAX_WAITING = 64  # requests of a connection that wait for the response to an earlier one
 # A body that is too long is read and dropped, up to this many times the allowed length, because most clients read no
 # answer before they have sent everything.
 _DRAINED = 4
@@ -37,9 +37,9 @@ class Client:
     Attributes:
       method: HTTP method.
       path: path of the URL.
-      began: True once the headers of the response were sent.
-      gone: True once the client has hung up.
-      lasts: True if the connection can take another request after this one.
+      started: True once the headers of the response were sent.
+      disconnected: True once the client has hung up.
+      keep_alive: True if the connection can take another request after this one.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Client:
         url: bytes,
         headers: dict[bytes, bytes],
         *,
-        lasts: bool,
-        chunks: bool,
+        keep_alive: bool,
+        chunked: bool,
     ) -> None:
         """Keeps the head of the request.
 
@@ -59,15 +59,15 @@ class Client:
           method: HTTP method.
           url: path and query.
           headers: headers, with their names in lower case.
-          lasts: True if the client wants the connection to stay open.
-          chunks: True if the client reads a response in chunks (HTTP/1.1).
+          keep_alive: True if the client wants the connection to stay open.
+          chunked: True if the client reads a response in chunks (HTTP/1.1).
         """
         path, _, self._query = url.decode("latin-1").partition("?")
         self.method, self.path, self._headers = method, urllib.parse.unquote(path), headers
-        self.began = self.gone = False
-        self.lasts, self._chunks, self._connection = lasts, chunks, connection
+        self.started = self.disconnected = False
+        self.keep_alive, self._chunked, self._connection = keep_alive, chunked, connection
         self._unread, self._complete = bytearray(), False
-        self._news: asyncio.Future[bool] | None = None
+        self._wake_up: asyncio.Future[bool] | None = None
 
     def header(self, name: str) -> str:
         """Returns the value of a header, or '' if the request has no such header; `name` is in lower case."""
@@ -83,120 +83,124 @@ class Client:
 
     # The body of the request.
 
-    def take(self, piece: bytes, *, complete: bool) -> int:
+    def receive_body(self, piece: bytes, *, complete: bool) -> int:
         """Adds a piece of the body; returns the number of bytes that the application has not read yet."""
         self._unread += piece
         self._complete = complete
         self.wake()
         return len(self._unread)
 
-    async def body(self, most: int) -> bytearray:
+    async def read_body(self, max_bytes: int) -> bytearray:
         """Reads the whole body.
 
         Raises:
-          RefusedRequest: the body is longer than `most` bytes, or the client stopped sending.
+          RefusedRequest: the body is longer than `max_bytes`, or the client stopped sending.
           ConnectionError: the client hung up.
         """
-        content, length = await self._read(most, _DRAINED * most)
-        if length > most:
-            raise RefusedRequest(413, "request_too_large", f"The body is longer than {most} bytes: send a shorter one.")
+        content, length = await self._read(max_bytes, _DRAINED * max_bytes)
+        if length > max_bytes:
+            raise RefusedRequest(
+                413, "request_too_large", f"The body is longer than {max_bytes} bytes: send a shorter one."
+            )
         return content
 
-    async def drain(self, most: int) -> None:
-        """Reads the body and drops it, up to `most` bytes; it raises the errors of `body`."""
-        await self._read(0, most)
+    async def drain(self, max_bytes: int) -> None:
+        """Reads the body and drops it, up to `max_bytes`; it raises the errors of `read_body`."""
+        await self._read(0, max_bytes)
 
-    async def _read(self, kept: int, most: int) -> tuple[bytearray, int]:
-        """Reads the body, and stops once it has more than `most` bytes; returns (the body, its length).
+    async def _read(self, kept_bytes: int, max_bytes: int) -> tuple[bytearray, int]:
+        """Reads the body, and stops once it has more than `max_bytes`; returns (the body, its length).
 
-        A body of more than `kept` bytes is dropped, and the returned body is empty.
+        A body of more than `kept_bytes` is dropped, and the returned body is empty.
         """
         content, length = bytearray(), 0
-        if self.gone:
+        if self.disconnected:
             raise ConnectionError
         if not self._complete and not self._unread and self.header("expect").lower() == "100-continue":
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while True:
             piece, self._unread = self._unread, bytearray()
             length += len(piece)
-            if length > kept:
+            if length > kept_bytes:
                 content.clear()
             else:
                 content += piece
             # Also after the last piece, because a connection that does not read notices no client that hangs up.
             self._connection.resume()
-            if self._complete or length > most:
+            if self._complete or length > max_bytes:
                 return content, length
-            if not await self.news(_SILENT_S):
+            if not await self.wait(_SILENT_S):
                 why = f"No piece of the body came for {_SILENT_S:g} s, the longest wait: send the request again."
                 raise RefusedRequest(408, "request_timeout", why)
 
-    # Waits.
+    # Waiting.
 
-    async def news(self, seconds: float | None = None) -> bool:
+    async def wait(self, seconds: float | None = None) -> bool:
         """Waits until `wake` is called; returns False if this takes longer than `seconds` (None: no limit).
 
         Raises:
           ConnectionError: the client hung up.
         """
-        found = True
-        if not self.gone:
+        woken = True
+        if not self.disconnected:
             loop = asyncio.get_running_loop()
-            self._news = loop.create_future()
+            self._wake_up = loop.create_future()
             timer = None if seconds is None else loop.call_later(seconds, self.wake, False)
             try:
-                found = await self._news
+                woken = await self._wake_up
             finally:
                 if timer is not None:
                     timer.cancel()
-        if self.gone:
+        if self.disconnected:
             raise ConnectionError
-        return found
+        return woken
 
-    def wake(self, found: bool = True) -> None:
-        """Wakes the task that waits in `news`, if there is one."""
-        if self._news is not None and not self._news.done():
-            self._news.set_result(found)
+    def wake(self, woken: bool = True) -> None:
+        """Wakes the task that waits in `wait`, if there is one."""
+        if self._wake_up is not None and not self._wake_up.done():
+            self._wake_up.set_result(woken)
 
     # The response.
 
-    async def whole(self, status: int, kind: str, content: bytes, headers: str = "") -> None:
+    async def send_response(self, status: int, content_type: str, content: bytes, headers: str = "") -> None:
         """Sends a whole response; `headers` are further lines of its head.
 
         Raises:
           ConnectionError: the client hung up.
         """
-        head = self._head(status, kind, f"{headers}content-length: {len(content)}\r\n")
+        head = self._head(status, content_type, f"{headers}content-length: {len(content)}\r\n")
         await self._send(head if self.method == "HEAD" else head + content)
 
-    async def say(self, text: str, *, more: bool = True) -> None:
+    async def send_events(self, text: str, *, more: bool = True) -> None:
         """Sends a part of a stream of server-sent events; `more` is False for the last part.
 
         Raises:
           ConnectionError: the client hung up.
         """
-        self.lasts, content = self.lasts and self._chunks, text.encode()
-        if self._chunks:
+        self.keep_alive, content = self.keep_alive and self._chunked, text.encode()
+        if self._chunked:
             content = (b"%x\r\n%b\r\n" % (len(content), content) if content else b"") + b"0\r\n\r\n" * (not more)
-        if not self.began:
-            framing = "transfer-encoding: chunked\r\n" * self._chunks
+        if not self.started:
+            framing = "transfer-encoding: chunked\r\n" * self._chunked
             content = (
                 self._head(200, "text/event-stream; charset=utf-8", f"cache-control: no-store\r\n{framing}") + content
             )
         await self._send(content)
 
-    def _head(self, status: int, kind: str, headers: str) -> bytes:
-        self.lasts = self.lasts and self._complete  # the rest of a request could be taken for the next request
-        end = "" if self.lasts else "connection: close\r\n"
+    def _head(self, status: int, content_type: str, headers: str) -> bytes:
+        self.keep_alive = (
+            self.keep_alive and self._complete
+        )  # the rest of a request could be taken for the next request
+        end = "" if self.keep_alive else "connection: close\r\n"
         return (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ndate: {_date(int(time.time()))}\r\n"
-            f"content-type: {kind}\r\nx-content-type-options: nosniff\r\n{headers}{end}\r\n"
+            f"content-type: {content_type}\r\nx-content-type-options: nosniff\r\n{headers}{end}\r\n"
         ).encode()
 
     async def _send(self, data: bytes) -> None:
-        while self._connection.full or self.gone:
-            await self.news()
-        self.began = True
+        while self._connection.full or self.disconnected:
+            await self.wait()
+        self.started = True
         self._connection.write(data)
 
 
@@ -263,12 +267,12 @@ class Connection(asyncio.Protocol):
             except Exception:  # noqa: BLE001 - one request must not end the others
                 traceback.print_exc()
                 with contextlib.suppress(ConnectionError):
-                    client.lasts = False
-                    if not client.began:
-                        await client.whole(500, "text/plain", b"Internal Server Error")
+                    client.keep_alive = False
+                    if not client.started:
+                        await client.send_response(500, "text/plain", b"Internal Server Error")
             self._clients.popleft()
             self.active_s = self._loop.time()
-            if not client.lasts or not client.began:
+            if not client.keep_alive or not client.started:
                 self.close()
             self.resume()
 
@@ -290,7 +294,7 @@ class Connection(asyncio.Protocol):
         self._connections.discard(self)
         self._wake()
         for client in self._clients:
-            client.gone = True
+            client.disconnected = True
             client.wake()
 
     def pause_writing(self) -> None:
@@ -324,11 +328,11 @@ class Connection(asyncio.Protocol):
             # The context is the error of `on_headers_complete`.
             self._refuse(str(error.__context__ or f"The request is no HTTP/1.1: {error}."))
         else:
-            if self._unparsed > _MOST_HEAD:
-                self._refuse(f"The head or a trailer is longer than {_MOST_HEAD} bytes: send a shorter one.")
+            if self._unparsed > _MAX_HEAD:
+                self._refuse(f"The head or a trailer is longer than {_MAX_HEAD} bytes: send a shorter one.")
 
     def _refuse(self, why: str) -> None:
-        if not any(client.began for client in self._clients):
+        if not any(client.started for client in self._clients):
             body = to_json(RefusedRequest(400, "invalid_http", why).error())
             head = f"content-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
             self.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode() + body)
@@ -355,27 +359,29 @@ class Connection(asyncio.Protocol):
         parser, self._unparsed = self._parser, 0
         if parser.should_upgrade():
             return
-        chunks, method = parser.get_http_version() != "1.0", parser.get_method().decode()
-        self._client = Client(self, method, self._url, self._headers, lasts=parser.should_keep_alive(), chunks=chunks)
+        chunked, method = parser.get_http_version() != "1.0", parser.get_method().decode()
+        self._client = Client(
+            self, method, self._url, self._headers, keep_alive=parser.should_keep_alive(), chunked=chunked
+        )
         self._clients.append(self._client)
         self._wake()
         if len(self._clients) > 1:
             self._transport.pause_reading()
-        if len(self._clients) > _MOST_WAITING:  # many requests came in one piece
+        if len(self._clients) > _MAX_WAITING:  # many requests came in one piece
             # The parser fails with an HttpParserError.
-            raise ValueError(f"More than {_MOST_WAITING} requests wait for the response to an earlier one: send fewer.")
+            raise ValueError(f"More than {_MAX_WAITING} requests wait for the response to an earlier one: send fewer.")
 
     def on_body(self, piece: bytes) -> None:
         """Takes a piece of the body."""
         self._unparsed = 0
-        if self._client is not None and self._client.take(piece, complete=False) > _MOST_UNREAD:
+        if self._client is not None and self._client.receive_body(piece, complete=False) > _MAX_UNREAD:
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         """Ends the body."""
         self._unparsed = 0
         if self._client is not None:
-            self._client.take(b"", complete=True)
+            self._client.receive_body(b"", complete=True)
 
 
 @contextlib.asynccontextmanager

@@ -26,20 +26,20 @@ class _Node:
 
     Attributes:
       number: number of the request, from 1.
-      wanted: the request.
+      request: the parsed request.
       answers: the answers as messages of the assistant.
       ends: tokens of the prompt with each answer, 4 bytes each.
-      of: number of the earlier request whose answer this request continues; 0 if it continues none.
-      why: reason why the request began a branch; '' if it continues one.
+      parent: number of the earlier request whose answer this request continues; 0 if it continues none.
+      reason: reason why the request began a branch; '' if it continues one.
       tokens: number of tokens of the prompt, of the prompt after the continued answer, and of the answers.
     """
 
     number: int
-    wanted: ParsedRequest
+    request: ParsedRequest
     answers: Sequence[Mapping[str, Any]]
     ends: Sequence[bytes]
-    of: int
-    why: str
+    parent: int
+    reason: str
     tokens: tuple[int, int, int]
 
 
@@ -52,78 +52,81 @@ class FrontPage:
         self._nodes: collections.deque[_Node] = collections.deque(maxlen=_KEPT)
         self._numbers = itertools.count(1)
 
-    def add(self, wanted: ParsedRequest, answer: Answer) -> None:
+    def add(self, request: ParsedRequest, answer: Answer) -> None:
         """Takes an answered request."""
         prompt = _packed(answer.prompt_ids)
         known = [(len(end), node) for node in self._nodes for end in node.ends if prompt.startswith(end)]
         shared, before = max(known, key=lambda each: each[0], default=(0, None))
-        if wanted.ask.messages is None:
-            answers = [{"content": visible_text(choice, wanted.stop)} for choice in answer.choices]
+        if request.model_request.messages is None:
+            answers = [{"content": visible_text(choice, request.stop)} for choice in answer.choices]
         else:
-            answers = [chat.message_of(wanted, answer, i, self._parser) for i in range(len(answer.choices))]
+            answers = [chat.choice_message(request, answer, i, self._parser) for i in range(len(answer.choices))]
         ends = [prompt + _packed(choice.tokens) for choice in answer.choices]
         sampled = sum(len(choice.tokens) for choice in answer.choices)
         tokens = (len(answer.prompt_ids), len(answer.prompt_ids) - shared // 4, sampled)
-        of, why = (before.number, "") if before else (0, self._why(wanted))
-        if of and any(node.of == of for node in self._nodes):
-            why = "concurrent: another request has gone on from the same answer"
-        self._nodes.append(_Node(next(self._numbers), wanted, answers, ends, of, why, tokens))
+        parent, reason = (before.number, "") if before else (0, self._branch_reason(request))
+        if parent and any(node.parent == parent for node in self._nodes):
+            reason = "concurrent: another request has gone on from the same answer"
+        self._nodes.append(_Node(next(self._numbers), request, answers, ends, parent, reason, tokens))
 
-    def _why(self, wanted: ParsedRequest) -> str:
+    def _branch_reason(self, request: ParsedRequest) -> str:
         """Returns the reason why a request begins a branch."""
-        messages = wanted.ask.messages
+        messages = request.model_request.messages
         if messages is None:
-            return "its tokens go on from no answer"
+            return "its tokens do not continue an answer"
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         if last < 0:
             return "a new conversation"
-        said = [*map(_said, messages[: last + 1])]
+        fingerprints = [*map(_fingerprint, messages[: last + 1])]
         for node in reversed(self._nodes):
-            begun = [*map(_said, node.wanted.ask.messages or ())]
-            if begun == said[:-1] and said[-1] in map(_said, node.answers):
-                if node.wanted.ask.tools != wanted.ask.tools:
+            earlier = [*map(_fingerprint, node.request.model_request.messages or ())]
+            if earlier == fingerprints[:-1] and fingerprints[-1] in map(_fingerprint, node.answers):
+                if node.request.model_request.tools != request.model_request.tools:
                     return "tools: it repeats an answer to a request with other tools"
                 return "template: the chat template renders an earlier answer differently from how it was sampled"
         return "history: it repeats no answer of this server"
 
     def html(self) -> bytes:
         """Writes the page; texts of requests and answers are shown as text."""
-        below: dict[int, list[_Node]] = {}
-        there = {node.number for node in self._nodes}
+        children: dict[int, list[_Node]] = {}
+        numbers = {node.number for node in self._nodes}
         for node in self._nodes:
-            below.setdefault(node.of if node.of in there else 0, []).append(node)
-        known = {node.number: node for node in self._nodes}
-        trees = "".join(_written(node, known, below) for node in reversed(below.get(0, [])))
+            children.setdefault(node.parent if node.parent in numbers else 0, []).append(node)
+        nodes = {node.number: node for node in self._nodes}
+        trees = "".join(_branch_html(node, nodes, children) for node in reversed(children.get(0, [])))
         head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>podrl.serve</title><style>{_STYLE}</style>'
         text = f"<h1>podrl.serve</h1><p>The newest {_KEPT} answered requests, the newest branch first. "
         text += "A request stands below the answer that it goes on from. Reload the page for newer ones.</p>"
         return f"{head}{text}{trees or '<p>No request has been answered yet.</p>'}</html>".encode()
 
 
-def _written(node: _Node, known: Mapping[int, _Node], below: Mapping[int, Sequence[_Node]]) -> str:
+def _branch_html(node: _Node, nodes: Mapping[int, _Node], children: Mapping[int, Sequence[_Node]]) -> str:
     """Writes a branch: a request, the requests that go on one after the other, and the branches that begin there."""
     parts = ["<details open><summary>"]
-    one: _Node | None = node
-    while one is not None:
-        prompt, new, sampled = one.tokens
-        parts.append(f"request {one.number}{', aside' if one.wanted.ask.aside else ''} <b>{html.escape(one.why)}</b>")
+    current: _Node | None = node
+    while current is not None:
+        prompt, new, sampled = current.tokens
+        aside = ", aside" if current.request.model_request.aside else ""
+        parts.append(f"request {current.number}{aside} <b>{html.escape(current.reason)}</b>")
         parts.append(f" <small>{prompt} tokens read, {new} of them new; {sampled} sampled</small>")
-        parts.append("</summary>" if one is node else "")
-        parts += [_message(*each) for each in _new(one, known.get(one.of))]
-        parts += [_message("assistant", message) for message in one.answers]
-        after = below.get(one.number, ())
-        parts += [_written(other, known, below) for other in after if len(after) > 1]
-        one = after[0] if len(after) == 1 else None
+        parts.append("</summary>" if current is node else "")
+        parts += [_message(*each) for each in _new(current, nodes.get(current.parent))]
+        parts += [_message("assistant", message) for message in current.answers]
+        after = children.get(current.number, ())
+        parts += [_branch_html(other, nodes, children) for other in after if len(after) > 1]
+        current = after[0] if len(after) == 1 else None
     return "".join([*parts, "</details>"])
 
 
 def _new(node: _Node, before: _Node | None) -> list[tuple[str, Mapping[str, Any]]]:
     """Lists the (role, message) pairs of a request that the request before it does not have."""
-    ask = node.wanted.ask
-    if ask.messages is None:
-        return [("prompt", {"content": ask.text if ask.text is not None else f"{node.tokens[1]} new token ids"})]
-    seen = 0 if before is None or before.wanted.ask.messages is None else len(before.wanted.ask.messages) + 1
-    return [(str(message["role"]), message) for message in ask.messages[seen:]]
+    request = node.request.model_request
+    if request.messages is None:
+        text = request.text if request.text is not None else f"{node.tokens[1]} new token ids"
+        return [("prompt", {"content": text})]
+    earlier = None if before is None else before.request.model_request.messages
+    shown = 0 if earlier is None else len(earlier) + 1
+    return [(str(message["role"]), message) for message in request.messages[shown:]]
 
 
 def _message(role: str, message: Mapping[str, Any]) -> str:
@@ -138,7 +141,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:half]} [...] {text[-half:]}"
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _fingerprint(message: Mapping[str, Any]) -> str:
     calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     return json.dumps([message.get("role", "assistant"), message.get("content") or "", calls])
 

@@ -49,37 +49,37 @@ _NO_SCRIPTS = (
 
 
 @dataclasses.dataclass(eq=False)
-class _Turn:
-    """A request that was passed to the owner, with its answer so far and its waiting clients.
+class _Exchange:
+    """A request that was passed to the owner, its answer so far, and the clients that wait for it.
 
     Attributes:
       number: number of the request in frames.
-      wanted: the request, parsed.
+      request: the request, parsed.
       dialect: module that writes the answer.
       digest: SHA-256 of the path and the body, by which a retry is recognised.
       parts: parts of the answer so far; empty unless the request asks for parts.
       outcome: the whole answer, or the refusal; None while the request is open.
-      readers: clients that wait for the answer.
+      clients: clients that wait for the answer.
       delivered: True once the whole answer was sent to a client that was still connected.
     """
 
     number: int
-    wanted: ParsedRequest
+    request: ParsedRequest
     dialect: Any
     digest: bytes
     parts: list[AnswerPart] = dataclasses.field(default_factory=list)
     outcome: Answer | RefusedRequest | None = None
-    readers: list[Client] = dataclasses.field(default_factory=list)
+    clients: list[Client] = dataclasses.field(default_factory=list)
     delivered: bool = False
 
-    def add(self, event: AnswerPart | Answer | RefusedRequest) -> None:
-        """Keeps a part or the outcome, and wakes the waiting clients; nothing follows an outcome."""
+    def receive(self, event: AnswerPart | Answer | RefusedRequest) -> None:
+        """Stores a part or the outcome, and wakes the waiting clients; parts after the outcome are ignored."""
         if self.outcome is None:
             if isinstance(event, AnswerPart):
                 self.parts.append(event)
             else:
                 self.outcome = event
-            for client in self.readers:
+            for client in self.clients:
                 client.wake()
 
 
@@ -90,72 +90,72 @@ class _Episode:
       name: name of the episode in frames.
       open: semaphore that limits the open requests.
       ended: True once the owner has closed the key.
-      turns: requests that a retry may join, by their digests, the newest last.
+      exchanges: requests that a retry may join, by their digests, the newest last.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        self.name, self.open, self.ended = name, asyncio.Semaphore(most), False
-        self.turns: collections.OrderedDict[bytes, _Turn] = collections.OrderedDict()
+    def __init__(self, name: str, max_requests: int) -> None:
+        self.name, self.open, self.ended = name, asyncio.Semaphore(max_requests), False
+        self.exchanges: collections.OrderedDict[bytes, _Exchange] = collections.OrderedDict()
 
 
 class Endpoint:
     """The application of the HTTP server: checks keys, passes requests to the owner and its answers to clients."""
 
-    def __init__(self, settings: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, settings: Mapping[str, Any], send: Callable[[Mapping[str, Any]], None]) -> None:
         """Keeps the arguments.
 
         Args:
           settings: fields of a podrl.environments.front.FrontSettings.
-          tell: function that sends a frame to the owner.
+          send: function that sends a frame to the owner.
         """
         self._models: list[str] = list(settings["models"])
         self._parser: str = settings["parser"]
-        self._most_open: int = settings["max_requests"]
-        self._most_bytes: int = settings["body_bytes"]
+        self._max_requests: int = settings["max_requests"]
+        self._max_body_bytes: int = settings["body_bytes"]
         self._context: int = settings["context_tokens"]
         self._grace_s: float = settings["grace_s"]
         self._page = FrontPage(self._parser) if settings["page"] else None
-        self._tell = tell
+        self._send = send
         self._episodes: dict[bytes, _Episode] = {}  # by the digests of their keys
         self._digests: dict[str, bytes] = {}  # digests of keys, by the names of episodes
-        self._turns: dict[int, tuple[_Episode, _Turn]] = {}
+        self._exchanges: dict[int, tuple[_Episode, _Exchange]] = {}
         self._numbers = itertools.count()
         self._large = asyncio.Lock()
 
     # Frames of the owner.
 
-    def heard(self, frame: Mapping[str, Any], numbers: bytes = b"") -> None:
+    def receive(self, frame: Mapping[str, Any], numbers: bytes = b"") -> None:
         """Acts on a frame of the owner; `numbers` are the token ids and log-probabilities of an answer."""
         match frame:
             case {"open": name, "key": key}:
                 digest = self._digests[name] = _digest(key)
-                self._episodes[digest] = _Episode(name, self._most_open)
+                self._episodes[digest] = _Episode(name, self._max_requests)
             case {"close": name} if name in self._digests:
                 self._close(name)
-            case {"part": number, "said": said} if number in self._turns:
-                self._turns[number][1].add(AnswerPart(**{**said, "choice": Choice(**said["choice"])}))
-            case {"answer": number, "said": said} if number in self._turns:
-                turn, answer = self._turns[number][1], Answer.of(said, numbers)
-                if self._page is not None and turn.outcome is None:
-                    self._page.add(turn.wanted, answer)
-                turn.add(answer)
-            case {"refuse": number, "said": said} if number in self._turns:
-                self._forget(*self._turns[number], RefusedRequest(**said))
+            case {"part": number, "fields": fields} if number in self._exchanges:
+                self._exchanges[number][1].receive(AnswerPart(**{**fields, "choice": Choice(**fields["choice"])}))
+            case {"answer": number, "fields": fields} if number in self._exchanges:
+                exchange, answer = self._exchanges[number][1], Answer.from_frame(fields, numbers)
+                if self._page is not None and exchange.outcome is None:
+                    self._page.add(exchange.request, answer)
+                exchange.receive(answer)
+            case {"refusal": number, "fields": fields} if number in self._exchanges:
+                self._forget(*self._exchanges[number], RefusedRequest(**fields))
 
     def _close(self, name: str) -> None:
         episode = self._episodes.pop(self._digests.pop(name))
         episode.ended = True
-        for of, turn in list(self._turns.values()):
-            if of is episode:
-                self._forget(of, turn, _ended())
+        for owner, exchange in list(self._exchanges.values()):
+            if owner is episode:
+                self._forget(episode, exchange, _episode_ended())
 
-    def _forget(self, episode: _Episode, turn: _Turn, why: RefusedRequest | None = None) -> None:
-        """Forgets a request, so that no retry joins it; clients that wait for it are refused with `why`."""
-        self._turns.pop(turn.number, None)
-        if episode.turns.get(turn.digest) is turn:
-            del episode.turns[turn.digest]
-        if why is not None:
-            turn.add(why)
+    def _forget(self, episode: _Episode, exchange: _Exchange, refusal: RefusedRequest | None = None) -> None:
+        """Forgets a request, so that no retry joins it; clients that wait for it are refused with `refusal`."""
+        self._exchanges.pop(exchange.number, None)
+        if episode.exchanges.get(exchange.digest) is exchange:
+            del episode.exchanges[exchange.digest]
+        if refusal is not None:
+            exchange.receive(refusal)
 
     # Requests of clients.
 
@@ -166,19 +166,19 @@ class Endpoint:
                 await self._handle(client)
             except RefusedRequest as refused:
                 error = refused.error() | ({"type": "error"} if client.path in _TYPED else {})
-                if client.began:
-                    await client.say(_event(error), more=False)
+                if client.started:
+                    await client.send_events(_event(error), more=False)
                 else:
-                    await client.whole(refused.status, _JSON, to_json(error))
+                    await client.send_response(refused.status, _JSON, to_json(error))
 
     async def _handle(self, client: Client) -> None:
         if client.path == "/health" and client.method == "GET":
-            await client.whole(200, _JSON, to_json({"status": "ok"}))
+            await client.send_response(200, _JSON, to_json({"status": "ok"}))
             return
         try:
             episode = self._episode(client)
             if self._page is not None and client.path == "/" and client.method == "GET":
-                await client.whole(200, "text/html; charset=utf-8", self._page.html(), _NO_SCRIPTS)
+                await client.send_response(200, "text/html; charset=utf-8", self._page.html(), _NO_SCRIPTS)
                 return
             if client.path != "/v1/models" and client.path not in _DIALECTS:
                 served = ", ".join([*_DIALECTS, "/v1/models"])
@@ -189,10 +189,10 @@ class Endpoint:
         except RefusedRequest:
             with contextlib.suppress(RefusedRequest):
                 # Most clients read no answer before they have sent the whole body.
-                await client.drain(self._most_bytes)
+                await client.drain(self._max_body_bytes)
             raise
         if client.path == "/v1/models":
-            await client.whole(200, _JSON, to_json(self._listed()))
+            await client.send_response(200, _JSON, to_json(self._model_list()))
             return
         async with episode.open:  # before the body is read, so that a waiting request takes no memory
             await self._answer(client, episode)
@@ -213,7 +213,7 @@ class Endpoint:
             )
         return episode
 
-    def _listed(self) -> dict[str, Any]:
+    def _model_list(self) -> dict[str, Any]:
         names = [name + end for name in self._models for end in ("", ASIDE)]
         shared: dict[str, Any] = {"object": "model", "created": 0, "owned_by": "podrl"}
         shared |= {"max_model_len": self._context} if self._context else {}
@@ -223,15 +223,15 @@ class Endpoint:
         declared = client.header("content-length")
         small = declared.isdigit() and len(declared) < 10 and int(declared) <= _LARGE
         async with contextlib.nullcontext() if small else self._large:
-            turn = self._turn_of(client, episode, await client.body(self._most_bytes))
-        turn.readers.append(client)
+            exchange = self._exchange_of(client, episode, await client.read_body(self._max_body_bytes))
+        exchange.clients.append(client)
         try:
-            await (self._stream if turn.wanted.stream else self._whole)(client, turn)
+            await (self._send_stream if exchange.request.stream else self._send_whole)(client, exchange)
         finally:
-            turn.readers.remove(client)
-            self._left(episode, turn)
+            exchange.clients.remove(client)
+            self._on_client_done(episode, exchange)
 
-    def _turn_of(self, client: Client, episode: _Episode, body: bytearray) -> _Turn:
+    def _exchange_of(self, client: Client, episode: _Episode, body: bytearray) -> _Exchange:
         """Finds the request that a retry repeats, or passes a new request to the owner.
 
         Raises:
@@ -240,74 +240,76 @@ class Endpoint:
         hashed = hashlib.sha256(client.path.encode() + b"\0")
         hashed.update(body)
         digest = hashed.digest()
-        if client.header("x-stainless-retry-count") not in ("", "0") and digest in episode.turns:
-            return episode.turns[digest]
+        if client.header("x-stainless-retry-count") not in ("", "0") and digest in episode.exchanges:
+            return episode.exchanges[digest]
         dialect = _DIALECTS[client.path]
-        wanted = dialect.read(parse(body), self._models, self._parser)
+        request = dialect.read(parse(body), self._models, self._parser)
         if episode.ended:  # the owner closed the key while the body arrived
-            raise _ended()
-        turn = _Turn(next(self._numbers), wanted, dialect, digest)
-        twin = episode.turns.pop(digest, None)  # retries join the newer request from now on
-        if twin is not None and twin.delivered:
-            self._forget(episode, twin)
-        done = (one for one in episode.turns.values() if one.delivered and not one.readers)
-        for old in list(itertools.islice(done, max(len(episode.turns) - _KEPT, 0))):
+            raise _episode_ended()
+        exchange = _Exchange(next(self._numbers), request, dialect, digest)
+        earlier = episode.exchanges.pop(digest, None)  # retries join the newer request from now on
+        if earlier is not None and earlier.delivered:
+            self._forget(episode, earlier)
+        answered = (one for one in episode.exchanges.values() if one.delivered and not one.clients)
+        for old in list(itertools.islice(answered, max(len(episode.exchanges) - _KEPT, 0))):
             self._forget(episode, old)
         # Not `asdict`, which copies every message: that was an eighth of this process's time.
-        asked = {**vars(wanted), "ask": vars(wanted.ask)}
-        self._tell({"ask": turn.number, "of": episode.name, "asked": asked})
-        # After `_tell`, so that no retry joins a request that could not be written.
-        episode.turns[digest], self._turns[turn.number] = turn, (episode, turn)
-        return turn
+        fields = {**vars(request), "model_request": vars(request.model_request)}
+        self._send({"request": exchange.number, "episode": episode.name, "fields": fields})
+        # After `_send`, so that no retry joins a request that could not be written.
+        episode.exchanges[digest], self._exchanges[exchange.number] = exchange, (episode, exchange)
+        return exchange
 
-    def _left(self, episode: _Episode, turn: _Turn) -> None:
+    def _on_client_done(self, episode: _Episode, exchange: _Exchange) -> None:
         """Cancels a request after its last client has hung up, unless a retry joins it within the grace."""
 
-        def look() -> None:
-            if not turn.readers and not turn.delivered and turn.number in self._turns:
-                self._forget(episode, turn)
-                self._tell({"drop": turn.number})
+        def cancel_if_unread() -> None:
+            if not exchange.clients and not exchange.delivered and exchange.number in self._exchanges:
+                self._forget(episode, exchange)
+                self._send({"disconnect": exchange.number})
 
-        if turn.delivered and episode.turns.get(turn.digest) is not turn:
-            self._turns.pop(turn.number, None)  # retries join a newer request with the same body
-        elif not turn.readers and not turn.delivered:
-            asyncio.get_running_loop().call_later(self._grace_s, look)
+        if exchange.delivered and episode.exchanges.get(exchange.digest) is not exchange:
+            self._exchanges.pop(exchange.number, None)  # retries join a newer request with the same body
+        elif not exchange.clients and not exchange.delivered:
+            asyncio.get_running_loop().call_later(self._grace_s, cancel_if_unread)
 
-    async def _whole(self, client: Client, turn: _Turn) -> None:
-        while turn.outcome is None:
-            await client.news()
-        if isinstance(turn.outcome, RefusedRequest):
-            raise turn.outcome
-        await client.whole(200, _JSON, to_json(turn.dialect.write(turn.wanted, turn.outcome, self._parser)))
-        self._delivered(turn)
+    async def _send_whole(self, client: Client, exchange: _Exchange) -> None:
+        while exchange.outcome is None:
+            await client.wait()
+        if isinstance(exchange.outcome, RefusedRequest):
+            raise exchange.outcome
+        await client.send_response(
+            200, _JSON, to_json(exchange.dialect.write(exchange.request, exchange.outcome, self._parser))
+        )
+        self._mark_delivered(exchange)
 
-    async def _stream(self, client: Client, turn: _Turn) -> None:
-        stream, told = None, 0
+    async def _send_stream(self, client: Client, exchange: _Exchange) -> None:
+        stream, sent = None, 0
         while True:
-            if told == len(turn.parts) and turn.outcome is None:
-                if not await client.news(_BEAT_S):
-                    await client.say(": at work\n\n")
+            if sent == len(exchange.parts) and exchange.outcome is None:
+                if not await client.wait(_BEAT_S):
+                    await client.send_events(": at work\n\n")
                 continue
-            if isinstance(turn.outcome, RefusedRequest):
-                raise turn.outcome
-            first = turn.parts[0] if turn.parts else turn.outcome
+            if isinstance(exchange.outcome, RefusedRequest):
+                raise exchange.outcome
+            first = exchange.parts[0] if exchange.parts else exchange.outcome
             assert first is not None
             if stream is None:
-                stream = turn.dialect.AnswerStream(turn.wanted, first.id, first.created, self._parser)
-            new, told = turn.parts[told:], len(turn.parts)
+                stream = exchange.dialect.AnswerStream(exchange.request, first.id, first.created, self._parser)
+            new, sent = exchange.parts[sent:], len(exchange.parts)
             chunks = [chunk for part in new for chunk in stream.part(part.index, part.choice)]
-            if turn.outcome is None:
-                await client.say("".join(map(_event, chunks)))
+            if exchange.outcome is None:
+                await client.send_events("".join(map(_event, chunks)))
                 continue
-            chunks += stream.end(turn.outcome)
+            chunks += stream.end(exchange.outcome)
             done = "" if client.path in _TYPED else "data: [DONE]\n\n"
-            await client.say("".join(map(_event, chunks)) + done, more=False)
-            self._delivered(turn)
+            await client.send_events("".join(map(_event, chunks)) + done, more=False)
+            self._mark_delivered(exchange)
             return
 
-    def _delivered(self, turn: _Turn) -> None:
-        turn.delivered = True
-        self._tell({"delivered": turn.number})
+    def _mark_delivered(self, exchange: _Exchange) -> None:
+        exchange.delivered = True
+        self._send({"delivered": exchange.number})
 
 
 def _event(body: Mapping[str, Any]) -> str:
@@ -318,7 +320,7 @@ def _event(body: Mapping[str, Any]) -> str:
     return f"{name}data: {data}\n\n"
 
 
-def _ended() -> RefusedRequest:
+def _episode_ended() -> RefusedRequest:
     return RefusedRequest(409, "episode_ended", "The episode of this key has ended.")
 
 
@@ -331,7 +333,7 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     # Not written with `replies.write`: a write that blocks would stop all clients.
     pipe, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies)
 
-    def tell(header: Mapping[str, Any]) -> None:
+    def send(header: Mapping[str, Any]) -> None:
         pipe.write(frame_of(to_json(header)))
 
     frames = child.frames(requests)
@@ -341,14 +343,14 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
         place = (settings["host"], settings["port"])
         listening = socket.create_server(place, family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        tell({"failed": f"the front cannot listen at {settings['host']}:{settings['port']}: {error}."})
+        send({"failed": f"the front cannot listen at {settings['host']}:{settings['port']}: {error}."})
         return
     raise_descriptor_limit()
-    endpoint = Endpoint(settings, tell)
+    endpoint = Endpoint(settings, send)
     async with serving(endpoint, listening):
-        tell({"listening": listening.getsockname()[1]})
+        send({"listening": listening.getsockname()[1]})
         async for frame, numbers in frames:
-            endpoint.heard(frame, numbers)
+            endpoint.receive(frame, numbers)
 
 
 def main() -> None:

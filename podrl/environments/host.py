@@ -17,7 +17,7 @@ from podrl.environments.finished_episodes import NUMBER, FinishedEpisode, digest
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Task
 from podrl.environments.toolbox import Toolbox
-from podrl.environments.worker import BEAT_S
+from podrl.environments.worker import HEARTBEAT_S
 from podrl.types import BatchError
 from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits
@@ -25,9 +25,9 @@ from podrl.workers.user_objects import spec_at
 
 # A function of an outside call: (task, name of the tool, start, end, failed). Start and end are times of
 # time.monotonic(), seconds; `failed` is the kind of failure, or ''.
-Called = Callable[[Task, str, float, float, str], None]
-_LIVES = 3  # workers that an episode may lose in a row before the job ends
-_SILENT_S = 3 * BEAT_S  # after this time without a frame, a worker counts as blocked by one of its episodes
+CallReporter = Callable[[Task, str, float, float, str], None]
+_MAX_LOST_WORKERS = 3  # workers that an episode may lose in a row before the job ends
+_SILENT_S = 3 * HEARTBEAT_S  # after this time without a frame, a worker counts as blocked by one of its episodes
 _log = logging.getLogger("podrl.environments")
 
 
@@ -39,13 +39,13 @@ class EnvironmentFailure(BatchError):  # noqa: N818 - the word of docs and logs
 class _Episode:
     """An episode and its log. When the episode is replayed, it must repeat the log before it may continue.
 
-    An episode has the same number until it ends, and a new `life` each time it starts in a worker.
+    An episode has the same number until it ends, and a new `attempt` each time it starts in a worker.
 
     Attributes:
       number: number of the episode, from the caller.
       task: the sample that the episode plays.
-      life: number of the episode's present start in a worker; -1 before the first.
-      home: worker of the present life.
+      attempt: number of the episode's present start in a worker; -1 before the first.
+      worker: worker of the present attempt.
       observations: the log of observations, each the fields of a podrl.environments.workers.EpisodeObservation.
       turns: the log of the model's turns, one for each observation that the model has answered.
       drawn: packed token columns (ids, log-probabilities, versions) of each turn for the record of the episode; None
@@ -56,8 +56,8 @@ class _Episode:
       descriptions: descriptions of the outside requests, by their numbers.
       open_requests: (description, start by time.monotonic()) of each outside request without an answer, by number.
       jobs: tasks that answer outside requests, by their numbers; NUMBER is the task that reads or writes `finished`.
-      at: number of observations in the present life.
-      lives: number of lives since the last new observation, including the present life.
+      position: number of observations in the present attempt.
+      attempts: number of attempts since the last new observation, including the present attempt.
       spent_s: time of the environment and its tools up to `since`, seconds.
       since: time at which the environment's present work began, by time.monotonic(); 0 while the model samples.
       timer: timer of env.deadline_s; None while the model samples.
@@ -68,8 +68,8 @@ class _Episode:
 
     number: int
     task: Task
-    life: int
-    home: "_Home"
+    attempt: int
+    worker: "_WorkerProcess"
     observations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     drawn: list[Mapping[str, Any] | None] = dataclasses.field(default_factory=list)
@@ -78,8 +78,8 @@ class _Episode:
     descriptions: dict[int, str] = dataclasses.field(default_factory=dict)
     open_requests: dict[int, tuple[str, float]] = dataclasses.field(default_factory=dict)
     jobs: dict[int, asyncio.Task[None]] = dataclasses.field(default_factory=dict)
-    at: int = 0
-    lives: int = 1
+    position: int = 0
+    attempts: int = 1
     spent_s: float = 0.0
     since: float = 0.0
     timer: asyncio.TimerHandle | None = None
@@ -87,21 +87,22 @@ class _Episode:
     finished: FinishedEpisode | None = None
 
 
-class _Home:
+class _WorkerProcess:
     """A worker process.
 
     Attributes:
-      link: the process.
+      process: the process.
       last_frame_at: time of the last frame from the process, by time.monotonic().
-      at: life of the episode whose frame the process has handled last, as it reported; None before the first frame.
+      handling: attempt of the episode whose frame the process has reported last as the one that it handles; None before
+        the first such frame.
       loaded: future of the reply to loading the environments.
       episodes: numbers of the episodes in this process.
     """
 
     def __init__(self) -> None:
-        self.link: Process | None = None
+        self.process: Process | None = None
         self.last_frame_at = time.monotonic()
-        self.at: int | None = None
+        self.handling: int | None = None
         self.loaded: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.episodes: set[int] = set()
 
@@ -119,7 +120,7 @@ class EnvironmentHost:
         limits: Limits,
         journal: Journal | None,
         emit: Callable[[Mapping[str, Any] | BaseException], None],
-        called: Called | None = None,
+        on_call: CallReporter | None = None,
         error_files: pathlib.Path | None = None,
     ) -> None:
         """Stores the arguments; `open` starts the workers.
@@ -128,20 +129,20 @@ class EnvironmentHost:
           config: the settings of the environments and their tools.
           limits: resources that each process with user code may take, and environment variables that it may see.
           journal: the recorded answers of tools and services; None records nothing.
-          emit: function that receives each event ({"say": episode, ...}, {"returned": episode}, {"done": episode, ...}
-            or {"anew": episode}) and each error.
-          called: function that receives each outside call that is made, except calls that the journal answers; None
+          emit: function that receives each error and each event ({"turn_request": episode, ...}, {"returned": episode},
+            {"done": episode, ...} or {"restart": episode}).
+          on_call: function that receives each outside call that is made, except calls that the journal answers; None
             for no such function.
           error_files: directory of the files with the standard error of MCP servers; None writes to this process's own.
         """
         self._config, self._limits, self._journal, self._emit = config, limits, journal, emit
-        self._called, self._folder = called, error_files
+        self._on_call, self._folder = on_call, error_files
         self._specs = {name: spec_at(*name.rsplit(":", 1)) if is_own(name) else None for name in config.choices}
         self._toolbox = Toolbox(limits, config.server_deadline_s, emit, error_files)
-        self._homes: list[_Home] = []
+        self._workers: list[_WorkerProcess] = []
         self._episodes: dict[int, _Episode] = {}
-        self._lives: dict[int, _Episode] = {}
-        self._next_life = 0
+        self._by_attempt: dict[int, _Episode] = {}
+        self._next_attempt = 0
         self._warned = False
         self._watch: asyncio.Task[None] | None = None
 
@@ -156,8 +157,8 @@ class EnvironmentHost:
             prompt lists.
           ServiceError: an MCP server does not answer.
         """
-        self._homes = [self._start_home() for _ in range(self._config.workers)]
-        loaded = [await self._loaded(home) for home in self._homes]
+        self._workers = [self._start_worker() for _ in range(self._config.workers)]
+        loaded = [await self._wait_until_loaded(worker) for worker in self._workers]
         self._watch = asyncio.create_task(self._watch_blocked())
         own = loaded[0]["loaded"]
         if own is None:
@@ -170,7 +171,7 @@ class EnvironmentHost:
         return own["parser"], await self._toolbox.toolset(EnvironmentConfig(**own))
 
     def start(self, number: int, task: Task, recorded: bool = True) -> None:
-        episode = self._episodes[number] = _Episode(number, task, -1, self._homes[0])
+        episode = self._episodes[number] = _Episode(number, task, -1, self._workers[0])
         if recorded and self._is_recorded(task):
             episode.jobs[NUMBER] = asyncio.create_task(self._look_up(episode))
         else:
@@ -186,7 +187,7 @@ class EnvironmentHost:
             elif digest(turn) == episode.finished.turns[len(episode.turns) - 1]:
                 self._emit_next(episode, episode.finished)
             else:
-                self._begin_anew(episode)
+                self._restart(episode)
 
     def record(self, number: int, routes: Sequence[Mapping[str, Any] | None]) -> None:
         if (episode := self._episodes.get(number)) is not None:
@@ -196,8 +197,8 @@ class EnvironmentHost:
     def rest(self, number: int) -> None:
         if (episode := self._episodes.get(number)) is not None and not episode.rested:
             episode.rested = True
-            if episode.life in self._lives:
-                self._send(episode, {"rest": episode.life})
+            if episode.attempt in self._by_attempt:
+                self._send(episode, {"rest": episode.attempt})
 
     def cancel(self, number: int) -> None:
         if (episode := self._episodes.get(number)) is not None:
@@ -226,23 +227,27 @@ class EnvironmentHost:
             self._watch.cancel()
             jobs.append(self._watch)
         await asyncio.gather(*jobs, return_exceptions=True)
-        return [*await self._toolbox.close(), *[home.link.leave() for home in self._homes if home.link is not None]]
+        workers = [worker.process.leave() for worker in self._workers if worker.process is not None]
+        return [*await self._toolbox.close(), *workers]
 
-    # A worker's life.
+    # Starting and replacing workers.
 
-    def _start_home(self) -> _Home:
-        home = _Home()
-        home.link = Process(
-            worker_module.__name__, self._limits, lambda frame: self._on_frame(home, frame), lambda: self._ended(home)
+    def _start_worker(self) -> _WorkerProcess:
+        worker = _WorkerProcess()
+        worker.process = Process(
+            worker_module.__name__,
+            self._limits,
+            lambda frame: self._on_frame(worker, frame),
+            lambda: self._on_exit(worker),
         )
         folder = "" if self._folder is None else str(self._folder.absolute())
         loading = {"load": self._specs, "config": dataclasses.asdict(self._config), "path": sys.path, "folder": folder}
-        home.link.send(loading)
-        return home
+        worker.process.send(loading)
+        return worker
 
-    async def _loaded(self, home: _Home) -> dict[str, Any]:
+    async def _wait_until_loaded(self, worker: _WorkerProcess) -> dict[str, Any]:
         try:
-            loaded = await asyncio.wait_for(asyncio.shield(home.loaded), LOAD_S)
+            loaded = await asyncio.wait_for(asyncio.shield(worker.loaded), LOAD_S)
         except TimeoutError:
             loaded = {"raised": f"it did not load within {LOAD_S:g} s"}
         if "raised" in loaded:
@@ -251,84 +256,86 @@ class EnvironmentHost:
             raise ValueError(f"{key}{name!r} cannot be loaded: {loaded['raised']}")
         return loaded
 
-    def _ended(self, home: _Home) -> None:
-        assert home.link is not None
-        death = str(home.link.death())
-        if not home.loaded.done():
-            self._on_frame(home, {"loaded": None, "raised": death})
+    def _on_exit(self, worker: _WorkerProcess) -> None:
+        assert worker.process is not None
+        death = str(worker.process.death())
+        if not worker.loaded.done():
+            self._on_frame(worker, {"loaded": None, "raised": death})
             return
-        self._replace(home, death, None)
+        self._replace(worker, death, None)
 
-    def _replace(self, home: _Home, why: str, culprit: _Episode | None) -> None:
+    def _replace(self, worker: _WorkerProcess, why: str, culprit: _Episode | None) -> None:
         """Replaces a worker that died or blocked, and replays its episodes in any workers.
 
         Args:
-          home: the worker.
+          worker: the worker.
           why: reason, for an error message.
           culprit: episode that blocked the worker; it ends with the reason 'deadline'. None if the worker died.
         """
-        assert home.link is not None
-        home.link.close()
-        fresh = self._start_home()
-        self._homes[self._homes.index(home)] = fresh
+        assert worker.process is not None
+        worker.process.close()
+        fresh = self._start_worker()
+        self._workers[self._workers.index(worker)] = fresh
         if culprit is not None:
             self._end(culprit, "deadline")
-        for episode in [self._episodes[number] for number in sorted(home.episodes)]:
-            episode.lives += culprit is None  # a worker that an episode blocked is not the fault of the others
-            if episode.lives > _LIVES:
-                self._emit(EnvironmentFailure(f"{self._name(episode)} lost {_LIVES} workers in a row: {why}"))
+        for episode in [self._episodes[number] for number in sorted(worker.episodes)]:
+            episode.attempts += culprit is None  # a worker that an episode blocked is not the fault of the others
+            if episode.attempts > _MAX_LOST_WORKERS:
+                self._emit(
+                    EnvironmentFailure(f"{self._name(episode)} lost {_MAX_LOST_WORKERS} workers in a row: {why}")
+                )
                 return
-            self._drop_life(episode)
+            self._end_attempt(episode)
             self._enter(episode)
 
     async def _watch_blocked(self) -> None:
         """Kills a worker whose event loop has been blocked for env.blocked_s."""
         last = time.monotonic()
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             now = time.monotonic()
             # This process was blocked itself and could not read frames of its workers, so the workers get more time.
-            if now - last > 5 * BEAT_S:
-                for home in self._homes:
-                    home.last_frame_at = now
+            if now - last > 5 * HEARTBEAT_S:
+                for worker in self._workers:
+                    worker.last_frame_at = now
             last = now
-            for home in list(self._homes):
-                if home.loaded.done() and home.episodes and now - home.last_frame_at > self._config.blocked_s:
+            for worker in list(self._workers):
+                if worker.loaded.done() and worker.episodes and now - worker.last_frame_at > self._config.blocked_s:
                     try:
-                        self._blocked(home)
+                        self._replace_blocked(worker)
                     except OSError as error:  # the system cannot start another process; `poll` raises this error
                         self._emit(error)
 
-    def _blocked(self, home: _Home) -> None:
-        culprit = self._lives.get(home.at) if home.at is not None else None
-        self._replace(home, f"it blocked its process for {self._config.blocked_s:g} s (env.blocked_s)", culprit)
+    def _replace_blocked(self, worker: _WorkerProcess) -> None:
+        culprit = self._by_attempt.get(worker.handling) if worker.handling is not None else None
+        self._replace(worker, f"it blocked its process for {self._config.blocked_s:g} s (env.blocked_s)", culprit)
 
-    # An episode's life.
+    # Starting and ending episodes.
 
     def _enter(self, episode: _Episode) -> None:
         """Starts an episode, or its replay, in the worker with the fewest episodes."""
-        episode.home = min(self._homes, key=lambda home: len(home.episodes))
-        episode.life, self._next_life, episode.at = self._next_life, self._next_life + 1, 0
-        self._episodes[episode.number] = self._lives[episode.life] = episode
-        episode.home.episodes.add(episode.number)
+        episode.worker = min(self._workers, key=lambda worker: len(worker.episodes))
+        episode.attempt, self._next_attempt, episode.position = self._next_attempt, self._next_attempt + 1, 0
+        self._episodes[episode.number] = self._by_attempt[episode.attempt] = episode
+        episode.worker.episodes.add(episode.number)
         task = dataclasses.asdict(episode.task)
-        self._send(episode, {"start": episode.life, "task": task, "rested": episode.rested})
+        self._send(episode, {"start": episode.attempt, "task": task, "rested": episode.rested})
         if len(episode.turns) == len(episode.observations):
             self._run_clock(episode)
 
-    def _drop_life(self, episode: _Episode) -> None:
+    def _end_attempt(self, episode: _Episode) -> None:
         self._stop_clock(episode, counts=False)  # a replay repeats this work, and counts its time
         for job in episode.jobs.values():
             job.cancel()
         episode.jobs.clear()
         episode.open_requests.clear()
-        self._lives.pop(episode.life, None)
-        episode.home.episodes.discard(episode.number)
+        self._by_attempt.pop(episode.attempt, None)
+        episode.worker.episodes.discard(episode.number)
 
     def _leave(self, episode: _Episode) -> None:
-        if episode.life in self._lives:
-            self._send(episode, {"cancel": episode.life})
-        self._drop_life(episode)
+        if episode.attempt in self._by_attempt:
+            self._send(episode, {"cancel": episode.attempt})
+        self._end_attempt(episode)
         del self._episodes[episode.number]
 
     def _end(
@@ -340,7 +347,7 @@ class EnvironmentHost:
     def _run_clock(self, episode: _Episode) -> None:
         episode.since = time.monotonic()
         left = self._config.deadline_s - episode.spent_s
-        episode.timer = asyncio.get_running_loop().call_later(max(left, 0), self._expired, episode)
+        episode.timer = asyncio.get_running_loop().call_later(max(left, 0), self._on_deadline, episode)
 
     def _stop_clock(self, episode: _Episode, *, counts: bool = True) -> None:
         if episode.timer is not None:
@@ -348,19 +355,19 @@ class EnvironmentHost:
             episode.spent_s += (time.monotonic() - episode.since) * counts
         episode.timer, episode.since = None, 0.0
 
-    def _expired(self, episode: _Episode) -> None:
-        home = episode.home
-        if time.monotonic() - home.last_frame_at < _SILENT_S:
+    def _on_deadline(self, episode: _Episode) -> None:
+        worker = episode.worker
+        if time.monotonic() - worker.last_frame_at < _SILENT_S:
             self._end(episode, "deadline")
-        elif home.at == episode.life:
-            self._replace(home, "it blocked its process", episode)
+        elif worker.handling == episode.attempt:
+            self._replace(worker, "it blocked its process", episode)
         else:  # another episode blocks the worker, so this one gets more time
-            episode.timer = asyncio.get_running_loop().call_later(BEAT_S, self._expired, episode)
+            episode.timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._on_deadline, episode)
 
     # The records of finished episodes.
 
     def _is_recorded(self, task: Task) -> bool:
-        """Returns True if the whole episode is recorded at its end (`_returned`).
+        """Returns True if the whole episode is recorded at its end (`_on_return`).
 
         Episodes of agent programs are recorded, because a program may behave differently on a replay. All conversations
         are recorded if a run that is started again draws other samples, because a replay would get other answers.
@@ -396,9 +403,9 @@ class EnvironmentHost:
             return
         episode.observations.append(dict(finished.requests[at]))
         drawn = finished.drawn[at] if finished.drawn else None
-        self._emit({"say": episode.number, **finished.requests[at], "records": [], "drawn": drawn})
+        self._emit({"turn_request": episode.number, **finished.requests[at], "records": [], "drawn": drawn})
 
-    def _begin_anew(self, episode: _Episode) -> None:
+    def _restart(self, episode: _Episode) -> None:
         """Starts a recorded episode in a worker, because the model's answer differs from the earlier run's."""
         if not self._warned:
             _log.warning(
@@ -409,10 +416,10 @@ class EnvironmentHost:
         self._warned, episode.finished = True, None
         for log in (episode.observations, episode.turns, episode.drawn):
             log.clear()
-        self._emit({"anew": episode.number})
+        self._emit({"restart": episode.number})
         self._enter(episode)
 
-    def _returned(self, episode: _Episode, result: Mapping[str, Any]) -> None:
+    def _on_return(self, episode: _Episode, result: Mapping[str, Any]) -> None:
         """Ends an episode whose environment has returned; an episode with requests of Model.chat is recorded first."""
         recorded = self._is_recorded(episode.task) and (
             self._config.agent or any(one.get("chat") for one in episode.observations)
@@ -421,7 +428,7 @@ class EnvironmentHost:
         if not recorded or result["reason"] == "failed" or len(episode.turns) < len(episode.observations):
             self._end(episode, "ended", result)
             return
-        self._drop_life(episode)
+        self._end_attempt(episode)
         episode.jobs[NUMBER] = asyncio.create_task(self._record(episode, result))
 
     async def _record(self, episode: _Episode, result: Mapping[str, Any]) -> None:
@@ -443,66 +450,69 @@ class EnvironmentHost:
     # Frames to and from the workers.
 
     def _send(self, episode: _Episode, frame: Mapping[str, Any]) -> None:
-        assert episode.home.link is not None
-        episode.home.link.send(frame)
+        assert episode.worker.process is not None
+        episode.worker.process.send(frame)
 
-    def _on_frame(self, home: _Home, frame: dict[str, Any]) -> None:
-        home.last_frame_at = time.monotonic()
+    def _on_frame(self, worker: _WorkerProcess, frame: dict[str, Any]) -> None:
+        worker.last_frame_at = time.monotonic()
         match frame:
-            case {"at": at}:
-                home.at = at
+            case {"handling": handling}:
+                worker.handling = handling
             case {"loaded": _}:
-                home.loaded.set_result(frame)
+                worker.loaded.set_result(frame)
                 if self._watch is not None and "raised" in frame:  # the first workers could load the environment
                     why = f"cannot be loaded again: {frame['raised']}"
                     self._emit(EnvironmentFailure(f"Environment {self._config.environment} {why}"))
-            case {"say": life, "said": observation, "records": records} if life in self._lives:
-                self._on_observation(self._lives[life], observation, records, overlaps=frame.get("overlaps", False))
-            case {"ask": life, "n": number} if life in self._lives:
-                self._on_outside_request(self._lives[life], number, frame)
-            case {"clock": runs, "of": life} if life in self._lives:
-                self._stop_clock(self._lives[life], counts=False)  # waiting for a process is not the episode's work
+            case {"turn_request": attempt, "fields": fields, "records": records} if attempt in self._by_attempt:
+                overlaps = frame.get("overlaps", False)
+                self._on_observation(self._by_attempt[attempt], fields, records, overlaps=overlaps)
+            case {"outside": attempt, "number": number} if attempt in self._by_attempt:
+                self._on_outside_request(self._by_attempt[attempt], number, frame)
+            case {"clock": runs, "attempt": attempt} if attempt in self._by_attempt:
+                self._stop_clock(
+                    self._by_attempt[attempt], counts=False
+                )  # waiting for a process is not the episode's work
                 if runs:
-                    self._run_clock(self._lives[life])
-            case {"done": life, **result} if life in self._lives:
-                self._returned(self._lives[life], result)
-            case {"raised": life, "why": why} if life in self._lives:
-                episode = self._lives[life]
+                    self._run_clock(self._by_attempt[attempt])
+            case {"done": attempt, **result} if attempt in self._by_attempt:
+                self._on_return(self._by_attempt[attempt], result)
+            case {"raised": attempt, "why": why} if attempt in self._by_attempt:
+                episode = self._by_attempt[attempt]
                 self._leave(episode)
                 self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {why}"))
 
     def _on_observation(
         self, episode: _Episode, observation: dict[str, Any], records: list[dict[str, Any]], *, overlaps: bool
     ) -> None:
-        at, episode.at = episode.at, episode.at + 1
+        at, episode.position = episode.position, episode.position + 1
         if at < len(episode.observations):
             if episode.observations[at] != observation and self._config.agent:  # programs need not repeat themselves
                 why = "its worker was lost, and its program did not send the same requests again"
                 self._end(episode, "failed", {"metrics": {"failed/infrastructure": 1.0}, "why": why})
                 return
             if episode.observations[at] != observation:
-                was, now = _difference(episode.observations[at], observation)
+                first, second = _difference(episode.observations[at], observation)
                 self._emit(
                     EnvironmentFailure(
-                        f"{self._name(episode)} did not repeat its observation on a replay, at turn {at}: first {was}, "
-                        f"then {now}. What `run` does must follow from the task, the turns and the answers of "
-                        "model.outside: take clocks, chance and services from there."
+                        f"{self._name(episode)} did not repeat its observation on a replay, at turn {at}: "
+                        f"first {first}, then {second}. What `run` does must follow from the task, the turns and the "
+                        "answers of model.outside: take clocks, chance and services from there."
                     )
                 )
                 return
         else:
             episode.observations.append(observation)
-            episode.lives = 1
+            episode.attempts = 1
             self._stop_clock(episode)
-            self._emit({"say": episode.number, **observation, "records": records, "overlaps": overlaps})
+            self._emit({"turn_request": episode.number, **observation, "records": records, "overlaps": overlaps})
         self._send_turn(episode)
 
     def _send_turn(self, episode: _Episode) -> None:
-        """Sends the turn that the present life waits for, if the log already has this turn."""
-        if 0 < episode.at <= len(episode.turns) and episode.at <= len(episode.observations):
-            turn = episode.turns[episode.at - 1]
-            self._send(episode, {"turn": episode.life, "value": turn})
-            if episode.at == len(episode.turns):
+        """Sends the turn that the present attempt waits for, if the log already has this turn."""
+        if 0 < episode.position <= len(episode.turns) and episode.position <= len(episode.observations):
+            turn = episode.turns[episode.position - 1]
+            self._send(episode, {"turn": episode.attempt, "value": turn})
+            if episode.position == len(episode.turns):
                 self._stop_clock(episode)
                 self._run_clock(episode)
 
@@ -514,14 +524,14 @@ class EnvironmentHost:
                     pair = f"first {episode.descriptions[number]!r}, then {description!r}"
                     self._emit(EnvironmentFailure(f"{self._name(episode)} made another request on a replay: {pair}."))
                     return
-                self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
+                self._send(episode, {"answer": episode.attempt, "number": number, "reply": episode.answers[number]})
                 return
             episode.descriptions[number] = description
             name = description.partition(" ")[0] if "tool" in frame else description
             episode.open_requests[number] = (name, time.monotonic())
-        episode.jobs[number] = asyncio.create_task(self._settle(episode, number, frame))
+        episode.jobs[number] = asyncio.create_task(self._answer_outside_request(episode, number, frame))
 
-    async def _settle(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
+    async def _answer_outside_request(self, episode: _Episode, number: int, frame: Mapping[str, Any]) -> None:
         """Answers an outside request from the journal or with a tool, or has the environment make the answer itself."""
         try:
             if "made" in frame:
@@ -537,7 +547,7 @@ class EnvironmentHost:
                 answer = await self._toolbox.call(frame["tool"], frame["arguments"], episode.task)
                 await self._reply(episode, number, answer)
             else:
-                self._send(episode, {"answer": episode.life, "n": number, "reply": {"make": True}})
+                self._send(episode, {"answer": episode.attempt, "number": number, "reply": {"make": True}})
         except ValueError as error:
             self._emit(EnvironmentFailure(f"{self._name(episode)} failed: {error}"))
         except Exception as error:  # noqa: BLE001 - `poll` raises it
@@ -561,15 +571,15 @@ class EnvironmentHost:
         episode.open_requests.pop(number, None)
         episode.jobs.pop(number, None)
         episode.answers[number] = {**answer, "replayed": recorded}
-        self._send(episode, {"answer": episode.life, "n": number, "reply": episode.answers[number]})
+        self._send(episode, {"answer": episode.attempt, "number": number, "reply": episode.answers[number]})
 
     def _report_call(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
         """Reports a call that has just ended to `called`. The time that it waited for a free tool is not included."""
-        if self._called is not None:
+        if self._on_call is not None:
             ended = time.monotonic()
             failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))
             started = ended - float(answer.get("seconds", 0.0))
-            self._called(episode.task, episode.descriptions[number].partition(" ")[0], started, ended, failed)
+            self._on_call(episode.task, episode.descriptions[number].partition(" ")[0], started, ended, failed)
 
     def _name(self, episode: _Episode) -> str:
         return (

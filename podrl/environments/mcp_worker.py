@@ -43,57 +43,63 @@ class _Server:
         key: str,
         server: MCPServer,
         secrets: "_ServerSecrets",
-        away_s: float,
+        unreachable_s: float,
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._key, self._server, self._secrets, self._away_s, self._send = key, server, secrets, away_s, send
+        self._key, self._server, self._secrets, self._max_unreachable_s, self._send = (
+            key,
+            server,
+            secrets,
+            unreachable_s,
+            send,
+        )
         self._session: Any = None
         self._ready, self._broken = asyncio.Event(), asyncio.Event()
         self._checks: set[asyncio.Task[None]] = set()
 
-    async def keep(self) -> None:
+    async def keep_connected(self) -> None:
         """Keeps the server connected; returns when it cannot be started or was unreachable for too long."""
         try:
             import mcp  # noqa: F401
         except ImportError:
-            self._send({"wrong": self._key, "why": "needs package mcp: pip install 'podrl[tools]'."})
+            self._send({"failed": self._key, "why": "needs package mcp: pip install 'podrl[tools]'."})
             return
         command = [] if self._server.is_url else shlex.split(self._server.target)
         if command[:1] == ["python"]:
             command[0] = sys.executable
         if command and shutil.which(command[0]) is None:
-            self._send({"wrong": self._key, "why": f"cannot be started: there is no command {command[0]!r}."})
+            self._send({"failed": self._key, "why": f"cannot be started: there is no command {command[0]!r}."})
             return
-        away, pause, opened = time.monotonic(), _FIRST_PAUSE_S, False
+        disconnected_at, pause, opened = time.monotonic(), _FIRST_PAUSE_S, False
         while True:
             why = "the connection closed"
             connecting = _connect(self._server.target, command, self._secrets)
             try:
                 async with asyncio.timeout(_CONNECT_S) as limit, connecting as session:
                     await session.initialize()
-                    tools = await _listed(session)
+                    tools = await _list_tools(session)
                     limit.reschedule(None)
                     opened = True
                     self._broken.clear()
                     self._session = session
                     self._ready.set()
-                    self._send({"opened": self._key, "tools": [_declared(tool) for tool in tools]})
+                    self._send({"opened": self._key, "tools": [_declaration(tool) for tool in tools]})
                     pause = _FIRST_PAUSE_S
                     await self._broken.wait()
-                    away = time.monotonic()
+                    disconnected_at = time.monotonic()
                     limit.reschedule(asyncio.get_running_loop().time() + _PING_S)
             except asyncio.CancelledError:
                 raise
-            except BaseException as error:  # noqa: BLE001 - a server may be away in many ways
-                why = self._secrets.hide(_leaf(error))
-                if command and not opened and not isinstance(_bottom(error), TimeoutError):
+            except BaseException as error:  # noqa: BLE001 - a server may be unreachable in many ways
+                why = self._secrets.hide(_describe(error))
+                if command and not opened and not isinstance(_innermost(error), TimeoutError):
                     last = self._secrets.last_lines() or "(nothing)"
                     why = f"ended at its start, or is no MCP server ({why}). Its standard error ends:\n{last}"
-                    self._send({"wrong": self._key, "why": why})
+                    self._send({"failed": self._key, "why": why})
                     return
             self._ready.clear()
-            if time.monotonic() - away + pause > self._away_s:
-                self._send({"gone": self._key, "why": why})
+            if time.monotonic() - disconnected_at + pause > self._max_unreachable_s:
+                self._send({"unreachable": self._key, "why": why})
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -113,14 +119,16 @@ class _Server:
             await self._ready.wait()
             session = self._session
             try:
-                result = await asyncio.wait_for(self._watched(session, name, arguments), self._server.deadline_s)
+                result = await asyncio.wait_for(
+                    self._call_while_alive(session, name, arguments), self._server.deadline_s
+                )
             except TimeoutError:
-                check = asyncio.create_task(self._check(session))
+                check = asyncio.create_task(self._reopen_if_dead(session))
                 self._checks.add(check)
                 check.add_done_callback(self._checks.discard)
                 return {"text": f"Timed out after {self._server.deadline_s:g} s.", "failed": "deadline"}
             except Exception as error:  # noqa: BLE001 - a refusal becomes text, and a lost connection another attempt
-                why = _leaf(error)
+                why = _describe(error)
                 if session is self._session and await self._alive(session):
                     return {"text": plain(why), "failed": "arguments"}
                 self._break(session)
@@ -130,7 +138,7 @@ class _Server:
             return {"text": plain("\n".join(texts)), "failed": "exception" if failed else ""}
         return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
 
-    async def _watched(self, session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call_while_alive(self, session: Any, name: str, arguments: Mapping[str, Any]) -> Any:
         """Calls a tool, and checks meanwhile that a server on the network is still there, because some clients do not
         notice.
 
@@ -162,7 +170,7 @@ class _Server:
             return True
         return False
 
-    async def _check(self, session: Any) -> None:
+    async def _reopen_if_dead(self, session: Any) -> None:
         """Opens the session again if the server does not answer a ping; used after a call that took too long."""
         if not await self._alive(session):
             self._break(session)
@@ -209,11 +217,11 @@ class _ServerSecrets:
         return text
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[TextIO]:
+    def captured_stderr(self) -> Iterator[TextIO]:
         """Opens a pipe for a command's standard error; a thread keeps its lines until the command has ended."""
         read, write = os.pipe()
         self._last.clear()
-        self._reader = threading.Thread(target=self._keep, args=(read,), name="podrl-server-said", daemon=True)
+        self._reader = threading.Thread(target=self._keep, args=(read,), name="podrl-server-stderr", daemon=True)
         self._reader.start()
         with os.fdopen(write, "w") as file:
             yield file
@@ -255,22 +263,22 @@ async def _connect(target: str, command: list[str], secrets: _ServerSecrets) -> 
 
         guarded = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, *command]
         started = {"command": guarded[0], "args": guarded[1:], "env": {**os.environ, **secrets.variables}}
-        errors = stack.enter_context(secrets.listening())
-        way: Any = stdio_client(StdioServerParameters(**started, encoding_error_handler="replace"), errors)
+        errors = stack.enter_context(secrets.captured_stderr())
+        transport: Any = stdio_client(StdioServerParameters(**started, encoding_error_handler="replace"), errors)
     elif target.rstrip("/").endswith("/sse"):
         from mcp.client.sse import sse_client
 
-        way = sse_client(target, headers=secrets.headers)
+        transport = sse_client(target, headers=secrets.headers)
     else:
         from mcp.client.streamable_http import streamable_http_client
 
         client = await stack.enter_async_context(create_mcp_http_client(headers=secrets.headers))
-        way = streamable_http_client(target, http_client=client)
-    async with stack, way as (read, write, *_), ClientSession(read, write) as session:
+        transport = streamable_http_client(target, http_client=client)
+    async with stack, transport as (read, write, *_), ClientSession(read, write) as session:
         yield session
 
 
-async def _listed(session: Any) -> list[Any]:
+async def _list_tools(session: Any) -> list[Any]:
     """Lists all tools of a server, page by page.
 
     Raises:
@@ -293,7 +301,7 @@ async def _listed(session: Any) -> list[Any]:
         params = PaginatedRequestParams(cursor=cursor)
 
 
-def _declared(tool: Any) -> dict[str, Any]:
+def _declaration(tool: Any) -> dict[str, Any]:
     schema = dict(getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {})
     for name, kind in (("properties", dict), ("required", list)):
         if not isinstance(schema.get(name, kind()), kind):
@@ -310,14 +318,14 @@ def _text_of(content: Any) -> str:
     return f"[{content.type}]" if text is None else text
 
 
-def _leaf(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Describes the innermost first error of an exception group: its class and the first line of its message."""
-    error = _bottom(error)
+    error = _innermost(error)
     text = str(error).strip().partition("\n")[0][:300] or "no answer in time" * isinstance(error, TimeoutError)
     return f"{type(error).__name__}{': ' * bool(text)}{text}"
 
 
-def _bottom(error: BaseException) -> BaseException:
+def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -337,20 +345,20 @@ async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
             try:
                 reply = await servers[frame["server"]].call(frame["name"], frame["arguments"])
             except Exception as error:  # noqa: BLE001 - a malformed answer of a server; without a reply the call would hang
-                reply = {"text": plain(_leaf(error)), "failed": "exception"}
+                reply = {"text": plain(_describe(error)), "failed": "exception"}
             send({"result": frame["call"], "reply": reply})
         finally:
             del calls[frame["call"]]
 
     async for frame, _ in child.frames(requests):
         match frame:
-            case {"open": key, "server": server, "away_s": away_s}:
+            case {"open": key, "server": server, "unreachable_s": unreachable_s}:
                 secrets = _ServerSecrets(frame["variables"], frame["headers"], frame["error_file"])
-                servers[key] = _Server(key, MCPServer(**server), secrets, away_s, send)
-                keepers.append(asyncio.create_task(servers[key].keep()))
+                servers[key] = _Server(key, MCPServer(**server), secrets, unreachable_s, send)
+                keepers.append(asyncio.create_task(servers[key].keep_connected()))
             case {"call": number}:
                 calls[number] = asyncio.create_task(answer(frame))
-            case {"drop": number} if number in calls:
+            case {"cancel": number} if number in calls:
                 calls[number].cancel()
     for keeper in keepers:
         keeper.cancel()

@@ -56,7 +56,7 @@ class EndpointModel(Protocol):
     @property
     def answers(self) -> int: ...
 
-    async def answer(self, wanted: ParsedRequest, *, overlaps: bool = False) -> Answer: ...
+    async def answer(self, request: ParsedRequest, *, overlaps: bool = False) -> Answer: ...
 
     def drop(self, request: int) -> None: ...
 
@@ -227,18 +227,18 @@ class ProgramEnvironment:
                 self._front = front
             return self._front
 
-    async def _answer(self, session: _Session, number: int, wanted: ParsedRequest, *, overlaps: bool) -> None:
+    async def _answer(self, session: _Session, number: int, request: ParsedRequest, *, overlaps: bool) -> None:
         front = self._front
         assert front is not None
         try:
-            _check(wanted)
+            _check(request)
             async with session.turn:
                 if number in session.dropped:
                     return
                 session.numbers[number] = session.model.answers
-                answer = await session.model.answer(wanted, overlaps=overlaps)
-            session.overridden += any(getattr(wanted.ask, name) is not None for name in _RESENT)
-            front.answer(number, answer)
+                answer = await session.model.answer(request, overlaps=overlaps)
+            session.overridden += any(getattr(request.model_request, name) is not None for name in _RESENT)
+            front.send_answer(number, answer)
         except (RefusedRequest, Ended) as error:
             session.settle(number)
             session.numbers.pop(number, None)
@@ -246,20 +246,20 @@ class ProgramEnvironment:
                 session.full = True
                 why = f"The maximum context length of this episode is reached, or its turns are over. {error}"
                 error = RefusedRequest(400, "context_length_exceeded", why, "messages")
-            front.refuse(number, error)
+            front.send_refusal(number, error)
 
     # The methods of podrl.environments.front.Handler.
 
-    def asked(self, number: int, episode: str, wanted: ParsedRequest) -> None:
+    def on_request(self, number: int, episode: str, request: ParsedRequest) -> None:
         """Answers a request as soon as the model is free."""
         if (session := self._sessions.get(episode)) is None:
             return  # the front refused the request when the episode's key was closed
         overlaps = bool(session.open)
         session.open.add(number)
         self._of[number] = session
-        session.jobs[number] = asyncio.create_task(self._answer(session, number, wanted, overlaps=overlaps))
+        session.jobs[number] = asyncio.create_task(self._answer(session, number, request, overlaps=overlaps))
 
-    def dropped(self, number: int) -> None:
+    def on_disconnect(self, number: int) -> None:
         """Removes the answer to a request from the sample if its client hung up, because nobody acted on the answer."""
         if (session := self._of.get(number)) is not None:
             session.dropped.add(number)
@@ -272,12 +272,12 @@ class ProgramEnvironment:
             session.model.drop(session.numbers[number])
         session.settle(number)
 
-    def delivered(self, number: int) -> None:
+    def on_delivered(self, number: int) -> None:
         """Called when the program has got the answer to a request."""
         if (session := self._of.pop(number, None)) is not None:
             session.settle(number)
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         """Ends every open episode with a failure of the infrastructure; the next episode starts another front."""
         self._front = None
         for session in self._sessions.values():
@@ -376,14 +376,14 @@ class _Runner:
                 self._log.add(line)
 
 
-def _check(wanted: ParsedRequest) -> None:
+def _check(request: ParsedRequest) -> None:
     """Refuses what training cannot honour.
 
     Raises:
       RefusedRequest: names the field.
     """
-    if wanted.ask.samples > 1:
-        why = f"n={wanted.ask.samples} is not served in training: make {wanted.ask.samples} requests."
+    if (samples := request.model_request.samples) > 1:
+        why = f"n={samples} is not served in training: make {samples} requests."
         raise RefusedRequest(400, "unsupported_parameter", why, "n")
 
 

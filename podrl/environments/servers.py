@@ -18,7 +18,7 @@ from podrl.workers.process import LOAD_S, Process
 from podrl.workers.user_code import Limits, is_of_the_job
 
 _log = logging.getLogger("podrl.environments")
-_LIVES = 3  # number of deaths of the process, without an answer in between, after which the job ends
+_MAX_DEATHS = 3  # number of deaths of the process, without an answer in between, after which the job ends
 
 
 class Servers:
@@ -38,7 +38,7 @@ class Servers:
         """
         self._error_files = error_files
         self._limits, self._deadline_s, self._on_lost = limits, deadline_s, on_lost
-        self._link: Process | None = None
+        self._process: Process | None = None
         self._open: dict[str, tuple[MCPServer, asyncio.Future[list[dict[str, Any]]]]] = {}
         self._calls: dict[int, tuple[dict[str, Any], asyncio.Future[dict[str, Any]]]] = {}
         self._number, self._deaths = 0, 0
@@ -57,15 +57,15 @@ class Servers:
         key = _key(server)
         if key not in self._open:
             server.secrets()  # raises if a variable is not set
-            self._list_withheld(server)
+            self._warn_withheld(server)
             self._open[key] = (server, asyncio.get_running_loop().create_future())
-            if self._link is None:
+            if self._process is None:
                 self._start()
             self._send_open(key)
         opened = self._open[key][1]
         # The worker watches `deadline_s` itself. This wait is longer by the time that the worker's own start may take.
         if not (await asyncio.wait({opened}, timeout=self._deadline_s + LOAD_S))[0]:
-            raise self._silent(server, self._deadline_s + LOAD_S)
+            raise self._no_reply_error(server, self._deadline_s + LOAD_S)
         return opened.result()
 
     async def call(self, server: MCPServer, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,19 +83,19 @@ class Servers:
         number, future = self._number, asyncio.get_running_loop().create_future()
         frame = {"call": number, "server": _key(server), "name": name, "arguments": arguments}
         self._calls[number] = (frame, future)
-        assert self._link is not None
-        self._link.send(frame)
+        assert self._process is not None
+        self._process.send(frame)
         longest_s = (server.retries + 1) * (server.deadline_s + self._deadline_s + LOAD_S)
         try:
             if not (await asyncio.wait({future}, timeout=longest_s))[0]:
-                self._on_lost(self._silent(server, longest_s))
+                self._on_lost(self._no_reply_error(server, longest_s))
             return await future
         finally:
             del self._calls[number]
-            if not future.done() and self._link is not None:
-                self._link.send({"drop": number})
+            if not future.done() and self._process is not None:
+                self._process.send({"cancel": number})
 
-    def _silent(self, server: MCPServer, waited_s: float) -> ServiceError:
+    def _no_reply_error(self, server: MCPServer, waited_s: float) -> ServiceError:
         return ServiceError(
             f"The process that talks to MCP server {server.target} did not answer for {waited_s:g} s: it is "
             "stopped, or this host is overloaded. The same command continues the run once the process answers; "
@@ -103,24 +103,24 @@ class Servers:
         )
 
     def close(self) -> list[Process]:
-        return [self._link.leave()] if self._link is not None else []
+        return [self._process.leave()] if self._process is not None else []
 
     def _start(self) -> None:
-        self._link = Process(mcp_worker.__name__, self._limits, self._answered, self._ended)
+        self._process = Process(mcp_worker.__name__, self._limits, self._on_frame, self._on_exit)
 
     def _send_open(self, key: str) -> None:
-        assert self._link is not None
+        assert self._process is not None
         server = self._open[key][0]
         variables, headers = server.secrets()
         options = {
             "variables": variables,
             "headers": headers,
-            "error_file": self._file_of(key),
-            "away_s": self._deadline_s,
+            "error_file": self._error_path(key),
+            "unreachable_s": self._deadline_s,
         }
-        self._link.send({"open": key, "server": dataclasses.asdict(server), **options})
+        self._process.send({"open": key, "server": dataclasses.asdict(server), **options})
 
-    def _file_of(self, key: str) -> str:
+    def _error_path(self, key: str) -> str:
         """Returns the path of the file for a command's standard error; '' for no file."""
         server = self._open[key][0]
         if self._error_files is None or server.is_url:
@@ -129,7 +129,7 @@ class Servers:
         self._error_files.mkdir(parents=True, exist_ok=True)
         return str(self._error_files / f"{list(self._open).index(key)}-{word}.txt")
 
-    def _list_withheld(self, server: MCPServer) -> None:
+    def _warn_withheld(self, server: MCPServer) -> None:
         """Warns about environment variables that a server's command does not see because their names sound secret."""
         withheld = [name for name in self._limits.withheld(os.environ) if name not in server.environment]
         if (names := [name for name in withheld if not is_of_the_job(name)]) and not server.is_url:
@@ -139,28 +139,28 @@ class Servers:
                 *(server.target, ", ".join(names)),
             )
 
-    def _answered(self, frame: dict[str, Any]) -> None:
+    def _on_frame(self, frame: dict[str, Any]) -> None:
         match frame:
             case {"result": number, "reply": reply}:
                 self._deaths = 0
                 if number in self._calls and not self._calls[number][1].done():
                     self._calls[number][1].set_result(reply)
             case {"opened": key, "tools": tools}:
-                self._opened(key, tools, None)
-            case {"wrong": key, "why": why}:
+                self._finish_open(key, tools, None)
+            case {"failed": key, "why": why}:
                 target, future = self._open[key][0].target, self._open[key][1]
                 if future.done():  # the server was connected before, so no caller waits for the future
                     self._on_lost(ServiceError(f"MCP server {target} {why}"))
-                self._opened(key, [], ValueError(f"env.mcp: {target} {why}"))
-            case {"gone": key, "why": why}:
+                self._finish_open(key, [], ValueError(f"env.mcp: {target} {why}"))
+            case {"unreachable": key, "why": why}:
                 error = ServiceError(
                     f"MCP server {self._open[key][0].target} has been away for {self._deadline_s:g} s ({why}): the "
                     "same command goes on when it is back; env.server_deadline_s says how long to wait for it."
                 )
-                self._opened(key, [], error)
+                self._finish_open(key, [], error)
                 self._on_lost(error)
 
-    def _opened(self, key: str, tools: list[dict[str, Any]], error: Exception | None) -> None:
+    def _finish_open(self, key: str, tools: list[dict[str, Any]], error: Exception | None) -> None:
         future = self._open[key][1]
         if future.done():  # the server was opened again after the worker died
             return
@@ -169,23 +169,23 @@ class Servers:
         else:
             future.set_exception(error)
 
-    def _ended(self) -> None:
-        assert self._link is not None
+    def _on_exit(self) -> None:
+        assert self._process is not None
         self._deaths += 1
-        death = self._link.death()
-        self._link.close()
-        if self._deaths >= _LIVES:
-            self._link = None
-            error = ServiceError(f"The process that talks to MCP servers died {_LIVES} times in a row: {death}")
+        death = self._process.death()
+        self._process.close()
+        if self._deaths >= _MAX_DEATHS:
+            self._process = None
+            error = ServiceError(f"The process that talks to MCP servers died {_MAX_DEATHS} times in a row: {death}")
             for key in self._open:
-                self._opened(key, [], error)
+                self._finish_open(key, [], error)
             self._on_lost(error)
             return
         self._start()
         for key in self._open:
             self._send_open(key)
         for frame, _ in self._calls.values():
-            self._link.send(frame)
+            self._process.send(frame)
 
 
 def _key(server: MCPServer) -> str:

@@ -83,7 +83,7 @@ class WithTools:
         self._format = calls.format_of(config.parser, list(self._tools))
         self._key = f"{task.mode}/{task.step}/{task.index}/{task.sample}/{task.seed}"
         self._call_counts: collections.Counter[str] = collections.Counter()  # number of calls of each tool
-        self._open = True  # False once a call exceeded env.max_tool_calls: from then on no text is read as a call
+        self._open = True  # False once a call exceeded env.max_tool_calls; later text is never read as a call
         self.calls = 0
 
     async def say(
@@ -151,7 +151,7 @@ class WithTools:
     async def _answer(self, call: calls.Call) -> tuple[calls.ToolOutput, dict[str, Any]]:
         self.calls += 1
         if self.calls > self._config.max_tool_calls:
-            self._open, self._model.spent = False, True
+            self._open, self._model.out_of_calls = False, True
             return _failure(call.name, EXCEEDED, "limit" if call.name in self._tools else "unknown_tool")
         if call.problem:
             return _failure(call.name, call.problem, "no_call")

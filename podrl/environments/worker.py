@@ -23,19 +23,19 @@ from podrl.workers import child
 from podrl.workers.frames import pack
 from podrl.workers.user_objects import explain, extend_path, load, short
 
-BEAT_S = 0.2  # time between two frames that show the host that the event loop runs
-_OF_EPISODES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
+HEARTBEAT_S = 0.2  # time between two frames that show the host that the event loop runs
+_EPISODE_FRAMES = ("start", "turn", "answer", "rest", "cancel")  # kinds of frames that belong to one episode
 _YIELDS = 3  # rounds of the event loop after a frame, so that the frame's episode runs before the next frame is read
 
 
 class RemoteModel:
     """The Model of one episode: it sends the environment's requests to the host as frames, and awaits the answers."""
 
-    def __init__(self, send: Callable[[Mapping[str, Any]], None], life: int, config: EnvironmentConfig) -> None:
-        self._send, self._life, self._config = send, life, config
+    def __init__(self, send: Callable[[Mapping[str, Any]], None], attempt: int, config: EnvironmentConfig) -> None:
+        self._send, self._attempt, self._config = send, attempt, config
         self._outside_requests, self._turns = 0, 0
-        self.over = False  # True once the environment has asked for a turn beyond env.max_turns
-        self.spent = False  # whether the model made a call beyond env.max_tool_calls
+        self.out_of_turns = False  # True once the environment has asked for a turn beyond env.max_turns
+        self.out_of_calls = False  # True once the model has made a call beyond env.max_tool_calls
         self.rested = asyncio.Event()  # set once the episode does not count towards env.processes any more
         self._turn: asyncio.Future[Turn] | None = None
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -78,7 +78,7 @@ class RemoteModel:
         if self._turn is not None:
             raise RuntimeError("An episode says one thing at a time: `await` each model.say before the next.")
         if self._turns == self._config.max_turns:
-            self.over = True
+            self.out_of_turns = True
             raise Ended(f"env.max_turns={self._config.max_turns} turns are over.")
         observation_fields = {
             "observation": str(observation).encode(errors="replace").decode(),  # UTF-8 cannot encode lone surrogates
@@ -90,7 +90,7 @@ class RemoteModel:
             "cut_tokens": cut_tokens,
         } | ({} if chat is None else {"chat": chat, "dropped": self.dropped()})
         self._turn = asyncio.get_running_loop().create_future()
-        frame = {"say": self._life, "said": observation_fields, "records": [*self._records, *records]}
+        frame = {"turn_request": self._attempt, "fields": observation_fields, "records": [*self._records, *records]}
         self._send(frame | ({"overlaps": True} if overlaps else {}))
         self._records = []
         try:
@@ -119,25 +119,28 @@ class RemoteModel:
         request = wire_chat.read(request_body, ("policy",), parser)
         answer = await self.answer(request)
         id_ = wire_chat.call_ids(answer, 0)
-        return wire_chat.message(answer.choices[0], stop=request.stop, tools=request.ask.tools, parser=parser, id=id_)
+        return wire_chat.assistant_message(
+            answer.choices[0], stop=request.stop, tools=request.model_request.tools, parser=parser, id=id_
+        )
 
-    async def answer(self, wanted: ParsedRequest, *, overlaps: bool = False) -> Answer:
+    async def answer(self, request: ParsedRequest, *, overlaps: bool = False) -> Answer:
         """Answers a parsed request of the wire like `chat`.
 
         Args:
-          wanted: request for one answer.
+          request: request for one answer.
           overlaps: True if the request came while an earlier request of the episode was open.
 
         Raises:
           RefusedRequest: the request cannot be rendered as a prompt.
           Ended: the sample has no room or no turns left.
         """
-        ask, answer = wanted.ask, Answer(str(self._turns), 0, (), ())
+        model_request, answer = request.model_request, Answer(str(self._turns), 0, (), ())
         names = ("messages", "text", "ids", "tools", "stop_ids", "max_new", "aside", "pieces")
-        chat_fields = {name: getattr(ask, name) for name in names} | {"stop": wanted.stop, "logprobs": wanted.logprobs}
+        chat_fields = {name: getattr(model_request, name) for name in names}
+        chat_fields |= {"stop": request.stop, "logprobs": request.logprobs}
         chat_fields |= {"parser": self._config.parser, "id": wire_chat.call_ids(answer, 0)}
         chat_fields = json.loads(json.dumps(chat_fields))  # lists instead of tuples, as the host receives them
-        limits = {"stop": ask.stop, "max_new": ask.max_new}
+        limits = {"stop": model_request.stop, "max_new": model_request.max_new}
         turn = await self.observe("", role="raw", reward=0.0, **limits, chat=chat_fields, overlaps=overlaps)
         choice = Choice(turn.text, turn.tokens, turn.logprobs, turn.pieces, turn.stop)
         return dataclasses.replace(answer, prompt_ids=turn.prompt, choices=[choice])
@@ -148,7 +151,7 @@ class RemoteModel:
         return self._turns
 
     def drop(self, request: int) -> None:
-        """Marks the answer to a request as received by no client, so that the host removes it from the sample."""
+        """Reports that no client received the answer to a request, so that the host removes it from the sample."""
         self._dropped.append(request)
 
     def dropped(self) -> list[int]:
@@ -158,11 +161,11 @@ class RemoteModel:
 
     def clock(self, *, runs: bool) -> None:
         """Starts or stops the clock of env.deadline_s, which counts the time of the episode's own work."""
-        self._send({"clock": runs, "of": self._life})
+        self._send({"clock": runs, "attempt": self._attempt})
 
     async def outside(self, what: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """See podrl.environments.protocol.Model.outside."""
-        number = self._number()
+        number = self._next_number()
         reply = await self._request(number, {"what": f"outside {what}"})
         if "make" in reply:
             started = time.monotonic()
@@ -184,7 +187,7 @@ class RemoteModel:
 
     async def toolset(self, config: EnvironmentConfig) -> list[dict[str, Any]]:
         """Gets the declarations of a ToolEnvironment's tools, see podrl.environments.toolbox.Tool.declared."""
-        return (await self._request(self._number(), {"toolset": dataclasses.asdict(config)}))["tools"]
+        return (await self._request(self._next_number(), {"toolset": dataclasses.asdict(config)}))["tools"]
 
     async def call(self, key: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Calls a tool.
@@ -199,7 +202,7 @@ class RemoteModel:
           (whether the answer comes from the journal or the log).
         """
         description = f"{name} {json.dumps(arguments, sort_keys=True)}"
-        return await self._request(self._number(), {"what": description, "tool": key, "arguments": arguments})
+        return await self._request(self._next_number(), {"what": description, "tool": key, "arguments": arguments})
 
     def on_turn(self, turn: Turn) -> None:
         if self._turn is not None and not self._turn.done():
@@ -209,13 +212,13 @@ class RemoteModel:
         if (waiting := self._answers.pop(number, None)) is not None and not waiting.done():
             waiting.set_result(reply)
 
-    def _number(self) -> int:
+    def _next_number(self) -> int:
         self._outside_requests += 1
         return self._outside_requests - 1
 
     async def _request(self, number: int, request: Mapping[str, Any]) -> dict[str, Any]:
         self._answers[number] = asyncio.get_running_loop().create_future()
-        self._send({"ask": self._life, "n": number, **request})
+        self._send({"outside": self._attempt, "number": number, **request})
         return await self._answers[number]
 
 
@@ -261,27 +264,27 @@ class _Worker:
                 extend_path(path)
                 self._folder = folder
                 self._load(specs, EnvironmentConfig(**config))
-            case {"start": life, "task": task, "rested": rested}:
-                model = self._models[life] = RemoteModel(self.send, life, self._config)
+            case {"start": attempt, "task": task, "rested": rested}:
+                model = self._models[attempt] = RemoteModel(self.send, attempt, self._config)
                 if rested:
                     model.rested.set()
-                self._tasks[life] = asyncio.create_task(self._play(life, Task(**task)))
-            case {"turn": life, "value": turn} if life in self._models:
-                self._models[life].on_turn(Turn(**turn))
-            case {"answer": life, "n": number, "reply": reply} if life in self._models:
-                self._models[life].on_answer(number, reply)
-            case {"rest": life} if life in self._models:
-                self._models[life].rested.set()
-            case {"cancel": life} if life in self._tasks:
-                self._tasks[life].cancel()
+                self._tasks[attempt] = asyncio.create_task(self._play(attempt, Task(**task)))
+            case {"turn": attempt, "value": turn} if attempt in self._models:
+                self._models[attempt].on_turn(Turn(**turn))
+            case {"answer": attempt, "number": number, "reply": reply} if attempt in self._models:
+                self._models[attempt].on_answer(number, reply)
+            case {"rest": attempt} if attempt in self._models:
+                self._models[attempt].rested.set()
+            case {"cancel": attempt} if attempt in self._tasks:
+                self._tasks[attempt].cancel()
 
     def send(self, frame: Mapping[str, Any]) -> None:
         self._replies.write(pack(frame))
         self._replies.flush()
 
-    async def beat(self, every_s: float) -> None:
+    async def send_heartbeats(self, every_s: float) -> None:
         while True:
-            self.send({"beat": True})
+            self.send({"heartbeat": True})
             await asyncio.sleep(every_s)
 
     def _load(self, specs: Mapping[str, Mapping[str, str] | None], config: EnvironmentConfig) -> None:
@@ -305,23 +308,23 @@ class _Worker:
             reply = {"loaded": None, "name": name, "raised": explain(error)}
         self.send(reply)
 
-    async def _play(self, life: int, task: Task) -> None:
+    async def _play(self, attempt: int, task: Task) -> None:
         try:
             result = Result()
             with contextlib.suppress(Ended):
-                result = await self._environment_of(task).run(task, self._models[life]) or result
-            model = self._models[life]
-            reason = "turns" if model.over else "calls" if model.spent else "ended"
-            self.send({"done": life, "reason": reason, "dropped": model.dropped(), **_checked(result)})
+                result = await self._environment_of(task).run(task, self._models[attempt]) or result
+            model = self._models[attempt]
+            reason = "turns" if model.out_of_turns else "calls" if model.out_of_calls else "ended"
+            self.send({"done": attempt, "reason": reason, "dropped": model.dropped(), **_result_fields(result)})
         except asyncio.CancelledError:
             raise
         except AgentFailure as failure:
             failure_fields = {"reward": None, "metrics": failure.metrics(), "text": None, "why": str(failure)}
-            self.send({"done": life, "reason": "failed", **failure_fields})
+            self.send({"done": attempt, "reason": "failed", **failure_fields})
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises
-            self.send({"raised": life, "why": explain(error)})
+            self.send({"raised": attempt, "why": explain(error)})
         finally:
-            del self._models[life], self._tasks[life]
+            del self._models[attempt], self._tasks[attempt]
 
     def _environment_of(self, task: Task) -> Any:
         """Gets the environment that the task's field `env` names, or else env.environment; a new object of a class."""
@@ -337,7 +340,7 @@ def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentC
     return load(spec)
 
 
-def _checked(result: Any) -> dict[str, Any]:
+def _result_fields(result: Any) -> dict[str, Any]:
     """Converts a Result to JSON.
 
     Raises:
@@ -358,14 +361,14 @@ def _checked(result: Any) -> dict[str, Any]:
 
 async def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
     worker = _Worker(replies)
-    beats = asyncio.create_task(worker.beat(BEAT_S))
+    heartbeats = asyncio.create_task(worker.send_heartbeats(HEARTBEAT_S))
     async for frame, _ in child.frames(requests):
         # Sent before the frame is handled: if no frame of this process follows, this episode is the one that blocks it.
-        worker.send({"at": next((frame[kind] for kind in _OF_EPISODES if kind in frame), None)})
+        worker.send({"handling": next((frame[kind] for kind in _EPISODE_FRAMES if kind in frame), None)})
         worker.handle(frame)
         for _ in range(_YIELDS):
             await asyncio.sleep(0)
-    beats.cancel()
+    heartbeats.cancel()
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from podrl.environments.calls import Cuts
 from podrl.environments.config import EnvironmentConfig
-from podrl.environments.host import Called, EnvironmentHost
+from podrl.environments.host import CallReporter, EnvironmentHost
 from podrl.environments.host import EnvironmentFailure as EnvironmentFailure
 from podrl.environments.journal import Journal
 from podrl.environments.protocol import Role, Task, Turn
@@ -117,7 +117,7 @@ class Episodes:
         limits: Limits,
         *,
         journal: Journal | None,
-        called: Called | None = None,
+        on_call: CallReporter | None = None,
         error_files: pathlib.Path | None = None,
     ) -> None:
         """Starts the workers and loads the environment and its tools into them.
@@ -126,7 +126,7 @@ class Episodes:
           config: the settings of the environments and their tools.
           limits: resources that each process with user code may take, and environment variables that it may see.
           journal: the recorded outside answers; None records nothing.
-          called: function that receives each outside call that is made, except calls that the journal answers. It is
+          on_call: function that receives each outside call that is made, except calls that the journal answers. It is
             called on a thread of this object.
           error_files: directory for the standard error of MCP servers that are started by command, one file each; None
             writes to this process's own standard error.
@@ -138,7 +138,7 @@ class Episodes:
         refuse_inside()
         self._messages: queue.SimpleQueue[EpisodeEvent | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
-        self._host = EnvironmentHost(config, limits, journal, _emit_to(self._messages), called, error_files)
+        self._host = EnvironmentHost(config, limits, journal, _event_emitter(self._messages), on_call, error_files)
         messages = self._messages
         self._loop = Loop("podrl-episodes", lambda context: messages.put(_error_of(context)))
         self._finalizer = weakref.finalize(self, self._loop.end, self._host.close)
@@ -255,12 +255,12 @@ class Episodes:
         self._finalizer()
 
 
-def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | BaseException], None]:
+def _event_emitter(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | BaseException], None]:
     def emit(event: Mapping[str, Any] | BaseException) -> None:
         match event:
             case BaseException():
                 messages.put(event)
-            case {"say": episode, **fields}:
+            case {"turn_request": episode, **fields}:
                 cuts = tuple(tuple((start, end) for start, end in group) for group in fields["cuts"])
                 lists = {"stop": tuple(fields["stop"]), "records": tuple(fields["records"]), "cuts": cuts}
                 messages.put(EpisodeObservation(episode, **{**fields, **lists}))
@@ -268,7 +268,7 @@ def _emit_to(messages: queue.SimpleQueue[Any]) -> Callable[[Mapping[str, Any] | 
                 messages.put(EpisodeReturn(episode))
             case {"done": episode, **result}:
                 messages.put(EpisodeEnd(episode, **result))
-            case {"anew": episode}:
+            case {"restart": episode}:
                 messages.put(EpisodeRestart(episode))
 
     return emit

@@ -126,7 +126,7 @@ class SampleReport:
         ]
 
     def _groups_of(self, rollouts: Rollouts) -> Sequence[Any]:
-        """Returns the name of every prompt's group, None for a prompt in no group."""
+        """Returns the name of every prompt's group, None for a prompt without a group."""
         nobody = [None] * len(rollouts.prompts.length_P)
         return rollouts.prompts.fields.get("group", nobody) if self._groups else nobody
 

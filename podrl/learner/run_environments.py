@@ -106,7 +106,7 @@ def run_environments(
             run.spans.add_call(name, started, ended, step=step, failed=failed)
 
         errors = None if run.workdir is None else run.workdir / ERRORS
-        host = Episodes(config, limits, journal=journal, called=called, error_files=errors)
+        host = Episodes(config, limits, journal=journal, on_call=called, error_files=errors)
         stack.callback(host.close)
         clock = cluster.config.rollout().clock
         env_client = EnvironmentClient(host, Dialogue(cluster.tokenizer), clock=clock, failed_share=config.failed_share)

@@ -142,7 +142,7 @@ def _block(T: int, width: int, block: int) -> int:
 
 
 def _bounds(segment_BT: Array, last_BT: Array, position_BT: Array, pad: int) -> Int[Array, "B 8 T"]:
-    """Stacks the description of the tokens that kernels read, padded by `pad` tokens that belong to no segment."""
+    """Stacks the description of the tokens that kernels read, padded by `pad` tokens without a segment."""
     rows = [segment_BT, jnp.where(segment_BT > 0, last_BT, -1), position_BT]
     rows += [jnp.zeros_like(segment_BT)] * (_BOUNDS - len(rows))
     bounds_BXT = jnp.stack([x.astype(jnp.int32) for x in rows], axis=1)

@@ -129,7 +129,7 @@ def scan_file(path: Place) -> dict[str, StoredTensor]:
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.start != used:
             gap = tensor.start - used
-            why = "shares bytes with another" if gap < 0 else f"has {gap} bytes before it that belong to no tensor"
+            why = "shares bytes with another" if gap < 0 else f"has {gap} bytes before it that no tensor uses"
             raise ValueError(f"Tensor {tensor.name} of {path} {why}: the file is damaged. Copy it again.")
         used = tensor.stop
     if used != size:

@@ -61,7 +61,7 @@ class ChatRequest:
     def message(self, turn: Turn) -> dict[str, Any]:
         """Writes the model's turn as the assistant's message."""
         choice = Choice(turn.text, turn.tokens, (), (), turn.stop)
-        return chat.message(choice, stop=self.stop, tools=self.tools, parser=self.parser, id=self.id)
+        return chat.assistant_message(choice, stop=self.stop, tools=self.tools, parser=self.parser, id=self.id)
 
 
 @dataclasses.dataclass(eq=False)
@@ -299,7 +299,9 @@ class Branches:
             return
         if request.tools not in self._toolsets:
             self._toolsets.append(request.tools)
-        message = chat.message(choice, stop=request.stop, tools=request.tools, parser=request.parser, id=request.id)
+        message = chat.assistant_message(
+            choice, stop=request.stop, tools=request.tools, parser=request.parser, id=request.id
+        )
         self._of(request.parser).remember(request.messages, request.tools, [(message, self.current.tokens())])
         self.text = str(message["content"] or "")
 

@@ -1,4 +1,4 @@
-"""Open groups: prompts and their samples that are in no batch yet, in a single process or on the leader of a pod."""
+"""Open groups: prompts whose samples do not belong to a batch yet, in a single process or on the leader of a pod."""
 
 import abc
 import dataclasses
@@ -98,7 +98,7 @@ _NONE: Mapping[tuple[int, int], PartialBatch] = {}
 
 
 class OpenGroups(Generic[_G]):
-    """The groups that are in no batch yet.
+    """The groups that do not belong to a batch yet.
 
     Attributes:
       groups: the open groups, in the order of submission.

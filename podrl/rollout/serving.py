@@ -26,11 +26,11 @@ _PER_SESSION = 512
 
 
 @dataclasses.dataclass(eq=False)
-class _Request:
+class _RequestState:
     """A request that is being sampled.
 
     Attributes:
-      wanted: parsed request.
+      request: parsed request.
       id: identifier of the answer.
       created: time of the request, seconds since 1970.
       prompt: token ids of the prompt.
@@ -41,7 +41,7 @@ class _Request:
       begin: index of the first token of the newest part, per sample.
     """
 
-    wanted: ParsedRequest
+    request: ParsedRequest
     id: str
     created: int
     prompt: np.ndarray
@@ -78,26 +78,26 @@ class Serving:
         self._context, self._vocab = worker.config.kv_cache_size, worker.model.vocab_size
         self._session: Session | None = None
         self._request_count = 0  # requests of the present session
-        self._requests: dict[int, _Request] = {}
+        self._states: dict[int, _RequestState] = {}
         self._repeated: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
     @property
     def busy(self) -> bool:
         """Returns True while a request is open."""
-        return bool(self._requests)
+        return bool(self._states)
 
-    def ask(self, number: int, wanted: ParsedRequest) -> None:
+    def add(self, number: int, request: ParsedRequest) -> None:
         """Adds a request to the batch; `step` returns its answer.
 
         Args:
           number: number of the request, chosen by the caller.
-          wanted: parsed request.
+          request: parsed request.
 
         Raises:
           RefusedRequest: the prompt is empty or too long, or the engine cannot honour a field.
         """
-        ask = wanted.ask
-        prompt = np.asarray(self._prompt(wanted), np.int32)
+        model_request = request.model_request
+        prompt = np.asarray(self._prompt(request), np.int32)
         if not len(prompt):
             raise RefusedRequest(400, "invalid_prompt", "The prompt is empty: give at least one token.")
         if len(prompt) >= self._context:
@@ -112,18 +112,22 @@ class Serving:
                 400, "invalid_prompt", f"The model has no token {largest}: ids are below {self._vocab}."
             )
         room = self._context - len(prompt)
-        sampling, stops = self._limits(wanted, room if ask.max_new is None else min(ask.max_new, room))
+        sampling, stops = self._limits(
+            request, room if model_request.max_new is None else min(model_request.max_new, room)
+        )
         session = self._open()
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).digest()
-        seed, repeated = (ask.seed, 0) if ask.seed is not None else (self._seed, self._count(digest))
+        seed, repeated = (
+            (model_request.seed, 0) if model_request.seed is not None else (self._seed, self._count(digest))
+        )
         index = int.from_bytes(digest, "big") >> 1
-        keys_G2 = sample_keys(seed, repeated, np.asarray(index), np.arange(ask.samples))
+        keys_G2 = sample_keys(seed, repeated, np.asarray(index), np.arange(model_request.samples))
         tracks = session.add(prompt, keys_G2, sampling)
         self._request_count += 1
-        named = hashlib.blake2b(digest + keys_G2.tobytes(), digest_size=12).hexdigest()
-        self._requests[number] = _Request(
-            wanted,
-            named,
+        answer_id = hashlib.blake2b(digest + keys_G2.tobytes(), digest_size=12).hexdigest()
+        self._states[number] = _RequestState(
+            request,
+            answer_id,
             int(time.time()),
             prompt,
             tracks,
@@ -133,10 +137,10 @@ class Serving:
             begin=[0] * len(tracks),
         )
 
-    def drop(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Cancels a request, if it is open."""
-        request = self._requests.pop(number, None)
-        for track in request.tracks if request is not None else ():
+        state = self._states.pop(number, None)
+        for track in state.tracks if state is not None else ():
             if track.stop is None and self._session is not None:
                 self._session.end(track, STOP_LENGTH)  # the reason is never read
 
@@ -150,25 +154,25 @@ class Serving:
         if session is None:
             return []
         session.step()
-        news: list[tuple[int, AnswerPart | Answer | RefusedRequest]] = []
-        for number, request in list(self._requests.items()):
-            if any(track.stop == STOP_FAILED for track in request.tracks):
-                self.drop(number)
+        outputs: list[tuple[int, AnswerPart | Answer | RefusedRequest]] = []
+        for number, state in list(self._states.items()):
+            if any(track.stop == STOP_FAILED for track in state.tracks):
+                self.cancel(number)
                 why = "The model's logits are NaN or infinite: look for NaN in its weights, or give another --dtype."
-                news.append((number, RefusedRequest(500, "model_failed", why)))
-            elif all(track.stop is not None for track in request.tracks):
-                news.append((number, self._answer(request)))
-                self.drop(number)
-            elif request.wanted.ask.parts:
-                news += [(number, part) for i in range(len(request.tracks)) if (part := self._part(request, i))]
-        if not self._requests and not session.busy and self._request_count >= _PER_SESSION:
+                outputs.append((number, RefusedRequest(500, "model_failed", why)))
+            elif all(track.stop is not None for track in state.tracks):
+                outputs.append((number, self._answer(state)))
+                self.cancel(number)
+            elif state.request.model_request.parts:
+                outputs += [(number, part) for i in range(len(state.tracks)) if (part := self._part(state, i))]
+        if not self._states and not session.busy and self._request_count >= _PER_SESSION:
             self.close()
-        return news
+        return outputs
 
     def close(self) -> None:
         """Cancels every open request and ends the session of the engine."""
-        for number in list(self._requests):
-            self.drop(number)
+        for number in list(self._states):
+            self.cancel(number)
         if self._session is not None:
             session, self._session, self._request_count = self._session, None, 0
             self._worker.close(session)
@@ -180,24 +184,24 @@ class Serving:
             self._session = self._worker.session(self._policy)
         return self._session
 
-    def _prompt(self, wanted: ParsedRequest) -> Sequence[int]:
+    def _prompt(self, request: ParsedRequest) -> Sequence[int]:
         """Encodes the prompt of a request."""
-        ask = wanted.ask
-        if ask.messages is not None:
-            return self.histories.encode(ask.messages, ask.tools)
-        if ask.text is not None:
+        model_request = request.model_request
+        if model_request.messages is not None:
+            return self.histories.encode(model_request.messages, model_request.tools)
+        if model_request.text is not None:
             try:
-                return self._tokenizer.encode(ask.text, start=True)
+                return self._tokenizer.encode(model_request.text, start=True)
             except ValueError as error:
                 raise RefusedRequest(400, "invalid_prompt", str(error), "prompt") from None
-        return ask.ids or ()
+        return model_request.ids or ()
 
-    def _limits(self, wanted: ParsedRequest, most: int) -> tuple[Sampling, Mapping[int, str]]:
+    def _limits(self, request: ParsedRequest, max_new: int) -> tuple[Sampling, Mapping[int, str]]:
         """Makes the sampling settings of a request.
 
         Args:
-          wanted: parsed request.
-          most: largest number of sampled tokens of an answer.
+          request: parsed request.
+          max_new: largest number of sampled tokens of an answer.
 
         Returns:
           (settings, stop strings that are one special token, by the id of the token).
@@ -205,13 +209,13 @@ class Serving:
         Raises:
           RefusedRequest: a stop string or a stop id cannot be honoured.
         """
-        ask = wanted.ask
+        model_request = request.model_request
         try:
-            strings, ids = self._dialogue.stops(ask.stop)
+            strings, ids = self._dialogue.stops(model_request.stop)
         except ValueError as error:
             raise RefusedRequest(400, "unsupported_parameter", str(error), "stop") from None
-        ends = self._tokenizer.eos_ids  # the engine ends every answer at these ids
-        stop_ids = tuple(dict.fromkeys(token for token in (*ask.stop_ids, *ids) if token not in ends))
+        eos_ids = self._tokenizer.eos_ids  # the engine ends every answer at these ids
+        stop_ids = tuple(dict.fromkeys(token for token in (*model_request.stop_ids, *ids) if token not in eos_ids))
         spare = self._open().spare_stop_ids(self._sampling)
         if len(stop_ids) > spare or any(token >= self._vocab for token in stop_ids):
             why = (
@@ -220,8 +224,8 @@ class Serving:
             )
             raise RefusedRequest(400, "unsupported_parameter", why, "stop_token_ids")
         names = ("temperature", "top_p", "top_k", "min_p")
-        values = {name: value for name in names if (value := getattr(ask, name)) is not None}
-        limits = {"max_new": most, "stop_strings": strings, "stop_ids": stop_ids}
+        values = {name: value for name in names if (value := getattr(model_request, name)) is not None}
+        limits = {"max_new": max_new, "stop_strings": strings, "stop_ids": stop_ids}
         return dataclasses.replace(self._sampling, **values, **limits), ids
 
     def _count(self, digest: bytes) -> int:
@@ -234,47 +238,49 @@ class Serving:
 
     # Answers.
 
-    def _answer(self, request: _Request) -> Answer:
+    def _answer(self, state: _RequestState) -> Answer:
         """Writes the answer to a request, and remembers its tokens if the prompt was a conversation."""
-        choices = [self._choice(request, track) for track in request.tracks]
-        prompt = request.prompt.tolist()
-        answer = Answer(request.id, request.created, prompt, choices)
-        ask = request.wanted.ask
-        if ask.messages is not None:
-            how = {"stop": request.wanted.stop, "tools": ask.tools, "parser": self._parser}
-            messages = (chat.message(c, id=chat.call_ids(answer, i), **how) for i, c in enumerate(choices))
-            ids = ([*prompt, *track.tokens] for track in request.tracks)
-            self.histories.remember(ask.messages, ask.tools, zip(messages, ids, strict=True))
+        choices = [self._choice(state, track) for track in state.tracks]
+        prompt = state.prompt.tolist()
+        answer = Answer(state.id, state.created, prompt, choices)
+        model_request = state.request.model_request
+        if model_request.messages is not None:
+            arguments = {"stop": state.request.stop, "tools": model_request.tools, "parser": self._parser}
+            messages = (
+                chat.assistant_message(c, id=chat.call_ids(answer, i), **arguments) for i, c in enumerate(choices)
+            )
+            ids = ([*prompt, *track.tokens] for track in state.tracks)
+            self.histories.remember(model_request.messages, model_request.tools, zip(messages, ids, strict=True))
         return answer
 
-    def _choice(self, request: _Request, track: Track) -> Choice:
+    def _choice(self, state: _RequestState, track: Track) -> Choice:
         """Writes a finished sample as a choice."""
         last = track.tokens[-1] if track.tokens else -1
         if track.stop == STOP_LENGTH:
             stop = "length"
         elif track.stop == STOP_EOS:
-            stop = request.stops.get(last, "eos")
+            stop = state.stops.get(last, "eos")
         else:
-            stop = max((text for text in request.strings if track.text.endswith(text)), key=len, default="eos")
-        return self._record(request, track, 0, track.text, stop)
+            stop = max((text for text in state.strings if track.text.endswith(text)), key=len, default="eos")
+        return self._record(state, track, 0, track.text, stop)
 
-    def _record(self, request: _Request, track: Track, begin: int, text: str, stop: str) -> Choice:
+    def _record(self, state: _RequestState, track: Track, begin: int, text: str, stop: str) -> Choice:
         """Makes a choice from a sample's tokens from index `begin` on."""
         tokens = track.tokens[begin:]
-        pieces = [self._piece(token) for token in tokens] if request.wanted.ask.pieces else []
+        pieces = [self._piece(token) for token in tokens] if state.request.model_request.pieces else []
         return Choice(text, tokens, track.drawn["raw_logprob"][begin:], pieces, stop)
 
     def _piece(self, token: int) -> str:
         return self._tokenizer.decode([token]) or self._tokenizer.token_text(token)
 
-    def _part(self, request: _Request, i: int) -> AnswerPart | None:
+    def _part(self, state: _RequestState, i: int) -> AnswerPart | None:
         """Writes the unsent tokens of sample i; None if there are none, or if they end within a character."""
-        track, sent, begin = request.tracks[i], request.sent[i], request.begin[i]
+        track, sent, begin = state.tracks[i], state.sent[i], state.begin[i]
         if len(track.tokens) == sent or track.stop is not None:
             return None
         # Decoding begins at the previous part, because the text of the first token may depend on the token before it.
         before, text = self._tokenizer.decode(track.tokens[begin:sent]), self._tokenizer.decode(track.tokens[begin:])
         if text.endswith("\ufffd") or not text.startswith(before):
             return None
-        request.begin[i], request.sent[i] = sent, len(track.tokens)
-        return AnswerPart(request.id, request.created, i, self._record(request, track, sent, text[len(before) :], ""))
+        state.begin[i], state.sent[i] = sent, len(track.tokens)
+        return AnswerPart(state.id, state.created, i, self._record(state, track, sent, text[len(before) :], ""))

@@ -426,7 +426,7 @@ def check_shared_directory(path: str, cluster: Cluster, mounts: str, *, flag: st
       flag: name of the flag that the path came from, for the message.
 
     Raises:
-      ValueError: the cluster has several hosts, and the path is on no known network file system.
+      ValueError: the cluster has several hosts, and the path is not on a known network file system.
     """
     # In a split JobSet other slices may have the same role even if this cluster has one process.
     if cluster.process_count == 1 and cluster.kind != "jobset_split":

@@ -154,7 +154,7 @@ def assign(trainer: str, rollout: str, processes: int, mesh: str = "auto", evalu
       evaluates: host list of the evaluation hosts; '' for none.
 
     Raises:
-      ValueError: a host is in two roles, in no role, or not in the job; a role has no hosts; or process 0 is not a
+      ValueError: a host has two roles or none, or is not in the job; a role has no hosts; or process 0 is not a
         trainer.
     """
     keys = ("roles.trainer.hosts", "roles.rollout.hosts", "roles.eval.hosts")

@@ -20,7 +20,7 @@ from podrl import offload
 from podrl.types import PyTree
 
 Leaf = Array | jax.ShapeDtypeStruct
-Place = Mesh | Sharding  # mesh of an array, or the sharding of an array that is on no mesh
+Place = Mesh | Sharding  # mesh of an array, or the sharding of an array without a mesh
 K = TypeVar("K", bound=Hashable)
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -61,7 +61,7 @@ def compile_sums(tree: PyTree) -> None:
 
 
 def _by_place(leaves: Mapping[K, Leaf]) -> dict[Place, list[K]]:
-    """Groups the keys of leaves by the leaf's mesh, or by its sharding if it is on no mesh."""
+    """Groups the keys of leaves by the leaf's mesh, or by its sharding if the leaf has no mesh."""
     places: dict[Place, list[K]] = {}
     for key, leaf in leaves.items():
         sharding = leaf.sharding

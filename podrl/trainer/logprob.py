@@ -351,7 +351,7 @@ def pulled_back(
 
 
 def scan(step, carry, length: int):
-    """Runs lax.scan over the indices 0 to length - 1; a length of 1 compiles to no loop."""
+    """Runs lax.scan over the indices 0 to length - 1; a length of 1 is compiled without a loop."""
     if length == 1:
         return step(carry, jnp.int32(0))
     return jax.lax.scan(step, carry, jnp.arange(length, dtype=jnp.int32))

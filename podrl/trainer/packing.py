@@ -571,8 +571,8 @@ class _Rows:
     def __init__(self, forest: _Forest, tokens: int):
         """Places the families, the largest first, by first-fit decreasing.
 
-        A family that fits into no open row as a whole is split, if the part in the emptiest open row has more tokens
-        than have to be computed twice then. Otherwise a new row takes as much of the family as fits.
+        A family that does not fit as a whole into any open row is split, if the part in the emptiest open row has more
+        tokens than the split makes the trainer compute twice. Otherwise a new row takes as much of the family as fits.
         """
         self._forest, self._tokens = forest, tokens
         self.load: list[int] = []

@@ -77,7 +77,7 @@ def abstract_like(state: TrainState, optimizer: Optimizer, mesh: Mesh) -> TrainS
 
 
 def init_state(params: PyTree, config: ModelConfig, optimizer: Optimizer, mesh: Mesh) -> tuple[TrainState, PyTree]:
-    """Makes (state at step 0, frozen parameters) from whole parameters on `mesh`, without copying a parameter.
+    """Splits all parameters of a model into (training state at step 0, frozen parameters), without copying them.
 
     The state shares its arrays with `params`. The first training step donates its state and so deletes them.
 

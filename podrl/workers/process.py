@@ -442,7 +442,7 @@ class _Holder:
             case {"number": self._number, "reply": dict(reply)} if not self._reply.done():
                 self._reply.set_result(reply)
             case _:
-                self._fail(DiedError("it sent an answer to no request."))
+                self._fail(DiedError("it sent an answer without a request."))
 
     def _on_end(self) -> None:
         self._fail(self.process.death())

@@ -105,8 +105,8 @@ def test_a_stop_string_is_found_at_its_first_token(name, parts, stops, place, si
 @settings(max_examples=150)
 @given(data=st.data(), sizes=st.lists(st.integers(1, 16), min_size=1, max_size=4))
 def test_any_tokens_at_all(name, data, sizes):
-    """Draws any tokens that a model may draw: bytes of no character, special tokens without text, pieces of stop
-    strings."""
+    """Draws any tokens that a model may draw: bytes that are not a character, special tokens without text, pieces of
+    stop strings."""
     tokenizer = TOKENIZERS[name]
     stop = data.draw(TEXT)
     pieces = st.one_of(TEXT.map(lambda t: tokenizer.encode(t).ids), st.just([-1] * 7))

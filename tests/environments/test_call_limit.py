@@ -22,7 +22,7 @@ class Scripted:
     """A model that writes a given script, and counts the calls that are run."""
 
     def __init__(self, texts, stop):
-        self.said, self.seen, self.run, self.spent = iter(texts), [], 0, False
+        self.said, self.seen, self.run, self.out_of_calls = iter(texts), [], 0, False
         self._stop = stop
 
     async def observe(self, observation, *, stop, records=(), **_):
@@ -51,7 +51,7 @@ def test_exactly_so_many_calls_count(form, most, turns):
     turn = asyncio.run(answered.say())
     wanted = [name for calls in turns for name in calls]
     assert model.run == sum(name == "t" for name in wanted[:most]) <= most
-    assert model.spent == (len(wanted) > most) == (EXCEEDED in model.seen)
+    assert model.out_of_calls == (len(wanted) > most) == (EXCEEDED in model.seen)
     before = len([text for text in model.seen if text != EXCEEDED])
     assert before == min(most, len(wanted)) and model.seen[:before].count(EXCEEDED) == 0
     assert SEPARATOR not in turn.text and answered.calls == len(turn.calls)
@@ -72,4 +72,4 @@ def test_a_tool_may_have_a_limit_of_its_own():
     answered = WithTools(config, [TOOL, {**TOOL, "name": "other"}], Task("p"), model)
     asyncio.run(answered.say())
     assert model.seen == ["answer 1", "answer 2", "Max calls of t exceeded.", "answer 3"]
-    assert answered.calls == 4 and not model.spent
+    assert answered.calls == 4 and not model.out_of_calls

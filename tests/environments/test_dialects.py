@@ -128,7 +128,7 @@ def answer(text, stop="eos"):
 
 @pytest.mark.parametrize(("dialect", "body"), BODIES)
 def test_a_conversation_with_calls_is_the_same_request_in_every_dialect(dialect, body):
-    assert dialect.read(body, MODELS, PARSER).ask == chat.read(CHAT, MODELS, PARSER).ask
+    assert dialect.read(body, MODELS, PARSER).model_request == chat.read(CHAT, MODELS, PARSER).model_request
 
 
 @pytest.mark.parametrize(
@@ -166,29 +166,29 @@ def test_items_that_the_model_cannot_read_are_refused(dialect, item, why):
 @pytest.mark.parametrize("text", ["Nine.", f"I add.\n{CALL}", CALL + CALL, "", "<tool_call>{broken</tool_call>"])
 def test_an_answer_that_comes_back_is_recognised(text):
     """The message that a client sends back for an answer equals the message that the endpoint remembers."""
-    wanted = chat.read(CHAT, MODELS, PARSER)
-    said = answer(text, "</tool_call>" if text.endswith("</tool_call>") else "eos")
-    remembered = chat.message_of(wanted, said, 0, PARSER)
-    items = responses.write(wanted, said, PARSER)["output"]
+    request = chat.read(CHAT, MODELS, PARSER)
+    message = answer(text, "</tool_call>" if text.endswith("</tool_call>") else "eos")
+    remembered = chat.choice_message(request, message, 0, PARSER)
+    items = responses.write(request, message, PARSER)["output"]
     more = {"role": "user", "content": "And?"}
-    again = responses.read({"input": [*items, more]}, MODELS, PARSER).ask.messages or ()
+    again = responses.read({"input": [*items, more]}, MODELS, PARSER).model_request.messages or ()
     assert canonical(again[-2]) == canonical(remembered)
-    block = messages.write(wanted, said, PARSER)["content"]
+    block = messages.write(request, message, PARSER)["content"]
     given = {"max_tokens": 9, "messages": [{"role": "assistant", "content": block}, more]}
-    again = messages.read(given, MODELS, PARSER).ask.messages or ()
+    again = messages.read(given, MODELS, PARSER).model_request.messages or ()
     assert canonical(again[-2]) == canonical(remembered)
 
 
 def test_answers_say_how_they_ended_and_what_they_cost():
-    wanted = messages.read(MESSAGES | {"stop_sequences": ["\n"], "tools": []}, MODELS, PARSER)
-    for stop, text, said in [("eos", "a", "end_turn"), ("length", "a", "max_tokens"), ("\n", "a\n", "stop_sequence")]:
-        body = messages.write(wanted, answer(text, stop), PARSER)
-        assert body["stop_reason"] == said and body["content"] == [{"type": "text", "text": "a"}]
-        assert body["stop_sequence"] == ("\n" if said == "stop_sequence" else None)
+    request = messages.read(MESSAGES | {"stop_sequences": ["\n"], "tools": []}, MODELS, PARSER)
+    for stop, text, reason in [("eos", "a", "end_turn"), ("length", "a", "max_tokens"), ("\n", "a\n", "stop_sequence")]:
+        body = messages.write(request, answer(text, stop), PARSER)
+        assert body["stop_reason"] == reason and body["content"] == [{"type": "text", "text": "a"}]
+        assert body["stop_sequence"] == ("\n" if reason == "stop_sequence" else None)
         assert body["usage"]["input_tokens"] == 3 and body["usage"]["output_tokens"] == 2
     asked = {"include": ["message.output_text.logprobs"], "return_token_ids": True}
-    wanted = responses.read({"input": "hi", **asked}, MODELS, PARSER)
-    body = responses.write(wanted, answer("ho", "length"), PARSER)
+    request = responses.read({"input": "hi", **asked}, MODELS, PARSER)
+    body = responses.write(request, answer("ho", "length"), PARSER)
     assert body["status"] == "incomplete" and body["incomplete_details"] == {"reason": "max_output_tokens"}
     assert body["usage"]["total_tokens"] == 5 and body["token_ids"] == [4, 5]
     assert [one["logprob"] for one in body["output"][0]["content"][0]["logprobs"]] == [-0.5, -1.5]
@@ -196,20 +196,20 @@ def test_answers_say_how_they_ended_and_what_they_cost():
 
 def streamed(dialect, body, parts, whole):
     """Streams an answer whose text comes in parts; returns the events."""
-    wanted = dialect.read(body, MODELS, PARSER)
-    stream = dialect.AnswerStream(wanted, "a1", 5, PARSER)
+    request = dialect.read(body, MODELS, PARSER)
+    stream = dialect.AnswerStream(request, "a1", 5, PARSER)
     made = [event for part in parts for event in stream.part(0, Choice(part, (), ()))]
-    return wanted, [*made, *stream.end(answer(whole, "\n" if whole.endswith("\n") else "eos"))]
+    return request, [*made, *stream.end(answer(whole, "\n" if whole.endswith("\n") else "eos"))]
 
 
 @given(st.lists(st.text("ab\n", max_size=3), max_size=5), st.booleans())
 def test_a_streamed_answer_of_messages_is_the_whole_one(parts, more):
     text = "".join(parts).replace("\n", "") + "\n"
     parts = [part.replace("\n", "") for part in parts][: None if more else 1]
-    wanted, events = streamed(messages, HI[messages] | {"stop_sequences": ["\n"]}, parts, text)
+    request, events = streamed(messages, HI[messages] | {"stop_sequences": ["\n"]}, parts, text)
     assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
     shown = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
-    whole = messages.write(wanted, answer(text, "\n"), PARSER)
+    whole = messages.write(request, answer(text, "\n"), PARSER)
     assert [{"type": "text", "text": shown}] * bool(shown) == whole["content"]
     assert events[-2]["delta"]["stop_reason"] == "stop_sequence" and events[-2]["usage"] == whole["usage"]
     begun, ended = ([event["type"] for event in events].count(f"content_block_{kind}") for kind in ("start", "stop"))
@@ -219,11 +219,11 @@ def test_a_streamed_answer_of_messages_is_the_whole_one(parts, more):
 @given(st.lists(st.text("ab", max_size=3), max_size=5))
 def test_a_streamed_answer_of_responses_is_the_whole_one(parts):
     text = "".join(parts) + "c"
-    wanted, events = streamed(responses, HI[responses], parts, text)
+    request, events = streamed(responses, HI[responses], parts, text)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == text
     assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.completed"
-    assert events[-1]["response"] == responses.write(wanted, answer(text), PARSER)
+    assert events[-1]["response"] == responses.write(request, answer(text), PARSER)
 
 
 def test_streamed_calls_hold_their_arguments():
@@ -233,8 +233,8 @@ def test_streamed_calls_hold_their_arguments():
     assert blocks == ["text", "tool_use"] and json.loads(arguments) == {"a": 1}
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     for text in (CALL, f"I add.\n{CALL}"):
-        wanted, events = streamed(responses, RESPONSES, [], text)
+        request, events = streamed(responses, RESPONSES, [], text)
         (arguments,) = (e["arguments"] for e in events if e["type"] == "response.function_call_arguments.done")
         assert json.loads(arguments) == {"a": 1}
         done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-        assert done == responses.write(wanted, answer(text), PARSER)["output"] == events[-1]["response"]["output"]
+        assert done == responses.write(request, answer(text), PARSER)["output"] == events[-1]["response"]["output"]

@@ -14,7 +14,7 @@ from waits import PATIENCE_S, until
 
 from podrl.environments.front import FrontSettings
 from podrl.environments.wire.requests import Answer, AnswerPart, Choice, RefusedRequest
-from podrl.serve import Desk
+from podrl.serve import PolledFront
 from podrl.workers.user_code import Limits
 
 pytest.importorskip("httptools", reason="needs the extra [agents]")
@@ -29,31 +29,31 @@ SETTINGS = FrontSettings(max_requests=3, body_bytes=BODY, grace_s=2 * PATIENCE_S
 
 
 @pytest.fixture
-def desk():
-    """A desk that drops a request soon after its client has hung up."""
-    with Desk(dataclasses.replace(SETTINGS, grace_s=0.05), Limits()) as desk:
-        yield desk
+def front():
+    """A front that drops a request soon after its client has hung up."""
+    with PolledFront(dataclasses.replace(SETTINGS, grace_s=0.05), Limits()) as front:
+        yield front
 
 
 @pytest.fixture(scope="module")
 def shared():
-    """A desk for tests that leave no request open."""
-    with Desk(SETTINGS, Limits()) as desk:
-        yield desk
+    """A front for tests that leave no request open."""
+    with PolledFront(SETTINGS, Limits()) as front:
+        yield front
 
 
-def place(desk):
-    """Returns host and port of a desk."""
-    host, _, port = desk.address.removeprefix("http://").removesuffix("/v1").partition(":")
+def place(front):
+    """Returns host and port of a front."""
+    host, _, port = front.address.removeprefix("http://").removesuffix("/v1").partition(":")
     return host, int(port)
 
 
 class Client:
     """A request on its own connection, sent at once; `response` and `json` wait for the response."""
 
-    def __init__(self, desk, path=CHAT, body=None, key=None, retry=None, method=None):
-        self._connection = http.client.HTTPConnection(*place(desk), timeout=PATIENCE_S)
-        headers = {"Authorization": f"Bearer {desk.key if key is None else key}"}
+    def __init__(self, front, path=CHAT, body=None, key=None, retry=None, method=None):
+        self._connection = http.client.HTTPConnection(*place(front), timeout=PATIENCE_S)
+        headers = {"Authorization": f"Bearer {front.key if key is None else key}"}
         headers |= {"x-stainless-retry-count": str(retry)} if retry is not None else {}
         content = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else None
         self._connection.request(method or ("POST" if content is not None else "GET"), path, content, headers)
@@ -72,10 +72,10 @@ class Client:
         self._connection.close()
 
 
-def events(desk, count):
-    """Waits for the next `count` requests and drops of a desk."""
+def events(front, count):
+    """Waits for the next `count` requests and drops of a front."""
     found = []
-    until(lambda: found.extend(desk.poll(0.0)) or len(found) >= count, f"{count} requests or drops")
+    until(lambda: found.extend(front.poll(0.0)) or len(found) >= count, f"{count} requests or drops")
     return found
 
 
@@ -85,9 +85,9 @@ def answer(*texts, id="a1"):
 
 def test_an_answer_whole_and_streamed(shared):
     client = Client(shared, body=HI | {"return_token_ids": True, "n": 2})
-    ((number, wanted),) = events(shared, 1)
-    assert wanted.ask.messages == [{"role": "user", "content": "hi"}] and wanted.ask.samples == 2
-    shared.tell(number, answer("ho", "ha"))
+    ((number, request),) = events(shared, 1)
+    assert request.model_request.messages == [{"role": "user", "content": "hi"}] and request.model_request.samples == 2
+    shared.reply(number, answer("ho", "ha"))
     status, body = client.json()
     assert status == 200 and [choice["message"]["content"] for choice in body["choices"]] == ["ho", "ha"]
     assert body["prompt_token_ids"] == [1, 2, 3] and body["choices"][0]["token_ids"] == [4, 5]
@@ -95,20 +95,20 @@ def test_an_answer_whole_and_streamed(shared):
 
     client = Client(shared, body=HI | {"stream": True, "stream_options": {"include_usage": True}})
     ((number, _),) = events(shared, 1)
-    shared.tell(number, AnswerPart("a2", 5, 0, Choice("h", [4], [-0.5])))
-    shared.tell(number, answer("ho", id="a2"))
+    shared.reply(number, AnswerPart("a2", 5, 0, Choice("h", [4], [-0.5])))
+    shared.reply(number, answer("ho", id="a2"))
     status, content = client.response()
     lines = [line.removeprefix("data: ") for line in content.splitlines() if line.startswith("data: ")]
     chunks = [json.loads(line) for line in lines[:-1]]
     assert status == 200 and lines[-1] == "[DONE]" and {chunk["id"] for chunk in chunks} == {"chatcmpl-a2"}
-    said = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
-    assert [text for text in said if text] == ["h", "o"] and chunks[-1]["usage"]["completion_tokens"] == 2
+    contents = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
+    assert [text for text in contents if text] == ["h", "o"] and chunks[-1]["usage"]["completion_tokens"] == 2
 
 
 def test_the_page_shows_answers_to_those_who_have_the_key(shared):
     client = Client(shared, body={"model": "policy", "messages": [{"role": "user", "content": "<i>page?"}]})
     ((number, _),) = events(shared, 1)
-    shared.tell(number, answer("shown"))
+    shared.reply(number, answer("shown"))
     assert client.response()[0] == 200
     status, text = Client(shared, path=f"/?key={shared.key}").response()
     assert status == 200 and "&lt;i&gt;page?" in text and "shown" in text
@@ -122,7 +122,7 @@ def test_a_refusal_of_the_owner_has_its_status_also_for_streams(shared):
     for stream in (False, True):
         client = Client(shared, body=HI | {"stream": stream})
         ((number, _),) = events(shared, 1)
-        shared.tell(
+        shared.reply(
             number, RefusedRequest(400, "context_length_exceeded", "The maximum context length is 64.", "messages")
         )
         status, body = client.json()
@@ -175,9 +175,9 @@ def test_a_head_is_bounded_too(shared, where):
             assert b" 400 " in plain.makefile("rb").readline()
 
 
-def exchanged(desk, *pieces):
+def exchanged(front, *pieces):
     """Sends pieces of bytes, each after the first line of the answer to the one before; returns all that came back."""
-    with socket.create_connection(place(desk), timeout=PATIENCE_S) as plain:
+    with socket.create_connection(place(front), timeout=PATIENCE_S) as plain:
         reader, lines = plain.makefile("rb"), []
         for piece in pieces:
             plain.sendall(piece)
@@ -222,9 +222,9 @@ def test_a_client_that_has_sent_a_large_body_can_hang_up():
         reading = []
 
         async def app(request):
-            assert len(await request.body(1 << 20)) == 1 << 17
+            assert len(await request.read_body(1 << 20)) == 1 << 17
             reading.append(client.reading)
-            await request.whole(200, "text/plain", b"")
+            await request.send_response(200, "text/plain", b"")
 
         client = LocalClient(app, b" " * (1 << 17))
         assert not client.reading
@@ -252,7 +252,7 @@ def test_a_client_that_sends_or_reads_nothing_loses_its_connection(monkeypatch):
             monkeypatch.setattr(front_http, "_IDLE_S", 0.0)
             with contextlib.suppress(ConnectionError):
                 while True:
-                    await client.say("x" * (1 << 20))
+                    await client.send_events("x" * (1 << 20))
             lost.set()
 
         async with asyncio.timeout(PATIENCE_S), served(app) as connect:
@@ -276,7 +276,7 @@ def test_an_open_request_is_answered_before_the_server_ends():
         async def app(client):
             began.set()
             await release.wait()
-            await client.whole(200, "text/plain", b"ho")
+            await client.send_response(200, "text/plain", b"ho")
             answered.append(client)
 
         async with asyncio.timeout(PATIENCE_S):
@@ -297,7 +297,7 @@ def test_no_retry_joins_a_request_that_never_reached_the_owner(capsys):
 
     async def run():
         endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), tell)
-        endpoint.heard({"open": "e", "key": "k"})
+        endpoint.receive({"open": "e", "key": "k"})
         for retry in range(2):
             assert await LocalClient(endpoint, HI, retry).status() == 500
 
@@ -318,7 +318,7 @@ def test_a_request_that_offers_another_protocol_is_answered(shared):
     connection = http.client.HTTPConnection(*place(shared), timeout=PATIENCE_S)
     connection.request("POST", CHAT, json.dumps(HI), {"Authorization": f"Bearer {shared.key}", **upgrade})
     ((number, _),) = events(shared, 1)
-    shared.tell(number, answer("ho"))
+    shared.reply(number, answer("ho"))
     response = connection.getresponse()
     assert response.status == 200 and json.loads(response.read())["id"] == "chatcmpl-a1"
     connection.close()
@@ -348,12 +348,12 @@ def test_models_are_listed_with_their_context(shared):
     assert Client(shared, "/health", key="x").response()[0] == 200
 
 
-def test_a_key_ends_with_its_episode(desk):
-    client = Client(desk, body=HI)
-    events(desk, 1)
-    desk.end_key()
+def test_a_key_ends_with_its_episode(front):
+    client = Client(front, body=HI)
+    events(front, 1)
+    front.end_key()
     assert client.json()[1]["error"]["code"] == "episode_ended"
-    assert Client(desk, body=HI).response()[0] == 401
+    assert Client(front, body=HI).response()[0] == 401
 
 
 def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
@@ -362,8 +362,8 @@ def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
     again = Client(shared, body=HI, retry=1)
     twin = Client(shared, body=HI | {"seed": 1}, retry=1)  # another body
     ((other, _),) = events(shared, 1)
-    shared.tell(other, answer("other"))
-    shared.tell(number, answer("ho"))
+    shared.reply(other, answer("other"))
+    shared.reply(number, answer("ho"))
     assert [client.json()[1]["choices"][0]["message"]["content"] for client in (first, again, twin)] == [
         *("ho", "ho"),
         "other",
@@ -372,7 +372,7 @@ def test_a_retry_joins_the_request_under_way_and_the_last_answer(shared):
     assert not shared.poll(0.0)
     own = Client(shared, body=HI)  # no retry but a request of its own
     ((number, _),) = events(shared, 1)
-    shared.tell(number, answer("ho", id="a2"))
+    shared.reply(number, answer("ho", id="a2"))
     assert own.json()[1]["id"] == "chatcmpl-a2"
 
 
@@ -380,24 +380,24 @@ def test_a_retry_joins_a_stream_from_its_beginning(shared):
     body = HI | {"stream": True}
     first = Client(shared, body=body)
     ((number, _),) = events(shared, 1)
-    shared.tell(number, AnswerPart("a1", 5, 0, Choice("h", [4], [-0.5])))
+    shared.reply(number, AnswerPart("a1", 5, 0, Choice("h", [4], [-0.5])))
     first.hang_up()
     again = Client(shared, body=body, retry=1)
-    shared.tell(number, answer("ho"))
+    shared.reply(number, answer("ho"))
     content = again.response()[1]
     assert '"content":"h"' in content and '"content":"o"' in content
     assert not shared.poll(0.0)
 
 
-def test_a_client_that_hangs_up_drops_its_request(desk):
-    client = Client(desk, body=HI)
-    ((number, _),) = events(desk, 1)
+def test_a_client_that_hangs_up_drops_its_request(front):
+    client = Client(front, body=HI)
+    ((number, _),) = events(front, 1)
     client.hang_up()
-    assert events(desk, 1) == [(number, None)]
-    late = Client(desk, body=HI, retry=2)  # a new request
-    ((newer, wanted),) = events(desk, 1)
+    assert events(front, 1) == [(number, None)]
+    late = Client(front, body=HI, retry=2)  # a new request
+    ((newer, request),) = events(front, 1)
     late.hang_up()
-    assert newer != number and wanted is not None
+    assert newer != number and request is not None
 
 
 # The application runs in this process, where a test can see what the server has noticed.
@@ -409,11 +409,11 @@ class LocalFront:
     def __init__(self, monkeypatch):
         self.frames, self.graces = [], []
         self.delivered = []
-        self.endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), self._told)
-        self.endpoint.heard({"open": "e", "key": "k"})
+        self.endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), self._on_frame)
+        self.endpoint.receive({"open": "e", "key": "k"})
         monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda _, call: self.graces.append(call))
 
-    def _told(self, frame):
+    def _on_frame(self, frame):
         if "delivered" in frame:
             self.delivered.append(frame["delivered"])
         else:
@@ -434,7 +434,7 @@ class LocalFront:
     async def left(self):
         """Makes a request whose client hangs up; returns the request's number."""
         client = self.client(HI)
-        ((number,),) = [[frame["ask"] for frame in await self.settled(1)]]
+        ((number,),) = [[frame["request"] for frame in await self.settled(1)]]
         await client.hang_up()
         return number
 
@@ -490,9 +490,9 @@ class LocalClient(asyncio.Transport):
         assert not self.received
 
 
-def said(number, *texts):
-    fields, numbers = answer(*texts).packed()
-    return {"answer": number, "said": fields}, numbers
+def answer_frame(number, *texts):
+    fields, numbers = answer(*texts).to_frame()
+    return {"answer": number, "fields": fields}, numbers
 
 
 def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
@@ -505,10 +505,10 @@ def test_a_retry_within_the_grace_keeps_its_request(monkeypatch):
         assert len(await local.settled(1)) == 1  # neither dropped nor repeated
         await back.hang_up()
         local.end_graces()
-        assert (await local.settled(2))[1:] == [{"drop": number}] and not local.delivered
+        assert (await local.settled(2))[1:] == [{"disconnect": number}] and not local.delivered
         late = local.client(HI, retry=2)  # a new request
         frames = await local.settled(3)
-        assert frames[2]["ask"] != number
+        assert frames[2]["request"] != number
         await late.hang_up()
 
     asyncio.run(run())
@@ -518,9 +518,9 @@ def test_an_answer_that_reached_nobody_is_dropped(monkeypatch):
     async def run():
         local = LocalFront(monkeypatch)
         number = await local.left()
-        local.endpoint.heard(*said(number, "ho"))
+        local.endpoint.receive(*answer_frame(number, "ho"))
         local.end_graces()
-        assert (await local.settled(2))[1:] == [{"drop": number}] and not local.delivered
+        assert (await local.settled(2))[1:] == [{"disconnect": number}] and not local.delivered
 
     asyncio.run(run())
 
@@ -529,12 +529,12 @@ def test_requests_beyond_the_most_of_a_key_wait(monkeypatch):
     async def run():
         local = LocalFront(monkeypatch)
         clients = [local.client(HI | {"seed": i}) for i in range(4)]
-        first = [frame["ask"] for frame in await local.settled(3)]
+        first = [frame["request"] for frame in await local.settled(3)]
         assert len(first) == 3
-        local.endpoint.heard(*said(first[0], "ho"))
-        fourth = (await local.settled(4))[3]["ask"]
+        local.endpoint.receive(*answer_frame(first[0], "ho"))
+        fourth = (await local.settled(4))[3]["request"]
         for number in (*first[1:], fourth):
-            local.endpoint.heard(*said(number, "ho"))
+            local.endpoint.receive(*answer_frame(number, "ho"))
         assert [await client.status() for client in clients] == [200] * 4
         assert sorted(local.delivered) == sorted([*first, fourth])
 
@@ -547,7 +547,7 @@ def test_a_client_that_stops_sending_is_refused(monkeypatch):
 
     async def run():
         endpoint = front_worker.Endpoint(dataclasses.asdict(SETTINGS), print)
-        endpoint.heard({"open": "e", "key": "k"})
+        endpoint.receive({"open": "e", "key": "k"})
         client = LocalClient(endpoint, b"{")
         assert await client.status() == 408 and b"No piece of the body came for 0 s" in client.received
 
@@ -559,9 +559,9 @@ def test_many_requests_of_a_connection(shared):
     connection = http.client.HTTPConnection(*place(shared), timeout=PATIENCE_S)
     for _ in range(3):
         connection.request("POST", IDS, json.dumps({"token_ids": [1]}), {"Authorization": f"Bearer {shared.key}"})
-        ((number, wanted),) = events(shared, 1)
-        assert wanted.ask.ids == [1]
-        shared.tell(number, answer("ho"))
+        ((number, request),) = events(shared, 1)
+        assert request.model_request.ids == [1]
+        shared.reply(number, answer("ho"))
         assert json.loads(connection.getresponse().read())["choices"][0]["token_ids"] == [4, 5]
     connection.close()
 
@@ -569,7 +569,7 @@ def test_many_requests_of_a_connection(shared):
 def test_the_address_must_be_free(shared):
     _, port = place(shared)
     with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}"):
-        Desk(FrontSettings(port=port), Limits())
+        PolledFront(FrontSettings(port=port), Limits())
 
 
 def test_no_secret_is_in_the_process_list(shared):
@@ -586,7 +586,7 @@ def test_bodies_of_many_clients_at_once(shared):
     def owner():
         while not stop.is_set():
             for number, _ in shared.poll(0.05):
-                shared.tell(number, answer("ho"))
+                shared.reply(number, answer("ho"))
 
     thread = threading.Thread(target=owner)
     thread.start()

@@ -15,8 +15,8 @@ def test_requests_stand_below_the_answers_that_they_go_on_from():
     page = FrontPage("hermes")
 
     def add(messages, prompt, sampled, text="5", tools=()):
-        wanted = chat.read({"messages": messages, "tools": list(tools)}, ["policy"], "hermes")
-        page.add(wanted, Answer("id", 0, prompt, [Choice(text, sampled, [0.0] * len(sampled), (), "eos")]))
+        request = chat.read({"messages": messages, "tools": list(tools)}, ["policy"], "hermes")
+        page.add(request, Answer("id", 0, prompt, [Choice(text, sampled, [0.0] * len(sampled), (), "eos")]))
 
     assert "No request has been answered yet." in page.html().decode()
     said = {"role": "assistant", "content": "5"}

@@ -338,7 +338,7 @@ def test_a_process_of_the_sessions_that_is_stopped_is_not_waited_for_for_ever(mo
         sessions = servers.Servers(Limits(), 0.1, gone.append, None)
         opening = asyncio.create_task(sessions.open(server))
         await asyncio.sleep(0)
-        os.kill(sessions._link._process.pid, signal.SIGSTOP)
+        os.kill(sessions._process._process.pid, signal.SIGSTOP)
         with pytest.raises(ServiceError, match=r"mcp_server.py stdio did not answer for 0.3 s.*env.server_deadline_s"):
             await opening
         asked = asyncio.create_task(sessions.call(server, "add", {}))
@@ -346,7 +346,7 @@ def test_a_process_of_the_sessions_that_is_stopped_is_not_waited_for_for_ever(mo
             await asyncio.sleep(0.01)
         asked.cancel()
         await asyncio.wait({asked})
-        sessions._link.close()
+        sessions._process.close()
 
     asyncio.run(ask())
     (error,) = gone

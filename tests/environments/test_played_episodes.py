@@ -104,7 +104,7 @@ def test_every_call_is_told_of_with_its_time_and_failure(tmp_path):
     for _ in range(2):
         journal = Journal(Files(tmp_path / "outside"))
         with Episodes(
-            config(tools=["calculator"]), Limits(), journal=journal, called=lambda *of: told.append(of)
+            config(tools=["calculator"]), Limits(), journal=journal, on_call=lambda *of: told.append(of)
         ) as episodes:
             says, _ = play(episodes, turns, task)
     assert outputs(says)[0] == "42"

@@ -177,7 +177,7 @@ ASKED = "<start_of_turn>user\nWhat is 4 + 5?<end_of_turn>\n<start_of_turn>model\
 @pytest.fixture(scope="module")
 def serving():
     arguments = ["--model=tiny_tools", "--parser=call_tool", "--lanes=8", "--context=160"]
-    serving, _ = serve._loaded(serve._parser().parse_args(arguments), jax.devices()[:1])
+    serving, _ = serve._load(serve._parser().parse_args(arguments), jax.devices()[:1])
     yield serving
     serving.close()
 

@@ -8,7 +8,7 @@ import pytest
 
 from podrl.environments.front import FrontSettings
 from podrl.environments.wire.requests import Answer, AnswerPart, Choice
-from podrl.serve import Desk
+from podrl.serve import PolledFront
 from podrl.workers.user_code import Limits
 
 pytest.importorskip("httptools", reason="needs the extra [agents]")
@@ -17,54 +17,54 @@ SCHEMA = {"type": "object", "properties": {"query": {"type": "string"}}, "requir
 DESCRIBED = {"name": "calculator", "description": "Adds."}
 
 
-def reply(wanted):
+def reply(request):
     """Answers as a model would: with a call if it has tools and no output yet, else with the output."""
-    last = wanted.ask.messages[-1]
+    last = request.model_request.messages[-1]
     if last["role"] == "tool":
         text, stop = f"It is {last['content']}.", "eos"
     else:
-        text, stop = (CALL, "</call_tool>") if wanted.ask.tools else ("Hello.", "eos")
+        text, stop = (CALL, "</call_tool>") if request.model_request.tools else ("Hello.", "eos")
     return Answer("a1", 5, [1, 2, 3], [Choice(text, [4, 5], [-0.5, -1.5], ["h", "o"], stop)])
 
 
 @pytest.fixture(scope="module")
-def desk():
-    """Yields a desk that answers its requests, which are listed in `seen`."""
-    with Desk(FrontSettings(context_tokens=64), Limits()) as desk:
+def front():
+    """Yields a front that answers its requests, which are listed in `seen`."""
+    with PolledFront(FrontSettings(context_tokens=64), Limits()) as front:
         done = threading.Event()
 
         def work():
             while not done.is_set():
-                for number, wanted in desk.poll(0.05):
-                    if wanted is None:
+                for number, request in front.poll(0.05):
+                    if request is None:
                         continue
-                    answer = reply(wanted)
-                    if wanted.ask.parts:
+                    answer = reply(request)
+                    if request.model_request.parts:
                         whole = answer.choices[0]
                         first = dataclasses.replace(
                             whole, text=whole.text[:3], tokens=[4], logprobs=[-0.5], pieces=["h"]
                         )
-                        desk.tell(number, AnswerPart("a1", 5, 0, dataclasses.replace(first, stop="")))
-                    desk.tell(number, answer)
+                        front.reply(number, AnswerPart("a1", 5, 0, dataclasses.replace(first, stop="")))
+                    front.reply(number, answer)
 
         thread = threading.Thread(target=work)
         thread.start()
-        yield desk
+        yield front
         done.set()
         thread.join()
 
 
-def test_openais_client_speaks_responses(desk):
+def test_openais_client_speaks_responses(front):
     openai = pytest.importorskip("openai", reason="needs package openai, of the extra [test]")
     tool = {"type": "function", "parameters": SCHEMA, "strict": False, **DESCRIBED}
-    with openai.OpenAI(base_url=desk.address, api_key=desk.key, max_retries=0) as client:
-        asked = [{"role": "user", "content": "What is 4+5?"}]
-        first = client.responses.create(model="policy", input=asked, tools=[tool])
+    with openai.OpenAI(base_url=front.address, api_key=front.key, max_retries=0) as client:
+        messages = [{"role": "user", "content": "What is 4+5?"}]
+        first = client.responses.create(model="policy", input=messages, tools=[tool])
         (call,) = first.output
         assert (call.name, call.arguments) == ("calculator", '{"query": "4+5"}')
-        asked += [item.model_dump(exclude_none=True) for item in first.output]
-        asked.append({"type": "function_call_output", "call_id": call.call_id, "output": "9"})
-        second = client.responses.create(model="policy", input=asked, tools=[tool])
+        messages += [item.model_dump(exclude_none=True) for item in first.output]
+        messages.append({"type": "function_call_output", "call_id": call.call_id, "output": "9"})
+        second = client.responses.create(model="policy", input=messages, tools=[tool])
         assert second.output_text == "It is 9." and second.usage.total_tokens == 5
         with client.responses.stream(model="policy", input="Hi") as stream:
             deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
@@ -73,33 +73,33 @@ def test_openais_client_speaks_responses(desk):
             client.responses.create(model="policy", input="Hi", previous_response_id="resp_1")
 
 
-def test_anthropics_client_speaks_messages(desk):
+def test_anthropics_client_speaks_messages(front):
     anthropic = pytest.importorskip("anthropic", reason="needs package anthropic")
     given = {"model": "policy", "max_tokens": 9}
     tools = [{"input_schema": SCHEMA, **DESCRIBED}]
-    with anthropic.Anthropic(base_url=desk.address.removesuffix("/v1"), api_key=desk.key, max_retries=0) as client:
-        asked = [{"role": "user", "content": "What is 4+5?"}]
-        first = client.messages.create(**given, messages=asked, tools=tools)
+    with anthropic.Anthropic(base_url=front.address.removesuffix("/v1"), api_key=front.key, max_retries=0) as client:
+        messages = [{"role": "user", "content": "What is 4+5?"}]
+        first = client.messages.create(**given, messages=messages, tools=tools)
         (call,) = first.content
         assert first.stop_reason == "tool_use" and call.input == {"query": "4+5"}
-        asked.append({"role": "assistant", "content": first.content})
-        asked.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "9"}]})
-        second = client.messages.create(**given, messages=asked, tools=tools)
+        messages.append({"role": "assistant", "content": first.content})
+        messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "9"}]})
+        second = client.messages.create(**given, messages=messages, tools=tools)
         assert second.content[0].text == "It is 9." and second.usage.input_tokens == 3
-        with client.messages.stream(**given, messages=asked[:1]) as stream:
+        with client.messages.stream(**given, messages=messages[:1]) as stream:
             assert "".join(stream.text_stream) == "Hello."
             assert stream.get_final_message().usage.input_tokens == 3
-        with client.messages.stream(**given, messages=asked[:1], tools=tools) as stream:
+        with client.messages.stream(**given, messages=messages[:1], tools=tools) as stream:
             assert stream.get_final_message().content[0].input == {"query": "4+5"}
         with pytest.raises(anthropic.BadRequestError, match="thinking"):
-            client.messages.create(**given, messages=asked[:1], thinking={"type": "enabled", "budget_tokens": 1024})
-    stranger = anthropic.Anthropic(base_url=desk.address.removesuffix("/v1"), api_key="x", max_retries=0)
+            client.messages.create(**given, messages=messages[:1], thinking={"type": "enabled", "budget_tokens": 1024})
+    stranger = anthropic.Anthropic(base_url=front.address.removesuffix("/v1"), api_key="x", max_retries=0)
     with stranger, pytest.raises(anthropic.AuthenticationError):
-        stranger.messages.create(**given, messages=asked[:1])
+        stranger.messages.create(**given, messages=messages[:1])
 
 
 @pytest.mark.parametrize("form", ["responses", "chat_completions"])
-def test_an_agent_of_openai_agents_uses_its_tool(desk, form):
+def test_an_agent_of_openai_agents_uses_its_tool(front, form):
     agents = pytest.importorskip("agents", reason="needs package openai-agents")
     import openai
 
@@ -108,7 +108,7 @@ def test_an_agent_of_openai_agents_uses_its_tool(desk, form):
         return str(sum(map(int, query.split("+"))))
 
     async def run():
-        client = openai.AsyncOpenAI(base_url=desk.address, api_key=desk.key, max_retries=0)
+        client = openai.AsyncOpenAI(base_url=front.address, api_key=front.key, max_retries=0)
         kind = agents.OpenAIResponsesModel if form == "responses" else agents.OpenAIChatCompletionsModel
         agent = agents.Agent(
             name="Adder", instructions="Add.", model=kind("policy", client), tools=[agents.function_tool(calculator)]
@@ -124,7 +124,7 @@ def test_an_agent_of_openai_agents_uses_its_tool(desk, form):
     assert asyncio.run(run()) == ("It is 9.", "It is 9.")
 
 
-def test_an_agent_of_smolagents_uses_its_tool(desk):
+def test_an_agent_of_smolagents_uses_its_tool(front):
     smolagents = pytest.importorskip("smolagents", reason="needs package smolagents, with package openai")
     tool = smolagents.tool  # the package warns about a decorator's other name
 
@@ -138,7 +138,7 @@ def test_an_agent_of_smolagents_uses_its_tool(desk):
         return str(sum(map(int, query.split("+"))))
 
     # The default of smolagents, tool_choice='required', is refused, because a sampled call cannot be forced.
-    given = {"api_base": desk.address, "api_key": desk.key, "tool_choice": "auto"}
+    given = {"api_base": front.address, "api_key": front.key, "tool_choice": "auto"}
     model = smolagents.OpenAIModel("policy", **given, client_kwargs={"max_retries": 0})
     agent = smolagents.ToolCallingAgent(tools=[calculator], model=model, max_steps=1, verbosity_level=0)
     agent.run("What is 4+5?")
@@ -146,7 +146,7 @@ def test_an_agent_of_smolagents_uses_its_tool(desk):
     assert [call.name for call in step.tool_calls] == ["calculator"] and "9" in step.observations
 
 
-def test_an_agent_of_pydantic_ai_uses_its_tool(desk):
+def test_an_agent_of_pydantic_ai_uses_its_tool(front):
     pydantic_ai = pytest.importorskip("pydantic_ai", reason="needs package pydantic-ai-slim[openai]")
     import openai
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -157,7 +157,7 @@ def test_an_agent_of_pydantic_ai_uses_its_tool(desk):
         return str(sum(map(int, query.split("+"))))
 
     async def run():
-        async with openai.AsyncOpenAI(base_url=desk.address, api_key=desk.key, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=front.address, api_key=front.key, max_retries=0) as client:
             model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
             agent = pydantic_ai.Agent(model, tools=[calculator])
             return (await agent.run("What is 4+5?")).output

@@ -46,7 +46,7 @@ def test_an_episode_of_verifiers_is_one_row_with_its_reward(records, monkeypatch
     assert [record["messages"] for record in asked] == [[{"role": "user", "content": f"{i}+1="}] for i in range(3)]
     assert len(records(limit=2)) == 2
     arguments = ["--model=tiny_tools", "--parser=call_tool", "--lanes=8", "--context=160"]
-    serving, _ = serve._loaded(serve._parser().parse_args(arguments), jax.devices()[:1])
+    serving, _ = serve._load(serve._parser().parse_args(arguments), jax.devices()[:1])
     config = EnvironmentConfig(environment="program", verifiers=str(PYTHON), processes=2)
 
     def play(record):

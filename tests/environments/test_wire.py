@@ -156,20 +156,28 @@ def test_a_chat_request_is_read_whole():
         "logprobs": True,
         "return_token_ids": True,
     }
-    wanted = chat.read(body, MODELS, "call_tool")
-    ask = wanted.ask
-    assert ask.messages[0] == {"role": "system", "content": "Be brief."}
-    assert ask.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
-    assert (ask.samples, ask.seed, ask.max_new, ask.temperature, ask.aside) == (2, 7, 40, 0.5, True)
-    assert ask.stop == ("\n\n", "</call_tool>", "</call>") and wanted.stop == ("\n\n",)
-    assert (wanted.stream, wanted.usage, wanted.logprobs, wanted.return_ids, ask.parts) == (
+    request = chat.read(body, MODELS, "call_tool")
+    model_request = request.model_request
+    assert model_request.messages[0] == {"role": "system", "content": "Be brief."}
+    assert model_request.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    assert (
+        model_request.samples,
+        model_request.seed,
+        model_request.max_new,
+        model_request.temperature,
+        model_request.aside,
+    ) == (2, 7, 40, 0.5, True)
+    assert model_request.stop == ("\n\n", "</call_tool>", "</call>") and request.stop == ("\n\n",)
+    assert (request.stream, request.usage, request.logprobs, request.return_ids, model_request.parts) == (
         True,
         True,
         True,
         True,
         False,
     )
-    assert ParsedRequest.of(json.loads(json.dumps(dataclasses.asdict(wanted)))).ask.stop == list(ask.stop)
+    assert ParsedRequest.from_fields(json.loads(json.dumps(dataclasses.asdict(request)))).model_request.stop == list(
+        model_request.stop
+    )
 
 
 def call(name, arguments):
@@ -177,9 +185,9 @@ def call(name, arguments):
 
 
 def answered(text, met="eos", tools=(TOOL,), parser="hermes", **body):
-    wanted = chat.read(HI | {"tools": list(tools)} | body, MODELS, parser)
+    request = chat.read(HI | {"tools": list(tools)} | body, MODELS, parser)
     answer = Answer("a1", 5, [1, 2], [Choice(text, [7, 8], [-0.5, -0.25], ["x", "y"], met)])
-    return wanted, answer, chat.write(wanted, answer, parser)["choices"][0]
+    return request, answer, chat.write(request, answer, parser)["choices"][0]
 
 
 def test_calls_are_read_in_the_models_format():
@@ -253,12 +261,14 @@ def test_the_clients_stop_string_is_cut_off_and_the_ids_are_kept():
 
 
 def test_generate_answers_with_ids():
-    wanted = generate.read({"token_ids": [1, 2], "sampling_params": {"logprobs": 1, "stop_token_ids": [9]}}, MODELS, "")
-    assert wanted.ask.ids == (1, 2) and wanted.ask.stop_ids == (9,)
+    request = generate.read(
+        {"token_ids": [1, 2], "sampling_params": {"logprobs": 1, "stop_token_ids": [9]}}, MODELS, ""
+    )
+    assert request.model_request.ids == (1, 2) and request.model_request.stop_ids == (9,)
     choices = [Choice("x", [7, 9], [-1.0, -1 / 3], [], "eos"), Choice("", [], []), Choice("y", [2**31 - 1], [-0.0])]
-    fields, numbers = Answer("r", 0, [1, 2], choices).packed()
-    answer = Answer.of(json.loads(json.dumps(fields)), numbers)  # as the front gets it
-    body = json.loads(json.dumps(generate.write(wanted, answer, "")))
+    fields, numbers = Answer("r", 0, [1, 2], choices).to_frame()
+    answer = Answer.from_frame(json.loads(json.dumps(fields)), numbers)  # as the front gets it
+    body = json.loads(json.dumps(generate.write(request, answer, "")))
     assert body["request_id"] == "r" and list(answer.prompt_ids) == [1, 2]
     assert [choice["token_ids"] for choice in body["choices"]] == [[7, 9], [], [2**31 - 1]]
     assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", None, None]
@@ -289,8 +299,8 @@ def test_a_stream_tells_what_the_whole_answer_tells(dialect, text, cuts, stop, n
         body = body | {"sampling_params": limits | {"logprobs": 1}, "stream": True}
     else:
         body = body | limits | {"stream": True, "return_token_ids": True}
-    wanted = dialect.read(body, MODELS, "hermes")
-    stream, chunks = dialect.AnswerStream(wanted, "a", 1, "hermes"), []
+    request = dialect.read(body, MODELS, "hermes")
+    stream, chunks = dialect.AnswerStream(request, "a", 1, "hermes"), []
     # Parts never hold a whole stop string, because it would have ended the answer.
     places = sorted({0, *(cut for cut in cuts if cut < len(text) - (len(met) > 0))})
     for begin, end in itertools.pairwise(places):
@@ -298,24 +308,24 @@ def test_a_stream_tells_what_the_whole_answer_tells(dialect, text, cuts, stop, n
         for index in range(n):
             chunks += stream.part(index, part)
     chunks += stream.end(answer)
-    whole = dialect.write(wanted, answer, "hermes")
+    whole = dialect.write(request, answer, "hermes")
     for index in range(n):
-        told = [entry for chunk in chunks for entry in chunk["choices"] if entry["index"] == index]
-        assert [token for entry in told for token in entry.get("token_ids", [])] == list(choice.tokens)
+        entries = [entry for chunk in chunks for entry in chunk["choices"] if entry["index"] == index]
+        assert [token for entry in entries for token in entry.get("token_ids", [])] == list(choice.tokens)
         if dialect is chat:
             assert (
-                "".join(entry["delta"].get("content", "") for entry in told)
+                "".join(entry["delta"].get("content", "") for entry in entries)
                 == whole["choices"][index]["message"]["content"]
             )
-            assert told[0]["delta"]["role"] == "assistant"
+            assert entries[0]["delta"]["role"] == "assistant"
         elif dialect is completions:
-            assert "".join(entry["text"] for entry in told) == whole["choices"][index]["text"]
-        assert [entry["finish_reason"] for entry in told if entry["finish_reason"]] == ["stop"]
+            assert "".join(entry["text"] for entry in entries) == whole["choices"][index]["text"]
+        assert [entry["finish_reason"] for entry in entries if entry["finish_reason"]] == ["stop"]
 
 
 def test_a_streamed_call_comes_whole():
-    wanted, answer, _ = answered(f"I add. {GOOD}", stream=True, stream_options={"include_usage": True})
-    chunks = list(chat.AnswerStream(wanted, "a1", 5, "hermes").end(answer))
+    request, answer, _ = answered(f"I add. {GOOD}", stream=True, stream_options={"include_usage": True})
+    chunks = list(chat.AnswerStream(request, "a1", 5, "hermes").end(answer))
     (delta,) = [chunk["choices"][0]["delta"] for chunk in chunks[:1]]
     assert delta["tool_calls"][0]["index"] == 0 and delta["tool_calls"][0]["function"]["name"] == "add"
     assert delta["content"] == "I add." and chunks[1]["choices"][0]["finish_reason"] == "tool_calls"

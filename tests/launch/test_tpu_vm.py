@@ -152,7 +152,7 @@ def test_starts_one_process_per_worker_with_its_rank(pod):
         assert f"[w{rank}] {place}" in lines
         assert f"[w{rank}] arguments {json.dumps(flags)} NOTE=two words attempt 0" in lines
         assert f"[w{rank}] exit status 0" in lines
-    assert not any("two words" in word for call in run.calls for word in call)  # a token is on no command line
+    assert not any("two words" in word for call in run.calls for word in call)  # no command line shows a token
     assert "two words" not in done.stderr  # and is never printed
     assert [call[3] for call in run.calls] == ["scp", "ssh", "ssh", "ssh", "ssh"]
     assert all({"--worker=all", "--zone=us-east5-b"} <= set(call) for call in run.calls)

@@ -154,7 +154,7 @@ def test_an_exact_divergence_is_taken_over_the_tokens_of_its_source_beside_the_o
     np.testing.assert_array_equal(weight_BT, coef_B[:, None] * whole.rollouts.mask_BT)
     rl = only(whole, ["math", "plain"])[0].rollouts.mask_BT.sum()
     assert rows.scale == rl / (weight_BT > 0).sum() and told["loss/tokens/teacher"] == (weight_BT > 0).sum()
-    assert settings.loss_mask(whole).sum() == rl  # tokens with weight from a teacher only are in no surrogate
+    assert settings.loss_mask(whole).sum() == rl  # no surrogate counts tokens whose weight comes from a teacher only
 
 
 def test_samples_without_a_hint_are_not_taught_by_the_policy_itself_and_are_counted(cluster):

@@ -1,4 +1,4 @@
-"""Policy and teacher with different tokenizers: spans that both cover by whole tokens, and tokens in no span."""
+"""Policy and teacher with different tokenizers: spans that both cover by whole tokens, and tokens outside all spans."""
 
 import json
 import shutil

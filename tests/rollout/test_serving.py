@@ -31,31 +31,31 @@ numbers = itertools.count()
 @pytest.fixture(scope="module")
 def serving():
     arguments = ["--model=tiny_tools", "--parser=call_tool", "--lanes=8", "--context=160"]
-    serving, context = serve._loaded(serve._parser().parse_args(arguments), jax.devices()[:1])
+    serving, context = serve._load(serve._parser().parse_args(arguments), jax.devices()[:1])
     assert context == 160
     yield serving
     serving.close()
 
 
-def ask(serving, dialect, **body):
+def add(serving, dialect, **body):
     number = next(numbers)
-    serving.ask(number, dialect.read(body, MODELS, "call_tool"))
+    serving.add(number, dialect.read(body, MODELS, "call_tool"))
     return number
 
 
 def run(serving, until=None):
     """Steps until all requests are answered, or `until` steps; returns the updates for each request by its number."""
-    told = {}
+    outputs = {}
     for _ in itertools.count() if until is None else range(until):
         if not serving.busy:
             break
-        for number, said in serving.step():
-            told.setdefault(number, []).append(said)
-    return told
+        for number, output in serving.step():
+            outputs.setdefault(number, []).append(output)
+    return outputs
 
 
 def answer(serving, dialect, **body):
-    number = ask(serving, dialect, **body)
+    number = add(serving, dialect, **body)
     return run(serving)[number][-1]
 
 
@@ -71,13 +71,13 @@ def user(text):
 def test_an_answer_is_what_it_is_alone_whenever_it_joins_the_batch(serving):
     bodies = [{"messages": user(f"What is {i} + 17?"), "seed": i, "n": 1 + i % 3, "max_tokens": 40} for i in range(8)]
     alone = [sampled(answer(serving, chat, **body)) for body in bodies]
-    together, told = [], {}
+    together, outputs = [], {}
     for body in bodies:
-        together.append(ask(serving, chat, **body))
-        for number, said in run(serving, until=1).items():
-            told.setdefault(number, []).extend(said)
-    told |= run(serving)
-    assert [sampled(told[number][-1]) for number in together] == alone
+        together.append(add(serving, chat, **body))
+        for number, new in run(serving, until=1).items():
+            outputs.setdefault(number, []).extend(new)
+    outputs |= run(serving)
+    assert [sampled(outputs[number][-1]) for number in together] == alone
     assert len({str(one) for one in alone}) == len(alone)
 
 
@@ -91,15 +91,15 @@ def test_requests_without_a_seed_differ_and_are_the_same_in_the_next_server(serv
 
 
 def test_parts_join_to_the_answer(serving):
-    number = ask(serving, completions, prompt="What is 4 + 5?", max_tokens=60, n=2, seed=3, stream=True, logprobs=0)
+    number = add(serving, completions, prompt="What is 4 + 5?", max_tokens=60, n=2, seed=3, stream=True, logprobs=0)
     *parts, whole = run(serving)[number]
     assert parts and all(isinstance(part, AnswerPart) and part.id == whole.id for part in parts)
     for index, choice in enumerate(whole.choices):
-        told = [part.choice for part in parts if part.index == index]
-        tokens = [token for part in told for token in part.tokens]
+        outputs = [part.choice for part in parts if part.index == index]
+        tokens = [token for part in outputs for token in part.tokens]
         assert tokens == list(choice.tokens)[: len(tokens)]
-        assert choice.text.startswith("".join(part.text for part in told))
-        assert [p for part in told for p in part.pieces] == list(choice.pieces)[: len(tokens)]
+        assert choice.text.startswith("".join(part.text for part in outputs))
+        assert [p for part in outputs for p in part.pieces] == list(choice.pieces)[: len(tokens)]
     assert sampled(answer(serving, completions, prompt="What is 4 + 5?", max_tokens=60, n=2, seed=3)) == sampled(whole)
 
 
@@ -129,37 +129,37 @@ def test_limits_and_stops_are_honoured(serving):
 )
 def test_what_the_engine_cannot_serve_is_refused(serving, body, code):
     with pytest.raises(RefusedRequest) as caught:
-        ask(serving, generate, **body)
+        add(serving, generate, **body)
     assert caught.value.code == code and not serving.busy
     assert code != "context_length_exceeded" or "context length" in str(caught.value)
 
 
 def test_a_request_that_is_dropped_leaves_the_batch(serving):
-    kept = ask(serving, completions, prompt="How", max_tokens=30, seed=5)
-    dropped = ask(serving, completions, prompt="What", max_tokens=100, temperature=3, n=3)
-    told = run(serving, until=2)
-    serving.drop(dropped)
-    told |= run(serving)
-    assert list(told) == [kept] and sampled(told[kept][-1]) == sampled(
+    kept = add(serving, completions, prompt="How", max_tokens=30, seed=5)
+    dropped = add(serving, completions, prompt="What", max_tokens=100, temperature=3, n=3)
+    outputs = run(serving, until=2)
+    serving.cancel(dropped)
+    outputs |= run(serving)
+    assert list(outputs) == [kept] and sampled(outputs[kept][-1]) == sampled(
         answer(serving, completions, prompt="How", max_tokens=30, seed=5)
     )
 
 
 def test_requests_that_wait_for_lanes_may_be_dropped(serving):
-    asked = [ask(serving, completions, prompt=f"What {i}", max_tokens=20, temperature=3, n=6) for i in range(6)]
-    told = run(serving, until=1)
-    for number in asked[1:]:
-        serving.drop(number)
-    assert list(told | run(serving)) == asked[:1] and not serving._session.open and not serving._session.busy
+    added = [add(serving, completions, prompt=f"What {i}", max_tokens=20, temperature=3, n=6) for i in range(6)]
+    outputs = run(serving, until=1)
+    for number in added[1:]:
+        serving.cancel(number)
+    assert list(outputs | run(serving)) == added[:1] and not serving._session.open and not serving._session.busy
 
 
 def test_a_tools_answer_goes_on_with_the_sampled_ids(serving):
     before = serving.histories.extended
     messages = user("What is 4821*7703?")
-    wanted = chat.read({"messages": messages, "tools": [CALCULATOR], "n": 64, "seed": 1}, MODELS, "call_tool")
-    serving.ask(number := next(numbers), wanted)
+    request = chat.read({"messages": messages, "tools": [CALCULATOR], "n": 64, "seed": 1}, MODELS, "call_tool")
+    serving.add(number := next(numbers), request)
     first = run(serving)[number][-1]
-    written = [choice["message"] for choice in chat.write(wanted, first, "call_tool")["choices"]]
+    written = [choice["message"] for choice in chat.write(request, first, "call_tool")["choices"]]
     index = next(i for i, message in enumerate(written) if "tool_calls" in message)
     (call,) = written[index]["tool_calls"]
     output = {"role": "tool", "tool_call_id": call["id"], "content": "37136163 <eos>"}
@@ -172,17 +172,21 @@ def test_a_tools_answer_goes_on_with_the_sampled_ids(serving):
     assert tokenizer.decode(behind) == "\n<tool_output>37136163 <eos></tool_output>\n\n"
     assert not set(behind) & set(tokenizer.eos_ids)  # a tool's output stays text
     third = answer(
-        serving, chat, messages=[*given["messages"], said(second), *user("And 2 + 2?")], tools=[CALCULATOR], seed=1
+        serving, chat, messages=[*given["messages"], assistant(second), *user("And 2 + 2?")], tools=[CALCULATOR], seed=1
     )
     known = [*second.prompt_ids, *second.choices[0].tokens]
     assert third.prompt_ids[: len(known)] == known
     assert tokenizer.decode(third.prompt_ids[len(known) :]).endswith("user\nAnd 2 + 2?\nmodel\n")
-    changed = dataclasses.replace(wanted.ask, messages=[*messages, {**written[index], "content": "x"}, output])
+    changed = dataclasses.replace(
+        request.model_request, messages=[*messages, {**written[index], "content": "x"}, output]
+    )
     assert serving.histories.encode(changed.messages, changed.tools)[: len(known)] != known
 
 
-def said(answer):
-    return chat.message(answer.choices[0], stop=(), tools=[CALCULATOR], parser="call_tool", id=f"{answer.id}_0")
+def assistant(answer):
+    return chat.assistant_message(
+        answer.choices[0], stop=(), tools=[CALCULATOR], parser="call_tool", id=f"{answer.id}_0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,83 +205,83 @@ def test_wrong_arguments_are_refused_by_name(argument, message):
     args = serve._parser().parse_args(["--model=tiny", argument])
     with pytest.raises(ValueError, match=message):
         serve._check(args)
-        serve._model(args.model, None, None)
+        serve._load_model(args.model, None, None)
 
 
 # The tests use OpenAI's client, as agent programs do.
 
 
 @pytest.fixture(scope="module")
-def desk(serving):
-    """A desk whose requests `answering` answers; its grace is long enough for every retry."""
+def front(serving):
+    """A front whose requests `answering` answers; its grace is long enough for every retry."""
     pytest.importorskip("openai", reason="needs package openai, of the extra [test]")
     settings = FrontSettings(parser="call_tool", context_tokens=160, grace_s=2 * PATIENCE_S)
-    with serve.Desk(settings, Limits()) as desk:
-        yield desk
+    with serve.PolledFront(settings, Limits()) as front:
+        yield front
 
 
 @contextlib.contextmanager
-def answering(serving, desk):
+def answering(serving, front):
     """Runs podrl.serve's loop on a thread, and ends it with the block."""
     ended = threading.Event()
-    thread = threading.Thread(target=serve.run, args=(serving, desk, ended.is_set))
+    thread = threading.Thread(target=serve.run, args=(serving, front, ended.is_set))
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        desk.wake()
+        front.wake()
         thread.join()
 
 
 @contextlib.contextmanager
-def client(desk, **settings):
+def client(front, **settings):
     import openai
 
-    given = {"base_url": desk.address, "api_key": desk.key, "max_retries": 0, "timeout": PATIENCE_S}
+    given = {"base_url": front.address, "api_key": front.key, "max_retries": 0, "timeout": PATIENCE_S}
     with openai.OpenAI(**{**given, **settings}) as client:
         yield client
 
 
 class Polled:
-    """A desk whose polls return prepared requests, and which keeps the answers in `told`."""
+    """A front whose polls return prepared requests, and which keeps the replies in `replies`."""
 
     def __init__(self, *events):
-        self._events, self.told = [*events], {}
+        self._events, self.replies = [*events], {}
 
     def poll(self, timeout_s):
         return self._events.pop(0) if self._events else []
 
-    def tell(self, number, said):
-        self.told[number] = said
+    def reply(self, number, message):
+        self.replies[number] = message
 
 
 def test_what_is_open_may_finish_when_the_server_ends(serving, monkeypatch):
     monkeypatch.setattr(serve, "_FINISH_S", PATIENCE_S)  # a slow machine may need more than 10 s
-    wanted = completions.read({"prompt": "How", "max_tokens": 30, "seed": 1}, MODELS, "")
-    desk, asked = Polled([(-1, wanted)], [(-2, wanted)]), iter([False])
-    serve.run(serving, desk, lambda: next(asked, True))
-    assert isinstance(desk.told[-1], Answer) and desk.told[-2].status == 503
-    serve.run(serving, desk, lambda: True)  # no request is open
+    request = completions.read({"prompt": "How", "max_tokens": 30, "seed": 1}, MODELS, "")
+    front, ends = Polled([(-1, request)], [(-2, request)]), iter([False])
+    serve.run(serving, front, lambda: next(ends, True))
+    assert isinstance(front.replies[-1], Answer) and front.replies[-2].status == 503
+    serve.run(serving, front, lambda: True)  # no request is open
 
 
 def test_requests_still_open_at_the_deadline_are_given_up(serving, monkeypatch):
     monkeypatch.setattr(serve, "_FINISH_S", 0.0)
-    wanted = completions.read({"prompt": "How", "max_tokens": 150, "seed": 1, "temperature": 3}, MODELS, "")
-    desk, asked = Polled([(-3, wanted)]), iter([False])
-    serve.run(serving, desk, lambda: next(asked, True))
-    assert not desk.told and not serving.busy
+    request = completions.read({"prompt": "How", "max_tokens": 150, "seed": 1, "temperature": 3}, MODELS, "")
+    front, ends = Polled([(-3, request)]), iter([False])
+    serve.run(serving, front, lambda: next(ends, True))
+    assert not front.replies and not serving.busy
 
 
-def test_openais_client_gets_answers(serving, desk):
+def test_openais_client_gets_answers(serving, front):
     import openai
 
-    asked = {"model": "policy", "messages": user("What is 4 + 5?"), "seed": 4, "n": 2, "max_tokens": 40}
-    with client(desk) as openai_client, answering(serving, desk):
+    arguments = {"model": "policy", "messages": user("What is 4 + 5?"), "seed": 4, "n": 2, "max_tokens": 40}
+    with client(front) as openai_client, answering(serving, front):
         assert [model.id for model in openai_client.models.list()] == ["policy", "policy:aside"]
-        whole = openai_client.chat.completions.create(**asked, logprobs=True, extra_body={"return_token_ids": True})
+        whole = openai_client.chat.completions.create(**arguments, logprobs=True, extra_body={"return_token_ids": True})
         streamed = {0: "", 1: ""}
-        chunks = openai_client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        chunks = openai_client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
         for chunk in chunks:
             for choice in chunk.choices:
                 streamed[choice.index] += choice.delta.content or ""
@@ -290,33 +294,33 @@ def test_openais_client_gets_answers(serving, desk):
             model="policy", prompt=whole.prompt_token_ids, seed=4, max_tokens=40, n=2
         )
         assert [choice.text for choice in text.choices] == list(streamed.values())
-        aside = openai_client.chat.completions.create(**{**asked, "model": "policy:aside"})
+        aside = openai_client.chat.completions.create(**{**arguments, "model": "policy:aside"})
         assert [choice.message.content for choice in aside.choices] == list(streamed.values())
         with pytest.raises(openai.BadRequestError, match="response_format"):
-            openai_client.chat.completions.create(**asked, response_format={"type": "json_object"})
+            openai_client.chat.completions.create(**arguments, response_format={"type": "json_object"})
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             openai_client.chat.completions.create(model="policy", messages=user("word " * 200))
-    with client(desk, api_key="podrl-x") as stranger, pytest.raises(openai.AuthenticationError):
+    with client(front, api_key="podrl-x") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
 
 
-def test_openais_client_calls_tools_until_it_is_told_the_answer(serving, desk):
+def test_openais_client_calls_tools_until_it_is_told_the_answer(serving, front):
     before = serving.histories.extended
     messages = user("What is 4821*7703?")
-    with client(desk) as openai_client, answering(serving, desk):
-        asked = {"model": "policy", "tools": [CALCULATOR], "seed": 1}
-        many = openai_client.chat.completions.create(**asked, messages=messages, n=64)
+    with client(front) as openai_client, answering(serving, front):
+        arguments = {"model": "policy", "tools": [CALCULATOR], "seed": 1}
+        many = openai_client.chat.completions.create(**arguments, messages=messages, n=64)
         choice = next(choice for choice in many.choices if choice.message.tool_calls)
         assert choice.finish_reason == "tool_calls"
         (call,) = choice.message.tool_calls
         assert "expression" in json.loads(call.function.arguments)
         messages.append(choice.message.model_dump(exclude_none=True))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "37136163"})
-        final = openai_client.chat.completions.create(**asked, messages=messages)
+        final = openai_client.chat.completions.create(**arguments, messages=messages)
     assert final.choices[0].message.content and serving.histories.extended == before + 1
 
 
-def test_openais_client_that_retries_too_early_is_answered_once(serving, desk):
+def test_openais_client_that_retries_too_early_is_answered_once(serving, front):
     """The answer is held back until the client has timed out and asks again; the retry joins the open request."""
     import openai
 
@@ -330,17 +334,17 @@ def test_openais_client_that_retries_too_early_is_answered_once(serving, desk):
     patience = {"timeout": 0.5, "max_retries": 1000}
     with (
         openai.DefaultHttpxClient(event_hooks={"request": [sending]}) as hooked,
-        client(desk, http_client=hooked, **patience) as openai_client,
+        client(front, http_client=hooked, **patience) as openai_client,
     ):
         answers, events = [], []
-        asked = {"model": "policy", "prompt": "How", "max_tokens": 3}
-        thread = threading.Thread(target=lambda: answers.append(openai_client.completions.create(**asked)))
+        arguments = {"model": "policy", "prompt": "How", "max_tokens": 3}
+        thread = threading.Thread(target=lambda: answers.append(openai_client.completions.create(**arguments)))
         thread.start()
-        until(lambda: events.extend(desk.poll(0.0)) or events)
+        until(lambda: events.extend(front.poll(0.0)) or events)
         assert retried.wait(PATIENCE_S)
-        assert len(events) == 1 and not desk.poll(0.0)
-        serving.ask(*events[0])
-        for number, told in run(serving).items():
-            desk.tell(number, told[-1])
+        assert len(events) == 1 and not front.poll(0.0)
+        serving.add(*events[0])
+        for number, outputs in run(serving).items():
+            front.reply(number, outputs[-1])
         thread.join(PATIENCE_S)
-    assert len(answers) == 1 and not desk.poll(0.0)
+    assert len(answers) == 1 and not front.poll(0.0)

@@ -175,8 +175,8 @@ MISBEHAVIOUR = {
     "no JSON": (DiedError, "something other than an answer: a message that is no JSON"),
     "no object": (DiedError, "something other than an answer: a message that is no JSON object"),
     "deep": (DiedError, "something other than an answer: a message that is no JSON"),
-    "of another": (DiedError, "sent an answer to no request"),
-    "no answer": (DiedError, "sent an answer to no request"),
+    "of another": (DiedError, "sent an answer without a request"),
+    "no answer": (DiedError, "sent an answer without a request"),
     "detached": (DiedError, "ended with exit code 0"),
 }
 

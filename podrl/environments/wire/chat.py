@@ -22,8 +22,8 @@ from podrl.environments.wire.requests import (
 )
 
 OBJECT = "chat.completion"
-_ROLES = {"developer": "system"}
-_TAKEN = ("system", "user", "assistant", "tool")
+_ROLE_ALIASES = {"developer": "system"}
+_SERVED_ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
@@ -41,35 +41,35 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     """
     fields = Fields(body)
     model, aside = fields.model(models)
-    given = fields.listed("messages")
-    if not given:
-        raise fields.wrong("messages", given, "must be a list of at least one message")
-    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.listed("tools") or [])]
+    sent = fields.array("messages")
+    if not sent:
+        raise fields.refusal("messages", sent, "must be a list of at least one message")
+    messages = [_message(message, f"messages[{i}]") for i, message in enumerate(sent)]
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.array("tools") or [])]
     if _choice(fields) == "none":
         tools = []
     if len(set(names(tools))) < len(tools):
-        raise fields.wrong("tools", names(tools), "names a tool twice")
+        raise fields.refusal("tools", names(tools), "names a tool twice")
     form = format_of(parser, names(tools)) if tools else None
     if form is None or form.role == "raw":  # a turn ends with its first call, so false is honoured too
         fields.flag("parallel_tool_calls")
     logprobs = fields.flag("logprobs")
     fields.neutral("top_logprobs", 0)
-    written, stop = fields.streaming() | fields.token_ids(), fields.stop()
-    limits = [fields.whole(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
+    output, stop = fields.streaming() | fields.token_ids(), fields.stop()
+    limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     sampling = fields.sampling()
     fields.end()
-    ask = ModelRequest(
+    model_request = ModelRequest(
         messages=messages,
         tools=tools,
         stop=tuple(dict.fromkeys((*stop, *(form.stop if form else ())))),
         max_new=min((limit for limit in limits if limit is not None), default=None),
         aside=aside,
-        pieces=logprobs and not written["ids_as_tokens"],
-        parts=written["stream"] and not tools,  # calls are read from the whole answer
+        pieces=logprobs and not output["ids_as_tokens"],
+        parts=output["stream"] and not tools,  # calls are read from the whole answer
         **sampling,
     )
-    return ParsedRequest(ask, model, stop, logprobs=logprobs, **written)
+    return ParsedRequest(model_request, model, stop, logprobs=logprobs, **output)
 
 
 def names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -77,7 +77,7 @@ def names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
-def message(
+def assistant_message(
     choice: Choice, *, stop: Sequence[str], tools: Sequence[Mapping[str, Any]], parser: str, id: str
 ) -> dict[str, Any]:
     """Writes an answer as the assistant's message.
@@ -98,12 +98,12 @@ def message(
         calls = form.calls(choice.text, choice.stop)
         arguments = _arguments(calls, {tool["function"]["name"]: tool["function"] for tool in tools})
         if arguments:
-            made = []
-            for k, (call, given) in enumerate(zip(calls, arguments, strict=True)):
-                function = {"name": call.name, "arguments": json.dumps(given, ensure_ascii=False)}
-                made.append({"id": f"call_{id}_{k}", "type": "function", "function": function})
+            tool_calls = []
+            for k, (call, values) in enumerate(zip(calls, arguments, strict=True)):
+                function = {"name": call.name, "arguments": json.dumps(values, ensure_ascii=False)}
+                tool_calls.append({"id": f"call_{id}_{k}", "type": "function", "function": function})
             before = form.before(choice.text).rstrip() or None
-            return {"role": "assistant", "content": before, "refusal": None, "tool_calls": made}
+            return {"role": "assistant", "content": before, "refusal": None, "tool_calls": tool_calls}
     return {"role": "assistant", "content": visible_text(choice, stop), "refusal": None}
 
 
@@ -126,34 +126,35 @@ def call_ids(answer: Answer, index: int) -> str:
     return f"{answer.id}_{index}"
 
 
-def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     choices = []
     for index, choice in enumerate(answer.choices):
-        said = message_of(wanted, answer, index, parser)
-        reason = "tool_calls" if "tool_calls" in said else finish_reason(choice)
-        made = {"index": index, "message": said, "finish_reason": reason, "logprobs": token_logprobs(wanted, choice)}
-        choices.append(made | ({"token_ids": list(choice.tokens)} if wanted.return_ids else {}))
-    body = _head(wanted, answer.id, answer.created, OBJECT) | {"choices": choices, "usage": usage(answer)}
-    return body | ({"prompt_token_ids": list(answer.prompt_ids)} if wanted.return_ids else {})
+        message = choice_message(request, answer, index, parser)
+        reason = "tool_calls" if "tool_calls" in message else finish_reason(choice)
+        body = {"index": index, "message": message, "finish_reason": reason}
+        body |= {"logprobs": token_logprobs(request, choice)}
+        choices.append(body | ({"token_ids": list(choice.tokens)} if request.return_ids else {}))
+    body = _head(request, answer.id, answer.created, OBJECT) | {"choices": choices, "usage": usage(answer)}
+    return body | ({"prompt_token_ids": list(answer.prompt_ids)} if request.return_ids else {})
 
 
 class AnswerStream:
     """Writes a streamed answer as chunks."""
 
-    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
+    def __init__(self, request: ParsedRequest, id: str, created: int, parser: str) -> None:
         """Begins a stream.
 
         Args:
-          wanted: parsed request.
+          request: parsed request.
           id: name of the answer.
           created: time of the request, seconds since 1970.
           parser: format in which the model writes a tool call.
         """
-        self._wanted, self._parser = wanted, parser
-        self._head = _head(wanted, id, created, f"{OBJECT}.chunk")
-        self._unsent = UnsentText(wanted)
-        self._begun: set[int] = set()
+        self._request, self._parser = request, parser
+        self._head = _head(request, id, created, f"{OBJECT}.chunk")
+        self._unsent = UnsentText(request)
+        self._started: set[int] = set()
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yields the chunks of a part of choice `index`."""
@@ -162,81 +163,81 @@ class AnswerStream:
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Yields the last chunks, with everything that `part` has not written."""
-        for index, left in self._unsent.rest(answer):
-            said = message_of(self._wanted, answer, index, self._parser)
-            delta: dict[str, Any] = {"content": left.text}
-            reason = finish_reason(left)
-            if "tool_calls" in said:
-                calls = [{"index": k, **call} for k, call in enumerate(said["tool_calls"])]
-                delta, reason = {"content": said["content"], "tool_calls": calls}, "tool_calls"
-            yield self._chunk(index, delta, left)
+        for index, unsent in self._unsent.rest(answer):
+            message = choice_message(self._request, answer, index, self._parser)
+            delta: dict[str, Any] = {"content": unsent.text}
+            reason = finish_reason(unsent)
+            if "tool_calls" in message:
+                calls = [{"index": k, **call} for k, call in enumerate(message["tool_calls"])]
+                delta, reason = {"content": message["content"], "tool_calls": calls}, "tool_calls"
+            yield self._chunk(index, delta, unsent)
             yield self._chunk(index, {}, Choice("", (), ()), reason)
-        yield from ending(self._wanted, self._head, answer)
+        yield from ending(self._request, self._head, answer)
 
     def _chunk(self, index: int, delta: dict[str, Any], choice: Choice, reason: str | None = None) -> dict[str, Any]:
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._started:
+            self._started.add(index)
             delta = {"role": "assistant", **delta}
-        made: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
+        body: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
         if choice.tokens:
-            made["logprobs"] = token_logprobs(self._wanted, choice)
-            if self._wanted.return_ids:
-                made["token_ids"] = list(choice.tokens)
-        return {**self._head, "choices": [made]}
+            body["logprobs"] = token_logprobs(self._request, choice)
+            if self._request.return_ids:
+                body["token_ids"] = list(choice.tokens)
+        return {**self._head, "choices": [body]}
 
 
-def ending(wanted: ParsedRequest, head: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
+def ending(request: ParsedRequest, head: Mapping[str, Any], answer: Answer) -> Iterator[dict[str, Any]]:
     """Yields the last chunk of a stream, if the client wants the prompt's ids or the token counts."""
-    more = {"prompt_token_ids": list(answer.prompt_ids)} if wanted.return_ids else {}
-    if more or wanted.usage:
-        yield {**head, "choices": [], **more, **({"usage": usage(answer)} if wanted.usage else {})}
+    more = {"prompt_token_ids": list(answer.prompt_ids)} if request.return_ids else {}
+    if more or request.usage:
+        yield {**head, "choices": [], **more, **({"usage": usage(answer)} if request.usage else {})}
 
 
-def message_of(wanted: ParsedRequest, answer: Answer, index: int, parser: str) -> dict[str, Any]:
-    """Writes choice `index` of an answer as the assistant's message, see `message`."""
-    choice, tools = answer.choices[index], wanted.ask.tools
-    return message(choice, stop=wanted.stop, tools=tools, parser=parser, id=call_ids(answer, index))
+def choice_message(request: ParsedRequest, answer: Answer, index: int, parser: str) -> dict[str, Any]:
+    """Writes choice `index` of an answer as the assistant's message, see `assistant_message`."""
+    choice, tools = answer.choices[index], request.model_request.tools
+    return assistant_message(choice, stop=request.stop, tools=tools, parser=parser, id=call_ids(answer, index))
 
 
-def _head(wanted: ParsedRequest, id: str, created: int, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{id}", "object": kind, "created": created, "model": wanted.model}
+def _head(request: ParsedRequest, id: str, created: int, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{id}", "object": kind, "created": created, "model": request.model}
 
 
 def _choice(fields: Fields) -> str:
     """Reads `tool_choice`: 'auto' or 'none'."""
     value = fields.take("tool_choice")
     if value is not None and value not in ("auto", "none"):
-        raise fields.wrong("tool_choice", value, "cannot be honoured: only 'auto' or 'none' is served")
+        raise fields.refusal("tool_choice", value, "cannot be honoured: only 'auto' or 'none' is served")
     return value or "auto"
 
 
-def _message(given: Any, where: str) -> dict[str, Any]:
+def _message(value: Any, where: str) -> dict[str, Any]:
     """Parses a message; the result has its content as text, and a role of chat templates."""
-    fields = Fields(given, where)
+    fields = Fields(value, where)
     role = fields.text("role") or ""
-    role = _ROLES.get(role, role)
-    if role not in _TAKEN:
-        raise fields.wrong("role", role, f"must be developer, {', '.join(_TAKEN)}")
-    made: dict[str, Any] = {"role": role, "content": _content(fields.take("content"), where)}
+    role = _ROLE_ALIASES.get(role, role)
+    if role not in _SERVED_ROLES:
+        raise fields.refusal("role", role, f"must be developer, {', '.join(_SERVED_ROLES)}")
+    message: dict[str, Any] = {"role": role, "content": _content(fields.take("content"), where)}
     if (name := fields.text("name")) is not None:
-        made["name"] = name
+        message["name"] = name
     if role == "assistant":
         for thoughts in _THOUGHTS:
             if (text := fields.text(thoughts)) is not None:
-                made["reasoning_content"] = text
-        calls = fields.listed("tool_calls")
+                message["reasoning_content"] = text
+        calls = fields.array("tool_calls")
         if calls:
-            made["tool_calls"] = [_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(calls)]
+            message["tool_calls"] = [_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(calls)]
         fields.neutral("annotations", [])
         fields.neutral("refusal", "")
-    if role == "tool" and (number := fields.text("tool_call_id")) is not None:
-        made["tool_call_id"] = number
-    if made["content"] is None and "tool_calls" not in made:
+    if role == "tool" and (call_id := fields.text("tool_call_id")) is not None:
+        message["tool_call_id"] = call_id
+    if message["content"] is None and "tool_calls" not in message:
         if role != "assistant":
-            raise fields.wrong("content", None, "must be a text or a list of parts")
-        made["content"] = ""
+            raise fields.refusal("content", None, "must be a text or a list of parts")
+        message["content"] = ""
     fields.end()
-    return made
+    return message
 
 
 def _content(value: Any, where: str) -> str | None:
@@ -260,46 +261,46 @@ def _content(value: Any, where: str) -> str | None:
     return "".join(texts)
 
 
-def _call(given: Any, where: str) -> dict[str, Any]:
+def _call(value: Any, where: str) -> dict[str, Any]:
     """Parses a tool call of an earlier turn; the result has its arguments as JSON text."""
-    fields = Fields(given, where)
+    fields = Fields(value, where)
     kind, id_ = fields.text("type"), fields.text("id")
     if kind not in (None, "function"):
-        raise fields.wrong("type", kind, "cannot be honoured: only 'function' is served")
+        raise fields.refusal("type", kind, "cannot be honoured: only 'function' is served")
     function = Fields(fields.take("function"), f"{where}.function")
     name, arguments = function.text("name"), function.text("arguments")
     if not name:
-        raise function.wrong("name", name, "must name a function")
+        raise function.refusal("name", name, "must name a function")
     function.end()
     fields.take("index")  # some clients copy this field from a streamed call
     fields.end()
     return {"id": id_ or "", "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
-def _tool(given: Any, where: str) -> dict[str, Any]:
+def _tool(value: Any, where: str) -> dict[str, Any]:
     """Parses a tool; the result has the form that chat templates take."""
-    fields = Fields(given, where)
+    fields = Fields(value, where)
     kind = fields.text("type")
     if kind != "function":
-        raise fields.wrong("type", kind, "cannot be honoured: only 'function' is served")
+        raise fields.refusal("type", kind, "cannot be honoured: only 'function' is served")
     function = Fields(fields.take("function"), f"{where}.function")
     name, description, parameters = function.text("name"), function.text("description"), function.take("parameters")
     if not name or not _NAME.fullmatch(name):
-        raise function.wrong("name", name, "must be a name of letters, digits and _ . : / -, 128 at most")
+        raise function.refusal("name", name, "must be a name of letters, digits and _ . : / -, 128 at most")
     if parameters is not None and not isinstance(parameters, dict):
-        raise function.wrong("parameters", parameters, "must be a JSON schema, an object")
+        raise function.refusal("parameters", parameters, "must be a JSON schema, an object")
     properties, required = (
         (parameters or {}).get(key, kind()) for key, kind in (("properties", dict), ("required", list))
     )
-    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
-        raise function.wrong("parameters", parameters, "must have 'properties', an object of schemas")
-    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-        raise function.wrong("parameters", parameters, "must have 'required', a list of names")
+    if not isinstance(properties, dict) or not all(isinstance(schema, dict | bool) for schema in properties.values()):
+        raise function.refusal("parameters", parameters, "must have 'properties', an object of schemas")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise function.refusal("parameters", parameters, "must have 'required', a list of names")
     strict = {"strict": True} if function.flag("strict") else {}
     function.end()
     fields.end()
-    made = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
-    return {"type": "function", "function": made | strict}
+    declaration = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
+    return {"type": "function", "function": declaration | strict}
 
 
 def _fits(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from podrl.environments.wire.requests import (
 )
 
 OBJECT = "text_completion"
-_MOST = 16  # tokens; OpenAI's default of max_tokens
+_DEFAULT_MAX_TOKENS = 16  # tokens; OpenAI's default of max_tokens
 
 
 def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
@@ -29,62 +29,62 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt and are_ids(prompt)):
-        raise fields.wrong("prompt", prompt, "must be one text, or one list of token ids")
-    logprobs = fields.whole("logprobs", 0, 0) is not None
-    written, stop = fields.streaming() | fields.token_ids(), fields.stop()
-    most, sampling = fields.whole("max_tokens", 1, 2**31 - 1), fields.sampling()
+        raise fields.refusal("prompt", prompt, "must be one text, or one list of token ids")
+    logprobs = fields.integer("logprobs", 0, 0) is not None
+    output, stop = fields.streaming() | fields.token_ids(), fields.stop()
+    max_new, sampling = fields.integer("max_tokens", 1, 2**31 - 1), fields.sampling()
     fields.end()
-    ask = ModelRequest(
+    model_request = ModelRequest(
         text=prompt if isinstance(prompt, str) else None,
         ids=None if isinstance(prompt, str) else prompt,
         stop=stop,
-        max_new=_MOST if most is None else most,
+        max_new=_DEFAULT_MAX_TOKENS if max_new is None else max_new,
         aside=aside,
-        pieces=logprobs and not written["ids_as_tokens"],
-        parts=written["stream"],
+        pieces=logprobs and not output["ids_as_tokens"],
+        parts=output["stream"],
         **sampling,
     )
-    return ParsedRequest(ask, model, stop, logprobs=logprobs, **written)
+    return ParsedRequest(model_request, model, stop, logprobs=logprobs, **output)
 
 
-def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     del parser
     choices = []
     for index, choice in enumerate(answer.choices):
-        made = _choice(wanted, index, choice, visible_text(choice, wanted.stop))
-        choices.append(made | ({"prompt_token_ids": list(answer.prompt_ids)} if wanted.return_ids else {}))
-    head = _head(wanted, answer.id, answer.created)
+        result = _choice(request, index, choice, visible_text(choice, request.stop))
+        choices.append(result | ({"prompt_token_ids": list(answer.prompt_ids)} if request.return_ids else {}))
+    head = _head(request, answer.id, answer.created)
     return head | {"choices": choices, "usage": usage(answer)}
 
 
 class AnswerStream:
     """Writes a streamed answer as chunks; see wire.chat.AnswerStream for the arguments."""
 
-    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
+    def __init__(self, request: ParsedRequest, id: str, created: int, parser: str) -> None:
         del parser
-        self._wanted, self._head, self._unsent = wanted, _head(wanted, id, created), UnsentText(wanted)
+        self._request, self._head, self._unsent = request, _head(request, id, created), UnsentText(request)
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yields the chunks of a part of choice `index`."""
         shown = self._unsent.part(index, choice)
-        yield {**self._head, "choices": [_choice(self._wanted, index, shown, shown.text)]}
+        yield {**self._head, "choices": [_choice(self._request, index, shown, shown.text)]}
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Yields the last chunks, with everything that `part` has not written."""
-        for index, left in self._unsent.rest(answer):
-            yield {**self._head, "choices": [_choice(self._wanted, index, left, left.text)]}
-        yield from ending(self._wanted, self._head, answer)
+        for index, unsent in self._unsent.rest(answer):
+            yield {**self._head, "choices": [_choice(self._request, index, unsent, unsent.text)]}
+        yield from ending(self._request, self._head, answer)
 
 
-def _choice(wanted: ParsedRequest, index: int, choice: Choice, text: str) -> dict[str, Any]:
+def _choice(request: ParsedRequest, index: int, choice: Choice, text: str) -> dict[str, Any]:
     logprobs = None
-    if wanted.logprobs:
-        tokens = list(wanted.token_names(choice))
+    if request.logprobs:
+        tokens = list(request.token_names(choice))
         logprobs = {"tokens": tokens, "token_logprobs": list(choice.logprobs), "top_logprobs": None}
-    made = {"index": index, "text": text, "finish_reason": finish_reason(choice), "logprobs": logprobs}
-    return made | ({"token_ids": list(choice.tokens)} if wanted.return_ids else {})
+    result = {"index": index, "text": text, "finish_reason": finish_reason(choice), "logprobs": logprobs}
+    return result | ({"token_ids": list(choice.tokens)} if request.return_ids else {})
 
 
-def _head(wanted: ParsedRequest, id: str, created: int) -> dict[str, Any]:
-    return {"id": f"cmpl-{id}", "object": OBJECT, "created": created, "model": wanted.model}
+def _head(request: ParsedRequest, id: str, created: int) -> dict[str, Any]:
+    return {"id": f"cmpl-{id}", "object": OBJECT, "created": created, "model": request.model}

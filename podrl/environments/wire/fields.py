@@ -6,7 +6,7 @@ from typing import Any
 
 from podrl.environments.wire.requests import ASIDE, RefusedRequest
 
-_MOST_SAMPLES, _MOST_STOPS, _SEEDS = 128, 16, 2**63
+_MAX_SAMPLES, _MAX_STOPS, _SEEDS = 128, 16, 2**63
 # Labels of the client, which change nothing about the answer.
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
 # Fields that are not served, with the values that change nothing; every other value is refused.
@@ -58,60 +58,60 @@ class Fields:
         self._within = f"{within}." if within else ""
         if not isinstance(body, (dict, Mapping)):  # a test for Mapping alone takes ten times as long
             raise RefusedRequest(400, "invalid_type", f"{within or 'The body'} must be an object.", within or None)
-        self._left = dict(body)
+        self._unread = dict(body)
 
     def take(self, name: str) -> Any:
         """Reads a field of any type; None if it is absent."""
-        return self._left.pop(name, None)
+        return self._unread.pop(name, None)
 
     def flag(self, name: str) -> bool:
         """Reads a boolean; False if it is absent."""
-        value = self._left.pop(name, None)
+        value = self._unread.pop(name, None)
         if value is None:
             return False
         if not isinstance(value, bool):
-            raise self.wrong(name, value, "must be true or false")
+            raise self.refusal(name, value, "must be true or false")
         return value
 
-    def whole(self, name: str, low: int, high: int) -> int | None:
+    def integer(self, name: str, low: int, high: int) -> int | None:
         """Reads a whole number from `low` to `high`; None if it is absent."""
-        value = self._left.pop(name, None)
+        value = self._unread.pop(name, None)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(name, value, f"must be a whole number from {low} to {high}")
+            raise self.refusal(name, value, f"must be a whole number from {low} to {high}")
         return value
 
     def number(self, name: str, low: float, high: float = math.inf, *, above: bool = False) -> float | None:
         """Reads a finite number from `low` to `high`; `above` excludes `low` itself. None if it is absent."""
-        value = self._left.pop(name, None)
+        value = self._unread.pop(name, None)
         if value is None:
             return None
         fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not fits or not low <= value <= high or (above and value == low):
             limits = f"{'above' if above else 'of at least'} {low:g}" + (f", at most {high:g}" * math.isfinite(high))
-            raise self.wrong(name, value, f"must be a number {limits}")
+            raise self.refusal(name, value, f"must be a number {limits}")
         return float(value)
 
     def text(self, name: str) -> str | None:
         """Reads a text; None if it is absent."""
-        value = self._left.pop(name, None)
+        value = self._unread.pop(name, None)
         if value is not None and not isinstance(value, str):
-            raise self.wrong(name, value, "must be a text")
+            raise self.refusal(name, value, "must be a text")
         return value
 
-    def listed(self, name: str) -> list[Any] | None:
+    def array(self, name: str) -> list[Any] | None:
         """Reads a list; None if it is absent."""
-        value = self._left.pop(name, None)
+        value = self._unread.pop(name, None)
         if value is not None and not isinstance(value, list):
-            raise self.wrong(name, value, "must be a list")
+            raise self.refusal(name, value, "must be a list")
         return value
 
     def ids(self, name: str) -> tuple[int, ...] | None:
         """Reads a list of token ids; None if it is absent."""
-        value = self.listed(name)
+        value = self.array(name)
         if value is not None and not are_ids(value):
-            raise self.wrong(name, value, "must be a list of token ids")
+            raise self.refusal(name, value, "must be a list of token ids")
         return None if value is None else tuple(value)
 
     def model(self, models: Sequence[str]) -> tuple[str, bool]:
@@ -124,17 +124,17 @@ class Fields:
           RefusedRequest: the name, without ':aside', is not in `models`.
         """
         name = self.text("model") or models[0]
-        if (own := name.removesuffix(ASIDE)) not in models:
+        if (base := name.removesuffix(ASIDE)) not in models:
             why = f"There is no model {name[:80]!r}: ask for {' or '.join(models)}."
             raise RefusedRequest(404, "model_not_found", why, "model")
-        return name, own != name
+        return name, base != name
 
     def sampling(self) -> dict[str, Any]:
         """Reads the sampling settings that all dialects share; returns arguments of ModelRequest."""
-        top_k = self.whole("top_k", -1, 2**31 - 1)  # vLLM's clients send -1 for off
+        top_k = self.integer("top_k", -1, 2**31 - 1)  # vLLM's clients send -1 for off
         return {
-            "samples": self.whole("n", 1, _MOST_SAMPLES) or 1,
-            "seed": self.whole("seed", 0, _SEEDS - 1),
+            "samples": self.integer("n", 1, _MAX_SAMPLES) or 1,
+            "seed": self.integer("seed", 0, _SEEDS - 1),
             "temperature": self.number("temperature", 0.0),
             "top_p": self.number("top_p", 0.0, 1.0, above=True),
             "top_k": None if top_k is None else max(top_k, 0),
@@ -147,9 +147,9 @@ class Fields:
         value = self.take("stop")
         texts = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            raise self.wrong("stop", value, "must be a text or a list of texts, none of which is empty")
-        if len(texts) > _MOST_STOPS:
-            raise self.wrong("stop", value, f"has {len(texts)} texts, and at most {_MOST_STOPS} are served")
+            raise self.refusal("stop", value, "must be a text or a list of texts, none of which is empty")
+        if len(texts) > _MAX_STOPS:
+            raise self.refusal("stop", value, f"has {len(texts)} texts, and at most {_MAX_STOPS} are served")
         return tuple(texts)
 
     def streaming(self) -> dict[str, bool]:
@@ -170,24 +170,24 @@ class Fields:
 
     def neutral(self, name: str, *values: Any) -> None:
         """Reads a field that is not served, and refuses every value except `values`, which change nothing."""
-        value = self._left.pop(name, None)
+        value = self._unread.pop(name, None)
         if value is not None and not any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
+            value == other and isinstance(value, bool) == isinstance(other, bool) for other in values
         ):
             only = f": only {' or '.join(map(repr, values))} is served" if values else ""
-            raise self.wrong(name, value, f"cannot be honoured{only}")
+            raise self.refusal(name, value, f"cannot be honoured{only}")
 
     def end(self) -> None:
         """Refuses the first field that was not read, unless it is a label or has a neutral value."""
-        for name, value in [*self._left.items()] if self._left else ():
+        for name, value in [*self._unread.items()] if self._unread else ():
             if value is None:
                 continue
             if name in NEUTRAL:
                 self.neutral(name, *NEUTRAL[name])
             elif name not in LABELS:
-                raise self.wrong(name, value, "is not a field of this endpoint: leave it out")
+                raise self.refusal(name, value, "is not a field of this endpoint: leave it out")
 
-    def wrong(self, name: str, value: Any, why: str) -> RefusedRequest:
+    def refusal(self, name: str, value: Any, why: str) -> RefusedRequest:
         """Makes the refusal of a field's value; `why` follows 'name=value ' in the message."""
         name, shown = self._within + name, repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
@@ -196,4 +196,4 @@ class Fields:
 
 def are_ids(value: Sequence[Any]) -> bool:
     """Returns True if all values are whole numbers from 0 to 2**31 - 1."""
-    return all(type(one) is int and 0 <= one < 2**31 for one in value)
+    return all(type(token) is int and 0 <= token < 2**31 for token in value)

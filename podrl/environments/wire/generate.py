@@ -23,53 +23,53 @@ def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     model, aside = fields.model(models)
     ids = fields.ids("token_ids")
     if not ids:
-        raise fields.wrong("token_ids", ids, "must be a list of at least one token id")
-    written = fields.streaming()
+        raise fields.refusal("token_ids", ids, "must be a list of at least one token id")
+    output = fields.streaming()
     fields.take("cache_salt")  # a label, which changes nothing
-    given = fields.take("sampling_params")
+    sampling_params = fields.take("sampling_params")
     fields.end()
-    params = Fields({} if given is None else given, "sampling_params")
-    # With 1, vLLM returns the sampled token and the most likely one; its clients read only the sampled token.
-    logprobs = params.whole("logprobs", 0, 1) is not None
+    params = Fields({} if sampling_params is None else sampling_params, "sampling_params")
+    # With 1, vLLM returns the sampled token and the max_new likely one; its clients read only the sampled token.
+    logprobs = params.integer("logprobs", 0, 1) is not None
     for unused in ("skip_special_tokens", "include_stop_str_in_output", "spaces_between_special_tokens", "detokenize"):
         params.flag(unused)  # a setting of the text, which this dialect does not return
-    stop, most, sampling = params.stop(), params.whole("max_tokens", 1, 2**31 - 1), params.sampling()
+    stop, max_new, sampling = params.stop(), params.integer("max_tokens", 1, 2**31 - 1), params.sampling()
     params.end()
-    ask = ModelRequest(ids=ids, stop=stop, max_new=most, aside=aside, parts=written["stream"], **sampling)
-    return ParsedRequest(ask, model, stop, logprobs=logprobs, return_ids=True, ids_as_tokens=True, **written)
+    model_request = ModelRequest(ids=ids, stop=stop, max_new=max_new, aside=aside, parts=output["stream"], **sampling)
+    return ParsedRequest(model_request, model, stop, logprobs=logprobs, return_ids=True, ids_as_tokens=True, **output)
 
 
-def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     del parser
-    choices = [_choice(wanted, index, choice) for index, choice in enumerate(answer.choices)]
+    choices = [_choice(request, index, choice) for index, choice in enumerate(answer.choices)]
     return {"request_id": answer.id, "choices": choices, "prompt_logprobs": None, "usage": usage(answer)}
 
 
 class AnswerStream:
     """Writes a streamed answer as chunks; see wire.chat.AnswerStream for the arguments."""
 
-    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
+    def __init__(self, request: ParsedRequest, id: str, created: int, parser: str) -> None:
         del created, parser
-        self._wanted, self._id, self._unsent = wanted, id, UnsentText(wanted)
+        self._request, self._id, self._unsent = request, id, UnsentText(request)
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yields the chunks of a part of choice `index`."""
         shown = self._unsent.part(index, choice)
-        yield {"request_id": self._id, "choices": [_choice(self._wanted, index, shown)]}
+        yield {"request_id": self._id, "choices": [_choice(self._request, index, shown)]}
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Yields the last chunks, with everything that `part` has not written."""
-        for index, left in self._unsent.rest(answer):
-            yield {"request_id": self._id, "choices": [_choice(self._wanted, index, left)]}
-        if self._wanted.usage:
+        for index, unsent in self._unsent.rest(answer):
+            yield {"request_id": self._id, "choices": [_choice(self._request, index, unsent)]}
+        if self._request.usage:
             yield {"request_id": self._id, "choices": [], "usage": usage(answer)}
 
 
-def _choice(wanted: ParsedRequest, index: int, choice: Choice) -> dict[str, Any]:
+def _choice(request: ParsedRequest, index: int, choice: Choice) -> dict[str, Any]:
     return {
         "index": index,
         "token_ids": list(choice.tokens),
-        "logprobs": token_logprobs(wanted, choice),
+        "logprobs": token_logprobs(request, choice),
         "finish_reason": finish_reason(choice),
     }

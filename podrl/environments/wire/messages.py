@@ -23,55 +23,55 @@ _SAME = ("model", "temperature", "top_p", "top_k", "stream", "return_token_ids")
 def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors."""
     fields = Fields(body)
-    given = {name: fields.take(name) for name in _SAME}
-    if (most := fields.whole("max_tokens", 1, 2**31 - 1)) is None:
-        raise fields.wrong("max_tokens", None, "must be a whole number from 1 on")
-    given |= {"max_tokens": most, "stop": fields.listed("stop_sequences")}
+    translated = {name: fields.take(name) for name in _SAME}
+    if (max_tokens := fields.integer("max_tokens", 1, 2**31 - 1)) is None:
+        raise fields.refusal("max_tokens", None, "must be a whole number from 1 on")
+    translated |= {"max_tokens": max_tokens, "stop": fields.array("stop_sequences")}
     for name, values in _NEUTRAL.items():
         fields.neutral(name, *values)
     choice = Fields(fields.take("tool_choice") or {"type": "auto"}, "tool_choice")
-    given["tool_choice"] = choice.text("type")
+    translated["tool_choice"] = choice.text("type")
     if choice.flag("disable_parallel_tool_use"):
-        given["parallel_tool_calls"] = False
+        translated["parallel_tool_calls"] = False
     choice.end()
     system = _text(fields.take("system"), "system")
-    asked = fields.listed("messages") or []
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.listed("tools") or [])]
+    sent = fields.array("messages") or []
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.array("tools") or [])]
     fields.end()
     messages = [{"role": "system", "content": system}] if system else []
-    for i, message in enumerate(asked):
+    for i, message in enumerate(sent):
         _add(messages, message, f"messages[{i}]")
     if messages and messages[-1]["role"] == "assistant":
         why = "The last message is the assistant's, and a begun answer cannot be continued: end with the user's."
         raise RefusedRequest(400, "unsupported_parameter", why, "messages")
-    return chat.read(given | {"messages": messages, "tools": tools}, models, parser)
+    return chat.read(translated | {"messages": messages, "tools": tools}, models, parser)
 
 
-def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     choice = answer.choices[0]
-    said = chat.message_of(wanted, answer, 0, parser)
-    content: list[dict[str, Any]] = [{"type": "text", "text": said["content"]}] if said["content"] else []
-    for call in said.get("tool_calls", ()):
-        made = {"name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
-        content.append({"type": "tool_use", "id": call["id"], **made})
-    stopped = choice.stop if choice.stop in wanted.stop else None
-    reason = "max_tokens" if choice.stop == "length" else "stop_sequence" if stopped else "end_turn"
-    ended = {"stop_reason": "tool_use" if "tool_calls" in said else reason, "stop_sequence": stopped}
+    message = chat.choice_message(request, answer, 0, parser)
+    content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        use = {"name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
+        content.append({"type": "tool_use", "id": call["id"], **use})
+    stop_sequence = choice.stop if choice.stop in request.stop else None
+    reason = "max_tokens" if choice.stop == "length" else "stop_sequence" if stop_sequence else "end_turn"
+    stop = {"stop_reason": "tool_use" if "tool_calls" in message else reason, "stop_sequence": stop_sequence}
     ids = {"prompt_token_ids": list(answer.prompt_ids), "token_ids": list(choice.tokens)}
     counts = usage(answer)
-    body = _head(wanted, answer.id) | {"content": content, **ended}
+    body = _head(request, answer.id) | {"content": content, **stop}
     body["usage"] = _usage(counts["prompt_tokens"], counts["completion_tokens"])
-    return body | (ids if wanted.return_ids else {})
+    return body | (ids if request.return_ids else {})
 
 
 class AnswerStream:
     """Writes a streamed answer as events; see wire.chat.AnswerStream for the arguments."""
 
-    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
+    def __init__(self, request: ParsedRequest, id: str, created: int, parser: str) -> None:
         del created
-        self._wanted, self._parser, self._id = wanted, parser, id
-        self._unsent, self._started, self._opened = UnsentText(wanted), False, False
+        self._request, self._parser, self._id = request, parser, id
+        self._unsent, self._started, self._opened = UnsentText(request), False, False
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yields the events of a part of the answer."""
@@ -79,29 +79,29 @@ class AnswerStream:
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Yields the last events, with everything that `part` has not written."""
-        body = write(self._wanted, answer, self._parser)
-        (_, left), *_ = self._unsent.rest(answer)
+        body = write(self._request, answer, self._parser)
+        (_, unsent), *_ = self._unsent.rest(answer)
         yield from self._start()
         calls = body["stop_reason"] == "tool_use"
         for at, block in enumerate(body["content"]):
             if block["type"] == "text":
-                yield from self._text(block["text"] if calls else left.text)
+                yield from self._text(block["text"] if calls else unsent.text)
             else:
-                begun = {**block, "input": {}}
-                yield {"type": "content_block_start", "index": at, "content_block": begun}
-                written = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-                yield {"type": "content_block_delta", "index": at, "delta": written}
+                empty = {**block, "input": {}}
+                yield {"type": "content_block_start", "index": at, "content_block": empty}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+                yield {"type": "content_block_delta", "index": at, "delta": delta}
             yield {"type": "content_block_stop", "index": at}
-        ended = {name: body[name] for name in ("stop_reason", "stop_sequence")}
-        yield {"type": "message_delta", "delta": ended, "usage": body["usage"]}
+        stop = {name: body[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": stop, "usage": body["usage"]}
         yield {"type": "message_stop"}
 
     def _start(self) -> Iterator[dict[str, Any]]:
         if not self._started:
             self._started = True
             # The tokens of the prompt are counted by the last event: a part does not hold them.
-            begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0)}
-            yield {"type": "message_start", "message": _head(self._wanted, self._id) | begun}
+            empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(0, 0)}
+            yield {"type": "message_start", "message": _head(self._request, self._id) | empty}
 
     def _text(self, text: str) -> Iterator[dict[str, Any]]:
         yield from self._start()
@@ -113,8 +113,8 @@ class AnswerStream:
         yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
 
 
-def _head(wanted: ParsedRequest, id: str) -> dict[str, Any]:
-    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": wanted.model}
+def _head(request: ParsedRequest, id: str) -> dict[str, Any]:
+    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": request.model}
 
 
 def _usage(prompt: int, sampled: int) -> dict[str, int]:
@@ -122,13 +122,13 @@ def _usage(prompt: int, sampled: int) -> dict[str, int]:
     return {"input_tokens": prompt, **cached, "output_tokens": sampled}
 
 
-def _add(messages: list[dict[str, Any]], given: Any, where: str) -> None:
+def _add(messages: list[dict[str, Any]], value: Any, where: str) -> None:
     """Translates a message: each of its tool results becomes a message of its own."""
-    fields = Fields(given, where)
+    fields = Fields(value, where)
     role, content = fields.take("role"), fields.take("content")
     fields.end()
     if role not in ("user", "assistant"):
-        raise fields.wrong("role", role, "must be user or assistant")
+        raise fields.refusal("role", role, "must be user or assistant")
     if not isinstance(content, list):
         messages.append({"role": role, "content": content})
         return
@@ -147,16 +147,16 @@ def _add(messages: list[dict[str, Any]], given: Any, where: str) -> None:
             calls.append({"id": own.text("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             if texts:
-                raise own.wrong("type", kind, "must come before the texts of its message")
+                raise own.refusal("type", kind, "must come before the texts of its message")
             own.flag("is_error")  # the result's text says so
             result = _text(own.take("content"), f"{where}.content[{i}].content")
             messages.append({"role": "tool", "tool_call_id": own.text("tool_use_id"), "content": result})
         else:
-            raise own.wrong("type", kind, "cannot be honoured: only 'text', 'tool_use' and 'tool_result' are served")
+            raise own.refusal("type", kind, "cannot be honoured: only 'text', 'tool_use' and 'tool_result' are served")
         own.end()
     if texts or calls or begin == len(messages):
-        made: dict[str, Any] = {"role": role, "content": "".join(texts) or (None if calls else "")}
-        messages.append(made | ({"tool_calls": calls} if calls else {}))
+        message: dict[str, Any] = {"role": role, "content": "".join(texts) or (None if calls else "")}
+        messages.append(message | ({"tool_calls": calls} if calls else {}))
 
 
 def _text(value: Any, where: str) -> str:
@@ -171,17 +171,17 @@ def _text(value: Any, where: str) -> str:
         for label in ("cache_control", "citations"):  # labels, which change nothing
             fields.take(label)
         if (kind := fields.text("type")) != "text":
-            raise fields.wrong("type", kind, "cannot be honoured: only 'text' is served")
+            raise fields.refusal("type", kind, "cannot be honoured: only 'text' is served")
         texts.append(fields.text("text") or "")
         fields.end()
     return "".join(texts)
 
 
-def _tool(given: Any, where: str) -> dict[str, Any]:
+def _tool(value: Any, where: str) -> dict[str, Any]:
     """Translates a tool."""
-    fields = Fields(given, where)
+    fields = Fields(value, where)
     if (kind := fields.text("type")) not in (None, "custom"):
-        raise fields.wrong("type", kind, "cannot be honoured: only 'custom' is served")
+        raise fields.refusal("type", kind, "cannot be honoured: only 'custom' is served")
     fields.take("cache_control")
     function = {name: fields.take(name) for name in ("name", "description", "strict")}
     function["parameters"] = fields.take("input_schema")

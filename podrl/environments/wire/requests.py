@@ -107,7 +107,7 @@ class Answer:
     prompt_ids: Sequence[int]
     choices: Sequence[Choice]
 
-    def packed(self) -> tuple[dict[str, Any], bytes]:
+    def to_frame(self) -> tuple[dict[str, Any], bytes]:
         """Returns (fields for the header of a frame, token ids and log-probabilities as bytes for its body).
 
         The header has the number of ids and log-probabilities in their places. As JSON, the ids of a long prompt took a
@@ -122,16 +122,16 @@ class Answer:
         return fields, b"".join(one.tobytes() for one in numbers)
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], numbers: bytes) -> "Answer":
-        """Makes an answer from the result of `packed`."""
-        view, at = memoryview(numbers), 0
+    def from_frame(cls, fields: Mapping[str, Any], numbers: bytes) -> "Answer":
+        """Makes an answer from the result of `to_frame`."""
+        view, offset = memoryview(numbers), 0
 
         def unpack(
             kind: Literal["i", "d"], count: int
         ) -> Sequence[Any]:  # copies nothing: most answers show no numbers
-            nonlocal at
-            begin, at = at, at + count * array.array(kind).itemsize
-            return view[begin:at].cast(kind)
+            nonlocal offset
+            begin, offset = offset, offset + count * array.array(kind).itemsize
+            return view[begin:offset].cast(kind)
 
         prompt_ids, choices = unpack("i", fields["prompt_ids"]), []
         for choice in fields["choices"]:
@@ -162,7 +162,7 @@ class ParsedRequest:
     """A parsed request: the request to the model, and the form in which the client wants the answer.
 
     Attributes:
-      ask: request to the model.
+      model_request: request to the model.
       model: model name that the client used.
       stop: the client's own stop strings, which are cut off the text.
       stream: True if the answer is sent as server-sent events.
@@ -172,7 +172,7 @@ class ParsedRequest:
       ids_as_tokens: True if a token is written as 'token_id:N' instead of its text.
     """
 
-    ask: ModelRequest
+    model_request: ModelRequest
     model: str
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -182,9 +182,10 @@ class ParsedRequest:
     ids_as_tokens: bool = False
 
     @classmethod
-    def of(cls, frame: Mapping[str, Any]) -> "ParsedRequest":
-        """Makes a request from the output of `dataclasses.asdict` after a trip through JSON."""
-        return cls(**{**frame, "ask": ModelRequest(**frame["ask"]), "stop": tuple(frame["stop"])})
+    def from_fields(cls, fields: Mapping[str, Any]) -> "ParsedRequest":
+        """Makes a request from the output of `dataclasses.asdict` that was written as JSON and read back."""
+        model_request = ModelRequest(**fields["model_request"])
+        return cls(**{**fields, "model_request": model_request, "stop": tuple(fields["stop"])})
 
     def token_names(self, choice: Choice) -> Sequence[str]:
         """Returns the names that a client reads for the tokens of an answer."""
@@ -207,13 +208,13 @@ def finish_reason(choice: Choice) -> str | None:
     return None if not choice.stop else "length" if choice.stop == "length" else "stop"
 
 
-def token_logprobs(wanted: ParsedRequest, choice: Choice) -> dict[str, Any] | None:
+def token_logprobs(request: ParsedRequest, choice: Choice) -> dict[str, Any] | None:
     """Writes log-probabilities in the form of chat completions; None if the client wants none."""
-    if not wanted.logprobs:
+    if not request.logprobs:
         return None
     content = [
         {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
-        for name, logprob in zip(wanted.token_names(choice), choice.logprobs, strict=True)
+        for name, logprob in zip(request.token_names(choice), choice.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 
@@ -224,30 +225,33 @@ class UnsentText:
     The client never gets its own stop string. So the end of the text is held back while it may be the beginning of one.
     """
 
-    def __init__(self, wanted: ParsedRequest) -> None:
-        self._stop = wanted.stop
-        self._held = max((len(text) for text in wanted.stop), default=1) - 1  # characters
-        self._tails = [""] * wanted.ask.samples  # text that was held back
-        self._shown, self._tokens = [0] * wanted.ask.samples, [0] * wanted.ask.samples  # characters, tokens sent
+    def __init__(self, request: ParsedRequest) -> None:
+        self._stop = request.stop
+        self._held_back = max((len(text) for text in request.stop), default=1) - 1  # characters
+        self._tails = [""] * request.model_request.samples  # text that was held back
+        self._characters, self._tokens = (
+            [0] * request.model_request.samples,
+            [0] * request.model_request.samples,
+        )  # characters, tokens sent
 
     def part(self, index: int, choice: Choice) -> Choice:
         """Takes a part of choice `index`; returns the part with the text that can be sent now."""
         text = self._tails[index] + choice.text
-        cut = max(len(text) - self._held, 0)
+        cut = max(len(text) - self._held_back, 0)
         shown, self._tails[index] = text[:cut], text[cut:]
-        self._shown[index] += cut
+        self._characters[index] += cut
         self._tokens[index] += len(choice.tokens)
         return dataclasses.replace(choice, text=shown)
 
     def rest(self, answer: Answer) -> Iterator[tuple[int, Choice]]:
         """Yields (number, the text and tokens that were not sent yet) for each choice of the whole answer."""
         for index, choice in enumerate(answer.choices):
-            n = self._tokens[index]
-            left = dataclasses.replace(
+            sent = self._tokens[index]
+            unsent = dataclasses.replace(
                 choice,
-                text=visible_text(choice, self._stop)[self._shown[index] :],
-                tokens=choice.tokens[n:],
-                logprobs=choice.logprobs[n:],
-                pieces=choice.pieces[n:],
+                text=visible_text(choice, self._stop)[self._characters[index] :],
+                tokens=choice.tokens[sent:],
+                logprobs=choice.logprobs[sent:],
+                pieces=choice.pieces[sent:],
             )
-            yield index, left
+            yield index, unsent

@@ -36,35 +36,37 @@ _SAME = ("model", "tool_choice", "parallel_tool_calls", "temperature", "top_p", 
 def read(body: Any, models: Sequence[str], parser: str) -> ParsedRequest:
     """Parses the body of a request; see wire.chat.read for arguments and errors."""
     fields = Fields(body)
-    given = {name: fields.take(name) for name in _SAME}
-    given["max_completion_tokens"] = fields.whole("max_output_tokens", 1, 2**31 - 1)
-    include = fields.listed("include") or []
-    if unknown := [one for one in include if one not in (_LOGPROBS, _ENCRYPTED)]:
-        raise fields.wrong("include", unknown[0], f"cannot be honoured: only {_LOGPROBS!r} is served")
+    translated = {name: fields.take(name) for name in _SAME}
+    translated["max_completion_tokens"] = fields.integer("max_output_tokens", 1, 2**31 - 1)
+    include = fields.array("include") or []
+    if unknown := [name for name in include if name not in (_LOGPROBS, _ENCRYPTED)]:
+        raise fields.refusal("include", unknown[0], f"cannot be honoured: only {_LOGPROBS!r} is served")
     for name, values in _NEUTRAL.items():
         fields.neutral(name, *values)
     if (options := fields.take("stream_options")) is not None:
         Fields(options, "stream_options").neutral("include_obfuscation", False, True)
-    instructions, asked = fields.text("instructions"), fields.take("input")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.listed("tools") or [])]
+    instructions, sent = fields.text("instructions"), fields.take("input")
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(fields.array("tools") or [])]
     fields.end()
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    items = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
     if not isinstance(items, list) or not items:
-        raise fields.wrong("input", asked, "must be a text or a list of at least one item")
+        raise fields.refusal("input", sent, "must be a text or a list of at least one item")
     messages = [{"role": "system", "content": instructions}] if instructions else []
     for i, item in enumerate(items):
         _add(messages, item, f"input[{i}]")
-    return chat.read(given | {"messages": messages, "tools": tools, "logprobs": _LOGPROBS in include}, models, parser)
+    return chat.read(
+        translated | {"messages": messages, "tools": tools, "logprobs": _LOGPROBS in include}, models, parser
+    )
 
 
-def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
+def write(request: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
     """Writes the body of the response."""
     reason = finish_reason(answer.choices[0])
     counts = usage(answer)
-    body = _head(wanted, answer.id, answer.created, "incomplete" if reason == "length" else "completed")
+    body = _head(request, answer.id, answer.created, "incomplete" if reason == "length" else "completed")
     body |= {"incomplete_details": {"reason": "max_output_tokens"}} if reason == "length" else {}
     body |= {
-        "output": _items(wanted, answer, parser),
+        "output": _items(request, answer, parser),
         "usage": {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
@@ -74,16 +76,16 @@ def write(wanted: ParsedRequest, answer: Answer, parser: str) -> dict[str, Any]:
         },
     }
     ids = {"prompt_token_ids": list(answer.prompt_ids), "token_ids": list(answer.choices[0].tokens)}
-    return body | (ids if wanted.return_ids else {})
+    return body | (ids if request.return_ids else {})
 
 
 class AnswerStream:
     """Writes a streamed answer as events; see wire.chat.AnswerStream for the arguments."""
 
-    def __init__(self, wanted: ParsedRequest, id: str, created: int, parser: str) -> None:
-        self._wanted, self._parser, self._id = wanted, parser, id
-        self._unsent, self._number, self._opened = UnsentText(wanted), 0, False
-        self._begun = _head(wanted, id, created, "in_progress")
+    def __init__(self, request: ParsedRequest, id: str, created: int, parser: str) -> None:
+        self._request, self._parser, self._id = request, parser, id
+        self._unsent, self._number, self._opened = UnsentText(request), 0, False
+        self._head = _head(request, id, created, "in_progress")
 
     def part(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
         """Yields the events of a part of the answer."""
@@ -93,8 +95,8 @@ class AnswerStream:
 
     def end(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """Yields the last events, with everything that `part` has not written."""
-        body = write(self._wanted, answer, self._parser)
-        (_, left), *_ = self._unsent.rest(answer)
+        body = write(self._request, answer, self._parser)
+        (_, unsent), *_ = self._unsent.rest(answer)
         if not self._number:
             yield from self._start()
         for at, item in enumerate(body["output"]):
@@ -102,24 +104,26 @@ class AnswerStream:
                 (content,) = item["content"]
                 yield from self._open()
                 calls = len(body["output"]) > 1
-                yield self._delta(Choice(content["text"], left.tokens, left.logprobs, left.pieces) if calls else left)
+                yield self._delta(
+                    Choice(content["text"], unsent.tokens, unsent.logprobs, unsent.pieces) if calls else unsent
+                )
                 place = {"item_id": item["id"], "output_index": at, "content_index": 0}
                 yield self._event("response.output_text.done", place | {k: content[k] for k in ("text", "logprobs")})
                 yield self._event("response.content_part.done", {**place, "part": content})
             else:
-                begun = {**item, "arguments": "", "status": "in_progress"}
-                yield self._event("response.output_item.added", {"output_index": at, "item": begun})
+                started = {**item, "arguments": "", "status": "in_progress"}
+                yield self._event("response.output_item.added", {"output_index": at, "item": started})
                 place = {"item_id": item["id"], "output_index": at}
                 arguments = item["arguments"]
                 yield self._event("response.function_call_arguments.delta", {**place, "delta": arguments})
-                done = {**place, "name": item["name"], "arguments": arguments}
-                yield self._event("response.function_call_arguments.done", done)
+                complete = {**place, "name": item["name"], "arguments": arguments}
+                yield self._event("response.function_call_arguments.done", complete)
             yield self._event("response.output_item.done", {"output_index": at, "item": item})
         yield self._event(f"response.{body['status']}", {"response": body})
 
     def _start(self) -> Iterator[dict[str, Any]]:
         for kind in ("created", "in_progress"):
-            yield self._event(f"response.{kind}", {"response": self._begun})
+            yield self._event(f"response.{kind}", {"response": self._head})
 
     def _open(self) -> Iterator[dict[str, Any]]:
         """Yields the events before the first text."""
@@ -135,7 +139,7 @@ class AnswerStream:
 
     def _delta(self, choice: Choice) -> dict[str, Any]:
         place = {"item_id": _message(self._id, [])["id"], "output_index": 0, "content_index": 0}
-        shown = {"delta": choice.text, "logprobs": _logprobs(self._wanted, choice)}
+        shown = {"delta": choice.text, "logprobs": _logprobs(self._request, choice)}
         return self._event("response.output_text.delta", place | shown)
 
     def _event(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,10 +147,10 @@ class AnswerStream:
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
 
-def _head(wanted: ParsedRequest, id: str, created: int, status: str) -> dict[str, Any]:
+def _head(request: ParsedRequest, id: str, created: int, status: str) -> dict[str, Any]:
     """Writes the fields of a response that do not depend on what was sampled."""
-    ask = wanted.ask
-    flat = ({"type": "function", "strict": False, **tool["function"]} for tool in ask.tools)
+    model_request = request.model_request
+    flat = ({"type": "function", "strict": False, **tool["function"]} for tool in model_request.tools)
     return {
         "id": f"resp_{id}",
         "object": OBJECT,
@@ -155,33 +159,33 @@ def _head(wanted: ParsedRequest, id: str, created: int, status: str) -> dict[str
         "error": None,
         "incomplete_details": None,
         "instructions": None,
-        "max_output_tokens": ask.max_new,
-        "model": wanted.model,
+        "max_output_tokens": model_request.max_new,
+        "model": request.model,
         "output": [],
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "store": False,
-        "temperature": ask.temperature,
+        "temperature": model_request.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": list(flat),
-        "top_p": ask.top_p,
+        "top_p": model_request.top_p,
         "truncation": "disabled",
         "usage": None,
         "metadata": {},
     }
 
 
-def _items(wanted: ParsedRequest, answer: Answer, parser: str) -> list[dict[str, Any]]:
-    said = chat.message_of(wanted, answer, 0, parser)
-    calls = said.get("tool_calls", ())
+def _items(request: ParsedRequest, answer: Answer, parser: str) -> list[dict[str, Any]]:
+    message = chat.choice_message(request, answer, 0, parser)
+    calls = message.get("tool_calls", ())
     items = []
-    if said["content"] or not calls:
-        items.append(_message(answer.id, [_text(said["content"], _logprobs(wanted, answer.choices[0]))]))
+    if message["content"] or not calls:
+        items.append(_message(answer.id, [_text(message["content"], _logprobs(request, answer.choices[0]))]))
     for call in calls:
-        made = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
-        items.append(made | call["function"])
+        item = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
+        items.append(item | call["function"])
     return items
 
 
@@ -193,8 +197,8 @@ def _text(text: str, logprobs: list[Any]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _logprobs(wanted: ParsedRequest, choice: Choice) -> list[Any]:
-    return (token_logprobs(wanted, choice) or {"content": []})["content"]
+def _logprobs(request: ParsedRequest, choice: Choice) -> list[Any]:
+    return (token_logprobs(request, choice) or {"content": []})["content"]
 
 
 def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
@@ -238,11 +242,11 @@ def _content(value: Any, where: str) -> Any:
     return parts
 
 
-def _tool(given: Any, where: str) -> dict[str, Any]:
+def _tool(value: Any, where: str) -> dict[str, Any]:
     """Translates a tool."""
-    fields = Fields(given, where)
+    fields = Fields(value, where)
     if (kind := fields.text("type")) != "function":
-        raise fields.wrong("type", kind, "cannot be honoured: only 'function' is served")
+        raise fields.refusal("type", kind, "cannot be honoured: only 'function' is served")
     function = {name: fields.take(name) for name in ("name", "description", "parameters", "strict")}
     fields.end()
     return {"type": "function", "function": function}
