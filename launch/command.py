@@ -110,7 +110,7 @@ def job_name(name: str, limit: int, flag: str = "--name") -> str:
       flag: flag that gave the name, for the message.
 
     Raises:
-      ValueError: the name is no DNS label of at most `limit` characters.
+      ValueError: the name is not a DNS label of at most `limit` characters.
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > limit:
         raise ValueError(

@@ -93,7 +93,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--max_restarts",
         type=int,
         default=50,
-        help="recreations of the set before it counts as failed, those after a preemption not counted",
+        help="number of times that the set is made again before it counts as failed; not counted after a preemption",
     )
     parser.add_argument("--grace_seconds", type=int, default=300, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for every container; may be repeated")
@@ -163,7 +163,7 @@ def _merge_setting(document: dict[str, Any], setting: str) -> None:
         pods, of both roles unless 'trainer.' or 'rollout.' stands before it; VALUE is YAML.
 
     Raises:
-      ValueError: `setting` has another form, or its path leads through a value that is no mapping.
+      ValueError: `setting` has another form, or its path leads through a value that is not a mapping.
     """
     import yaml
 
@@ -185,7 +185,7 @@ def _merge_setting(document: dict[str, Any], setting: str) -> None:
         try:
             value: dict[str, Any] = {names[-1]: yaml.safe_load(text)}
         except yaml.YAMLError as error:
-            raise ValueError(f"--set={setting}: the value is no YAML ({str(error).splitlines()[0]}).") from None
+            raise ValueError(f"--set={setting}: the value is not YAML ({str(error).splitlines()[0]}).") from None
         for name in names[-2:0:-1]:
             value = {name: value}
         _merge(place, value, setting)

@@ -46,7 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--name", help="name of the added JobSet; default: that of --join with -more")
     parser.add_argument("--namespace", default="default", help="namespace of both")
     parser.add_argument("--queue", help="Kueue LocalQueue; default: the job's; '' for none")
-    parser.add_argument("--spot", action="store_true", help="on spot node pools, also where the job's are others")
+    parser.add_argument("--spot", action="store_true", help="run on spot node pools, even if the job itself does not")
     parser.add_argument("--apply", action="store_true", help="submit with kubectl apply")
     parser.add_argument("--dry_run", action="store_true", help="with --apply: print the kubectl command, run nothing")
     args = parser.parse_args(argv)

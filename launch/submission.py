@@ -277,7 +277,7 @@ def _check_config(config: str, code: Code | None) -> None:
         return
     if code is not None:
         if not (code.holds(name) or code.holds(f"configs/{name}") or (_CONFIGS / name).is_file()):
-            raise ValueError(f"--config={config} is no configuration of podrl, and not in {code.missing(name)}.")
+            raise ValueError(f"--config={config} is not a configuration of podrl, and not in {code.missing(name)}.")
     elif file.is_file() and not file.resolve().is_relative_to(_CONFIGS):
         raise ValueError(
             f"--config={config} is a file on this machine, which the hosts do not see: take it along by --code=DIR, or "
@@ -286,7 +286,7 @@ def _check_config(config: str, code: Code | None) -> None:
 
 
 def _places(key: str, value: str, code: Code | None) -> list[str]:
-    """Lists the relative paths in a setting; a name of the hub is no path."""
+    """Lists the relative paths in a setting; a name of the hub is not a path."""
     if key in _WORDS:
         return []
     if key in _MODELS or key in _DATA:

@@ -61,12 +61,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--image", help="container image built from launch/Dockerfile (not for --headless)")
     parser.add_argument("--machine", required=True, help="MACHINE:TOPOLOGY[*SLICES], as v6e:4x4*2")
     parser.add_argument("--name", default="podrl", help="name of the workload")
-    parser.add_argument("--join", help="workload with --topology=split that runs: generate for it")
+    parser.add_argument(
+        "--join", help="name of a running workload with --topology=split: the new workload generates for it"
+    )
     parser.add_argument("--code", metavar="DIR", help=submission.HELP)
     parser.add_argument("--project", help="project; default: gcloud's")
     parser.add_argument("--zone", help="zone; default: gcloud's")
     parser.add_argument(
-        "--pathways", action="store_true", help="one controller and the Pathways proxy, not one per host"
+        "--pathways",
+        action="store_true",
+        help="run one controller with the Pathways proxy instead of one process per host",
     )
     parser.add_argument(
         "--headless", action="store_true", help="with --pathways: start the proxy only, run podrl elsewhere"

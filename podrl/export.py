@@ -231,7 +231,9 @@ def load_run(workdir: Place, step: int | None = None) -> tuple[RunModel, int, Py
         params = kind.join_trainable(params, base)
     elif frozen:
         if run.base is None:
-            raise ValueError(f"{workdir} trained random weights, and its checkpoint lacks those that do not train.")
+            raise ValueError(
+                f"{workdir} began with random weights, and its checkpoint does not hold the frozen ones: they are lost."
+            )
         _, base = hf_load.load(run.base, mesh, jnp.dtype(run.dtype))
         params = kind.join_trainable(params, parameters.split_trainable(base, run.config)[1])
     return run, step, params

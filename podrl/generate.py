@@ -192,7 +192,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--out={out} must be a local file: copy it to the bucket then.")
     if not is_remote(args.prompts) and os.path.realpath(out) == os.path.realpath(args.prompts):
         raise ValueError(f"--out={out} is the file of --prompts={args.prompts}: give another name.")
-    with contextlib.suppress(OSError):  # finds hard links: two names of one file; a missing file is no error here
+    with contextlib.suppress(OSError):  # finds hard links: two names of one file; a missing file is not an error here
         if os.path.samefile(out, args.prompts):
             raise ValueError(f"--out={out} is the file of --prompts={args.prompts}: give another name.")
     if out.is_dir():
@@ -200,7 +200,7 @@ def _check(args: argparse.Namespace) -> None:
     if not out.parent.is_dir():
         raise ValueError(f"--out={out}: the directory {out.parent} does not exist.")
     if out.exists() and not out.is_file():
-        raise ValueError(f"--out={out} is no regular file, so it cannot be replaced when all is there.")
+        raise ValueError(f"--out={out} is not a regular file, so it cannot be replaced when all is there.")
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"--out={out}: the directory {out.parent} cannot be written to.")
     if not args.model.is_dir():
@@ -249,7 +249,7 @@ def read_prompts(path: str | os.PathLike, question_field: str = shape.QUESTION) 
     storage.check(path, "--prompts")
     named = not is_remote(path) and not path.startswith(("tfds:", hub.DATA)) and "*" not in path
     if named and not os.path.isfile(path):
-        raise FileNotFoundError(f"--prompts={path} {'is no file' if os.path.exists(path) else 'does not exist'}.")
+        raise FileNotFoundError(f"--prompts={path} {'is not a file' if os.path.exists(path) else 'does not exist'}.")
     # As in training, a record without the field may have 'question', 'prompt' or 'messages' instead.
     return sources.read(path, check=functools.partial(_check_record, question_field=question_field))
 
@@ -310,7 +310,7 @@ class OutputFile:
             theirs = json.loads(head)["podrl.generate"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(
-                f"{self.partial} is no unfinished output of podrl.generate: move it away, or give another --out."
+                f"{self.partial} is not an unfinished output of podrl.generate: move it away, or give another --out."
             ) from None
         changed = [
             f"--{k} was {theirs.get(k)!r}, now {settings.get(k)!r}"

@@ -102,7 +102,8 @@ _JOIN_S = flags.DEFINE_float(
 _RESTARTS = flags.DEFINE_integer(
     "restarts",
     local_pod.RESTARTS,
-    "How often --local_processes starts rollout hosts again that have died, in --topology=split; then others go on.",
+    "How often --local_processes restarts rollout hosts that have died, in --topology=split; after that the others go "
+    "on.",
 )
 _JOIN = flags.DEFINE_string(
     "join",
@@ -285,7 +286,7 @@ def _command_line(argv: Sequence[str]) -> str:
 
 
 def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Parses absl's flags: (the whole configuration with defaults and overrides, arguments that are no flags).
+    """Parses absl's flags: (the whole configuration with defaults and overrides, arguments that are not flags).
 
     The environment must be prepared before, because this function imports jax.
 

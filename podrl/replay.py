@@ -117,7 +117,7 @@ def replay(
     saved = [saved for saved in complete_steps(run / "checkpoints") if saved < step]
     start = max(saved, default=0) if begin is None else begin
     if start not in (0, *saved):
-        raise ValueError(f"--start={start} is no checkpoint of {run} before step {step}: 0 or {saved} are.")
+        raise ValueError(f"--start={start} is not a checkpoint of {run} before step {step}: 0 or {saved} are.")
     logged = {key: value for key, value in (config.get("log") or {}).items() if not former(f"log.{key}")}
     # Lists are emptied here, because no flag of podrl.launch can empty a list in the JSON.
     config = config | {"eval": {**(config.get("eval") or {}), "sets": []}, "log": {**logged, "to": []}}

@@ -347,8 +347,8 @@ def _load_model(name: str, mesh: Any, dtype: Any) -> tuple[Any, Any, Any]:
     directory = locate(hub.local(name))
     if not directory.is_dir():
         raise ValueError(
-            f"--model={name} is no directory: give a Hugging Face directory, ORG/NAME of the hub, the directory of a "
-            f"run, or {' or '.join(hub.EMBEDDED)}."
+            f"--model={name} is not a directory: give a Hugging Face directory, ORG/NAME of the hub, the directory of "
+            f"a run, or {' or '.join(hub.EMBEDDED)}."
         )
     config, params = hf_load.load(directory, mesh, dtype)
     return config, params, directory

@@ -72,7 +72,7 @@ def touched(item: Any, changed: Sequence[str] | None, reach: Reach | None, root:
     marks = list(item.iter_markers("nightly"))
     named = [path for mark in marks for path in mark.args]
     if missing := [path for path in named if not (root / path).exists()]:
-        raise pytest.UsageError(f"{item.nodeid} is marked nightly({missing[0]!r}), which is no path of the checkout.")
+        raise pytest.UsageError(f"{item.nodeid} is marked nightly({missing[0]!r}), which the checkout does not have.")
     if changed is None or reach is None:
         return True
     own = item.path.relative_to(root).as_posix()

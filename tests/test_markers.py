@@ -105,7 +105,7 @@ def test_what_sets_up_every_test_has_every_test_run_but_those_for_the_night(chan
 
 
 def test_a_path_that_was_renamed_is_refused():
-    with pytest.raises(pytest.UsageError, match=r"nightly\('podrl/no\.py'\), which is no path"):
+    with pytest.raises(pytest.UsageError, match=r"nightly\('podrl/no\.py'\), which the checkout does not have"):
         touched(Item(("podrl/launch.py", "podrl/no.py")), [], REACH, ROOT)
 
 

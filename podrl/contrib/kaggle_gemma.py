@@ -126,7 +126,7 @@ def _turn_marks(model: pathlib.Path) -> dict[str, dict[str, object]]:
     try:
         pieces = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
     except RuntimeError as error:
-        raise ValueError(f"{model} is no SentencePiece model: copy it from Kaggle's archive again.") from error
+        raise ValueError(f"{model} is not a SentencePiece model: copy it from Kaggle's archive again.") from error
     ids = {text: pieces.piece_to_id(text) for text in TURNS}  # pyright: ignore[reportAttributeAccessIssue]
     if unknown := [text for text, i in ids.items() if i == pieces.unk_id()]:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(f"{model} has no piece {' or '.join(unknown)}: it must be Gemma's tokenizer.")

@@ -334,7 +334,7 @@ class _Writing:
         if behind and behind[0][0] == 0:
             end = stop + behind[0][1]
             found, rest = whole[stop:end], whole[end : end + _MOST].lstrip()
-            # A special token after a turn without a mark opens the next header and is no end mark, unless it is one of
+            # A special token after a turn without a mark opens the next header. It is an end mark only if it is one of
             # the model's end tokens.
             other = bool(mark) and any(a == 0 for a, _ in self._tokenizer.special_spans(rest))
             if found == mark or other or self._tokenizer.token_id(found) in self._tokenizer.eos_ids:
@@ -389,8 +389,8 @@ class _Writing:
         last, earlier = (text.partition(self._word)[2] for text in (last, earlier))
         shared, mark, ends, closing = _shared(last, earlier), "", 0, ""
         for start, end in self._tokenizer.special_spans(last):
-            # A special token after other text is no mark, because some templates always write the next prompt. A token
-            # that only a last turn has is no mark either.
+            # A special token after other text is not a mark, because some templates always write the next prompt. Nor
+            # is a token that only a last turn has.
             if mark and (start > ends or ends <= shared < end):
                 break
             mark, ends = last[start:end], end

@@ -206,8 +206,8 @@ class Curriculum:
         if self.config.metric != "reward":
             if self.config.metric not in names:
                 raise ValueError(
-                    f"data.curriculum.metric={self.config.metric!r} is no reward function of this run: say 'reward', "
-                    f"or {' or '.join(map(repr, names))}."
+                    f"data.curriculum.metric={self.config.metric!r} is not a reward function of this run: say "
+                    f"'reward', or {' or '.join(map(repr, names))}."
                 )
             self._row = list(names).index(self.config.metric)
 

@@ -114,7 +114,7 @@ def turns_fault(turns: Any, *, tools: Any = None) -> str:
       tools: value of the record's field 'tools', as `tools_of` reads it.
     """
     if not isinstance(turns, list) or not turns:
-        return f"{str(turns)[:80]!r} is no list of turns"
+        return f"{str(turns)[:80]!r} is not a list of turns"
     for i, turn in enumerate(turns):
         where = f"turn {i}"
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
@@ -192,7 +192,7 @@ def _is_call(call: Any) -> bool:
 def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
     """Splits batches `{'prompts': [...], 'field': [...]}` into records: (records, number of prompts in a batch).
 
-    If `items` are no such batches, the result is (`items`, 0).
+    If `items` are not such batches, the result is (`items`, 0).
 
     Raises:
       ValueError: the batches differ in size, or a field has more or fewer values than there are prompts.
@@ -222,7 +222,7 @@ def from_batches(items: Sequence[Any]) -> tuple[Sequence[Any], int]:
 
 
 def answers(record: Record, place: str, answer_field: str = ANSWER) -> bool:
-    """True if a record holds an answer; None, an empty text and an empty list are no answer.
+    """True if a record holds an answer; None, an empty text and an empty list are not answers.
 
     Raises:
       ValueError: the answer is neither a text nor a finite number nor a list of these, or nothing follows its '####'.

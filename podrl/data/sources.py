@@ -261,7 +261,7 @@ def _read(path: str, one_of: Sequence[str], accept: Check, split: str, cache: Re
         )
     if suffix not in _KNOWN:
         usable = ", ".join((*_KNOWN, _ARRAY_RECORD))
-        raise ValueError(f"{path} ends in {suffix!r}, which is no known format: use {usable}, or tfds:NAME/SPLIT.")
+        raise ValueError(f"{path} ends in {suffix!r}, which is not a known format: use {usable}, or tfds:NAME/SPLIT.")
     parts = []
     for file in files(path):
         parts.append(_READERS[suffix](file, one_of, accept) if suffix != _JSONL else _jsonl(file, accept, cache))
@@ -297,7 +297,7 @@ def _suffix(path: str) -> str:
 
 
 def files(path: str) -> list[epath.Path]:
-    """Resolves a path or pattern to files, sorted by name; a `*` in the name of an existing file is no pattern.
+    """Resolves a path or pattern to files, sorted by name; a `*` in the name of an existing file is not a pattern.
 
     Raises:
       FileNotFoundError: nothing matches the path, or it is a directory.
@@ -334,7 +334,7 @@ def of_split(path: str, split: str) -> str:
     """Returns the pattern of the files of a split in a directory; `path` itself if `split` is '' or not for files.
 
     Raises:
-      ValueError: `path` is no directory, or the files of the split do not have one known format.
+      ValueError: `path` is not a directory, or the files of the split do not have one known format.
     """
     if not split or path.startswith(("tfds:", hub.DATA)):
         return path
@@ -383,7 +383,7 @@ def _object(text: str | bytes, place: str) -> Record:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"{place} holds half of a surrogate pair (\\ud800 to \\udfff), which is no character."
+                f"{place} holds half of a surrogate pair (\\ud800 to \\udfff), which is not a character."
             ) from None
     return record
 
@@ -504,7 +504,7 @@ def _as_json(value: Any) -> Any:
     """Converts a value of Arrow to a value of JSON: decimals to numbers, dates and times to texts in ISO's form.
 
     Nulls inside objects are dropped, because Arrow adds them so that all objects of a column have the same keys. Bytes
-    that are no UTF-8 text stay bytes, which reward functions and outputs refuse.
+    that are not UTF-8 text stay bytes, which reward functions and outputs refuse.
     """
     if isinstance(value, dict):
         return {name: _as_json(one) for name, one in value.items() if one is not None}

@@ -274,7 +274,7 @@ class Tokenizer:
           marks: two texts, written before and after each stretch that the template marks as the model's words.
 
         Raises:
-          ValueError: the tokenizer has no chat template, `messages` is no list of messages, or the template refuses
+          ValueError: the tokenizer has no chat template, `messages` is not a list of messages, or the template refuses
             them.
         """
         _check_messages(messages)
@@ -353,7 +353,7 @@ class Tokenizer:
         """Returns the id `value`, the value of `key` in a file, after a check.
 
         Raises:
-          ValueError: the value is no id of the vocabulary.
+          ValueError: the value is not an id of the vocabulary.
         """
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < self._rows:
             raise ValueError(
@@ -450,13 +450,13 @@ def _rows_of(model: Mapping[str, Any]) -> int | None:
 
 
 def _check_messages(messages: Any) -> None:
-    """Refuses a value that is no conversation, because a template would write the value in its Python form.
+    """Refuses a value that is not a conversation, because a template would write the value in its Python form.
 
     Raises:
-      ValueError: the value is no list of messages; the message names the place and the value.
+      ValueError: the value is not a list of messages; the message names the place and the value.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise ValueError(f"{str(messages)[:80]!r} is no conversation: it must be a list of messages.")
+        raise ValueError(f"{str(messages)[:80]!r} is not a conversation: it must be a list of messages.")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{i}] is {str(message)[:80]!r}: it must have the texts 'role' and 'content'.")
@@ -511,7 +511,7 @@ def _added_elsewhere(directory: epath.Path) -> dict[int, tuple[str, bool]]:
     """Reads the tokens of added_tokens.json, a file of older directories, by id; all of them count as special.
 
     Raises:
-      ValueError: an id is no integer.
+      ValueError: an id is not an integer.
     """
     entries = _read_json(directory / "added_tokens.json")
     if wrong := [name for name, i in entries.items() if isinstance(i, bool) or not isinstance(i, int)]:
@@ -578,7 +578,7 @@ class _Json:
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            # If the parts of a file do not fit together, the library's Rust code may panic: that is no Exception.
+            # If the parts of a file do not fit together, the library's Rust code may panic: that is not an Exception.
             if type(error).__name__ != "PanicException" and not isinstance(error, Exception):
                 raise
             raise ValueError(f"{self._path} cannot encode {text[:80]!a}: {error}") from None
@@ -626,7 +626,7 @@ class _SentencePiece:
             pieces of the model.
 
         Raises:
-          ValueError: the file is no SentencePiece model, or the id of an added token contradicts its pieces: a
+          ValueError: the file is not a SentencePiece model, or the id of an added token contradicts its pieces: a
             token that is a piece must have the piece's id, and any other token an id beyond all pieces.
         """
         try:
@@ -645,9 +645,9 @@ class _SentencePiece:
                 or (i >= pieces and known is not None)
             ):
                 raise ValueError(
-                    f"The token {text!r} is added with id {i} beside {path}, which has {pieces} pieces and there "
-                    f"{self._model.id_to_piece(i) if 0 <= i < pieces else 'none'}: its id must be that of its piece, "
-                    "or beyond all."
+                    f"The token {text!r} is added with id {i}. {path} has {pieces} pieces, and the piece with this id "
+                    f"is {self._model.id_to_piece(i) if 0 <= i < pieces else 'none'}: the id must be that of the "
+                    f"token's own piece, or, for a token without a piece, {pieces} or more."
                 )
         self._beyond = {i: text for i, (text, _) in added.items() if i >= pieces and text}
         self.size = max(self._beyond, default=pieces - 1) + 1

@@ -96,7 +96,7 @@ def train(*, calls: bool = False, search: bool = False) -> tokenizers.Tokenizer:
     tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in TAGS])
     if tags:
         tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in tags])
-    # A text that is no conversation begins with the start token, in podrl and in transformers.
+    # A text that is not a conversation begins with the start token, in podrl and in transformers.
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B:1", special_tokens=[("<bos>", CONTROLS.index("<bos>"))]
     )

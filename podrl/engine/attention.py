@@ -302,7 +302,7 @@ def prefill_attention(
     Args:
       q_BTNH, k_BTKH, v_BTKH: queries, keys and values of the chunks.
       prior_page_BJ, prior_start_BJ, prior_count_BJ: index, position of the first token and number of tokens of the
-        row's pages before the chunk; a count of 0 is no page.
+        row's pages before the chunk; a count of 0 is not a page.
       longest: largest number of prior pages of any row.
       position_BT: positions of the tokens, contiguous in a row.
     """

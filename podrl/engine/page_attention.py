@@ -108,11 +108,12 @@ def chosen(
     fits = whole and near <= room and takes(page_tokens, model.head_dim, dtype, numbers=reads.size)
     if wanted and not fits:
         raise ValueError(
-            "rollout.page_kernel=True needs an NVIDIA GPU, pages and heads that are powers of two, or a TPU, key heads "
-            f"that tensor={tensor} divides, heads of a multiple of {_LANES}, pages of whole tiles, a list of at most "
-            f"{_SCALAR_BYTES >> 10} KB, near memory for a run ({near >> 20} MiB of {room >> 20}); here {kind}, "
-            f"{model.num_kv_heads} key heads of {model.head_dim}, rollout.page_tokens={page_tokens}, a list of "
-            f"{4 * reads.size >> 10} KB: leave it None."
+            "rollout.page_kernel=True needs an NVIDIA GPU, and pages and heads whose sizes are powers of two; or a "
+            f"TPU, a number of key heads that tensor={tensor} divides, a head size that is a multiple of {_LANES}, "
+            f"pages of whole tiles, a read list of at most {_SCALAR_BYTES >> 10} KB, and near memory for a run (here "
+            f"{near >> 20} MiB of {room >> 20}). This job has {kind}, {model.num_kv_heads} key heads of size "
+            f"{model.head_dim}, rollout.page_tokens={page_tokens} and a read list of {4 * reads.size >> 10} KB: leave "
+            "the key None."
         )
     return fits and ((chip is not None and chip.cores > 1) if wanted is None else wanted)
 

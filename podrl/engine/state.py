@@ -167,7 +167,7 @@ class SampledTokens:
       drawn: an array (R, T) for each name of `podrl.types.DRAWN`.
       count_R: number of tokens that each lane sampled.
       live_R: whether the lane continues to sample.
-      failed_R: whether the lane ended because its logits were no distribution (`podrl.engine.sampling.Draw`).
+      failed_R: whether the lane ended because its logits were not a distribution (`podrl.engine.sampling.Draw`).
       steps_X: number of decode steps that each shard ran.
     """
 

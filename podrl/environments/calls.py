@@ -353,7 +353,7 @@ class Json:
         return parsed if any(call.arguments and _alike(call.name, self._tools) for call in parsed[-_LAST_TAGS:]) else []
 
     def _is_meant(self, value: Any) -> bool:
-        """Returns True for an object with arguments that names a known tool, but under another key than calls use."""
+        """Returns True if an object has arguments and names a known tool, but under a key that calls do not use."""
         words = (*value, *value.values()) if isinstance(value, dict) and any(key in value for key in _CALLED) else ()
         return any(isinstance(word, str) and word in self._tools for word in words)
 

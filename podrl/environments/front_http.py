@@ -326,7 +326,7 @@ class Connection(asyncio.Protocol):
             self.data_received(b"\r\n".join([*head, b"", b""]) + data[offer.args[0] :])
         except httptools.HttpParserError as error:
             # The context is the error of `on_headers_complete`.
-            self._refuse(str(error.__context__ or f"The request is no HTTP/1.1: {error}."))
+            self._refuse(str(error.__context__ or f"The request is not HTTP/1.1: {error}."))
         else:
             if self._unparsed > _MAX_HEAD:
                 self._refuse(f"The head or a trailer is longer than {_MAX_HEAD} bytes: send a shorter one.")
@@ -424,7 +424,7 @@ def parse(body: bytes | bytearray) -> Any:
     try:
         return msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:
-        raise RefusedRequest(400, "invalid_json", f"The body is no JSON: {error}.") from None
+        raise RefusedRequest(400, "invalid_json", f"The body is not JSON: {error}.") from None
 
 
 def to_json(value: Any) -> bytes:

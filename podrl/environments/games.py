@@ -158,7 +158,7 @@ class _OpenEnv:
             return json.dumps(seen, ensure_ascii=False)
         if self._observation not in seen:
             raise ValueError(
-                f"observation={self._observation!r} is no field of the observation of {self._url}, which has "
+                f"observation={self._observation!r} is not a field of the observation of {self._url}, which has "
                 f"{', '.join(seen) or 'none'}."
             )
         return str(seen[self._observation])

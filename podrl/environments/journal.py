@@ -260,8 +260,8 @@ class Files:
             self._records[name] = {_key(record): record for _, record in found.records}
             for line, why in found.damaged:
                 _log.warning(
-                    "Line %d of %s is damaged (%s). The answer it held is lost: the call is made again where a sample "
-                    "comes to it again, and the run may differ from what it was.",
+                    "Line %d of %s is damaged (%s). The answer in it is lost: a sample that needs it makes the call "
+                    "again, and the run may differ from the earlier one.",
                     *(line, path, why),
                 )
         return self._records[name]

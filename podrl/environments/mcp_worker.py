@@ -94,7 +94,7 @@ class _Server:
                 why = self._secrets.hide(_describe(error))
                 if command and not opened and not isinstance(_innermost(error), TimeoutError):
                     last = self._secrets.last_lines() or "(nothing)"
-                    why = f"ended at its start, or is no MCP server ({why}). Its standard error ends:\n{last}"
+                    why = f"ended at its start, or is not an MCP server ({why}). Its standard error ends:\n{last}"
                     self._send({"failed": self._key, "why": why})
                     return
             self._ready.clear()

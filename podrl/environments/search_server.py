@@ -46,8 +46,8 @@ def read(path: pathlib.Path) -> list[Document]:
             found.append(Document(title, text))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"--corpus={path}, line {number}, is no text to be found ({type(error).__name__}: {error}): write "
-                '{"title": "...", "text": "..."} in each line.'
+                f"--corpus={path}, line {number}, is not a text for the corpus ({type(error).__name__}: {error}): "
+                'write {"title": "...", "text": "..."} in each line.'
             ) from None
     if not found:
         raise ValueError(f"--corpus={path} is empty: write a text in each line.")

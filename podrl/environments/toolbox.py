@@ -133,7 +133,7 @@ class Toolbox:
             spec = {"module": BUILT_IN[tool], "name": tool} if tool in BUILT_IN else spec_at(place, name)
             if not spec["name"] or not (spec.get("module") or spec.get("file")):
                 known = ", ".join([*BUILT_IN, *dr_tulu.TOOLS])
-                raise ValueError(f"it is no built-in tool ({known}), nor 'file.py:function' or 'module:function'.")
+                raise ValueError(f"it is not a built-in tool ({known}), nor 'file.py:function' or 'module:function'.")
             key = json.dumps(spec, sort_keys=True)
             declared = await self._functions.load(key, spec)
         except (ValueError, LateWorkerError, DiedError) as error:

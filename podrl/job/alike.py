@@ -135,7 +135,7 @@ class SettingsComparison:
         self._known = {key: (value, process) for key, value in facts.items()}
 
     def __call__(self, message: Message) -> Message:
-        """Returns the expected value, and the host that reported it, for each fact of a host that differs from it."""
+        """Returns the facts in which the sending host differs, each as (expected value, process that reported it)."""
         process, facts = int(message.value["process"]), message.value["facts"]
         first = {key: self._known.setdefault(key, (value, process)) for key, value in facts.items()}
         return Message({"differ": {key: known for key, known in first.items() if known[0] != facts[key]}})

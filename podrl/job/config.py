@@ -100,7 +100,7 @@ class ModelSource:
         """Returns the checkpoint's directory, after fetching it from the hub if `path` names a repository.
 
         Raises:
-          ValueError: `path` is no directory.
+          ValueError: `path` is not a directory.
         """
         path = locate(hub.local(self.path))
         if not path.is_dir():
@@ -700,7 +700,7 @@ def _check_teacher(job: Job) -> None:
     if job.data.hinted and taught.kl == "full":
         raise ValueError(
             "grpo.teacher_kl='full' compares policy and teacher behind the same prompt, and data.hint gives the "
-            "teacher another: set grpo.teacher_kl='top_k', which is exact where grpo.teacher_top_k is the size of the "
+            "teacher another: set grpo.teacher_kl='top_k', which is exact if grpo.teacher_top_k is the size of the "
             "vocabulary, or 'sampled', or leave data.hint out."
         )
 

@@ -11,6 +11,6 @@ def scored_text(completion: str, episode: Mapping[str, Any]) -> str:
       completion: all of the sample's text, or the text that its environment gave.
       episode: the sample's entry of `Rollouts.episodes`.
     """
-    # Only the model's turns have "versions"; the name in "by" is no proof, because a tool may be called "model".
+    # Only the model's turns have "versions"; the name in "by" is not proof, because a tool may be called "model".
     own = [turn["text"] for turn in episode["turns"] if "versions" in turn]
     return completion if "text" in episode or len(own) == len(episode["turns"]) else "".join(own)

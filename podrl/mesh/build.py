@@ -196,15 +196,15 @@ def set_aside(
     hosts = hosts or len(seen)
     if count % hosts:
         raise ValueError(
-            f"{key}={spec!r} needs {count} devices of {hosts} hosts, which give equally many each: its sizes must "
-            f"multiply to a multiple of {hosts}."
+            f"{key}={spec!r} needs {count} devices, and each of {hosts} hosts must give the same number of them: "
+            f"the product of the mesh's sizes must be a multiple of {hosts}."
         )
     share = count // hosts
     of_host = [[d for d in ordered if d.process_index == host] for host in seen]
     if share >= (least := min(map(len, of_host))):
         raise ValueError(
-            f"{key}={spec!r} takes {share} devices of every host, of which one has {least}: at least one must be left, "
-            f"so make the mesh smaller, or say {shared!r} for no devices of its own."
+            f"{key}={spec!r} takes {share} devices of every host, and one host has only {least}. At least one device "
+            f"of each host must be left: make the mesh smaller, or set {key}={shared!r} to share devices."
         )
     left, taken = ([d for own in of_host for d in own[part]] for part in (slice(None, -share), slice(-share, None)))
     return left, taken
@@ -232,8 +232,8 @@ def share_of_mesh(spec: str, devices: Sequence[Any], hosts: int, *, key: str = "
     if data % hosts:
         raise ValueError(
             f"{key}={spec!r} spreads one copy of the weights (expert x fsdp x tensor = {math.prod(inner)} devices) "
-            f"over several hosts, each has {len(devices)}: each host works on its own, so expert x fsdp x tensor must "
-            "divide them."
+            f"over several hosts of {len(devices)} devices. Each host works on its own, so expert x fsdp x tensor must "
+            f"divide {len(devices)}."
         )
     sizes = zip(AXES, (data // hosts, *inner), strict=True)
     return make_mesh(",".join(f"{axis}={n}" for axis, n in sizes), devices, key=key)
@@ -260,8 +260,8 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
         inner, mine = process_DX.shape[1], int((process_DX == process).sum())
         raise ValueError(
             f"{key}={describe_mesh(mesh)!r} gives a copy of the weights expert x fsdp x tensor = {inner} devices, and "
-            f"process {process} has {mine}: one number must divide the other, so that a process has whole copies, or a "
-            "copy whole processes."
+            f"process {process} has {mine}: one of these numbers must divide the other, so that no process has parts "
+            "of two copies."
         )
     return Mesh(mesh.devices[rows_D], mesh.axis_names)
 
@@ -280,8 +280,8 @@ def check_one_host(mesh: Mesh, *, key: str) -> None:
     """
     if len(hosts := {d.process_index for d in mesh.devices.flat}) > 1:
         raise ValueError(
-            f"{key}={describe_mesh(mesh)!r} spreads one copy of the weights over {len(hosts)} hosts, each of which "
-            "works with its own: give it devices of its own, whole copies on each host, as 'data=N' of N hosts."
+            f"{key}={describe_mesh(mesh)!r} spreads one copy of the weights over {len(hosts)} hosts, and each of them "
+            "needs a whole copy: give this model a mesh of its own such as 'data=N' on N hosts."
         )
 
 

@@ -82,8 +82,8 @@ class LoraConfig:
         inputs (QLoRA, arXiv 2305.14314, with uniform levels); '' for the type of all other parameters.
 
     Raises:
-      ValueError: the pattern is no regular expression or matches no projection; the rank is negative; the dropout lies
-        outside [0, 1); `base_dtype` is unknown, or set with rank 0.
+      ValueError: the pattern is not a regular expression or matches no projection; the rank is negative; the dropout
+        lies outside [0, 1); `base_dtype` is unknown, or set with rank 0.
     """
 
     rank: Natural = 0

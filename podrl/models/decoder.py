@@ -70,7 +70,8 @@ def rms_norm(x: Array, weight: Array | None, config: ModelConfig) -> Array:
 
     Args:
       x: values to normalise over their last axes, as many as `weight` has.
-      weight: weight w of the norm, whose scale is w, or 1 + w with `norm_plus_one`; None for one axis and no scale.
+      weight: weight w of the norm. The scale is w, or 1 + w with `norm_plus_one`. None normalises over the last axis
+        and does not scale.
       config: the model.
     """
     wide = x.astype(jnp.float32)

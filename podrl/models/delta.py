@@ -51,7 +51,7 @@ class Chunks:
       past_BXCC: True at [.., i, j] if token j is token i or in its past.
       runs_BXC: True if the token's past starts from the running state.
       held_BXC: True if the token's past starts from the held state.
-      last_BX: index in the chunk of the last token that is no padding; -1 if there is none.
+      last_BX: index in the chunk of the last token that is not padding; -1 if there is none.
       hold_BX: index in the chunk of the last token whose segment other segments continue, after which its state becomes
         the held state; -1 if there is none.
     """
@@ -246,8 +246,8 @@ def _inverse(low_XCC: Float[Array, "*X C C"]) -> Float[Array, "*X C C"]:
     """Inverts the sum of the identity and a matrix that is zero on and above its diagonal; C is a power of two.
 
     Products of diagonal blocks, whose size doubles, are as stable as substitution, and XLA splits them over a mesh like
-    other products. XLA's triangular solve is no alternative: a scan over layers that used it hung on eight simulated
-    CPU devices.
+    other products. XLA's triangular solve is not an alternative: a scan over layers that used it hung on eight
+    simulated CPU devices.
     """
     *X, C, _ = low_XCC.shape
     size, inverse = 1, jnp.ones((*X, C, 1, 1), low_XCC.dtype)  # size and inverses of the diagonal blocks

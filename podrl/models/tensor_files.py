@@ -96,7 +96,7 @@ def scan_file(path: Place) -> dict[str, StoredTensor]:
     """Reads a file's list of tensors and checks it against the file's size.
 
     Raises:
-      ValueError: the file is no safetensors file; a tensor ends after the file, shares bytes with another tensor, or
+      ValueError: the file is not a safetensors file; a tensor ends after the file, shares bytes with another tensor, or
         leaves bytes unused (the message names the tensor).
     """
     size = file_size(regular(path))

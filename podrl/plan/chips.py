@@ -71,7 +71,7 @@ class Topology:
         try:
             found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
         except Exception as error:
-            raise ValueError(f"{name} is no TPU topology: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"{name} is not a TPU topology: {str(error).splitlines()[0]}") from error
         return sorted(found.devices, key=lambda d: (d.process_index, d.id))
 
 
@@ -108,7 +108,7 @@ def parse_topology(text: str, *, key: str) -> Topology:
     if shape not in shapes and not (chip.dimensions == 3 and all(n % 4 == 0 for n in shape)):
         known = ", ".join("x".join(map(str, one)) for one in shapes)
         more = ", or with every size a multiple of 4" if chip.dimensions == 3 else ""
-        raise ValueError(f"{key}={text!r} is no slice that GKE makes: {name} comes as {known}{more}.")
+        raise ValueError(f"{key}={text!r} is not a slice that GKE makes: {name} comes as {known}{more}.")
     return Topology(chip, shape, int(slices or 1))
 
 

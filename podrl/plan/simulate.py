@@ -148,7 +148,7 @@ def read_lengths(path: str) -> Int[np.ndarray, " N"]:
         try:
             found = [int(json.loads(line)) for line in place.read_text().split("\n") if line.strip()]
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"--lengths={path} is no run directory and no file of numbers: {error}.") from None
+            raise ValueError(f"--lengths={path} is neither a run directory nor a file of numbers: {error}.") from None
     if not any(found) or min(found) < 0:
         raise ValueError(
             f"--lengths={path} has {len(found)} lengths, the least {min(found, default=0)}: give a run directory with "

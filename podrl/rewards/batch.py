@@ -322,7 +322,7 @@ def _plain(value: Any) -> Any:
     """Converts numpy values for JSON."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} {str(value)[:80]!r} is no JSON value")
+    raise TypeError(f"{type(value).__name__} {str(value)[:80]!r} is not a JSON value")
 
 
 def _head(text: str) -> str:

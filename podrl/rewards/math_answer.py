@@ -40,7 +40,7 @@ def math_equal(prompts: Sequence[str], completions: Sequence[str], answer: Seque
 
     Raises:
       ImportError: math-verify is not installed.
-      ValueError: a reference answer is no mathematics; the message quotes the answer.
+      ValueError: a reference answer is not mathematics; the message quotes the answer.
     """
     del prompts, fields
     return [
@@ -53,10 +53,10 @@ def _equal(truth: str, completion: str) -> bool:
     truth = truth.replace("\\$", "")  # a dollar sign for money
     gold = _parsed(truth if "$" in truth or "\\boxed" in truth else f"${truth}$")
     if not gold:
-        raise ValueError(f"the reference answer {truth!r} is no mathematics that math-verify can read")
+        raise ValueError(f"the reference answer {truth!r} is not mathematics that math-verify can read")
     try:
         return _answers(completion, gold, truth)
-    except Exception:  # noqa: BLE001 - sympy raises anything on a text that a model wrote: it is no right answer
+    except Exception:  # noqa: BLE001 - sympy raises anything on a text that a model wrote: it is not a right answer
         return False
 
 

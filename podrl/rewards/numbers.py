@@ -156,7 +156,7 @@ _REWRITTEN = [
     (re.compile(r"((?:\A|[=:(]) ?-) ?\( ?(\$?[.\d][\d.,/ ]{0,50})\)"), r"\1\2"),
     (re.compile(r"(?<=\d) and (?:a|one) half\b"), " 1/2"),
     (re.compile(r"\b[A-Za-z]'?\([^()]{1,50}\)"), " f"),
-    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),  # '5! = 120' becomes '5^n = 120': a factorial is no number
+    (re.compile(r"(?<=[\d)])!(?= ?[-+*/^=)]|[\w(])"), "^n"),  # '5! = 120' becomes '5^n = 120', not 5 = 120
 ]
 
 
@@ -286,7 +286,7 @@ _COEFFICIENT = re.compile(rf"(?<=[0-9])(?!pi|ln|lg)(?:(?!{_UNITS_OF_1}|[kKMBei])
 
 
 class _MalformedError(Exception):
-    """Digits that are no number, such as '1.2.3' or '1,20'."""
+    """Digits that are not a number, such as '1.2.3' or '1,20'."""
 
 
 class _Side:
@@ -304,7 +304,7 @@ class _Side:
         """Reads all of the text.
 
         Raises:
-          _MalformedError: the text has digits that are no number.
+          _MalformedError: the text has digits that are not a number.
         """
         self.numbers: list[Number] = []
         self.calculates = _FUNCTION.search(text) is not None
@@ -359,7 +359,7 @@ def _term(run: str, power: str | None) -> tuple[int, int]:
     """Returns numerator and denominator of a run of digits and separators, raised to a power.
 
     Raises:
-      _MalformedError: the run is no number, or a number too long to be computed.
+      _MalformedError: the run is not a number, or a number too long to be computed.
     """
     found = _DECIMAL.fullmatch(run)
     if found is None or len(run) > _MOST_DIGITS:

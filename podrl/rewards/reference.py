@@ -54,7 +54,7 @@ def answer(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[
     """Scores the answer of a completion in the exact format; with several references, the best score counts.
 
     The score is 3 for the reference answer, 1.5 if both are equal without surrounding space, 0.5 if the ratio of their
-    numbers is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for text that is no number, and 0
+    numbers is within 0.9-1.1, 0.25 within 0.8-1.2, -1 for any other number, -0.5 for text that is not a number, and 0
     without the format.
     """
     del prompts, fields
@@ -102,7 +102,7 @@ def accuracies(completion: str, truth: Any, *, has_format: bool = True) -> dict[
     """Compares the text in a completion's last answer tags, which need not be closed, with the reference answer.
 
     Returns:
-      1.0 or 0.0 for each of: 'answer' (the same number, or the same text where the reference is no number), 'partial'
+      1.0 or 0.0 for each of: 'answer' (the same number, or the same text if the reference is not a number), 'partial'
       (the answer is right, or the ratio of the numbers is within 0.9-1.1), and, if `has_format`, 'format' (the
       completion has the exact format). If there are several references, any of them will do.
     """

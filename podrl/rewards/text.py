@@ -50,7 +50,7 @@ class TextConfig:
                 re.compile(getattr(self, key))
             except re.error as error:
                 raise ValueError(
-                    f"reward.text.{key}={getattr(self, key)!r} is no regular expression: {error}."
+                    f"reward.text.{key}={getattr(self, key)!r} is not a regular expression: {error}."
                 ) from None
         if len(self.choices) < 2 or len(set(self.choices)) < len(self.choices):
             raise ValueError(f"reward.text.choices={self.choices!r} must be two or more different letters.")
@@ -120,7 +120,7 @@ def regex(answer: str, pattern: str, config: TextConfig) -> float:
     """Scores 1 if the pattern is found in the answer, else 0.
 
     Raises:
-      ValueError: the pattern is no regular expression.
+      ValueError: the pattern is not a regular expression.
     """
     del config
     return float(_compiled(pattern).search(answer) is not None)
@@ -133,7 +133,7 @@ def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
 
     Raises:
       ImportError: jsonschema is not installed.
-      ValueError: the schema is no JSON schema, or refers to itself endlessly.
+      ValueError: the schema is not a JSON schema, or refers to itself endlessly.
     """
     del config
     fenced = _FENCE.match(answer)
@@ -152,7 +152,7 @@ def json_schema(answer: str, schema: Any, config: TextConfig) -> float:
 
 def _refuse(constant: str) -> float:
     """Refuses NaN and Infinity, which Python reads but JSON does not have."""
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(number: str) -> float:
@@ -180,7 +180,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -198,10 +198,10 @@ def _validator(schema: str) -> Any:
         kind = jsonschema.validators.validator_for(content)
         kind.check_schema(content)
     except (ValueError, TypeError, jsonschema.SchemaError) as error:
-        raise ValueError(f"{schema[:120]!r} is no JSON schema: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{schema[:120]!r} is not a JSON schema: {str(error).splitlines()[0]}") from None
 
     def multiple_of(validator: Any, step: float, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
-        """Compares decimals as they are written: for jsonschema, 19.99 is no multiple of 0.01."""
+        """Compares decimals as they are written: for jsonschema, 19.99 is not a multiple of 0.01."""
         if validator.is_type(value, "number") and fractions.Fraction(str(value)) % fractions.Fraction(str(step)):
             yield jsonschema.ValidationError(f"no multiple of {step}")
 

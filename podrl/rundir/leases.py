@@ -310,7 +310,8 @@ class LeaseServer(Leases):
 
         Args:
           step: the step at which the job starts or resumes.
-          start: function that makes the answer to a process that joins at this step; an entry 'arrays' holds arrays.
+          start: function that returns the reply to a process that joins at this step. Arrays of the reply are in its
+            entry 'arrays'.
         """
         with self._changed:
             self._begins(step, start)

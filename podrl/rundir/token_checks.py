@@ -42,7 +42,7 @@ def _sampled(now: Record, past: Past) -> str:
         ((mask_X > 0) != (version_X >= 0), "its mask does not fit the version of the weights that sampled it"),
         ((mask_X == 0) & alone_X & ~prompt_X, "it is of an answer without tools, and its mask is 0"),
         ((trained_X > 0) & (mask_X == 0), "it counts in the loss, and its mask is 0"),
-        ((mask_X > 0) & ~np.isfinite(step.tokens["logprob"]), "it was sampled, and its log-probability is no number"),
+        ((mask_X > 0) & ~np.isfinite(step.tokens["logprob"]), "it was sampled, but its log-probability is not finite"),
     ):
         if bad_X.any():
             return f"{_token(step, bad_X)}: {problem} ({bad_X.sum()} such tokens)"
@@ -95,7 +95,7 @@ def _reproduced(now: Record, past: Past) -> str:
 
 
 @check(
-    "an advantage that is no number",
+    "an advantage that is not a number",
     kind="trace",
     meaning="a token counts in the loss with an advantage of NaN or infinity",
     key="the reward of the sample (reward.fns), and an estimator of your own",

@@ -189,7 +189,7 @@ def _parse(packed: bytes) -> TracedStep:
     if header["format"] == 1:
         samples["group"] = np.arange(len(length_B)) // max(int(header["group_size"]), 1)
     if not np.isin(samples["group"], np.arange(len(header["prompts"]))).all():
-        raise ValueError("its samples have prompts that it does not hold")
+        raise ValueError("some samples name a prompt that it does not hold")
     if any(x.shape[-1:] != length_B.shape for x in samples.values()) or len(header["completions"]) != len(length_B):
         raise ValueError("its columns do not belong together")
     return TracedStep(

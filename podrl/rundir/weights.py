@@ -39,8 +39,8 @@ def compare(before: TracedStep, now: TracedStep, *, most: int = 10) -> WeightCom
     for name in WEIGHTS:
         if name not in before.tokens or name not in now.tokens:
             raise ValueError(
-                "weight and clip by token are known where a policy is updated (GRPO, PPO and their families), and not "
-                "while only PPO's critic learns"
+                "weight and clip of tokens are known only in steps that update a policy by GRPO, PPO or their "
+                "families, not in steps in which only PPO's critic learns"
             )
     same = ("tokens", "version")
     if any(not np.array_equal(before.tokens[name], now.tokens[name]) for name in same):

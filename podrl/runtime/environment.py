@@ -87,7 +87,7 @@ def enable_compile_cache(env: MutableMapping[str, str], cache: str) -> None:
       ValueError: `cache` exists and is not a directory.
     """
     if cache != "auto" and os.path.exists(cache) and not os.path.isdir(cache):
-        raise ValueError(f"compile_cache={cache!r} is no directory: name one, or 'auto', or '' to keep nothing.")
+        raise ValueError(f"compile_cache={cache!r} is not a directory: name one, or 'auto', or '' to keep nothing.")
     if not cache:
         return
     cache = env.get("JAX_COMPILATION_CACHE_DIR", cache)

@@ -299,9 +299,9 @@ class Pod:
             previous = next((one for one, there in self._addresses.items() if there == address), None)
             if previous is not None:
                 raise ValueError(
-                    f"{self.seat.hosts.name(process)} (host {process}) listens at {address}, the address that "
-                    f"{self.seat.hosts.name(previous)} (host {previous}) had before it, and connections to it are "
-                    "still of that process: start it again, with another port of its own choice."
+                    f"{self.seat.hosts.name(process)} (host {process}) listens at {address}. "
+                    f"{self.seat.hosts.name(previous)} (host {previous}) used this address before, and other processes "
+                    "are still connected to it there: start this process again, at another port."
                 )
             if returned and not self._is_replaceable(process):
                 raise ValueError(f"{self.seat.hosts.name(process)} is in the job already, from another process.")

@@ -105,13 +105,13 @@ def hosts_per_replica(mesh: str, hosts: int) -> int:
     if int(copies) < 1 or hosts % int(copies):
         raise ValueError(
             f"roles.rollout.mesh={mesh!r} spreads {copies} copies of the weights over {hosts} hosts: the number of "
-            "hosts must be a multiple of that of copies (data), or the other way round."
+            "hosts must be a multiple of the number of copies (data), or the other way round."
         )
     return hosts // int(copies)
 
 
 def check_evaluation_hosts(evaluates: str, *, split: bool) -> None:
-    """Refuses evaluation hosts in a job whose hosts cannot fetch the weights each at its own time.
+    """Refuses evaluation hosts in a job whose hosts must all fetch the weights at the same time.
 
     Args:
       evaluates: roles.eval.hosts.
@@ -128,15 +128,16 @@ def check_evaluation_hosts(evaluates: str, *, split: bool) -> None:
 
 
 def check_own_copies(evaluates: str, hosts: Hosts, mesh: str) -> Hosts:
-    """Returns `hosts`, or refuses evaluation hosts beside rollout hosts that hold copies of the weights together.
+    """Returns `hosts`; refuses evaluation hosts if several rollout hosts hold one copy of the weights together.
 
     Raises:
-      ValueError: there are evaluation hosts, each of which works by itself, and a rollout replica of several hosts.
+      ValueError: there are evaluation hosts, and a rollout replica has several hosts.
     """
     if hosts.eval and hosts.replica > 1:
         raise ValueError(
             f"roles.eval.hosts={evaluates!r}: with roles.rollout.mesh={mesh!r} {hosts.replica} hosts hold each copy of "
-            "the weights together, and an evaluation host works on its own: leave it empty, or raise data."
+            "the weights together, but an evaluation host needs a whole copy: leave roles.eval.hosts empty, or raise "
+            "data."
         )
     return hosts
 

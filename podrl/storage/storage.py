@@ -159,7 +159,7 @@ def is_denied(error: BaseException) -> bool:
 
 
 def complete_steps(directory: Place) -> list[int]:
-    """Lists the steps with a complete checkpoint in a directory, oldest first; [] if there is no directory."""
+    """Lists the steps with a complete checkpoint in a directory, oldest first; [] if there is not a directory."""
     if not directory.is_dir():
         return []
     named = sorted((int(path.name), path) for path in directory.iterdir() if path.name.isdigit())

@@ -10,7 +10,7 @@ MOST_BYTES = 1 << 30  # bound on the bytes of a frame
 
 
 class FrameError(ValueError):
-    """A frame is too long, or the bytes are no frame; the message says which."""
+    """A frame is too long, or the bytes are not a frame; the message says which."""
 
 
 def pack(header: Mapping[str, Any], body: bytes = b"") -> bytes:
@@ -45,9 +45,9 @@ def take(data: bytearray) -> dict[str, Any] | None:
     try:
         header = json.loads(bytes(data[start : start + head]))
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"a message that is no JSON ({error})") from error
+        raise FrameError(f"a message that is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise FrameError(f"a message that is no JSON object ({type(header).__name__})")
+        raise FrameError(f"a message that is not a JSON object ({type(header).__name__})")
     del data[:end]
     return header
 

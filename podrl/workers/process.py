@@ -66,7 +66,7 @@ class Process:
           module: name of the module.
           limits: resources that the process may use, and variables that it may see.
           on_frame: function that is called with each frame's header.
-          on_end: function that is called once, when the process's pipe ends or brings bytes that are no frames, unless
+          on_end: function that is called once, when the process's pipe ends or brings bytes that are not frames, unless
             `close` or `leave` was called before.
 
         Raises:

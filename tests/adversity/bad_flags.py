@@ -76,7 +76,7 @@ CONFIG_FILES = {
     "config with tabs": config_file("def f():\n\tx = 1\n        y = 2\n", ["mine.py", "line 3"]),
     "config is unfinished": config_file("x = (1,\n", ["mine.py", "line 1", "never closed"]),
     "config without get_config": config_file("x = 1\n", ["mine.py", "get_config"]),
-    "get_config is no function": config_file("get_config = 3\n", ["mine.py", "get_config"]),
+    "get_config is not a function": config_file("get_config = 3\n", ["mine.py", "get_config"]),
     "get_config gives None": config_file(
         "def get_config():\n    pass\n", ["mine.py", "get_config", "None", "ConfigDict"]
     ),

@@ -34,7 +34,7 @@ def test_a_signal_during_the_imports(module, name, tmp_path):
 
 @pytest.mark.parametrize("command", ["generate", "export", "plan"])
 def test_a_signal_during_the_imports_of_the_other_commands(command, tmp_path):
-    tiny = MOMENTS.parents[2] / "podrl" / "assets" / "tiny"  # a path that is no model is refused before jax is imported
+    tiny = MOMENTS.parents[2] / "podrl" / "assets" / "tiny"  # jax is not imported for a path without a model
     args = {"generate": [f"--model={tiny}", "--prompts=p.jsonl", "--out=o.jsonl"], "export": ["--workdir=w", "--out=o"]}
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     given = args.get(command, ["--config=grpo_gemma.py", "--trainer=v5e:2x4"])

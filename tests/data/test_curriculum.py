@@ -231,7 +231,7 @@ def test_settings_that_contradict_each_other_are_refused(tokenizer, files):
         CurriculumConfig(easy_share=0.6, hard_share=0.6)
     made = Curriculum(CurriculumConfig(retire_after=1, metric="asnwer"), 9)
     with pytest.raises(
-        ValueError, match=r"data\.curriculum\.metric='asnwer' is no reward function.*'reward', or 'answer'"
+        ValueError, match=r"data\.curriculum\.metric='asnwer' is not a reward function.*'reward', or 'answer'"
     ):
         made.begin(lag=0, names=["answer"])
 

@@ -115,7 +115,7 @@ def test_several_files_in_the_order_of_their_names(tmp_path):
         ("a.csv", "question,answer\nq,1\nq\n", r"a\.csv line 3 has 1 values for the 2 columns question, answer"),
         ("a.csv", 'question,answer\n"q,1\n', r"a\.csv line 2 is not CSV"),
         ("a.csv", "question,answer\n,1\n", r"a\.csv line 2: 'question' is '' but must be text"),
-        ("a.txt", "q", r"a\.txt ends in '\.txt', which is no known format: use \.jsonl"),
+        ("a.txt", "q", r"a\.txt ends in '\.txt', which is not a known format: use \.jsonl"),
     ],
 )
 def test_bad_files_are_named_with_line_and_reason(tmp_path, name, content, message):

@@ -70,7 +70,7 @@ def put(name, sample, token, value):
 
 
 SAMPLED, WEIGHTS = "a token that was not sampled counts as sampled", "a token of other weights"
-APART, ADVANTAGE = "a token that the trainer does not reproduce", "an advantage that is no number"
+APART, ADVANTAGE = "a token that the trainer does not reproduce", "an advantage that is not a number"
 PLANTED = [
     (SAMPLED, put("mask", 2, 1, 1.0), ("prompt 1, sample 0, token 1 ('w21')", "of the prompt")),
     (SAMPLED, put("version", 3, 5, 9), ("prompt 1, sample 1, token 5", "does not fit the version")),

@@ -161,7 +161,7 @@ def test_a_lane_does_not_depend_on_the_filters_of_its_neighbours(sampling):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["first", "middle", "last", "all"])
 def test_no_distribution_is_a_failure_of_that_lane_alone(sampling, value, where):
-    """No token outside the vocabulary is drawn, although its size is no multiple of the search's block size."""
+    """No token outside the vocabulary is drawn, although its size is not a multiple of the search's block size."""
     logits_RV = np.random.default_rng(2).normal(size=(4, 300)).astype(np.float32)
     good = _draw(jnp.asarray(logits_RV), lanes(4, sampling), jnp.zeros(4, jnp.int32), jnp.ones(4, bool))
     logits_RV[1, {"first": 0, "middle": 260, "last": 299, "all": slice(None)}[where]] = value

@@ -167,7 +167,7 @@ def seen(query: str) -> str:
 
 
 class Guess:
-    """Allows seven guesses at a number from 1 to 100; an answer that is no number costs a tenth at once."""
+    """Allows seven guesses at a number from 1 to 100; an answer that is not a number costs a tenth at once."""
 
     async def run(self, task, model):
         secret = 1 + task.seed % 100
@@ -212,7 +212,7 @@ class Dies:
 
 
 class Scribbles:
-    """Writes bytes that are no frame into its process's pipes after its first turn."""
+    """Writes bytes that are not a frame into its process's pipes after its first turn."""
 
     async def run(self, task, model):
         await model.say()
@@ -223,7 +223,7 @@ class Scribbles:
 
 
 class Mumbles:
-    """An environment whose observations have characters that are no text: lone surrogates."""
+    """An environment whose observations have characters that are not text: lone surrogates."""
 
     async def run(self, task, model):
         await model.say("a\udcffb")

@@ -62,7 +62,7 @@ async def dies(query: str) -> str:
 
 @server.tool()
 async def floods(query: str) -> str:
-    """Writes what is no message, nor text, where messages go, and a lot to the other output."""
+    """Writes bytes that are neither a message nor text to standard output, and a lot to standard error."""
     os.write(1, b"\xff\xfe no message\n" * 1000)
     os.write(2, b"x" * (1 << 20))
     return "flooded"

@@ -195,7 +195,7 @@ def test_requests_in_one_piece_are_answered_in_turn(shared):
 
 def test_bytes_that_are_no_http_are_refused(shared):
     came = exchanged(shared, b"HELO x\r\n\r\n")
-    assert came.startswith(b"HTTP/1.1 400 ") and b"The request is no HTTP/1.1: Invalid method" in came
+    assert came.startswith(b"HTTP/1.1 400 ") and b"The request is not HTTP/1.1: Invalid method" in came
 
 
 def test_a_client_may_wait_before_it_sends_the_body(shared):

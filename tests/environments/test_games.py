@@ -149,7 +149,7 @@ def test_a_server_of_openenv_is_played_over_its_websocket(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "most", "why"),
-    [("wrong", 8, "'words' is no field .* text, left"), ("echo", 0, "larger max_concurrent_envs")],
+    [("wrong", 8, "'words' is not a field .* text, left"), ("echo", 0, "larger max_concurrent_envs")],
 )
 def test_what_a_server_of_openenv_refuses_is_named(monkeypatch, name, most, why):
     with serving(monkeypatch, most), pytest.raises(Exception, match=why):

@@ -299,7 +299,7 @@ def test_a_server_on_the_network_is_given_headers(monkeypatch):
         ('python -c "import no_such_module"', "No module named 'no_such_module'"),
         ("sh -c 'echo no index at $PLAIN_API_KEY >&2; exit 3'", "no index at \\*\\*\\*"),
         ("true", "nothing"),
-        ("echo this is no server", "nothing"),
+        ("echo this is not a server", "nothing"),
     ],
 )
 def test_a_command_that_ends_at_once_is_the_users_error(command, said, monkeypatch):

@@ -96,7 +96,7 @@ def test_a_sample_calls_a_tool_and_goes_on(tools):
 
 
 def test_every_call_is_told_of_with_its_time_and_failure(tmp_path):
-    """Answers from the journal are no calls and are not reported."""
+    """Answers from the journal are not calls and are not reported."""
     told = []
     task = Task("p", index=1, sample=2, step=3)
     turns = [call("calculator", "40+2"), call("calculator", "no sum"), Turn("end")]
@@ -336,7 +336,7 @@ def test_no_episode_answers_for_others_that_block():
     ("name", "why"),
     [
         ("Dies", "its process ended with SIGKILL"),
-        ("Scribbles", "it sent something other than an answer: a message that is no JSON"),
+        ("Scribbles", "it sent something other than an answer: a message that is not JSON"),
     ],
 )
 def test_a_worker_that_always_dies_ends_the_job(name, why):

@@ -54,7 +54,7 @@ def says(body):
 
 
 def forks(task):
-    print("a line that is no result")
+    print("a line that is not a result")
     first = ask([USER], return_token_ids=True)
     assert first["usage"]["prompt_tokens"] == len(first["prompt_token_ids"])
     ask([SURE], model="policy:aside")

@@ -1,4 +1,4 @@
-"""The search server: ranks by BM25, refuses what is no corpus, and shows documents as the task 'facts' writes them."""
+"""The search server ranks by BM25, refuses bad files, and shows documents as the task 'facts' writes them."""
 
 import json
 import sys
@@ -51,7 +51,7 @@ def test_the_answer_is_semantic_scholars_and_limits_are_refused(tmp_path):
 def test_a_file_that_is_no_corpus_is_refused_by_its_line(tmp_path, line):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(f'{{"text": "red"}}\n{line}\n')
-    with pytest.raises(ValueError, match="line 2, is no text to be found"):
+    with pytest.raises(ValueError, match="line 2, is not a text for the corpus"):
         read(corpus)
     corpus.write_text("")
     with pytest.raises(ValueError, match="is empty"):

@@ -255,7 +255,7 @@ def test_relative_paths_outside_the_code_are_refused(project, extra, message, tm
 def test_a_configuration_file_goes_along_with_what_it_names(project, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = submission.read_code(project)
-    with pytest.raises(ValueError, match=r"--config=other\.py is no configuration of podrl, and not in --code="):
+    with pytest.raises(ValueError, match=r"--config=other\.py is not a configuration of podrl, and not in --code="):
         submission.check_job("other.py", [], {}, code=code)
     (project / ".gitignore").write_text("data\n")
     with pytest.raises(ValueError, match=r"data\.path=data/train\.jsonl is not in --code=.*leaves it out"):

@@ -275,7 +275,7 @@ def test_settings_are_merged_into_the_manifest():
         ("template.spec.volumes=1", "volumes must stay a list"),
         ("template.spec.nodeSelector=[a]", "nodeSelector must stay a mapping"),
         ("spec.replicatedJobs=[]", "by template or container"),
-        ("template.spec.x={", "is no YAML"),
+        ("template.spec.x={", "is not YAML"),
     ],
 )
 def test_settings_of_no_place_are_refused(given, message, capsys):

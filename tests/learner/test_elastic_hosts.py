@@ -574,7 +574,7 @@ def test_a_host_that_is_asked_to_stop_leaves_unless_it_is_the_last_or_the_job_st
         assert not second.leave() and leader.hosts == 1
         pods[0].on_lost(2)
         assert first.leave(), "what it was told once holds, though no host is left now"
-        pods[1].channel.close()  # the leader has released it: its end is no loss
+        pods[1].channel.close()  # the leader has released it: its end is not a loss
         assert pods[0].is_lost(1) and not pods[0]._lost_processes
 
 

@@ -60,7 +60,7 @@ def test_evaluations_stop_where_training_does():
     stops = []
     cluster: Any = Stopping([*"11", *"11"], Tokenizer.load(TINY))
     Evaluator(cluster, [prompts_with("1")], EvalConfig(samples=1), scorer=right, sets=[held])("policy", 0)  # pyright: ignore[reportArgumentType]
-    # The rollout ends samples at special tokens itself; these are no text.
+    # The rollout ends samples at special tokens itself; these are not text.
     assert stops == [("</answer>",), ("</answer>",), ("b",), ("b",)]
 
 

@@ -91,7 +91,7 @@ def test_split_clusters_see_their_own_part(monkeypatch):
     ("given", "message"),
     [
         ({"critic": "fsdp=3"}, r"roles.critic.mesh='fsdp=3' needs 3 devices of 2 hosts.*a multiple of 2"),
-        ({"critic": "fsdp=8"}, r"takes 4 devices of every host, of which one has 4: at least one must be left"),
+        ({"critic": "fsdp=8"}, r"takes 4 devices of every host, and one host has only 4"),
         ({"reward": "data=-1"}, r"roles.reward.mesh='data=-1' leaves a size open.*or 'rollout'"),
         ({"critic": "rollout"}, r"roles.critic.mesh='rollout' must be 'trainer', whose hosts it is on"),
         ({"reward": "fdsp=2"}, r"roles.reward.mesh='fdsp=2' names axis 'fdsp'"),

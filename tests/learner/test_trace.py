@@ -104,7 +104,7 @@ def test_a_sample_without_its_prompt_is_damage(tmp_path):
     recorded(tmp_path, [10])
     rewritten(tmp_path, lambda header, arrays: arrays.update({"sample.group": np.array([0, 0, 1, 2])}))
     with pytest.raises(
-        ValueError, match=r"cannot be read \(ValueError: its samples have prompts that it does not hold\)"
+        ValueError, match=r"cannot be read \(ValueError: some samples name a prompt that it does not hold\)"
     ):
         trace.read_step(tmp_path, 10)
 

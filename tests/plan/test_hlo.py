@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as Spec
 from podrl.mesh.build import make_mesh
 from podrl.plan.hlo import Collective, cost_of
 
-# A loop of 3 rounds that adds 1, each round a convolution as the TPU compiler writes a matrix product of (8, 16) and
-# (16, 4), and a permute of 8 x 4 floats over 4 devices; then one all-gather of 4 x 4 floats in groups of 2.
+# A program with a loop of 3 rounds, then one all-gather of 4 x 4 floats in groups of 2. Each round adds 1, multiplies
+# matrices of (8, 16) and (16, 4), which the TPU compiler writes as a convolution, and permutes 8 x 4 floats over 4 devices.
 TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=4
 
 %fused (param_0.1: f32[8,16], param_1.1: f32[5,16,4]) -> f32[8,4] {

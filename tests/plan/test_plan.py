@@ -87,7 +87,7 @@ def test_the_plan_takes_the_shapes_that_the_launchers_take():
             assert planned == launched, f"{name}:{text}"
             shapes |= {f"{name}:{text}"} if planned else set()
     assert {"v5e:2x4", "v5p:4x4x8", "v6e:16x16", "tpu7x:1x1x1"} <= shapes and "v6e:4x16" not in shapes
-    with pytest.raises(ValueError, match=r"'v5p:2x4x8' is no slice that GKE makes: v5p comes as 2x2x1, 2x2x2"):
+    with pytest.raises(ValueError, match=r"'v5p:2x4x8' is not a slice that GKE makes: v5p comes as 2x2x1, 2x2x2"):
         parse_topology("v5p:2x4x8", key="--trainer")
 
 

@@ -131,7 +131,7 @@ def test_lengths_are_read_from_numbers_and_nothing_else(tmp_path):
     file.write_text("\n".join(map(json.dumps, [3, 0, 12])) + "\n")
     assert read_lengths(str(file)).tolist() == [3, 12]
     file.write_text("many\n")
-    with pytest.raises(ValueError, match="no file of numbers"):
+    with pytest.raises(ValueError, match="nor a file of numbers"):
         read_lengths(str(file))
     with pytest.raises(ValueError, match="has 0 lengths"):
         read_lengths(str(tmp_path))

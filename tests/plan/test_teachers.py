@@ -94,7 +94,8 @@ def test_bounds_and_moves_have_the_teacher(teacher):
     assert least_bytes("trainer", with_) - least_bytes("trainer", without) == pytest.approx(held, rel=0.02)
     pack = [next(p for p in weight_move(s).programs if p.name == "move: pack").resident for s in (with_, without)]
     assert pack[0] - pack[1] == pytest.approx(held, rel=0.02)
-    # Twice the width makes twice the weights in attention, whose heads are the same, and four times in feed-forward.
+    # A model of twice the width has four times the weights in feed-forward, but twice in attention: its heads are the
+    # same.
     own = without.model
     attention = own.model_dim * own.head_dim * 2 * (own.num_heads + own.num_kv_heads)
     forward = attention + 3 * own.ffn_dim * own.model_dim

@@ -302,7 +302,7 @@ def test_a_user_without_privileges_isolates_too(tmp_path):
         not python
         or subprocess.check_output([python, "-c", "import sys; print(sys.version_info >= (3, 11))"]) != b"True\n"
     ):
-        pytest.skip("there is no Python 3.11 that every user may run")
+        pytest.skip("there is not Python 3.11 that every user may run")
     root = pathlib.Path(host.__file__).parents[3]
     copy = pathlib.Path(shutil.copytree(root / "podrl/rewards/sandbox", tmp_path / "podrl/rewards/sandbox"))
     for package in copy.parents[:2]:
@@ -360,7 +360,7 @@ def test_the_reward(tmp_path):
                     RewardError, match=r"'tests' \(reward.code.tests\)|test_list.*\(reward.code.tests\)"
                 ):
                     rewards.score(["q"], [good], {"answer": ["1"]})
-                with pytest.raises(RewardError, match="is no Python"):
+                with pytest.raises(RewardError, match="is not Python"):
                     rewards.score(["q"], [good], {"test_list": [["assert ("]]})
                 assert rewards.score(["q"], [good], {"test_list": [["f(lambda: 1)"]]}).tolist() == [[0.0]]
 

@@ -198,7 +198,7 @@ def assistant(answer):
         ("--seed=-1", "--seed=-1 must be at least 0"),
         ("--temperature=nan", "--temperature=nan must be 0"),
         ("--top_p=2", "--top_p=2.0 must be a number in"),
-        ("--model=/nowhere", "--model=/nowhere is no directory"),
+        ("--model=/nowhere", "--model=/nowhere is not a directory"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(argument, message):

@@ -116,7 +116,7 @@ def test_rows_of_a_group_that_does_not_fit_are_even_on_accelerators():
     assert _group_row(8, 512, 1024, 4096, 4096, even=False) == 512 + 6 * 513
     assert _group_row(8, 512, 1024, 4096, 4096, even=True) == 512 + 4 * 513
     assert _group_row(8, 512, 1024, 8192, 8192, even=True) == 512 + 8 * 513
-    assert _group_row(8, 512, 1024, 1537, 1537, even=True) == 0  # one sample is no group
+    assert _group_row(8, 512, 1024, 1537, 1537, even=True) == 0  # one sample is not a group
     assert _group_row(8, 512, 1024, 4096, 4615, even=True) == 512 + 4 * 513
     assert _group_row(8, 512, 1024, 4096, 4616, even=True) == 512 + 8 * 513
 

@@ -302,7 +302,7 @@ def test_a_run_that_grows_is_followed_and_one_that_is_resumed_read_anew(tmp_path
     assert run.describe()["step"] == 3
     with path.open("a") as file:
         file.write('{"step": 4, "reward/mean": 7.0}\n{"step": 5, "rew')
-    assert run.describe()["step"] == 4 and run.problems() == [], "a line that is being written is no damage"
+    assert run.describe()["step"] == 4 and run.problems() == [], "a line that is being written is not damage"
     with path.open("a") as file:
         file.write('ard/mean": 8.0}\n')
     assert run.describe()["last"]["reward/mean"] == 8.0

@@ -186,7 +186,7 @@ def _compiled(source: str, what: str) -> CodeType:
     try:
         return compile(source, "test", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise TestError(f"the test {what!r} is no Python: {error}") from None
+        raise TestError(f"the test {what!r} is not Python: {error}") from None
 
 
 def _name(error: BaseException) -> str:
@@ -219,7 +219,7 @@ class _Remote:
         """Returns the names that the program's process reports as defined, with their values or stand-ins."""
         names = self._reply("names")["names"]
         if not isinstance(names, dict):
-            raise self._not_a_message("its names are no mapping")
+            raise self._not_a_message("its names are not a mapping")
         return {name: self._local(value) for name, value in names.items()}
 
     def ask(self, operation: str, arguments: Sequence[object], keywords: Mapping[str, object]) -> object:

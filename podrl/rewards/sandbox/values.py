@@ -88,7 +88,7 @@ def receive(channel: socket.socket) -> Any:
 
     Raises:
       EOFError: the other side has ended.
-      ValueError: the message is no JSON, or longer than 16 MiB.
+      ValueError: the message is not JSON, or longer than 16 MiB.
     """
     (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size))
     if length > _MOST:

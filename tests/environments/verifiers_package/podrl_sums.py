@@ -28,7 +28,7 @@ class SumsConfig(vf.TasksetConfig):
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
     def load(self):
-        sys.stdout.write("a line that is no record\n")
+        sys.stdout.write("a line that is not a record\n")
         for i in range(self.config.largest):
             prompt = f"{i}-1=" if self.config.changed else f"{i}+1="
             yield Sum(Data(prompt=prompt, answer=str(i + 1)), self.config.task)
