@@ -308,7 +308,9 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     values = ConfigDict(complete(config.to_dict()))
     _check_overrides(argv, values)
     parsed: list[str] = []
-    emptied: dict[str, bool] = {}  # for each key, whether its last override is None, which absl cannot read as a number
+    emptied: dict[
+        str, bool
+    ] = {}  # for each key, True if its last override is None, not a number for absl
     for arg in argv:
         key, equals, text = arg.removeprefix("--config.").partition("=")
         override = arg.startswith("--config.") and bool(equals)

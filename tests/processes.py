@@ -146,7 +146,7 @@ def run(workdir: pathlib.Path, *args: str, code: int = 0, **kwargs) -> Job:
     """Runs a Job from start to end; every metric in its metrics.jsonl must be in docs/metrics.md."""
     with job(workdir, *args, **kwargs) as started:
         done = started.finish(code)
-    if pathlib.Path(workdir, "metrics.jsonl").exists():  # not where it is in a bucket
+    if pathlib.Path(workdir, "metrics.jsonl").exists():  # a run directory in a bucket is not checked
         assert (names := unlisted(name for record in done.records() for name in record)) == [], names
     return done
 

@@ -49,7 +49,7 @@ class PolicyRows:
 
     @property
     def alone(self) -> "PolicyRows":
-        """The rows of the policy loss without any object around them, which is this object itself."""
+        """The rows of the policy loss: this object itself, which wraps nothing."""
         return self
 
     def around(self, rows: "PolicyRows") -> Any:

@@ -251,7 +251,7 @@ class Curriculum:
             yield self._table
 
     def _move(self, end: int) -> None:
-        """Changes the table, forward or back, to the table after `end` steps."""
+        """Moves the table forward or back to its state after `end` steps."""
         while self._table_at > end:
             self._table.set(self._before.pop())
             self._table_at -= 1

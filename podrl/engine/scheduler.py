@@ -224,8 +224,8 @@ class Scheduler:
     def _fit(self, sample: Sample, *, compact: bool) -> _Fit:
         """Counts the pages that a sample's appended tokens need when they are fed after the sample's last page.
 
-        With `compact` they are fed after the sample's first page that is not full, and the tokens of all later pages
-        are fed again.
+        With `compact` they are fed after the sample's first page that is not full. The tokens of all later pages are
+        then fed again, too.
         """
         C, counts = self.shape.page_tokens, [page.count for page in sample.store.pages]
         keep = next((j + 1 for j, count in enumerate(counts) if count < C), len(counts)) if compact else len(counts)
@@ -463,8 +463,8 @@ class Scheduler:
     def _expected(self, sample: Sample) -> float:
         """Estimates how many new tokens a sample will have when it ends.
 
-        The estimate comes from the caller, else from the mean of the prompt's finished samples, else it is half of
-        `max_new`. It is at least one dispatch more than the sample has, and at most `max_new`.
+        The estimate is the caller's, or else the mean of the prompt's finished samples, or else half of `max_new`. It
+        exceeds the sample's present number of tokens by at least one dispatch, and is at most `max_new`.
         """
         if sample.expected is not None:
             guess = sample.expected

@@ -147,8 +147,8 @@ class EnvironmentConfig:
       deadline_s: longest time of the environment and its tools in one episode, seconds, without the time of waiting
         for the model. A sample that takes longer is left out of the loss.
       call_deadline_s: longest time of one call of a Python tool, seconds.
-      blocked_s: longest time for which an environment's code may block its process, seconds. The other episodes of that
-        process wait meanwhile.
+      blocked_s: longest time for which an environment's code may block its process, seconds. The other episodes of the
+        process wait in the meantime.
       retries: number of times that a call of a Python tool is repeated after the tool's process died.
       concurrency: largest number of calls of one Python tool at the same time, on each host.
       server_deadline_s: longest time for which an MCP server may be unreachable, seconds. The job then ends with exit

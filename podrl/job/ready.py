@@ -172,7 +172,7 @@ def check_all(job: Job) -> None:
     read_plan(job.log.plan)
     check_installed(job.log.to)
     env = environment_config(job.env)
-    # Names of tools that servers offer are not known without them.
+    # The names of a server's tools are known only once the server has been asked.
     tools = tuple(tool for tool in env.tools if not (env.mcp and tool in dr_tulu.TOOLS))
     if tools or env.agent or any(map(is_own, env.choices)):
         named = {"environment": env.environment if tools or env.agent else next(filter(is_own, env.choices))}

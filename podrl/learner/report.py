@@ -159,7 +159,7 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     Metrics of each tool (tools/NAME/*) and of the environment itself (env/NAME) are included.
     """
     episodes = [episode for episode in rollouts.episodes if episode["turns"]]
-    if not episodes:  # a batch that lost all its samples says so, although none of them has a turn
+    if not episodes:  # a batch whose samples are all lost is reported, although none of them has a turn
         lost = zip(rollouts.episodes, rollouts.stop_B, strict=True)
         episodes = [episode for episode, stop in lost if stop == STOP_DEADLINE]
     if not episodes:

@@ -237,7 +237,7 @@ def feed_forward(
         cuts: Mapping[str, Spec],
         tensor: tuple[str, ...] = (),
     ):
-        if spread:  # in the products' type, which takes half of the bytes if that is bfloat16
+        if spread:  # in the type of the products: in bfloat16 this takes half of the bytes
             weights = {n: w.astype(x_BTD.dtype) if n in floats else w for n, w in weights.items()}
         # Weights are gathered inside shard_map, so that each device sums the gradient of its own part only.
         whole: dict[str, Array] = {name: _gathered(w, cuts.get(name, Spec())) for name, w in weights.items()}

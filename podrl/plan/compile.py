@@ -146,7 +146,7 @@ def _compiled(program: Program, lowered: Any, chip: Chip, quick: bool, started: 
     read, written = memory.host_argument_size_in_bytes, memory.host_output_size_in_bytes
     # The compiler's peak includes arguments in the host's memory.
     peak = float(memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes - read)
-    if chip.name in GPUS:  # compiled for CPU, whose compiler's peak lacks temporaries, and which counts no host memory
+    if chip.name in GPUS:  # compiled for CPU: this compiler's peak does not count temporaries or host memory
         read = _host_bytes(lowered.args_info, compiled.input_shardings)
         written = _host_bytes(lowered.out_info, compiled.output_shardings)
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

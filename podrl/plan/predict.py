@@ -46,7 +46,7 @@ class JobCost:
 
 
 def rebalanced(prediction: Prediction, trainer_chips: int, rollout_chips: int) -> tuple[int, int]:
-    """Splits the same chips so that both sides are busy equally long, if twice the chips take half the time.
+    """Splits the chips anew so that trainer and rollout take equally long, if time is inversely proportional to chips.
 
     Returns:
       (chips of the trainer, chips of the rollout), at least one each.

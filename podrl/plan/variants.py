@@ -285,7 +285,8 @@ def _counted_best(setting: Setting, groups: Sequence["_Group"]) -> str:
 
 
 def _in_own_keys(before: Setting, after: Setting) -> Setting:
-    """Expresses the micro-batch that a search found by the key that the configuration uses, if that key can say it."""
+    """Writes the micro-batch that a search found with the key that the configuration uses, if this key can express
+    it."""
     size, group = after.job.trainer.micro_batch_sequences, after.job.group_size
     if before.job.trainer.train_micro_batch_size and size and size % group == 0:
         return _training(after, micro_batch_sequences=None, train_micro_batch_size=size // group)

@@ -403,7 +403,8 @@ class Branches:
         return all(session.has_routes(track) for track in self._tracks)
 
     def routes(self) -> list[UInt8[np.ndarray, "T X"] | None]:
-        """Lists the routes of the branch that each answer's request opened; None for a request that continued one."""
+        """Lists, for each answer, the routes of the branch that its request opened; None if the request continued a
+        branch."""
         first = {answer.track: i for i, answer in reversed(list(enumerate(self._answers)))}
         return [answer.track.routes if first[answer.track] == i else None for i, answer in enumerate(self._answers)]
 

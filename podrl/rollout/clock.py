@@ -1,4 +1,5 @@
-"""Clocks: where samples stop under each version of the weights, which groups make a batch, which groups are too old.
+"""Clocks decide where samples stop under each version of the weights, which groups make a batch, and which groups are
+too old.
 
 `TokenClock` decides by each sample's number of tokens alone, so a repeated run takes the same decisions. `WallClock`
 decides by the times at which samples end, and writes each decision to the journal before any process acts on it, so

@@ -184,7 +184,7 @@ def interval_of(values: Mapping[str, float], name: str) -> tuple[float, float] |
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) -> tuple[float, float] | None:
-    """Returns the interval of a change from the intervals of both means, as if their records were different ones.
+    """Returns the interval of a change from the intervals of both means, as if the means came from different records.
 
     Newcombe (1998), method 10.
     """

@@ -29,8 +29,8 @@ class Message:
     Attributes:
       value: any value that JSON can hold.
       arrays: arrays of numbers by name; they travel as raw bytes.
-      bulk: buffers that are sent without a copy, so they must not change until they are sent, and without a checksum:
-        the sender must have one of its own, as weights do.
+      bulk: buffers that are sent without a copy and without a checksum. They must not change until they are sent, and
+        the sender must check them itself, as weights do.
     """
 
     value: Any = None

@@ -92,8 +92,8 @@ def parse_hosts(text: str, key: str) -> tuple[int, ...]:
 def hosts_per_replica(mesh: str, hosts: int) -> int:
     """Returns the number of hosts that hold one copy of the weights together, in a rollout mesh over `hosts` hosts.
 
-    The mesh has as many copies as its axis data is long, 1 if it does not name data. A mesh with fewer copies than
-    hosts spreads each copy over several hosts.
+    The number of copies is the size of the mesh's axis data, 1 if the mesh does not name data. A mesh with fewer copies
+    than hosts spreads each copy over several hosts.
 
     Raises:
       ValueError: the copies cannot be spread equally over the hosts.

@@ -245,7 +245,7 @@ class Checkpoints:
     ) -> RestoredCheckpoint | None:
         """Restores the newest undamaged checkpoint; damaged checkpoints that are newer are logged and moved aside.
 
-        It also compiles the program that computes the checksums of the state, which `save` needs.
+        It also compiles the program with which `save` computes the checksums of the state.
 
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct with shardings, with the structure of the saved state.
@@ -334,7 +334,8 @@ class Checkpoints:
         """Agrees with the other saving processes on whether one of them has a problem; a collective.
 
         Returns:
-          `problem` if this process has a problem; a sentence if only other processes have one; '' if no process has.
+          `problem` if this process has a problem; a sentence that says so if only other processes have one; '' if none
+          has.
         """
         among = self._processes or tuple(range(jax.process_count()))
         if len(among) < 2:

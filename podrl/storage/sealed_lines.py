@@ -106,7 +106,7 @@ def _has(record: Mapping[str, Any], shape: Shape) -> bool:
 def _whole(line: bytes) -> bool:
     """Returns whether a line begins with a whole JSON value.
 
-    A line whose write was interrupted does not; a line that only lacks its newline does.
+    False for a line whose write was interrupted; True for a line that only lacks its newline.
     """
     try:
         json.JSONDecoder().raw_decode(line.decode(errors="replace"))

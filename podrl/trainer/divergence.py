@@ -147,7 +147,7 @@ def top_ids(
 
 
 def of_next(x_BT: Float[Array, "B T *K"], segment_BT: Int[Array, "B T"]) -> Float[Array, "B T *K"]:
-    """Moves results from the token that predicts to the token that is predicted; 0 where no token predicts it."""
+    """Moves each result from the predicting token to the predicted token; 0 at tokens that no token predicts."""
     keep = continues(segment_BT).reshape(segment_BT.shape + (1,) * (x_BT.ndim - 2))
     return jnp.where(keep, jnp.roll(x_BT, 1, axis=1), 0.0)
 

@@ -14,7 +14,7 @@ from podrl.models.tensor_files import scan_directory
 from podrl.rewards.compose import RewardConfig, RewardError, Rewards
 from podrl.workers.user_code import Limits, forget, is_secret
 
-# Reward functions of a user: they write to files beside them which things they can see, and which are refused.
+# Reward functions of a user, which write into files beside them what they can see and what is refused.
 FUNCTIONS = """
 import json, os, pathlib, resource
 

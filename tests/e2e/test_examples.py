@@ -23,7 +23,7 @@ SMALL = {
     "rollout.max_tokens_to_generate": 16,
     "log.to": (),
 }
-# One process runs all, so that each finds the programs that it shares with the others compiled.
+# One process runs all examples, so that programs which several examples share are compiled only once.
 ALL = f"""
 import json, os, pathlib, sys
 small = {SMALL!r}

@@ -230,7 +230,7 @@ class Mumbles:
 
 
 class DiesOnce:
-    """An environment whose process dies in the first run only; a file that the task names tells that it has died."""
+    """An environment whose process dies in the first run only: it then makes a file that the task names."""
 
     async def run(self, task, model):
         lucky = await model.outside("chance", self.chance)

@@ -166,7 +166,7 @@ def test_the_groups_kept_do_not_depend_on_when_others_are_found_without_signal(d
 
 
 class Windowed(Telling):
-    """An engine whose samples end one after the other, and which asks before each sample whether it must stop."""
+    """An engine that ends its samples one after the other, and asks before each sample whether it must stop."""
 
     def player(self, asked, *, group_size, step, sampling, partial):
         request = types.SimpleNamespace(prompts=asked, samples=len(asked.length_P) * group_size)

@@ -476,7 +476,7 @@ def test_a_changed_field_of_a_model_with_experts_is_honoured_or_refused(raw):
 
 
 def changed_without_effect(raw, **more):
-    """Changes each field that may change the logits; returns those that neither do so nor are refused by name."""
+    """Changes each field in turn; returns the fields that neither change the logits nor are refused by name."""
     gemma = raw["model_type"] == "gemma4_text"
     changes = {
         **{key: 3 for key in ("decoder_sparse_step", "max_window_layers")},

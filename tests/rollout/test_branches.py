@@ -275,7 +275,8 @@ def of_versions(serving, count):
 
 @pytest.mark.parametrize("calls", [None, 1])
 def test_windows_of_conversations_are_the_same_in_a_run_that_is_killed_at_every_step(play, serving, tmp_path, calls):
-    """The windows of an episode end after a number of its tokens, in the order of its requests, asides included."""
+    """A window of an episode ends after a fixed number of its tokens. Tokens of asides count; the order is that of the
+    requests."""
     S, K = 3, 4
     batches = [dataclasses.replace(asked_once(serving), index_P=np.asarray([b])) for b in range(NEWEST + 1)]
     with Episodes(EnvironmentConfig(environment=f"{tmp_path}/agents.py:Forks"), Limits(), journal=None) as host:

@@ -64,7 +64,7 @@ def test_the_oldest_groups_make_the_batch_and_one_asked_again_is_waited_for():
 
 
 def play(clock, seed, *, steps, size, staleness, decided=None):
-    """Ends groups at random, as engines would; with `decided`, ends them as they ended in that run."""
+    """Ends groups at random, as engines would; with `decided`, ends them as the run that made `decided` did."""
     chance, open_, batches, number = random.Random(seed), [], [], 0
     for step in range(steps):
         for old in clock.stale(step, open_):

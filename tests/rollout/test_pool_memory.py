@@ -17,5 +17,5 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(monkeypatch):
         ValueError, match=r"rollout\.lanes=1000000 needs 4\.0 GiB; free on this machine: 3\.0 GiB.*pool_tokens"
     ):
         sizes.check_memory(4 << 30, mesh, config, shape)
-    monkeypatch.setattr(sizes, "free_memory", lambda: None)  # a system that does not tell its memory
+    monkeypatch.setattr(sizes, "free_memory", lambda: None)  # a system that does not report its memory
     sizes.check_memory(4 << 30, mesh, config, shape)

@@ -40,7 +40,7 @@ def roomy(tiny, tight_config):
 
 
 def test_spills_change_nothing(check, tiny, tight, roomy, policy, prompts_of):
-    """Long samples give the same bits with a pool that cannot hold them as with one that can."""
+    """Long samples get the same bits whether or not the pool can hold them all."""
     prompts, sampling = prompts_of([20, 18, 3, 11]), Sampling(max_new=44)
     spilled = tight.generate(policy, prompts, group_size=4, step=1, sampling=sampling)
     assert tight.stats.spills > 0

@@ -114,7 +114,7 @@ SHOWN = {
     "samples": ["8 samples", "/groups?run=0&amp;step=10", "rewards by function", "reference"],
     "run": ["<caption>Roles (8 x cpu)", '<td class="">trainer', "trainer.max_steps", "greedy_answer"],
 }
-# Text that the other runs show besides.
+# Further text that the pages of the other runs show.
 MORE = {
     ("timeline", TOOLS): ["Calls of tools", "search", "3 short spans"],
     ("run", TOOLS): [

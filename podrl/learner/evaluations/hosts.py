@@ -122,7 +122,8 @@ class RemoteEvaluations:
 
 
 def evaluated(step: int) -> str:
-    """Returns the channel's key of the leader's message that it has a whole evaluation, or why it will not have it."""
+    """Returns the channel's key of the message in which the leader reports that an evaluation is complete, or why it
+    never will be."""
     return f"evaluated/{step}"
 
 

@@ -287,7 +287,7 @@ class Dispatcher:
         addresses = {host: self._pod.address(host) for host in self._lease_server.members}
         for host in [host for host, queue in self._queues.items() if addresses.get(host) != queue.address]:
             self._drop(self._queues.pop(host), None)
-            # The lost host was the one that could not go on: other hosts make its groups.
+            # If the lost host was the one that could not go on, other hosts make its groups.
             self._failed = None if self._failed == host else self._failed
         for host, address in addresses.items():
             self._queues.setdefault(host, _HostQueue(address, self._lease_server.members[host]))

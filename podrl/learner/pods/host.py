@@ -82,7 +82,7 @@ class HostRollouts:
         )
         self._lock, self._closed = threading.Lock(), False
         self._tasks: set[str] = set()  # evaluations begun here
-        self._accepted: set[Lease] = set()  # leases of these evaluations that are begun
+        self._accepted: set[Lease] = set()  # leases of these evaluations on which this host has begun
         self._batches: dict[Lease, Experience] = {}  # parts of batches that trainers may fetch rows of
         self._offered: list[tuple[int, str]] = []  # (step, key) of each state offered for the checkpoint after the step
         self._evaluations: list[tuple[int, str]] = []  # (step, key) of the scores that are offered

@@ -253,7 +253,7 @@ class ServedTree:
         """Drops the oldest versions beyond the `keep` newest, unless a receiver is pulling them or `hold` keeps them.
 
         Args:
-          coming: version that is about to be offered, which counts as one of the newest; None for no new version.
+          coming: version that is about to be offered and counts as one of the newest; None for no new version.
         """
         now = time.monotonic()
         droppable = [version for version in self._versions if version not in (coming, self._pinned)]
