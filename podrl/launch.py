@@ -308,9 +308,7 @@ def resolve(config: ConfigDict, argv: Sequence[str]) -> tuple[dict[str, Any], li
     values = ConfigDict(complete(config.to_dict()))
     _check_overrides(argv, values)
     parsed: list[str] = []
-    emptied: dict[
-        str, bool
-    ] = {}  # for each key, True if its last override is None, not a number for absl
+    emptied: dict[str, bool] = {}  # for each key, True if its last override is None, not a number for absl
     for arg in argv:
         key, equals, text = arg.removeprefix("--config.").partition("=")
         override = arg.startswith("--config.") and bool(equals)

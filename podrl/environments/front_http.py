@@ -188,9 +188,8 @@ class Client:
         await self._send(content)
 
     def _head(self, status: int, content_type: str, headers: str) -> bytes:
-        self.keep_alive = (
-            self.keep_alive and self._complete
-        )  # the rest of a request could be taken for the next request
+        # The rest of an unfinished request could be taken for the next request.
+        self.keep_alive = self.keep_alive and self._complete
         end = "" if self.keep_alive else "connection: close\r\n"
         return (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ndate: {_date(int(time.time()))}\r\n"

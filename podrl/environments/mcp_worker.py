@@ -46,13 +46,8 @@ class _Server:
         unreachable_s: float,
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._key, self._server, self._secrets, self._max_unreachable_s, self._send = (
-            key,
-            server,
-            secrets,
-            unreachable_s,
-            send,
-        )
+        self._key, self._server, self._secrets, self._send = key, server, secrets, send
+        self._max_unreachable_s = unreachable_s
         self._session: Any = None
         self._ready, self._broken = asyncio.Event(), asyncio.Event()
         self._checks: set[asyncio.Task[None]] = set()

@@ -112,14 +112,13 @@ class Serving:
                 400, "invalid_prompt", f"The model has no token {largest}: ids are below {self._vocab}."
             )
         room = self._context - len(prompt)
-        sampling, stops = self._limits(
-            request, room if model_request.max_new is None else min(model_request.max_new, room)
-        )
+        max_new = room if model_request.max_new is None else min(model_request.max_new, room)
+        sampling, stops = self._limits(request, max_new)
         session = self._open()
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=8).digest()
-        seed, repeated = (
-            (model_request.seed, 0) if model_request.seed is not None else (self._seed, self._count(digest))
-        )
+        seed, repeated = model_request.seed, 0
+        if seed is None:
+            seed, repeated = self._seed, self._count(digest)
         index = int.from_bytes(digest, "big") >> 1
         keys_G2 = sample_keys(seed, repeated, np.asarray(index), np.arange(model_request.samples))
         tracks = session.add(prompt, keys_G2, sampling)

@@ -453,7 +453,7 @@ class Pod:
             self._leavers.add(process)
             self._changed.notify_all()
         late = process >= self.seat.hosts.count  # the job goes on after any exit code of a host that joined late
-        # The next start makes a missed evaluation.
+        # If this misses an evaluation, the next start makes it.
         spared = self.seat.hosts.role(process) == EVAL or self._has_others(process)
         stopped = code == EXIT_PREEMPTED and message.value["text"] and spared
         lost = code == EXIT_INFRASTRUCTURE or stopped or (late and code != EXIT_DONE)

@@ -30,8 +30,8 @@ class TeacherParts:
         frozen parameters, the teacher's parameters).
       score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fns`; None
         if the update does not need it.
-      likely: function that only lists the policy's likeliest ids, for a teacher that reads other rows than the policy;
-        None if the update does not need it.
+      likely: function that lists the policy's likeliest ids and does nothing else, for a teacher whose rows are not
+        those of the policy; None if the update does not need it.
       score_ids: function that scores these ids under the teacher, in the teacher's rows (IdRows); None if the update
         does not need it.
     """

@@ -100,9 +100,7 @@ def hide_secrets() -> None:
         for name in [name for name in os.environ if is_secret(name) and name not in _hidden]:
             value = os.environ[name]
             _overwrite(name)
-            os.environ[name] = (
-                value  # new memory; other threads can read it all the time
-            )
+            os.environ[name] = value  # in new memory; other threads could read it all the time
             _hidden.add(name)
 
 

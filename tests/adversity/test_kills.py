@@ -1,7 +1,7 @@
 """Runs killed at chosen and random moments end bitwise as undisturbed runs, or can be repeated.
 
-kills.py kills more. Here each topology gets one combination of its grid (staleness, adapters, tools), and every commit
-chooses another one. A CI run that leaves tests out (--since) kills after one step; a nightly run or one by hand kills
+Each topology gets one combination of staleness, adapters and tools, and every commit chooses another one; kills.py as a
+command tests more. A CI run that leaves tests out (--since) kills after one step; a nightly run or a run by hand kills
 after each step.
 """
 

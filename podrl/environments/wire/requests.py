@@ -229,10 +229,8 @@ class UnsentText:
         self._stop = request.stop
         self._held_back = max((len(text) for text in request.stop), default=1) - 1  # characters
         self._tails = [""] * request.model_request.samples  # text that was held back
-        self._characters, self._tokens = (
-            [0] * request.model_request.samples,
-            [0] * request.model_request.samples,
-        )  # characters, tokens sent
+        self._characters = [0] * request.model_request.samples  # number of characters sent
+        self._tokens = [0] * request.model_request.samples  # number of tokens sent
 
     def part(self, index: int, choice: Choice) -> Choice:
         """Takes a part of choice `index`; returns the part with the text that can be sent now."""
