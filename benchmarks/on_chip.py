@@ -46,7 +46,7 @@ def parts(device: Mapping[str, Any], place: pathlib.Path, *, tiny: bool = False)
     Args:
       device: result of `benchmarks device`; each part uses all its devices.
       place: the directory of results, which also keeps the random weights.
-      tiny: whether to use shapes that a CPU runs in seconds.
+      tiny: True to use shapes that a CPU runs in seconds.
     """
     found = [Part("kernels", _bench("kernels", *(_tiny_kernels() if tiny else ())), 2)]
     for size in ("tiny",) if tiny else _SIZES:

@@ -182,8 +182,8 @@ class _Rule:
     Attributes:
       below: directory of the .gitignore, '' or ending in '/'.
       pattern: pattern that the path below that directory must match.
-      directories: whether the line names directories only.
-      back: whether the line takes back an earlier line ('!').
+      directories: True if the line names directories only.
+      back: True if the line takes back an earlier line ('!').
     """
 
     below: str

@@ -331,7 +331,7 @@ class Scoring:
           config: settings of the reward functions.
           right: smallest reward of the first function, or of the program, at which a sample counts as right.
           n: number of completions per record.
-          acts: whether a program or an environment completes the records; it may give rewards.
+          acts: True if a program or an environment completes the records; it may give rewards.
           question_field, answer_field: names of the fields with the question and the answer in the records; a record
             without the first may have 'question', 'prompt' or 'messages'.
 

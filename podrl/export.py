@@ -138,7 +138,7 @@ class RunModel:
       base: directory of the weights from which training started; None for a model trained from scratch.
       tokenizer: directory of the model's tokenizer.
       dtype: name of the dtype of the trained parameters.
-      scores: whether the model is a reward model.
+      scores: True if the model is a reward model.
       prompts: settings of `data` with which the run made prompts from questions; None if its sources differ in them, or
         if they are not recorded.
     """

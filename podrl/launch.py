@@ -218,7 +218,7 @@ def _find_cluster(argv: Sequence[str], *, joins: bool = False) -> detect.Cluster
 
     Args:
       argv: the command line, each argument as --name=value.
-      joins: whether the process joins a running job.
+      joins: True if the process joins a running job.
 
     Raises:
       ValueError: settings that cannot work in this cluster.

@@ -90,7 +90,7 @@ class Column:
     Attributes:
       dtype: numpy type of the array's values on the host, on disk and between hosts.
       fill: value at tokens that the policy did not sample, and beyond the end of a sample.
-      drawn: whether the engine computes the value when it samples the token.
+      drawn: True if the engine computes the value when it samples the token.
     """
 
     dtype: type[np.generic]

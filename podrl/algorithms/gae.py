@@ -107,7 +107,7 @@ def masked_whiten(
     Args:
       x_BT: values; masked tokens are ignored, even if they hold NaN.
       mask_BT: 1 on tokens that count.
-      shift_mean: whether the result has mean 0; False adds the mean of x back after the division.
+      shift_mean: True if the result has mean 0; False adds the mean of x back after the division.
       eps: number added to the variance and to the count.
 
     Returns:

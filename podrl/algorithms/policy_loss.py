@@ -325,7 +325,7 @@ class PolicyLoss:
         """Returns the optional arrays in the rows that the loss reads, as dtypes by name.
 
         Args:
-          mixed: whether samples of some data sources have settings of their own.
+          mixed: True if samples of some data sources have settings of their own.
         """
         found: dict[str, Any] = {"weight_BT": jnp.float32} if mixed else {}
         found |= {"loss_BT": jnp.int32} if self.others else {}

@@ -120,7 +120,7 @@ def gspo(
     Args:
       epsilon_low: distance of the lower bound of s from 1 (3e-4 in the paper).
       epsilon_high: distance of the upper bound of s from 1 (4e-4 in the paper).
-      token_form: whether each token has its own gradient.
+      token_form: True if each token has its own gradient.
     """
     log_s_BT = sequence_mean(logprob_BT - old_logprob_BT, mask_BT, length_BT, segment_BT)
     if token_form:

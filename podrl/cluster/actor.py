@@ -44,7 +44,7 @@ class Actor:
       model: configuration of the model.
       mesh: mesh that the model lives on.
       training: settings of the actor's training.
-      loaded: whether this process has devices of the mesh; if not, `state` and `frozen` are shapes only.
+      loaded: True if this process has devices of the mesh; if not, `state` and `frozen` are shapes only.
       optimizer: optimizer of the trainable parameters.
       state: trainable parameters, optimizer state and step.
       frozen: parameters that are not trained (empty without LoRA).
@@ -71,7 +71,7 @@ class Actor:
           source: a Hugging Face directory, or the result of `podrl.models.from_pretrained`.
           mesh: mesh that the model goes to.
           training: optimizer and dtypes.
-          loaded: whether this process has devices of the mesh.
+          loaded: True if this process has devices of the mesh.
           temperature: sampling temperature; log-probabilities belong to the distribution at this temperature.
           lora: adapters to add if `source` is a directory.
           seed: seed of fresh adapters and of dropout.

@@ -52,5 +52,5 @@ def check_engine(engine: str | type, clock: str) -> None:
 
 
 def able(engine: str | type, ability: Ability) -> bool:
-    """Returns whether an engine has an ability (podrl.engine.config.Ability)."""
+    """Returns True if an engine has an ability (podrl.engine.config.Ability)."""
     return ability in getattr(engine_class(engine), "abilities", ())

@@ -56,8 +56,8 @@ class RLCluster:
       teachers: models that score samples for distillation; empty if this process does not train.
       critic, reward_model: the other models; None if the job has no such model, or if none of its devices belongs to
         this process.
-      trains: whether this process has devices of the actor's mesh; if not, `state` and `actor.frozen` are shapes only.
-      generates: whether this process has devices of the rollout mesh.
+      trains: True if this process has devices of the actor's mesh; if not, `state` and `actor.frozen` are shapes only.
+      generates: True if this process has devices of the rollout mesh.
       directories: directory of each model, by its key in the configuration's `model`; '' for a model without one.
       tokenizer: tokenizer of all roles.
       metrics: values and loggers that users add to the run's records.
@@ -227,7 +227,7 @@ class RLCluster:
 
         Args:
           version: number of these weights, recorded with every token that they sample; None for the optimizer's step.
-          in_place: whether to reuse the buffers of the previous policy leaf by leaf, so that the rollout mesh never
+          in_place: True to reuse the buffers of the previous policy leaf by leaf, so that the rollout mesh never
             holds two policies; the training loop does this. Nothing is reused unless the previous call was in place,
             too. The previous policy becomes invalid, even if this call fails.
 

@@ -20,7 +20,7 @@ class ScorerCluster:
       actor: the model; None on a process without devices of its mesh.
       actor_mesh: mesh that the model lies on.
       rollout_mesh: mesh of the rollout, whose devices are idle.
-      trains, generates: whether this process has devices of the actor's mesh, and of the rollout mesh.
+      trains, generates: True if this process has devices of the actor's mesh, and of the rollout mesh.
       config: meshes and training configuration.
       training_config: training configuration of `config`.
       tokenizer: tokenizer of the model.

@@ -48,7 +48,7 @@ class WeightSync:
           local: mesh of this process's part of `mesh`; `mesh` itself if the process has all its devices.
           config: rollout settings, which say the dtype of the weights (by default the dtype of training) and whether
             adapters are merged.
-          generates: whether this process has devices of `mesh`.
+          generates: True if this process has devices of `mesh`.
           link: connection between trainers and rollouts if they are separate clusters; None for one cluster.
         """
         self._actor, self._mesh, self._local, self._generates, self._link = actor, mesh, local, generates, link

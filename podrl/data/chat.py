@@ -63,7 +63,7 @@ class ChatTemplate:
 
         Args:
           messages: the conversation.
-          add_generation_prompt: whether to end with the opening of the model's turn.
+          add_generation_prompt: True to end with the opening of the model's turn.
           tokens: texts of the special tokens by their names, such as 'bos_token'.
           tools: schemas of the functions that the model may call.
           marks: two texts, written before and after each stretch that the template puts inside `{% generation %}`,

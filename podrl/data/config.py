@@ -136,7 +136,7 @@ class DataConfig:
         answer is {answer}.'. A hint with {prompt} replaces the question. '' for none.
       template: form of a prompt: 'chat' writes turns by the model's chat template, 'plain' is for a model without one.
       seed: seed of the shuffling, and of generated problems.
-      shuffle: whether every epoch has a new order; False keeps the order of the file.
+      shuffle: True if every epoch has a new order; False keeps the order of the file.
       long_prompts: treatment of a prompt longer than rollout.max_prompt_length: 'skip' leaves it out and counts it,
         'error' ends the run with an error.
       size: number of generated problems in an epoch.

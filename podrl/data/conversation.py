@@ -40,7 +40,7 @@ def render(
       tokenizer: tokenizer whose chat template writes the text.
       messages: the conversation, in a form that podrl.data.shape.turns_fault has accepted.
       tools: schemas of the functions that the model may call; None for the tokenizer's own.
-      add_generation_prompt: whether to end with the opening of the model's turn.
+      add_generation_prompt: True to end with the opening of the model's turn.
 
     Raises:
       ValueError: the template refuses the messages, or leaves one out; the error names that message.
@@ -566,7 +566,7 @@ def prompts_of(
       conversations: prompts, each a text or a list of messages; the chat template renders messages.
       tokenizer: the model's tokenizer, whose chat template is used.
       max_length: largest number of tokens that a prompt may have.
-      chat: whether a text is a user's turn, which the chat template renders; if False, the model continues the text
+      chat: True if a text is a user's turn, which the chat template renders; if False, the model continues the text
         itself.
 
     Raises:

@@ -171,7 +171,7 @@ class _File(NamedTuple):
       records: records after the transforms of the source.
       dropped: number of records that the transforms dropped, by reason.
       hashes: question hash of every record.
-      is_held: whether each record is held out.
+      is_held: True if each record is held out.
       unanswered: text that names the first record without an answer and its fields; '' if all have one.
     """
 
@@ -301,7 +301,7 @@ def _read(
       notes: question hashes and answers of the records; this function adds those of the file.
       cache: cache of the records and notes of large files.
       form: function that raises ValueError for records of another form; None if records must have a question.
-      with_question: whether a record with a question is allowed in any form. This is the case in an evaluation file,
+      with_question: True if a record with a question is allowed in any form. This is the case in an evaluation file,
         whose records may be prompts or answers.
     """
 

@@ -73,7 +73,7 @@ class ProblemGenerator(Generic[P]):
     """The problems that one function writes.
 
     Attributes:
-      reasoned: whether the problems' answers have the reference format, in which reasoning comes first.
+      reasoned: True if the problems' answers have the reference format, in which reasoning comes first.
     """
 
     def __init__(self, write: Callable[[RandomDraws], P], *, reasoned: bool = True) -> None:

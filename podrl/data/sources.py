@@ -231,7 +231,7 @@ def read(
       check: function of (record, its place) that is called with every record in order, and raises ValueError.
       split: beginning of the names of the files to read, if `path` is a directory.
       cache: memory of .jsonl files that were read before, which need not be read again.
-      as_written: whether to leave conversations in the form of the file.
+      as_written: True to leave conversations in the form of the file.
 
     Raises:
       FileNotFoundError: nothing matches the path.

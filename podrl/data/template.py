@@ -30,9 +30,9 @@ class TextPart(NamedTuple):
 
     Attributes:
       text: text as the model reads or writes it.
-      learned: whether the model learns to write the text; if False, the model reads it.
-      ends: whether the model learns to end its turn after the text.
-      rendered: whether the chat template wrote the text, with the start token if it writes one; if False, the text is
+      learned: True if the model learns to write the text; if False, the model reads it.
+      ends: True if the model learns to end its turn after the text.
+      rendered: True if the chat template wrote the text, with the start token if it writes one; if False, the text is
         plain and has no start token.
     """
 

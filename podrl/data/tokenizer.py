@@ -120,7 +120,7 @@ class Tokenizer:
 
         Args:
           text: text to encode.
-          start: whether to put `start_ids` before the ids, unless these begin with them. Set it for every plain text.
+          start: True to put `start_ids` before the ids, unless these begin with them. Set it for every plain text.
             Never set it for a rendering of the chat template: the template writes the start token if the model wants
             one.
           behind: id of the token before the text, or ORDINARY; None if nothing is before the text. Llama's and
@@ -269,7 +269,7 @@ class Tokenizer:
 
         Args:
           messages: mappings with 'role' (system, user, assistant or tool) and 'content'.
-          add_generation_prompt: whether to end with the opening of the model's turn.
+          add_generation_prompt: True to end with the opening of the model's turn.
           tools: schemas of the functions that the model may call; None for the tokenizer's own.
           marks: two texts, written before and after each stretch that the template marks as the model's words.
 

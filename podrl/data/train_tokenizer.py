@@ -70,8 +70,8 @@ def train(*, calls: bool = False, search: bool = False) -> tokenizers.Tokenizer:
     """Makes the embedded tokenizer, the same bytes on every call and machine.
 
     Args:
-      calls: whether the tags of a tool's call and output are pieces, too.
-      search: whether the tokenizer is that of the task 'facts', with the tags of a search and of a citation.
+      calls: True if the tags of a tool's call and output are pieces, too.
+      search: True if the tokenizer is that of the task 'facts', with the tags of a search and of a citation.
     """
     count = collections.Counter(_words(_texts_of_facts() if search else _corpus()))
     everyday, tags = _EVERYDAY.split(), SEARCH_TAGS if search else CALL_TAGS * calls

@@ -169,10 +169,10 @@ def kernel_attention(
     `decode_attention`. The other arguments are those of `decode_attention`.
 
     Args:
-      tensor: whether heads are cut over the mesh's axis `tensor`. XLA cannot partition a kernel, so it is mapped over
+      tensor: True if heads are cut over the mesh's axis `tensor`. XLA cannot partition a kernel, so it is mapped over
         the axis here.
-      gpu: whether the devices are GPUs (`podrl.engine.page_attention_gpu`).
-      interpret: whether to run the kernel on CPU, slowly.
+      gpu: True if the devices are GPUs (`podrl.engine.page_attention_gpu`).
+      interpret: True to run the kernel on CPU, slowly.
     """
     R, N, H = q_RNH.shape
     K = key_LMKCH.shape[2]

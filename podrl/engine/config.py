@@ -143,12 +143,12 @@ class RolloutConfig(SamplingSettings):
       merge_adapters: whether, under LoRA, the trainer folds the adapters into the weights and sends the whole model at
         every version. Decoding is then as fast as without adapters, and a transfer costs as much as in full training.
         Otherwise the base is sent once, and the engine applies the adapters.
-      page_kernel: whether decoding on TPUs and GPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it
+      page_kernel: True if decoding on TPUs and GPUs uses podrl's attention kernel; None uses it on v4 and v5p, where it
         reads less memory than XLA's form (docs/measurements/planning.md), and on NVIDIA GPUs from Ampere on. Samples
         drawn with and without the kernel differ in their last bits.
       engine: decoding engine: 'podrl', or 'file.py:Class' or 'package.module:Class' for a class of your own
         (podrl/rollout/interface.py has its methods).
-      router_replay: whether the engine records the experts that each token took while it was sampled, and the trainer
+      router_replay: True if the engine records the experts that each token took while it was sampled, and the trainer
         sends the token to the same experts (docs/models.md). No effect on models without experts.
       Others: defaults of Sampling, see SamplingSettings.
 

@@ -74,7 +74,7 @@ class Device:
         Args:
           bucket: length of the call's rows, tokens.
           flat_BI: the chunks, as `EngineShape.pack_chunks` makes them.
-          wait: whether to wait until the call is done, so that calls do not pile up.
+          wait: True to wait until the call is done, so that calls do not pile up.
         """
         self.state = self.engine.prefills[bucket](self._params, self.state, self.engine.put_rows(flat_BI))
         # Waits here, because a podrl.mesh.backlog.Backlog could not: the next call donates the state.

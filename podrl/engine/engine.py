@@ -67,10 +67,10 @@ class Engine:
       dtype: dtype of weights and pools.
       shards: number of data-parallel shards of the mesh.
       read_shape: sizes of a shard's read list.
-      unrolled: whether programs take the weights of each layer as arrays of their own (`unrolls`).
-      kernel: whether decoding uses the attention kernel of the mesh's devices.
-      routes: whether the programs record the experts that each token takes.
-      several_hosts: whether the mesh has devices of several processes.
+      unrolled: True if programs take the weights of each layer as arrays of their own (`unrolls`).
+      kernel: True if decoding uses the attention kernel of the mesh's devices.
+      routes: True if the programs record the experts that each token takes.
+      several_hosts: True if the mesh has devices of several processes.
       generate: program that decodes `shape.steps` tokens per lane (`_generate`).
       bulk_insert: program that seats samples in lanes and frees lanes (`LaneUpdates`).
       prefills: prefill program of each bucket (`_prefill`).
@@ -95,11 +95,11 @@ class Engine:
           mesh: the rollout mesh, cut over any of the axes data, expert, fsdp and tensor.
           shape: sizes of a data-parallel shard.
           dtype: dtype of weights and pools.
-          several_hosts: whether the mesh's devices belong to several processes. All of them call the same programs in
+          several_hosts: True if the mesh's devices belong to several processes. All of them call the same programs in
             the same order, and every host of a replica can read all results of the replica.
-          kernel: whether to decode with the attention kernel of the mesh's devices; None uses it where it pays
+          kernel: True to decode with the attention kernel of the mesh's devices; None uses it where it pays
             (`podrl.engine.page_attention.chosen`).
-          routes: whether to record the experts that each token takes; no effect on a model without experts.
+          routes: True to record the experts that each token takes; no effect on a model without experts.
         """
         check_decodes(mesh, key="mesh of the engine")
         moe.check_mesh(model, mesh, key="mesh of the engine")
@@ -259,7 +259,7 @@ class Engine:
           local: the function that runs on each shard.
           flat_args: number of arguments `flat`, arrays cut by rows.
           blocks: specs of the arguments `blocks`.
-          weights: whether `local` takes `params`.
+          weights: True if `local` takes `params`.
           out: specs of the results beside the state; None if there are none.
         """
         row, state = self._batch_spec(), self._state_specs()

@@ -138,7 +138,7 @@ def page_attention(
         `podrl.engine.attention.decode_attention`.
       runs: the reads.
       name: name of the kernel in the compiled program.
-      interpret: whether to run the kernel on CPU, slowly.
+      interpret: True to run the kernel on CPU, slowly.
 
     Returns:
       The fields of `podrl.engine.attention.PartialSoftmax`: each query's largest score, the sum of weights relative to

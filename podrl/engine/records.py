@@ -23,7 +23,7 @@ class TokenStore:
     Attributes:
       key: ("prompt", prompt handle, shard) or ("sample", sample handle, 0).
       pages: pages with the keys and values of the tokens.
-      spilled: whether the whole store has been moved to the host.
+      spilled: True if the whole store has been moved to the host.
       place: place of the memory of linear attention (`EngineShape.places`): a slot for a prompt, the lane for a sample;
         -1 if the store has no place.
     """
@@ -61,14 +61,14 @@ class Sample:
       left: number of tokens that the sample may still draw, counted down by whole dispatches while it runs.
       position: position of the token that the sample feeds next.
       store: cache of the sample's own tokens.
-      urgent: whether the sample gets a lane before samples that are not urgent.
-      joins: whether the sample prefers a shard with its prompt's pages to the shard with the most free lanes.
+      urgent: True if the sample gets a lane before samples that are not urgent.
+      joins: True if the sample prefers a shard with its prompt's pages to the shard with the most free lanes.
       shard: number of the sample's shard; -1 as long as it has none.
       lane: number of the sample's lane on the shard; -1 while it has none.
       status: state of the sample.
       grown: upper bound of the tokens sampled so far.
       unfed: number of tokens before `position` without keys and values; they are prefilled when it is seated.
-      compact: whether to feed again from the first page that is not full, not only from the last page.
+      compact: True to feed again from the first page that is not full, not only from the last page.
       seated: order of its newest seat: a larger number means a later seat; -1 before the first.
       spilled_at: number of the plan that took its lane away; -1 without one. That plan does not seat it again, because
         the tokens in flight are known only to a later plan.

@@ -61,7 +61,7 @@ def draw(
       logits_RV: logits, float32, soft cap applied.
       settings: sampling settings of each lane.
       position_R: position that the sampled token will have; it decides the random numbers together with the lane's key.
-      live_R: whether the lane samples; filters are skipped if no live lane uses one.
+      live_R: True if the lane samples; filters are skipped if no live lane uses one.
     """
     top_R = jnp.max(logits_RV, axis=-1)
     greedy_R = settings.temperature_R <= 0

@@ -99,8 +99,8 @@ class Scheduler:
           length: number of tokens of the prompt.
           samples: (handle, largest number of new tokens, expected number of new tokens or None) of each sample.
           pieces: number of groups to cut the samples into; groups may run on different shards.
-          urgent: whether these samples get lanes before samples that are not urgent.
-          joins: whether these samples prefer a shard with the prompt's pages to the shard with the most free lanes.
+          urgent: True if these samples get lanes before samples that are not urgent.
+          joins: True if these samples prefer a shard with the prompt's pages to the shard with the most free lanes.
         """
         how = (urgent, joins)
         new = [
@@ -120,7 +120,7 @@ class Scheduler:
         Args:
           handle: handle of the sample.
           grown: number of new tokens that the sample ended with.
-          live: whether the device may still decode the sample's lane, which must then be freed by a plan.
+          live: True if the device may still decode the sample's lane, which must then be freed by a plan.
 
         Returns:
           (store, shard, indices of the store's pages on the device) of each store that was freed.

@@ -48,7 +48,7 @@ class Track:
       sampling: settings of the sample, with `max_new` set.
       stop_ids: every id that ends or pauses the sample.
       key: random key, uint32 (2,).
-      pauses: whether the sample pauses where other samples end; its caller then extends or ends it.
+      pauses: True if the sample pauses where other samples end; its caller then extends or ends it.
       finder: search for stop strings in the completion; None without stop strings.
       expected: estimate of how many tokens the sample will sample; None without an estimate.
       tokens: ids of the sampled and the appended tokens (`Opening.tokens`).
@@ -57,8 +57,8 @@ class Track:
       sampled: number of tokens sampled so far.
       limit: value of `sampled` at which the sample ends or pauses.
       hold: value of `sampled` at which the sample leaves the session, to continue in another; None for never.
-      held: whether the sample is outside of a session: it has left its session, or has not entered one yet.
-      recorded: whether `hold` repeats an interruption by the wall clock. Pages are then laid out as in the original
+      held: True if the sample is outside of a session: it has left its session, or has not entered one yet.
+      recorded: True if `hold` repeats an interruption by the wall clock. Pages are then laid out as in the original
         run, in which the interruption was not known beforehand.
       stop: reason why the sample ended (`podrl.types.STOP_EOS` and the others); None as long as it has not ended.
       paused: reason why the sample paused, with the values of `stop`; None while it runs.
@@ -70,7 +70,7 @@ class Track:
       breaks: numbers of sampled tokens at which the sample continued in another session under the same weights. Prefill
         computed its keys and values anew at these points, and its last bits differ from decoding's, so a repetition
         must break at the same points.
-      recording: whether to record the experts that the sample's tokens take.
+      recording: True to record the experts that the sample's tokens take.
       routes: experts of the tokens of prompt and completion, as in `Rollouts.route_BTX`, when it last left a session.
         Every session computes all tokens anew, so each token has the experts of its newest computation. None before
         it has left a session, and if experts are not recorded.
@@ -239,8 +239,8 @@ class Session:
         Args:
           tracks: records of the samples.
           pieces: number of groups of samples that may run on different shards (`Scheduler.add`).
-          urgent: whether these samples get lanes before samples that are not urgent.
-          shared: whether these samples read the pages of equal prompts that were submitted as `shared` before and are
+          urgent: True if these samples get lanes before samples that are not urgent.
+          shared: True if these samples read the pages of equal prompts that were submitted as `shared` before and are
             still there; else their prompt is prefilled for them.
         """
         for track in tracks:

@@ -42,7 +42,7 @@ def engine_shape(config: RolloutConfig, shards: int, *, recurrent: bool = False)
     Args:
       config: settings of the rollout.
       shards: number of data-parallel shards of the mesh.
-      recurrent: whether the model has layers of linear attention.
+      recurrent: True if the model has layers of linear attention.
     """
     C, prompt, longest = config.page_tokens, config.prompt_pages, config.longest_pages
     lanes = -(-config.lanes // shards)

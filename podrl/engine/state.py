@@ -139,7 +139,7 @@ class DecodeState:
       token_R: id of the token that each lane feeds next.
       position_R: position of that token in its sequence.
       left_R: number of tokens that the lane may still sample.
-      live_R: whether the lane samples.
+      live_R: True if the lane samples.
       sampling: sampling settings of each lane.
       stop_RE: ids that end the lane's sample; -1 in unused columns.
       memories: arrays of the memory that layers of linear attention keep of a sequence. Each kind of these layers, or
@@ -166,8 +166,8 @@ class SampledTokens:
       tokens_RT: ids of the tokens; T is the number of decode steps, and the first `count_R` columns hold tokens.
       drawn: an array (R, T) for each name of `podrl.types.DRAWN`.
       count_R: number of tokens that each lane sampled.
-      live_R: whether the lane continues to sample.
-      failed_R: whether the lane ended because its logits were not a distribution (`podrl.engine.sampling.Draw`).
+      live_R: True if the lane continues to sample.
+      failed_R: True if the lane ended because its logits were not a distribution (`podrl.engine.sampling.Draw`).
       steps_X: number of decode steps that each shard ran.
     """
 

@@ -18,7 +18,7 @@ Parser = Literal["call_tool", "tool", "legacy", "hermes", "json", "v20250824", "
 
 
 def is_own(name: str) -> bool:
-    """Returns whether an environment's name is a place in code of the user: 'file.py:Name' or 'package.module:Name'."""
+    """Returns True if an environment's name is a place in code of the user: 'file.py:Name' or 'package.module:Name'."""
     return ":" in name
 
 

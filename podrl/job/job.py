@@ -131,7 +131,7 @@ def build_scorer(job: Job, on: Meshes, trains: bool | None) -> ScorerCluster:
     Args:
       job: the job.
       on: meshes of all roles.
-      trains: whether this process trains, under topology=split, where a host sees only its own cluster; None elsewhere,
+      trains: True if this process trains, under topology=split, where a host sees only its own cluster; None elsewhere,
         where the meshes decide.
     """
     tokenizer = Tokenizer(job.model.tokenizer(job.tokenizer))
@@ -172,7 +172,7 @@ def scratch_model(config: ScratchModel, vocab_size: int, mesh: Mesh, seed: int, 
       vocab_size: tokens of the vocabulary.
       mesh: mesh of the trainer.
       seed: seed of the parameters.
-      here: whether the mesh has devices of this process.
+      here: True if the mesh has devices of this process.
     """
     model = config.model(vocab_size)
     abstract = parameters.abstract_params(model, mesh, jnp.dtype("float32"))
@@ -443,7 +443,7 @@ def answer_accuracy(
       prompts: prompt of each sample; not read.
       completions: completion of each sample.
       rewards: reward of each sample; not read.
-      has_format: whether the task asks for the exact format.
+      has_format: True if the task asks for the exact format.
       answer: reference answer of each sample, or a list of them; None for data without answers.
 
     Returns:

@@ -81,7 +81,7 @@ class RolesConfig:
         but no time.
       reward: devices of the model of `reward.model`.
       eval: hosts whose evaluations run while training continues.
-      colocated: whether all roles share all devices.
+      colocated: True if all roles share all devices.
     """
 
     trainer: RoleConfig = RoleConfig()
@@ -143,7 +143,7 @@ def meshes(roles: RolesConfig, hosts: Hosts | None = None, *, split: bool = Fals
     Args:
       roles: the configured meshes.
       hosts: role of every process, if there are several; None divides the devices of one process between the roles.
-      split: whether trainers and rollouts are separate clusters (topology=split).
+      split: True if trainers and rollouts are separate clusters (topology=split).
       role: role of this process; read only if `split`.
 
     Raises:

@@ -250,7 +250,7 @@ class Generator:
         return rollouts, np.concatenate(rewards, axis=1), time.monotonic() - started
 
     def signal(self, group: GroupInFlight) -> bool | None:
-        """Returns whether the rewards of a request of one prompt differ, or True without dynamic sampling.
+        """Returns True if the rewards of a request of one prompt differ, or True without dynamic sampling.
 
         Returns:
           None as long as a sample has not ended or a reward is not known.
@@ -564,7 +564,7 @@ def _further(signal: np.ndarray, wanted: int, count: int) -> int:
     """Estimates how many more groups to sample to get `wanted` groups with a signal.
 
     Args:
-      signal: whether rewards are unequal, for each group whose rewards are known.
+      signal: True if rewards are unequal, for each group whose rewards are known.
       wanted: number of groups with a signal to reach.
       count: number of groups sampled or being sampled, known or not.
     """

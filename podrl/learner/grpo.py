@@ -56,7 +56,7 @@ class GRPO:
           config: the settings.
           samples: number of samples of a step.
           log: function that prints a warning about settings that are probably a mistake.
-          pieces: whether samples may have several pieces.
+          pieces: True if samples may have several pieces.
         """
         self.cluster, self._config, self._samples, self._pieces = cluster, config, samples, pieces
         self.mini_batch_size = (cluster.training_config.mini_batch_size or 0) * config.num_generations or samples
@@ -84,7 +84,7 @@ class GRPO:
         self.layouts: list[tuple[PackShape, Mesh]] = [(self.shape, cluster.actor_mesh)]
 
     def _reference_use(self) -> tuple[bool, bool]:
-        """Returns whether the reference scores before `pack`, and whether a reference is needed at all."""
+        """Returns (True if the reference scores before `pack`, True if a reference is needed at all)."""
         scored_first = self._reward_kl.active
         return scored_first, scored_first or self._loss.needs_reference()
 

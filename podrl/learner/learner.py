@@ -99,7 +99,7 @@ def fit(
       schedule: steps at which the loop saves, evaluates and stops, and the staleness.
       workload: samples and evaluations of the job.
       trained: the algorithm and its report; None on a rollout host.
-      offline: whether the batches are answers from data; samples are then generated for evaluations only.
+      offline: True if the batches are answers from data; samples are then generated for evaluations only.
       pod: the job's processes; None if there is one process.
 
     Raises:

@@ -47,14 +47,14 @@ class AlgorithmConfig(LossSettings, AdvantageSettings):
         from 2 on, weights change inside samples (docs/async.md).
       stale_bound: largest age, in updates, of a token that adds to the policy loss; older tokens still count in
         denominators, KL and entropy. None for no bound.
-      dynamic_sampling: whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
+      dynamic_sampling: True if groups whose rewards are all equal are replaced by groups of further prompts (DAPO).
       dynamic_sampling_batches: number of prompt batches that a step takes from the data with dynamic sampling, its own
         included. Prompts that are not needed are skipped, so the data position never depends on results.
-      overlong_shaping: whether completions lose reward over the last `overlong_buffer` tokens before the limit (DAPO).
+      overlong_shaping: True if completions lose reward over the last `overlong_buffer` tokens before the limit (DAPO).
       overlong_buffer: number of tokens before the limit over which reward is lost; None is a fifth of
         rollout.max_tokens_to_generate.
       overlong_penalty: reward lost at the limit.
-      overlong_filter: whether completions cut off by the limit leave the loss; their rewards still count in their
+      overlong_filter: True if completions cut off by the limit leave the loss; their rewards still count in their
         groups.
       no_stop_reward: reward of a completion that the limit cut off, in place of its own; None for its own.
       kl_target: target of the KL to the reference, nats per token: the KL's coefficient (in the loss or in the reward)
@@ -600,8 +600,8 @@ class PPOConfig(AlgorithmConfig, GAESettings):
       kl_method: estimator of the KL in the reward; see podrl.algorithms.kl.
 
       critic_warmup: number of first steps of the run in which only the critic learns.
-      whiten_advantages: whether advantages are scaled to mean 0 and variance 1 over the batch's tokens.
-      whiten_rewards: whether token rewards, KL included, are scaled to variance 1 over the batch's tokens before GAE.
+      whiten_advantages: True if advantages are scaled to mean 0 and variance 1 over the batch's tokens.
+      whiten_rewards: True if token rewards, KL included, are scaled to variance 1 over the batch's tokens before GAE.
       Others: inherited settings, explained in the classes that they come from; `loss_agg_mode` is the critic's too.
     """
 

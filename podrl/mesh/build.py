@@ -267,7 +267,7 @@ def local_mesh(mesh: Mesh, process: int, *, key: str = "mesh") -> Mesh:
 
 
 def spreads_copies(mesh: Mesh) -> bool:
-    """Returns whether a copy of the weights, which is a row of axis "data", lies on several processes."""
+    """Returns True if a copy of the weights, which is a row of axis "data", lies on several processes."""
     rows = mesh.devices.reshape(len(mesh.devices), -1)
     return any(len({getattr(d, "process_index", 0) for d in row}) > 1 for row in rows)
 

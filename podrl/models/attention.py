@@ -63,7 +63,7 @@ def attention(
         TPU kernel for `shared`. 'auto' takes the matching kernel on TPU if T is a multiple of 128 and H of 64 (splash
         also needs `windows`), and 'blockwise' elsewhere.
       block: tokens of a block for 'blockwise', and the largest block for 'prefix'.
-      interpret: whether the TPU kernels run interpreted on CPU, which is slow.
+      interpret: True if the TPU kernels run interpreted on CPU, which is slow.
 
     Raises:
       ValueError: 'splash' with `shared`, which it cannot compute, or 'prefix' without `shared`.

@@ -49,7 +49,7 @@ class RopeScaling:
       turned: share of the frequencies that are not 0, for proportional.
       beta_fast, beta_slow: numbers of turns over `original_length` tokens at the two ends of yarn's transition: faster
         frequencies are not divided, slower ones are divided fully.
-      truncate: whether yarn rounds the ends of its transition outwards, to whole numbers of frequencies.
+      truncate: True if yarn rounds the ends of its transition outwards, to whole numbers of frequencies.
       attention_factor: factor of cosines and sines, for yarn.
     """
 
@@ -133,14 +133,14 @@ class Experts:
       score: function of the router's logits that gives scores: 'softmax' over all experts, 'sigmoid' of each logit, or
         'chosen' for a softmax over the chosen experts. The k experts with the highest scores are chosen, and their
         scores are their weights.
-      normalize: whether the weights of a token's experts are divided by their sum.
+      normalize: True if the weights of a token's experts are divided by their sum.
       scale: factor of the weights.
-      selection_bias: whether the choice, but not the weights, uses scores plus a number per expert, which has no
+      selection_bias: True if the choice, but not the weights, uses scores plus a number per expert, which has no
         gradient.
       shared_dim: inner dimension of a shared expert, which computes every token; 0 for no shared expert.
-      shared_gate: whether the shared expert's output is multiplied by a sigmoid of a projection of the token.
-      bias: whether the router and the projections of the experts have biases.
-      beside_dense: whether the layer also has the dense feed-forward of `ffn_dim`, whose output is added to that of the
+      shared_gate: True if the shared expert's output is multiplied by a sigmoid of a projection of the token.
+      bias: True if the router and the projections of the experts have biases.
+      beside_dense: True if the layer also has the dense feed-forward of `ffn_dim`, whose output is added to that of the
         experts. Both outputs, and the input of the experts, have norms of their own. The router reads the residual
         stream through another norm, its logits are multiplied by D**-0.5, and the weights by a learned number per
         expert (Gemma 4).
@@ -208,10 +208,10 @@ class Kind:
     Attributes:
       name: key of the kind's parameters under 'layers'.
       num_kv_heads, head_dim: number of key/value heads, K, and head dimension, H.
-      key_is_value: whether values are the keys before norm and rotation, so that there is no projection v.
+      key_is_value: True if values are the keys before norm and rotation, so that there is no projection v.
       delta: sizes of linear attention, if the layers have it in place of attention; `num_kv_heads` and `head_dim` then
         have no meaning. None for attention.
-      dense: whether the layers have the feed-forward of the model's `ffn_dim` in place of the model's experts.
+      dense: True if the layers have the feed-forward of the model's `ffn_dim` in place of the model's experts.
       keys_of: index of the kind whose last layer's keys and values these layers attend to, so that they have no
         projections k and v of their own; -1 for own keys and values. Layers of such kinds follow all others.
       ffn_scale: factor of the model's `ffn_dim`.
@@ -238,14 +238,14 @@ class ModelConfig:
       activation: gate non-linearity: 'gelu_tanh', 'gelu', 'silu', or 'clamped_silu' (gpt-oss), see
         `podrl.models.moe.gated`.
       norm_eps: number added to the mean square in every RMS norm.
-      norm_plus_one: whether norms scale by 1 + w (Gemma) instead of w.
-      post_norms: whether the outputs of attention and MLP are normalised (Gemma 2 to 4, OLMo 3).
-      qk_norm: whether queries and keys are normalised (Gemma 3 and 4, Qwen 3, OLMo 3).
-      qkv_bias: whether the q, k and v projections have biases (Qwen 2).
-      o_bias: whether the o projection has a bias (gpt-oss).
-      sinks: whether every head has a sink: a key of value 0 and a learned score that every token sees (gpt-oss).
+      norm_plus_one: True if norms scale by 1 + w (Gemma) instead of w.
+      post_norms: True if the outputs of attention and MLP are normalised (Gemma 2 to 4, OLMo 3).
+      qk_norm: True if queries and keys are normalised (Gemma 3 and 4, Qwen 3, OLMo 3).
+      qkv_bias: True if the q, k and v projections have biases (Qwen 2).
+      o_bias: True if the o projection has a bias (gpt-oss).
+      sinks: True if every head has a sink: a key of value 0 and a learned score that every token sees (gpt-oss).
       embed_scale: factor of the token embeddings (Gemma: sqrt(D)).
-      tie_embeddings: whether the output projection is the embedding matrix.
+      tie_embeddings: True if the output projection is the embedding matrix.
       query_scale: factor of the queries before the dot product.
       attn_softcap, logit_softcap: c in c * tanh(x / c) on attention scores and on logits; 0 is off.
       window_L: number of tokens that a token sees in each layer, itself included; GLOBAL_WINDOW for all earlier tokens.
@@ -255,21 +255,21 @@ class ModelConfig:
       lora: adapters beside the projections.
       experts: experts of every layer, in place of the feed-forward of `ffn_dim` or beside it; None for a model without
         experts. If layers are of several kinds, kinds with `dense` have none.
-      pre_norms: whether the inputs of attention and MLP are normalised (all families except OLMo 3).
-      joint_qk_norm: whether a norm of queries or keys runs over all heads of a token together (OLMo 3), and not over
+      pre_norms: True if the inputs of attention and MLP are normalised (all families except OLMo 3).
+      joint_qk_norm: True if a norm of queries or keys runs over all heads of a token together (OLMo 3), and not over
         each head alone.
-      v_norm: whether values are normalised per head, without a weight (Gemma 4).
-      layer_scalar: whether the output of every layer is multiplied by a number that does not train (Gemma 4).
+      v_norm: True if values are normalised per head, without a weight (Gemma 4).
+      layer_scalar: True if the output of every layer is multiplied by a number that does not train (Gemma 4).
       rotary_dim: number of leading dimensions of a head that rotary positions turn; 0 for all.
-      gated_attention: whether the projection q also makes a gate for each query; the sigmoid of the gate multiplies the
+      gated_attention: True if the projection q also makes a gate for each query; the sigmoid of the gate multiplies the
         head's output (Qwen 3.5).
-      key_is_value: whether values are the keys before norm and rotation; if layers are of several kinds, the value of
+      key_is_value: True if values are the keys before norm and rotation; if layers are of several kinds, the value of
         `kinds[0]`.
       delta: sizes of linear attention in place of attention, None for attention; if layers are of several kinds, the
         value of `kinds[0]`.
       ple_dim: size P of per-layer embeddings: each layer adds to its output a function of a vector of its own for the
         token, from a table (V, L P), and of a projection of the token's embedding (Gemma 4 E2B, E4B); 0 for none.
-      reuses_keys: whether the layers attend to keys and values of an earlier layer, see `Kind.keys_of`; False for a
+      reuses_keys: True if the layers attend to keys and values of an earlier layer, see `Kind.keys_of`; False for a
         whole model.
       kinds: kinds of layers; () if all layers are alike.
       kind_L: index of each layer's kind; () if all layers are alike.

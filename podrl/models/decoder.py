@@ -147,7 +147,7 @@ def project(
       layer: leaves of the layer.
       config: the model.
       drop: dropout of adapter inputs.
-      cut: whether time is cut over several devices. Rows and time then stay two axes, because an axis merged from the
+      cut: True if time is cut over several devices. Rows and time then stay two axes, because an axis merged from the
         two could not be cut along time.
     """
     einsum = EINSUMS[name][0]

@@ -20,7 +20,7 @@ class Family:
     Attributes:
       model_type: value of config.json's model_type.
       architecture: class name written on export.
-      gemma: whether embeddings are scaled by sqrt(D) and norms scale by 1 + w (but by w in Gemma 4).
+      gemma: True if embeddings are scaled by sqrt(D) and norms scale by 1 + w (but by w in Gemma 4).
       post_norms, qk_norm, qkv_bias: fields of ModelConfig with these names.
       defaults: values of fields that config.json may omit.
       experts: field with the number of experts, and its value if config.json omits it; None without experts.

@@ -129,11 +129,11 @@ class Entry:
       up_name: name of the tensors of up, if the leaf holds gate and up: they are at index 1 of the last stacked
         dimension, whose size is 2. '' otherwise.
       layers: number in the model of each layer of the stack; () if the stack holds all layers.
-      alternating: whether gate and up are dimension 1 of the leaf's part, but alternate in the last dimension of the
+      alternating: True if gate and up are dimension 1 of the leaf's part, but alternate in the last dimension of the
         tensor: (E, ..., 2F) is stored for (E, 2, ..., F).
       permuted: dimensions, without the stacked ones, in the order in which a matrix is stored; () for outputs before
         inputs.
-      whole: whether the file has all experts of a layer in one tensor of three dimensions: the first of `order`, the
+      whole: True if the file has all experts of a layer in one tensor of three dimensions: the first of `order`, the
         product of those between the first and the last, and the last.
     """
 

@@ -209,9 +209,9 @@ def feed_forward(
       mesh: mesh on which each device computes its own rows, with weights gathered over fsdp and outputs summed over
         tensor. Over the axis expert, devices gather each other's tokens, compute the tokens of their own experts, and
         sum the outputs. None if the calling device has the rows and the whole weights.
-      inside: whether the caller is in a shard_map of `mesh` over all axes but a tensor larger than 1, with weights
+      inside: True if the caller is in a shard_map of `mesh` over all axes but a tensor larger than 1, with weights
         already gathered over fsdp.
-      tpu: whether the TPU kernel computes the products.
+      tpu: True if the TPU kernel computes the products.
       route_BTk: recorded routes, see `route`; None lets all tokens choose.
       router_BTD: normalised residual stream that the router reads; None for `x_BTD`.
 
@@ -364,7 +364,7 @@ class _SortedRows(NamedTuple):
       row_Xk: row of each token and choice; at least P for experts of other devices.
       block_N: expert of each block of rows.
       blocks: number of blocks that hold rows.
-      partial: whether there are experts of other devices.
+      partial: True if there are experts of other devices.
     """
 
     count_E: Int[Array, " E"]
@@ -399,7 +399,7 @@ def _sort(expert_Xk: Int[Array, "X k"], count: int, block: int, rows: int, parti
       count: number of experts, E.
       block: number of rows of a block; 1 leaves no padding between experts.
       rows: number of rows to sort into, P.
-      partial: whether numbers outside [0, E) belong to experts of other devices, which get no row.
+      partial: True if numbers outside [0, E) belong to experts of other devices, which get no row.
     """
     flat_Z = expert_Xk.reshape(-1)
     if partial:
@@ -431,7 +431,7 @@ class _Form(NamedTuple):
         belong to experts of other devices, which add nothing to the sum.
       activation: gate non-linearity, see `gated`.
       scale: factor of the adapters' products.
-      tpu: whether the TPU kernel computes the products.
+      tpu: True if the TPU kernel computes the products.
     """
 
     experts: int

@@ -66,7 +66,7 @@ def prefix_attention(
       name: name under which remat policies may keep the output and its logsumexp.
       block: largest number of tokens of a block, 128 times a power of 2; blocks are smaller if a group has many or wide
         heads.
-      interpret: whether the kernels run interpreted on CPU, which is slow.
+      interpret: True if the kernels run interpreted on CPU, which is slow.
 
     Raises:
       ValueError: the kernel cannot compute arrays of these sizes.
@@ -100,7 +100,7 @@ class _Static(NamedTuple):
       group: query heads that share a key/value head.
       softcap: c in c * tanh(score / c); 0 is off.
       name: name under which remat policies may keep the output and its logsumexp.
-      interpret: whether the kernels run interpreted on CPU.
+      interpret: True if the kernels run interpreted on CPU.
     """
 
     T: int

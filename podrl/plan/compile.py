@@ -32,10 +32,10 @@ class CompileResult:
       name: name of the program.
       side: side whose devices the program occupies.
       runs: executions per training step.
-      fits: whether the compiler accepted the program, and peak and resident bytes stay within `capacity`.
+      fits: True if the compiler accepted the program, and peak and resident bytes stay within `capacity`.
       peak: bytes at the fullest moment, arguments and results included; if the compiler refused the program, the bytes
         that it asked for.
-      at_least: whether the compiler refused the program and named only its temporaries, so that `peak` lacks arguments.
+      at_least: True if the compiler refused the program and named only its temporaries, so that `peak` lacks arguments.
       resident: bytes of arrays that are on the chip but are not the program's arguments.
       capacity: bytes that a program may use.
       compile_s: seconds of tracing and compiling.
@@ -101,7 +101,7 @@ def measure(program: Program, chip: Chip, *, quick: bool = False, known: Compile
     Args:
       program: the program.
       chip: figures of the chip that the program runs on.
-      quick: whether to compile with least effort; peak and counts then belong to another schedule.
+      quick: True to compile with least effort; peak and counts then belong to another schedule.
       known: measurements of the same job and topologies so far. A program whose name and text are among them is not
         compiled again; new measurements are added.
     """

@@ -63,7 +63,7 @@ class Collective:
       kind: name of the operation, such as 'all-gather'.
       count: number of executions.
       bytes: bytes that a chip sends in all executions together.
-      crosses: whether the devices of a group lie in different slices: the data-centre network carries the bytes.
+      crosses: True if the devices of a group lie in different slices: the data-centre network carries the bytes.
     """
 
     kind: str

@@ -87,7 +87,7 @@ def predict(measured: Sequence[CompileResult], move_s: float, *, max_staleness: 
       move_s: seconds of the weight move.
       max_staleness: number of updates by which a sample may be older than the weights that it trains; from 1 on the
         sides work at the same time.
-      colocated: whether both sides use the same devices.
+      colocated: True if both sides use the same devices.
     """
     trainer, rollout = (sum(m.runs * m.seconds for m in measured if m.side == side) for side in (TRAINER, ROLLOUT))
     apart = max_staleness > 0 and not colocated

@@ -43,11 +43,11 @@ class Trial:
     Attributes:
       keys: keys of the variant.
       program: name of the program that needs most memory.
-      fits: whether every program fits; the compiler may refuse a program whose `missing` is 0.
+      fits: True if every program fits; the compiler may refuse a program whose `missing` is 0.
       peak: bytes of a chip that this program needs, resident arrays included.
       missing: bytes by which a program does not fit; 0 if all fit.
       seconds: seconds of the programs in a step, at the roofline.
-      at_least: whether the compiler named only a part of `peak` and `missing`.
+      at_least: True if the compiler named only a part of `peak` and `missing`.
     """
 
     keys: tuple[str, ...]
@@ -354,7 +354,7 @@ class _Group:
       family: name of the kind of mesh.
       spare_of: beginning of names of families: if a mesh of such a family fits, this group is not tried. None for a
         group that is always tried.
-      last: whether the group is tried after the other groups that are always tried, because its policy keeps least and
+      last: True if the group is tried after the other groups that are always tried, because its policy keeps least and
         takes longest.
     """
 

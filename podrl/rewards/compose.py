@@ -121,7 +121,7 @@ class _Function:
       here: the Python function, if it runs in this process; else None.
       dataset: name of the data set whose records the function scores; '' for all data sets.
       spec_text: the function as the configuration or a record's `reward_fns` names it.
-      general: whether the function also scores records that name no functions.
+      general: True if the function also scores records that name no functions.
     """
 
     name: str
@@ -132,7 +132,7 @@ class _Function:
     general: bool = True
 
     def scores(self, names: Sequence[str] | None) -> bool:
-        """Returns whether the function scores a record with `names` in its field `reward_fns`, of any data set.
+        """Returns True if the function scores a record with `names` in its field `reward_fns`, of any data set.
 
         Args:
           names: names of functions; None or empty if the record has no such field.
@@ -306,7 +306,7 @@ class Rewards:
         Args:
           records: place and fields of some records of every source.
           others: place and fields of some records of the evaluation sets, which need no rewards.
-          whole: whether these records are of all data sets of the job. If not, a function for another data set causes
+          whole: True if these records are of all data sets of the job. If not, a function for another data set causes
             only a warning.
 
         Raises:

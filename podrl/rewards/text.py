@@ -31,7 +31,7 @@ class TextConfig:
       extract: regular expression whose last match in the completion is the answer, by its first group if it has one; a
         completion without a match scores 0. '' takes the whole completion.
       answer: the record's field with the reference: a text, or a list of texts of which any will do.
-      normalise: whether to ignore case, punctuation and articles, as SQuAD does.
+      normalise: True to ignore case, punctuation and articles, as SQuAD does.
       choices: the letters that an answer to a multiple-choice question may name.
       pattern: regular expression that 'regex' searches for in the answer; '' takes the record's field 'pattern'.
       schema: file with the JSON schema of 'json_schema'; '' takes the record's field 'schema'.

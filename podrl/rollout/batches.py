@@ -200,7 +200,7 @@ class BatchMaker:
         """Makes the batch of this window's step, if enough groups are ready and the clock waits for no other group.
 
         Args:
-          over: whether sampling for the batch has ended (`WallClock.batch`).
+          over: True if sampling for the batch has ended (`WallClock.batch`).
         """
         step = self._playing.version
         future = self._waited.get(step)

@@ -40,9 +40,9 @@ class ChatRequest:
       parser: format in which the model writes a call.
       id: prefix of the ids of the answer's calls.
       max_new: largest number of sampled tokens; None for as many as the sample has room for.
-      aside: whether the answer must stay out of training.
-      logprobs: whether the answer needs the log-probabilities of its tokens.
-      pieces: whether the answer needs the text of each token.
+      aside: True if the answer must stay out of training.
+      logprobs: True if the answer needs the log-probabilities of its tokens.
+      pieces: True if the answer needs the text of each token.
     """
 
     messages: Sequence[Mapping[str, Any]] | None
@@ -127,7 +127,7 @@ class Branches:
       dropped: number of answers that no client received.
       text: text of the newest answer that is trained.
       read: token ids of the newest request.
-      repeated: whether the answer to the newest request, or its beginning, comes from a record.
+      repeated: True if the answer to the newest request, or its beginning, comes from a record.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Branches:
           response: largest number of tokens of the row after the prompt, in all branches together.
           head: largest number of tokens of a branch that the engine takes as the branch's prompt; further tokens of the
             first request are appended (`Opening.tokens`).
-          recording: whether to record the experts that tokens take (`Track`).
+          recording: True to record the experts that tokens take (`Track`).
         """
         self._tokenizer, self._key_2, self._prompt, self._sampling = tokenizer, key_2, prompt, sampling
         self._response, self._head, self._recording = response, head, recording
@@ -194,7 +194,7 @@ class Branches:
           request: the request.
           strings: stop strings of ordinary text.
           ids: token ids that end the answer, besides the end of the model's turn.
-          urgent: whether a new branch gets a lane before samples that are not urgent.
+          urgent: True if a new branch gets a lane before samples that are not urgent.
           leaves: value of `drawn` at which the episode leaves the session; None for never.
           drawn: recorded answer (podrl.rollout.partial.pack_turn) that the branch takes over; the engine samples its
             remaining tokens if it has not ended. An answer with a hash of its request (`read_record`) is taken over

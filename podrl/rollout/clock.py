@@ -131,11 +131,11 @@ class Candidate(Protocol):
       index: position of the prompt in the data.
       submit_step: step at which the prompt was submitted; a part of the samples' random keys.
       number: place of the group in the order of submission.
-      repeated: whether the prompt was submitted before, and its earlier samples became too old.
-      ended: whether all samples have ended.
-      ready: whether a step may train on the group: all samples have ended and, with dynamic sampling, all their rewards
+      repeated: True if the prompt was submitted before, and its earlier samples became too old.
+      ended: True if all samples have ended.
+      ready: True if a step may train on the group: all samples have ended and, with dynamic sampling, all their rewards
         are known.
-      signal: whether the rewards of a ready group differ; always True without dynamic sampling.
+      signal: True if the rewards of a ready group differ; always True without dynamic sampling.
       drawn: oldest version known to have drawn a token of the group; None if no token is known.
       oldest: `drawn`, or if that is not known, the oldest version that may have drawn a token.
     """
@@ -280,7 +280,7 @@ class WallClock:
           step: the step that trains on the batch.
           groups: the open groups.
           size: number of groups in a batch.
-          over: whether sampling for the batch has ended, so that all its groups in the journal must have ended.
+          over: True if sampling for the batch has ended, so that all its groups in the journal must have ended.
 
         Raises:
           ValueError: a repeated group differs from its entry in the journal.

@@ -143,8 +143,8 @@ class Episode:
       metrics: metrics that the environment gave, by name.
       stop: reason why the sample ended (`podrl.types.STOP_ENV` and the others); None while it goes on.
       text: text of the completion, which may be the environment's own instead of the text of the tokens.
-      own_text: whether `text` is the environment's own.
-      full: whether the sample had no room for the environment's last message.
+      own_text: True if `text` is the environment's own.
+      full: True if the sample had no room for the environment's last message.
       sent_turns: turns that were sent to the environment. Another process can repeat them to a new environment.
       received: number of messages from the environment.
       repeated: number of messages that an environment that began again has repeated so far; None if it has repeated all
@@ -232,7 +232,7 @@ class EpisodePlayer:
         self._budget = TokenBudget()
         self._calls: int | None = None
         self._failed = 0
-        self._windows = partial is not None and not self._by_wall  # whether windows of tokens cut the samples
+        self._windows = partial is not None and not self._by_wall  # True if windows of tokens cut the samples
         self._warned = False
         self._first = env_client.started
         env_client.started += len(self._episodes)
@@ -745,7 +745,7 @@ class EpisodePlayer:
         Args:
           b: row of the sample.
           reward: the reward.
-          whole: whether it is the reward of the whole sample; only such a reward may be given before the first turn.
+          whole: True if it is the reward of the whole sample; only such a reward may be given before the first turn.
 
         Raises:
           BatchError: the reward is for a turn, and the model has had no turn yet.

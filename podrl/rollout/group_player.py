@@ -27,9 +27,9 @@ class OwnGroup(Group):
       samples: the samples (podrl.learner.generation.GroupInFlight); None if one version draws all of them in one call.
       recorded: entry of the group in the journal, which the samples must reproduce; None if the journal has no entry.
       since: first version of the weights that still has to draw tokens of the group in this process, if it is `fixed`.
-      in_batch: whether a batch holds the group.
-      ended_reported: whether the leader of a pod knows that the group has ended.
-      oldest_reported: whether the leader of a pod knows the oldest version that drew one of the group's tokens.
+      in_batch: True if a batch holds the group.
+      ended_reported: True if the leader of a pod knows that the group has ended.
+      oldest_reported: True if the leader of a pod knows the oldest version that drew one of the group's tokens.
     """
 
     samples: Any
@@ -228,7 +228,7 @@ class GroupPlayer:
           version: version of the weights.
           halt: function that returns True once the groups that are not fixed must stop. They stop when the dispatches
             in flight have ended.
-          repeats: whether the window is repeated from the journal, so that only fixed groups are played.
+          repeats: True if the window is repeated from the journal, so that only fixed groups are played.
         """
         for together in self._in_order(list(groups()), version):
             self.repeat(together, version)

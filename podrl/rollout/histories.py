@@ -34,8 +34,8 @@ class Histories:
       extended: number of conversations that continue a known answer.
       forks: number of conversations that repeated a known answer but were encoded from their text, because the chat
         template renders earlier turns differently from how they were sampled.
-      continued: whether `extended` counts the conversation that was encoded last.
-      forked: whether `forks` counts the conversation that was encoded last.
+      continued: True if `extended` counts the conversation that was encoded last.
+      forked: True if `forks` counts the conversation that was encoded last.
     """
 
     def __init__(self, tokenizer: Tokenizer, parser: str) -> None:

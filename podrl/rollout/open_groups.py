@@ -25,11 +25,11 @@ class Group(abc.ABC):
       number: position of the group in the order of submission.
       submit_step: step at which the prompts were submitted, the last time if more than once; a part of the samples'
         random keys.
-      repeated: whether the prompt was submitted again because its earlier samples became too old.
+      repeated: True if the prompt was submitted again because its earlier samples became too old.
       origin: state of the samples in a checkpoint or on another host, from which they continue; None if they begin in
         this process, or after they have continued.
       looked_up: oldest version that is known to have drawn a token; None if no token is known.
-      signal: whether the rewards of the samples differ, or dynamic sampling is off; None until all rewards are known.
+      signal: True if the rewards of the samples differ, or dynamic sampling is off; None until all rewards are known.
     """
 
     prompts: Prompts
@@ -250,7 +250,7 @@ class OpenGroups(Generic[_G]):
         Args:
           step: the step of the batch.
           ahead: number of batches in flight before this batch, whose parts come first.
-          last: whether the part has all remaining groups and reserves.
+          last: True if the part has all remaining groups and reserves.
           found: samples in the state of other hosts, by the group's key.
         """
         own = self.groups[ahead * self._size : None if last else (ahead + 1) * self._size]

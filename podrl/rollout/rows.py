@@ -61,7 +61,7 @@ def collect(
     Args:
       request: the request.
       samples: samples by row; samples without any tokens may be missing.
-      has_environments: whether the samples have environments, so that `samples` are episodes.
+      has_environments: True if the samples have environments, so that `samples` are episodes.
       longest: largest number of tokens of a completion; a row's length is this plus the width of the prompts.
       pad_id: id that fills the rows.
       seconds: duration of the generation.

@@ -16,8 +16,8 @@ class TokenBudget:
         an entry leave after `quantum` tokens.
       late: by row, the number of tokens, appended tokens included, that the sample had when its environment ran out of
         time in the repeated run. The environment runs out of time at the same token again.
-      urgent: whether the samples get lanes before samples that are not urgent.
-      repeated: whether the batch of the samples is repeated from the wall clock's journal, so that finished episodes
+      urgent: True if the samples get lanes before samples that are not urgent.
+      repeated: True if the batch of the samples is repeated from the wall clock's journal, so that finished episodes
         are played from their records.
     """
 

@@ -85,7 +85,7 @@ class RolloutWorker:
       config: sampling defaults and engine sizes.
       stats: counters of the last finished `generate`, `stream` or `advance`.
       env_client: the environments of all samples; None if samples have no environments.
-      several_hosts: whether the mesh has devices of other processes.
+      several_hosts: True if the mesh has devices of other processes.
       broadcast: function that sends the calls to run to the other processes of the mesh; None if there are none.
     """
 

@@ -625,7 +625,7 @@ def _since_first(now: Record, past: Past, name: str, wrong: Callable[[float, flo
 
 
 def _saturated(now: Record, past: Past) -> bool:
-    """Returns whether rewards hardly differ any more and are higher than in the first steps."""
+    """Returns True if rewards hardly differ any more and are higher than in the first steps."""
     stds, start, mean = past.recent(now, "reward/std"), past.at_first("reward/std"), past.at_first("reward/mean")
     if not stds or not start or mean is None:
         return False

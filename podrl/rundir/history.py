@@ -73,13 +73,13 @@ class Past:
 
     @property
     def on_policy(self) -> bool:
-        """Returns whether every batch is sampled by exactly the weights that it updates, in one update."""
+        """Returns True if every batch is sampled by exactly the weights that it updates, in one update."""
         splits = self.setting("trainer.mini_batch_size", None) is not None
         return not self.setting("algo.max_staleness", 0) and self.setting("algo.num_iterations", 1) == 1 and not splits
 
     @property
     def exact(self) -> bool:
-        """Returns whether trainer and sampler both compute in float32, without quantised base weights."""
+        """Returns True if trainer and sampler both compute in float32, without quantised base weights."""
         trainer = self.setting("trainer.dtype", "float32")
         quantised = (self.setting("model.lora", {}) or {}).get("base_dtype")
         return trainer == self.setting("rollout.data_type", trainer) == "float32" and not quantised

@@ -124,7 +124,7 @@ def compare(
 
 
 def has_steps(workdir: Place, checkpoints: Place) -> bool:
-    """Returns whether the run in a directory has made a step; its settings must be kept only then."""
+    """Returns True if the run in a directory has made a step; its settings must be kept only then."""
     return bool(complete_steps(checkpoints)) or any("time/step" in record for record in read_metrics(workdir))
 
 

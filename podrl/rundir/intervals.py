@@ -9,7 +9,7 @@ _SHARES = ("answer", "partial", "format", "pass", "majority", "pair_accuracy")
 
 
 def is_share(name: str) -> bool:
-    """Returns whether a metric is a share of the records, from 0 to 1; other metrics have a reward function's unit."""
+    """Returns True if a metric is a share of the records, from 0 to 1; other metrics have a reward function's unit."""
     return name.endswith(_SHARES) and "_reward" not in name
 
 

@@ -27,7 +27,7 @@ def batch(step: int) -> str:
 
 
 def is_batch(task: str) -> bool:
-    """Returns whether the task makes a batch."""
+    """Returns True if the task makes a batch."""
     return task.startswith("batch/")
 
 
@@ -37,7 +37,7 @@ def evaluation(step: int) -> str:
 
 
 def is_over(name: str, step: int) -> bool:
-    """Returns whether the task called `name`, a batch or an evaluation, belongs to a step before `step`."""
+    """Returns True if the task called `name`, a batch or an evaluation, belongs to a step before `step`."""
     return step_of(name) < step
 
 
@@ -127,7 +127,7 @@ class Leases:
         return [lease for lease in task.leases if lease.host == self._pod.seat.process] if task else []
 
     def holds(self, lease: Lease) -> bool:
-        """Returns whether a lease still has the same host and range."""
+        """Returns True if a lease still has the same host and range."""
         task = self._tasks.get(lease.task)
         return task is not None and lease in task.leases
 

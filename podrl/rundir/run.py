@@ -185,7 +185,7 @@ class Run:
         self._stop.set()
 
     def stopping(self) -> bool:
-        """Returns whether the run was asked to stop.
+        """Returns True if the run was asked to stop.
 
         Raises:
           ValueError: another process has taken the run directory over.

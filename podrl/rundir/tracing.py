@@ -27,13 +27,13 @@ class TraceSteps:
     config: LogConfig
 
     def wants(self, step: int) -> bool:
-        """Returns whether the samples of a step are recorded."""
+        """Returns True if the samples of a step are recorded."""
         every = self.config.samples_every
         return self._every_step or (every > 0 and (step % every == 0 or step == 1))
 
     @property
     def ever(self) -> bool:
-        """Returns whether there are steps whose samples are recorded."""
+        """Returns True if there are steps whose samples are recorded."""
         return self._every_step or self.config.samples_every > 0
 
     @property
@@ -42,7 +42,7 @@ class TraceSteps:
         return 1.0 if self._every_step else 0.25
 
     def weighs(self, step: int) -> bool:
-        """Returns whether weight and clipping of every token are computed before the updates of a step."""
+        """Returns True if weight and clipping of every token are computed before the updates of a step."""
         return self.config.trace == "updates" and self.wants(step)
 
     @property

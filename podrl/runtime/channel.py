@@ -229,12 +229,12 @@ class Channel:
         self._do(lambda: self._give_up(bytes.fromhex(number)))
 
     def is_given_up(self, address: str) -> bool:
-        """Returns whether the endpoint at an address has given this one up, or was replaced by another endpoint."""
+        """Returns True if the endpoint at an address has given this one up, or was replaced by another endpoint."""
         link = self._peers.get((address, 0))
         return link is not None and link.refused
 
     def is_up(self, address: str) -> bool:
-        """Returns whether this endpoint has a connection to an address that is not known to be broken."""
+        """Returns True if this endpoint has a connection to an address that is not known to be broken."""
         link = self._peers.get((address, 0))
         return link is not None and link.is_up
 

@@ -64,7 +64,7 @@ class LocalPod:
           restarts: number of times, over all processes, that a process that does not train is started again.
         """
         self._command, self._hosts, self._replace = list(command), hosts, replace_rollouts
-        self._joinable = "PODRL_SECRET" in environment  # whether hosts that are not started here can join
+        self._joinable = "PODRL_SECRET" in environment  # True if hosts that are not started here can join
         own = {"PODRL_CHANNEL": f"127.0.0.1:{free_ports(1)[0]}", "PODRL_SECRET": secrets.token_hex(16)}
         place = {"PODRL_PLATFORM": "local", "PODRL_PROCESS_COUNT": str(hosts.count)}
         self._environment = own | dict(environment) | place
@@ -153,7 +153,7 @@ class LocalPod:
         return self._replace and self._hosts.role(process) != TRAINER and infrastructure and not self._stopping
 
     def _leaves(self, process: int, code: int) -> bool:
-        """Returns whether a process that does not train left the job because it was asked to, while the leader runs.
+        """Returns True if a process that does not train left the job because it was asked to, while the leader runs.
 
         If the job cannot go on, the leader ends with the same code.
         """

@@ -73,7 +73,7 @@ class Pod:
         self._leader = self.channel.address if self.leads else seat.leader
         self._addresses: dict[int, str] = {LEADER: self._leader}
         self._changes = 0  # number of changes of the roster since it was complete
-        self._complete = False  # whether all of the job's first processes have joined
+        self._complete = False  # True if all of the job's first processes have joined
         self._numbers = itertools.count(seat.hosts.count)  # numbers that are free for later processes
         self._late_numbers: set[int] = set()  # numbers of later processes
         # Numbers by the requests for them, because a request may be served twice.

@@ -41,7 +41,7 @@ class Hosts:
         return self.rollout[first : first + self.replica]
 
     def follows(self, process: int) -> bool:
-        """Returns whether a process is a rollout process that is not the head of its replica."""
+        """Returns True if a process is a rollout process that is not the head of its replica."""
         return self.role(process) == ROLLOUT and self.replica_of(process)[0] != process
 
     @property

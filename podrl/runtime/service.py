@@ -49,7 +49,7 @@ def ask(request: urllib.request.Request, *, timeout_s: float) -> bytes:
 
 
 def is_away(error: BaseException) -> bool:
-    """Returns whether an error says that a service is unreachable or overloaded, so that asking again later may help.
+    """Returns True if an error says that a service is unreachable or overloaded, so that asking again later may help.
 
     Libraries wrap such errors in errors of their own, so the causes of an error are looked at too. A plain Python error
     that was raised while a network error was handled, such as a KeyError, is a mistake of the program and does not

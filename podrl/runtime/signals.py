@@ -67,7 +67,7 @@ def raise_swallowed() -> None:
 
 
 def leaves(number: int = signal.SIGTERM) -> bool:
-    """Returns whether this module's handler is still installed for a signal."""
+    """Returns True if this module's handler is still installed for a signal."""
     return signal.getsignal(number) is _on_signal
 
 

@@ -72,7 +72,7 @@ class Owner:
         return json.dumps(dataclasses.asdict(self)).ljust(510) + "\n"
 
     def alive(self) -> bool | None:
-        """Returns whether the owner still runs; None if it ran on another machine, or its machine is not known."""
+        """Returns True if the owner still runs; None if it ran on another machine, or its machine is not known."""
         return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
 
 

@@ -17,7 +17,7 @@ def seal(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_sealed(values: Mapping[str, Any]) -> bool:
-    """Returns whether values carry a checksum, right or wrong."""
+    """Returns True if values carry a checksum, right or wrong."""
     return _KEY in values
 
 

@@ -104,7 +104,7 @@ def _has(record: Mapping[str, Any], shape: Shape) -> bool:
 
 
 def _whole(line: bytes) -> bool:
-    """Returns whether a line begins with a whole JSON value.
+    """Returns True if a line begins with a whole JSON value.
 
     False for a line whose write was interrupted; True for a line that only lacks its newline.
     """

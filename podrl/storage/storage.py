@@ -35,7 +35,7 @@ class StorageError(Exception):
 
 
 def is_remote(path: str | os.PathLike) -> bool:
-    """Returns whether a path is a URL, such as gs://bucket/run."""
+    """Returns True if a path is a URL, such as gs://bucket/run."""
     return "://" in os.fspath(path)
 
 
@@ -154,7 +154,7 @@ def denied(url: str, key: str) -> str:
 
 
 def is_denied(error: BaseException) -> bool:
-    """Returns whether an error of gcsfs is about insufficient permission."""
+    """Returns True if an error of gcsfs is about insufficient permission."""
     return getattr(error, "code", None) in (401, 403) or str(error).startswith("Forbidden")
 
 
@@ -234,7 +234,7 @@ def _bucket(url: str) -> str:
 
 
 def on_network(path: str, mounts: str) -> bool:
-    """Returns whether a local path lies on a file system that other machines may write to.
+    """Returns True if a local path lies on a file system that other machines may write to.
 
     Args:
       path: the local path, absolute.

@@ -61,7 +61,7 @@ class RLTrainingConfig(AdamSettings):
         of a sequence, or 1.65 times it if it is at most 256 tokens (most pairs of sequences then fit one row), rounded
         up to a multiple of 32 (CPU) or 128 for each part along time. If prompts are shared and sequences can be longer,
         None makes room for as many samples of a group as a device can hold.
-      share_prompts: whether samples of a prompt that lie in one row share the prompt's tokens; None is True. The
+      share_prompts: True if samples of a prompt that lie in one row share the prompt's tokens; None is True. The
         gradient is the same, except that dropout in adapters drops the same inputs of a shared token for all samples.
       param_dtype: storage type of trainable parameters. With bfloat16 the optimizer keeps a float32 master copy.
       dtype: compute dtype; softmax, norms and log-probabilities are float32 in any case.

@@ -26,7 +26,7 @@ class TeacherParts:
 
     Attributes:
       step: keyword arguments for `make_train_step`; empty if nothing changes.
-      whole: whether the update reads the teacher's parameters; its frozen parameters are then the pair (the policy's
+      whole: True if the update reads the teacher's parameters; its frozen parameters are then the pair (the policy's
         frozen parameters, the teacher's parameters).
       score: function that scores the policy's likeliest ids under the teacher once a step, see `make_top_k_fns`; None
         if the update does not need it.

@@ -52,7 +52,7 @@ class Optimizer:
     Attributes:
       transform: the gradient transformation.
       schedule: learning-rate schedule, which only metrics read; None if it is unknown.
-      on_host: whether its state waits in the host's memory between updates, except for values as small as counters.
+      on_host: True if its state waits in the host's memory between updates, except for values as small as counters.
     """
 
     transform: optax.GradientTransformation

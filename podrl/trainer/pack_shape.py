@@ -32,10 +32,10 @@ class PackShape:
       rows: number of rows of one micro-batch over all data shards, B.
       tokens: number of tokens of one row, T.
       shards: number of data shards that split the rows of a micro-batch evenly.
-      shared: whether sequences of a row that begin with the same tokens share these tokens.
-      whole: whether all pieces of a sample lie in one row, for a loss with terms over whole samples; layouts then
+      shared: True if sequences of a row that begin with the same tokens share these tokens.
+      whole: True if all pieces of a sample lie in one row, for a loss with terms over whole samples; layouts then
         number the samples of a row.
-      tree: whether pieces of samples share all tokens with which pieces of their group begin, and not only a prompt.
+      tree: True if pieces of samples share all tokens with which pieces of their group begin, and not only a prompt.
     """
 
     micro_batches: int
@@ -69,7 +69,7 @@ class PackShape:
           rows_per_micro_batch: wanted number of rows, B; rounded up to a multiple of `shards`, and reduced to the
             number of rows that the worst case fills.
           shards: product of the sizes of the mesh axes that split the rows (data x expert x fsdp).
-          shared: whether sequences of a row that begin with the same tokens share these tokens.
+          shared: True if sequences of a row that begin with the same tokens share these tokens.
 
         Raises:
           ValueError: a sequence of `max_length` tokens does not fit into a row.
@@ -114,8 +114,8 @@ def pack_shape(
       max_length: greatest length of a sequence, tokens.
       group_size: number of sequences that begin with the same prompt.
       max_prompt_length: greatest length of a prompt, tokens.
-      pieces: whether samples may have several pieces.
-      by_sample: whether the loss has terms over whole samples.
+      pieces: True if samples may have several pieces.
+      by_sample: True if the loss has terms over whole samples.
 
     Raises:
       ValueError: rows are too short for the longest sequence or do not split along time, a device's limit of tokens is
@@ -174,7 +174,7 @@ def _group_row(group_size: int, prompt: int, longest: int, room: int, whole: int
       longest: tokens of the longest sample, prompt included.
       room: largest length of a row that holds a part of the group.
       whole: largest length of a row that holds the whole group.
-      even: whether a split group is split into parts of equal size (up to rounding) instead of full rows and a rest.
+      even: True if a split group is split into parts of equal size (up to rounding) instead of full rows and a rest.
     """
     own = longest - prompt + 1  # a sample keeps the last prompt token, as it predicts another token in each sample
     if prompt + group_size * own <= whole:

@@ -128,7 +128,7 @@ def _updated(
     Args:
       optimizer: optimizer of the parameters.
       grads: gradients.
-      finite: whether the gradients and the loss are finite; if not, parameters and optimizer state keep their values.
+      finite: True if the gradients and the loss are finite; if not, parameters and optimizer state keep their values.
       params: parameters before the update.
       opt_state: optimizer state before the update.
       norm: keyword `norm`, the global norm of all gradients, where `grads` holds only a part of them.

@@ -79,7 +79,7 @@ class RelayoutTransport:
 
     @staticmethod
     def fits(plan: TransferPlan) -> bool:
-        """Returns whether every leaf stays on the same devices in the same order."""
+        """Returns True if every leaf stays on the same devices in the same order."""
         return all(leaf.source.device_ids == leaf.target.device_ids for leaf in plan.leaves)
 
     def send(self, move: Move, chosen: tuple[int, ...], part: int | None) -> Sequence[Array]:

@@ -25,7 +25,7 @@ def platforms() -> str:
 
 
 def chosen(platforms: str) -> bool:
-    """Returns whether a comma-separated list of platforms names the Pathways proxy."""
+    """Returns True if a comma-separated list of platforms names the Pathways proxy."""
     return "proxy" in platforms.split(",")
 
 

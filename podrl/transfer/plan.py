@@ -173,7 +173,7 @@ class LeafPlan:
 
     @functools.cached_property
     def stays(self) -> bool:
-        """Returns whether the leaf need not move: same blocks on the same devices in the same dtype."""
+        """Returns True if the leaf need not move: same blocks on the same devices in the same dtype."""
         (source, target) = self.source, self.target
         if self.casts or (source.device_ids, source.cuts) != (target.device_ids, target.cuts):
             return False
@@ -291,7 +291,7 @@ def default_bucket_bytes(targets: Sequence[Any], sources: Sequence[Any] = ()) ->
 
 
 def in_one_memory(sources: Sequence[Any], targets: Sequence[Any]) -> bool:
-    """Returns whether all devices of the shardings are CPUs of this process."""
+    """Returns True if all devices of the shardings are CPUs of this process."""
     devices = {device for sharding in (*sources, *targets) for device in sharding.device_set}
     return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
 

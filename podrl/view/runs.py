@@ -374,7 +374,7 @@ def typical_step(spans: Sequence[Mapping[str, Any]]) -> int:
 
 
 def is_wait(span: Mapping[str, Any]) -> bool:
-    """Returns whether in a span a process waits for another process, or its loop waits for its own generation."""
+    """Returns True if in a span a process waits for another process, or its loop waits for its own generation."""
     return span["name"].startswith("waiting") or (span["lane"] == "loop" and span["name"] == "rollout")
 
 

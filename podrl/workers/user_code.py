@@ -70,12 +70,12 @@ class Limits:
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether the name of an environment variable sounds secret, so that only the job itself should see it."""
+    """Returns True if the name of an environment variable sounds secret, so that only the job itself should see it."""
     return _SECRET.search(name) is not None
 
 
 def is_of_the_job(name: str) -> bool:
-    """Returns whether a variable holds the secret of the job's own network, which users' code may never see."""
+    """Returns True if a variable holds the secret of the job's own network, which users' code may never see."""
     return _OF_THE_JOB.fullmatch(name) is not None
 
 

@@ -106,7 +106,7 @@ class JudgedAnswers:
     A subclass adds `score`, `advantages` and `watched`, and is then a podrl.learner.loop.Algorithm.
     """
 
-    compared = True  # whether answers are also scored under a reference
+    compared = True  # True if answers are also scored under a reference
 
     def __init__(self, cluster: RLCluster, config: Any, shape: PackShape):
         """Sets the cluster's loss, and keeps a reference if answers are compared with one.

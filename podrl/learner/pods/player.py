@@ -357,7 +357,7 @@ class HostPlayer:
         """Sends a report to the leader.
 
         Args:
-          failed: whether this host cannot go on.
+          failed: True if this host cannot go on.
           groups: `ended`, `without_signal` and `drawn`, lists of groups; those left out are empty.
         """
         self._quiet = False

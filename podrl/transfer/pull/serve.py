@@ -158,8 +158,8 @@ class ServedTree:
         Args:
           params: the trainer's parameters, with the shardings of `source`.
           version: number of the weights; the same on every process.
-          donate: whether to delete each leaf of `params` after it has been copied.
-          lasting: whether the caller never changes or donates these arrays, such as a frozen base. They are then served
+          donate: True to delete each leaf of `params` after it has been copied.
+          lasting: True if the caller never changes or donates these arrays, such as a frozen base. They are then served
             without a copy, and cast when a bucket is cut.
 
         Raises:
