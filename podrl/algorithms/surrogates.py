@@ -225,8 +225,10 @@ def dppo(
     probability treats both alike. The penalty is on every token, so it draws tokens without -r A back.
 
     Args:
-      epsilon_low: largest fall from exp(old_logprob) to exp(logprob) that keeps -r A where A < 0.
-      epsilon_high: largest rise from exp(old_logprob) to exp(logprob) that keeps -r A where A > 0.
+      epsilon_low: largest fall of the probability, from exp(old_logprob) to exp(logprob), at which a token with A < 0
+        keeps -r A.
+      epsilon_high: largest rise of the probability, from exp(old_logprob) to exp(logprob), at which a token with A > 0
+        keeps -r A.
       coef: weight of the penalty.
     """
     fell_BT, rose_BT = _moved(logprob_BT, old_logprob_BT, epsilon_low, epsilon_high)

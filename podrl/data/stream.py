@@ -239,7 +239,7 @@ class Stream(Generic[Item]):
         self.too_long |= saved.get("too_long", {})
 
     def _next(self) -> Item:
-        # Two epochs, because the only record that fits may come first in this epoch, where it was read already, and
+        # Two epochs, because there may be a single record that fits: it may already be read in this epoch, and come
         # last in the next.
         tried = min(2 * self.records, MOST_IN_A_ROW)
         for _ in range(tried):

@@ -193,8 +193,9 @@ class RolloutConfig(SamplingSettings):
             )
         if self.response_tokens < self.max_tokens_to_generate:
             raise ValueError(
-                f"rollout.max_response_tokens={self.max_response_tokens} counts sampled and given tokens: it must be "
-                f"at least rollout.max_tokens_to_generate={self.max_tokens_to_generate}, which counts the sampled ones."
+                f"rollout.max_response_tokens={self.max_response_tokens} counts sampled and appended tokens: it must "
+                f"be at least rollout.max_tokens_to_generate={self.max_tokens_to_generate}, which counts the sampled "
+                "ones."
             )
         if self.max_prompt_length + self.response_tokens > self.kv_cache_size:
             key = "max_tokens_to_generate" if self.max_response_tokens is None else "max_response_tokens"
@@ -237,7 +238,7 @@ class RolloutConfig(SamplingSettings):
         if environment and self.max_response_tokens is None:
             raise ValueError(
                 "rollout.max_response_tokens is not set, and the samples have an environment: set the most tokens of a "
-                "sample, sampled and given ones together. It must exceed rollout.max_tokens_to_generate="
+                "sample, sampled and appended tokens together. It must exceed rollout.max_tokens_to_generate="
                 f"{self.max_tokens_to_generate} by the tokens that tools and environment may add."
             )
 

@@ -574,7 +574,7 @@ class EnvironmentHost:
         self._send(episode, {"answer": episode.attempt, "number": number, "reply": episode.answers[number]})
 
     def _report_call(self, episode: _Episode, number: int, answer: Mapping[str, Any]) -> None:
-        """Reports a call that has just ended to `called`. The time that it waited for a free tool is not included."""
+        """Reports a call that has just ended to `on_call`. The time that it waited for a free tool is not included."""
         if self._on_call is not None:
             ended = time.monotonic()
             failed = str(answer.get("failed") or ("exception" if "raised" in answer else ""))

@@ -9,7 +9,7 @@ from podrl.rewards import numbers
 from podrl.rewards.answers import closed_answer
 from podrl.runtime.plain import references
 
-# Seconds for one answer; math-verify ends a comparison that takes longer by SIGALRM, so it needs a main thread.
+# Seconds for one answer. math-verify ends a longer comparison by SIGALRM, so it must run on the main thread.
 _LIMIT_S = 5
 # Largest relative difference of equal values. math-verify alone would round to six decimals; its own decimals come from
 # 53 bits, so equal values may differ by rounding.

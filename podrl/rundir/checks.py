@@ -561,7 +561,7 @@ def _evaluation(now: Record, past: Past) -> str:
     meaning="the policy forgets, or learns what does not help: steps are too large, or a teacher is no better than it",
     key=(
         "trainer.learning_rate lower, fewer steps (trainer.max_steps); data.hint, where the policy teaches itself by a "
-        "hint that it misreads; of given answers (algorithm=sft) one pass, then an algorithm with rewards"
+        "hint that it misreads; with algorithm=sft one pass over the answers, then an algorithm with rewards"
     ),
 )
 def _worse(now: Record, past: Past) -> str:

@@ -76,7 +76,7 @@ class Pod:
         self._complete = False  # True if all of the job's first processes have joined
         self._numbers = itertools.count(seat.hosts.count)  # numbers that are free for later processes
         self._late_numbers: set[int] = set()  # numbers of later processes
-        # Numbers by the requests for them, because a request may be served twice.
+        # The number that each request has got: a request may be served twice, and then gets the same number.
         self._number_of_request: dict[str, int] = {}
         # By (cluster, index of the replica in it): numbers that wait for the replica's other hosts, by place.
         self._parts: dict[tuple[str, int], dict[int, int]] = {}

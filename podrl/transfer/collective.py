@@ -224,7 +224,7 @@ class ReceiptChannel:
           version: version of the weights; ignored on a process outside the source mesh.
 
         Returns:
-          The received checksums and version; on a process that only sends, the sent ones.
+          The received checksums and version; on a process that only sends, its own checksums and version.
         """
         sent = None
         if sums_Wl is not None:

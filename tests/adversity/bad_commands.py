@@ -52,7 +52,7 @@ GENERATE = {
         o__jsonl__partial='{"podrl.generate": {"n": 3}}\n{"index": 0}\n',
     ),
     "unfinished output of another kind": generate(
-        [], ["o.jsonl.partial", "no unfinished output"], o__jsonl__partial="mine\nmine\n"
+        [], ["o.jsonl.partial", "not an unfinished output"], o__jsonl__partial="mine\nmine\n"
     ),
     "prompts nowhere": generate("--prompts=no.jsonl", ["--prompts=no.jsonl", "does not exist"]),
     "prompts a directory": generate("--prompts=d", ["--prompts=d"], d=_directory),
@@ -70,7 +70,7 @@ GENERATE = {
     "messages empty": generate([], ["p.jsonl line 1", "'messages'"], '{"messages": []}\n'),
     "messages without content": generate([], ["p.jsonl line 1", "'content'"], '{"messages": [{"role": "user"}]}\n'),
     "messages of texts": generate([], ["p.jsonl line 1", "'messages'"], '{"messages": ["a"]}\n'),
-    "prompts of another format": generate("--prompts=p.txt", ["p.txt", "no known format"], p__txt=PROMPT),
+    "prompts of another format": generate("--prompts=p.txt", ["p.txt", "not a known format"], p__txt=PROMPT),
     "model nowhere": generate("--model=nowhere", ["--model=nowhere", "not a directory"]),
     "model a file": generate("--model=p.jsonl", ["--model=p.jsonl", "not a directory"]),
     "model empty": generate("--model=d", ["d", "tokenizer.json"], d=_directory),
@@ -144,7 +144,7 @@ PLAN = {
     "size 0": plan("--trainer=v5e:0x4", ["--trainer='v5e:0x4'"]),
     "size -1": plan("--trainer=v5e:-1x4", ["--trainer='v5e:-1x4'"]),
     "size in words": plan("--trainer=v5e:twoxfour", ["--trainer='v5e:twoxfour'"]),
-    "no such shape": plan("--trainer=v5e:3x5", ["v5e:3x5", "no slice that GKE makes"]),
+    "no such shape": plan("--trainer=v5e:3x5", ["v5e:3x5", "not a slice that GKE makes"]),
     "huge shape": plan("--trainer=v5e:1000x1000", ["--trainer='v5e:1000x1000'"]),
     "astronomic shape": plan("--trainer=v5e:" + "9" * 30 + "x4", ["--trainer"]),
     "no slices": plan("--trainer=v5e:2x4*0", ["--trainer='v5e:2x4*0'"]),

@@ -1,4 +1,4 @@
-"""Settings that may and may not change when a run resumes, and starts without a step, after which all may change."""
+"""Settings that may and may not change when a run resumes. All may change after a start that made no step."""
 
 import copy
 import io

@@ -84,7 +84,7 @@ def test_runs_that_do_not_tell_are_refused(tmp_path, capsys):
     assert bench.main(["benchmarks", "waits", str(tmp_path / "short")]) == 1
     assert "has 9 steps, 9 of them traced: 16 are needed" in capsys.readouterr().err
     assert bench.main(["benchmarks", "waits", str(tmp_path)]) == 1
-    assert "is neither a run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     assert bench.main(["benchmarks", "waits", _write(tmp_path / "auto", 20, mesh="auto")]) == 1
     assert "roles.rollout.mesh='auto', which leaves its size to the devices" in capsys.readouterr().err
     assert bench.main(["benchmarks", "waits", _write(tmp_path / "wall", 20, **{"time/prefill": 0.0})]) == 1

@@ -75,7 +75,7 @@ PLANTED = [
     (SAMPLED, put("mask", 2, 1, 1.0), ("prompt 1, sample 0, token 1 ('w21')", "of the prompt")),
     (SAMPLED, put("version", 3, 5, 9), ("prompt 1, sample 1, token 5", "does not fit the version")),
     (SAMPLED, put("trained", 3, 5, 1.0), ("prompt 1, sample 1, token 5", "counts in the loss")),
-    (SAMPLED, put("logprob", 0, 4, np.nan), ("prompt 0, sample 0, token 4", "no number")),
+    (SAMPLED, put("logprob", 0, 4, np.nan), ("prompt 0, sample 0, token 4", "not finite")),
     (WEIGHTS, put("version", 1, 3, STEP), ("prompt 0, sample 1, token 3", "version 10, not 8 to 9")),
     (WEIGHTS, put("version", 1, 3, STEP - 2 - STALENESS), ("version 7, not 8 to 9", "(1 such tokens)")),
     (APART, put("trainer_logprob", 1, 4, -1.3), ("prompt 0, sample 1, token 4", "-1.3 for the trainer and -0.9")),

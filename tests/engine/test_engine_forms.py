@@ -23,7 +23,7 @@ CONFIG = RolloutConfig(
 )
 SMALL = {"vocab_size": 300, "num_layers": 2, "model_dim": 16, "ffn_dim": 16, "window": 6}
 
-# Shapes and meshes are what differs here, so slow forms, too, compile with least effort: half of their time.
+# The cases differ in shapes and meshes only, so slow cases compile with least effort, too, which takes half the time.
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 FORMS = pytest.mark.nightly("podrl/engine", "podrl/rollout", "podrl/models")
 

@@ -329,14 +329,14 @@ def test_a_request_that_offers_another_protocol_is_answered(shared):
     [b"", b"{", b"[" * 20000, b'{"a": NaN}', b'{"a": -Infinity}', b'"\\ud800"', b'"\xff"', b'{"a": "\\uDFFF x"}'],
 )
 def test_a_body_that_is_no_json_is_refused(body):
-    with pytest.raises(RefusedRequest, match="no JSON"):
+    with pytest.raises(RefusedRequest, match="not JSON"):
         front_http.parse(body)
     # Integers stay exact: a model may have written them, and then they are compared with what it wrote.
     assert front_http.parse(b'["\\ud83d\\ude00", 123456789012345678901]') == ["\U0001f600", 123456789012345678901]
 
 
 def test_half_of_a_surrogate_pair_is_written():
-    """A model can write one into the arguments of a call."""
+    """A model can write half of a surrogate pair into the arguments of a call."""
     assert json.loads(front_http.to_json({"arguments": "\ud800", "é": 2**70})) == {"arguments": "\ud800", "é": 2**70}
 
 

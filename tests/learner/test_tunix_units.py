@@ -29,7 +29,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_every_counted_field_says_its_unit(name):
-    """The field's docstring, where a user looks, contains the first word of the unit."""
+    """The line of the field in the docstring, where users look for it, contains the first word of the unit."""
     cls = getattr(podrl, name)
     told = " ".join(" ".join((base.__doc__ or "") for base in cls.__mro__).split())
     for field, unit in COUNTED[name].items():

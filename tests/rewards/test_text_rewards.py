@@ -58,7 +58,7 @@ def test_schemas():
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
     for form in (schema, json.dumps(schema)):
         assert [text.json_schema(a, form, PLAIN) for a in ("[1]", "```json\n[1]\n```", "[]", "['a']")] == [1, 1, 0, 0]
-    with pytest.raises(ValueError, match="no JSON schema"):
+    with pytest.raises(ValueError, match="not a JSON schema"):
         text.json_schema("[1]", {"type": "nothing"}, PLAIN)
     for no_json in ("NaN", "[Infinity]", "-Infinity", "1e999", "[" * 100_000, "nan"):
         assert text.json_schema(no_json, {}, PLAIN) == 0
@@ -147,7 +147,7 @@ def test_references_of_every_form(tmp_path):
         TextReward("choice", choices="AB")(["q"], answers[:1], answer=["C"])
     with pytest.raises(ValueError, match="empty list"):
         TextReward("rouge_l")(["q"], answers[:1], answer=[[]])
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         TextReward("regex")(["q"], answers[:1], pattern=["("])
 
 

@@ -28,8 +28,8 @@ class DPOConfig:
 
     Attributes:
       batch_size: number of pairs per step; a step makes one update.
-      max_length: largest number of tokens of prompt and answer together; pairs with a longer one are left out, or are
-        an error, as data.long_prompts says.
+      max_length: largest number of tokens of prompt and answer together; longer pairs are left out or are an error, as
+        data.long_prompts says.
       beta: reward per nat of difference to the reference.
       label_smoothing: assumed share of pairs whose chosen and rejected answers are swapped.
     """
@@ -47,8 +47,8 @@ class ORPOConfig:
 
     Attributes:
       batch_size: number of pairs per step; a step makes one update.
-      max_length: largest number of tokens of prompt and answer together; pairs with a longer one are left out, or are
-        an error, as data.long_prompts says.
+      max_length: largest number of tokens of prompt and answer together; longer pairs are left out or are an error, as
+        data.long_prompts says.
       coef: weight of the odds ratio beside the likelihood of the chosen answer.
     """
 

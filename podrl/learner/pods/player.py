@@ -239,7 +239,7 @@ class HostPlayer:
                 return
         except BatchError as error:
             self._failed = error
-            # The leader then decides a batch without groups, whose lease serves the error.
+            # The leader then decides on a batch without groups. Its lease carries the error to the trainers.
             self._send_report(failed=True)
             self._serving.submit(self._serve)
         except BaseException as error:
