@@ -350,7 +350,7 @@ class Tokenizer:
         return None if found is None else self._checked(f"{name}_token_id", found)
 
     def _checked(self, key: str, value: Any) -> int:
-        """Returns the id `value`, the value of `key` in a file, after a check.
+        """Checks and returns `value`, the id that a file gives for `key`.
 
         Raises:
           ValueError: the value is not an id of the vocabulary.

@@ -51,7 +51,7 @@ def make_report(values: Mapping[str, Any], *, log: Any = None) -> "PlanReport":
 
     Args:
       values: the whole configuration.
-      log: function that is called with a line per program and trial; None for none.
+      log: function that is called with a line per program and trial; None logs nothing.
 
     Raises:
       ValueError: a topology, mesh or configuration makes no sense.

@@ -186,7 +186,8 @@ class Bucket:
 
     Attributes:
       leaves: positions of the leaves in `TransferPlan.leaves`.
-      parts: number of times that the bucket is filled: the number of parts of its one leaf, or 1.
+      parts: number of parts into which the bucket's only leaf is split, which fill the bucket one after the other; 1 if
+        leaves are not split.
       bytes: bytes that one device stages each time.
     """
 

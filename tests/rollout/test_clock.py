@@ -1,4 +1,5 @@
-"""The clocks decide without an engine: versions follow the formula, batches take ended groups, the journal repeats."""
+"""The clocks decide without an engine: versions follow the formula, batches consist of groups that have ended, and a
+journal repeats a run."""
 
 import dataclasses
 import random

@@ -100,7 +100,7 @@ class HostPlayer:
         Args:
           step: number of steps done.
           orders: number of orders that each host must have read, by the host's address.
-          needed_step: number of a step; every trainer host has all that it needs of earlier batches.
+          needed_step: number of the first step of whose batches trainer hosts may still need something.
 
         Raises:
           ChannelError: the orders did not come within the deadline.
