@@ -250,7 +250,7 @@ class Endpoint:
         earlier = episode.exchanges.pop(digest, None)  # retries join the newer request from now on
         if earlier is not None and earlier.delivered:
             self._forget(episode, earlier)
-        answered = (one for one in episode.exchanges.values() if one.delivered and not one.clients)
+        answered = (old for old in episode.exchanges.values() if old.delivered and not old.clients)
         for old in list(itertools.islice(answered, max(len(episode.exchanges) - _KEPT, 0))):
             self._forget(episode, old)
         # Not `asdict`, which copies every message: that was an eighth of this process's time.

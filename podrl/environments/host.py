@@ -422,7 +422,7 @@ class EnvironmentHost:
     def _on_return(self, episode: _Episode, result: Mapping[str, Any]) -> None:
         """Ends an episode whose environment has returned; an episode with requests of Model.chat is recorded first."""
         recorded = self._is_recorded(episode.task) and (
-            self._config.agent or any(one.get("chat") for one in episode.observations)
+            self._config.agent or any(observation.get("chat") for observation in episode.observations)
         )
         # A record cannot repeat an episode with a request whose answer the environment did not wait for.
         if not recorded or result["reason"] == "failed" or len(episode.turns) < len(episode.observations):
@@ -592,9 +592,9 @@ def _with_routes(
     drawn: Sequence[Mapping[str, Any] | None], routes: Sequence[Mapping[str, Any] | None]
 ) -> list[Mapping[str, Any] | None]:
     """Adds the routes of an episode to the token columns of its turns; turns without columns get none."""
-    assert len(routes) == sum(one is not None for one in drawn), (len(routes), len(drawn))
-    left = iter(routes)
-    return [one and (one if (new := next(left)) is None else {**one, "routes": new}) for one in drawn]
+    assert len(routes) == sum(columns is not None for columns in drawn), (len(routes), len(drawn))
+    unused = iter(routes)
+    return [columns and (columns if (new := next(unused)) is None else {**columns, "routes": new}) for columns in drawn]
 
 
 def _sample(task: Task) -> str:

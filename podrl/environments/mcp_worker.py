@@ -129,7 +129,7 @@ class _Server:
                 self._break(session)
                 continue
             failed = getattr(result, "is_error", None) if hasattr(result, "is_error") else result.isError
-            texts = [_text_of(one) for one in result.content]
+            texts = [_text_of(part) for part in result.content]
             return {"text": plain("\n".join(texts)), "failed": "exception" if failed else ""}
         return {"text": f"The connection to the tool was lost: {plain(why)}", "failed": "lost"}
 

@@ -328,8 +328,8 @@ class _Worker:
 
     def _environment_of(self, task: Task) -> Any:
         """Gets the environment that the task's field `env` names, or else env.environment; a new object of a class."""
-        found = self._environments.get(str(task.fields.get("env")), self._environments[self._config.environment])
-        return found() if inspect.isclass(found) else found
+        environment = self._environments.get(str(task.fields.get("env")), self._environments[self._config.environment])
+        return environment() if inspect.isclass(environment) else environment
 
 
 def _environment(name: str, spec: Mapping[str, str] | None, config: EnvironmentConfig, folder: str) -> Any:

@@ -233,18 +233,18 @@ class Episodes:
             in a row.
           ServiceError: an MCP server was unreachable for env.server_deadline_s seconds.
         """
-        found: list[EpisodeEvent] = []
+        events: list[EpisodeEvent] = []
         with contextlib.suppress(queue.Empty):
             message = self._messages.get(timeout=timeout_s) if timeout_s > 0 else self._messages.get_nowait()
             while True:
                 if isinstance(message, BaseException):
                     self._failure = self._failure or message
                 else:
-                    found.append(message)
+                    events.append(message)
                 message = self._messages.get_nowait()
         if self._failure is not None:
             raise self._failure
-        return found
+        return events
 
     def waiting(self) -> list[str]:
         """Describes the calls that episodes wait for: 'calculator of sample 3 of prompt 17, 41 s'."""

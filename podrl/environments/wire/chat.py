@@ -109,7 +109,7 @@ def assistant_message(
 
 def _arguments(calls: Sequence[Call], functions: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the arguments of each call; empty if there is no call, or if one of the calls cannot be made."""
-    found = []
+    values = []
     for call in calls:
         if call.problem or call.name not in functions:
             return []
@@ -117,8 +117,8 @@ def _arguments(calls: Sequence[Call], functions: Mapping[str, Mapping[str, Any]]
         arguments = fitted(call.arguments, schema, query_of(schema))
         if functions[call.name].get("strict") and not _fits(arguments, schema):
             return []
-        found.append(arguments)
-    return found
+        values.append(arguments)
+    return values
 
 
 def call_ids(answer: Answer, index: int) -> str:
@@ -211,14 +211,14 @@ def _choice(fields: Fields) -> str:
     return value or "auto"
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
+def _message(value: Any, path: str) -> dict[str, Any]:
     """Parses a message; the result has its content as text, and a role of chat templates."""
-    fields = Fields(value, where)
+    fields = Fields(value, path)
     role = fields.text("role") or ""
     role = _ROLE_ALIASES.get(role, role)
     if role not in _SERVED_ROLES:
         raise fields.refusal("role", role, f"must be developer, {', '.join(_SERVED_ROLES)}")
-    message: dict[str, Any] = {"role": role, "content": _content(fields.take("content"), where)}
+    message: dict[str, Any] = {"role": role, "content": _content(fields.take("content"), path)}
     if (name := fields.text("name")) is not None:
         message["name"] = name
     if role == "assistant":
@@ -227,7 +227,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
                 message["reasoning_content"] = text
         calls = fields.array("tool_calls")
         if calls:
-            message["tool_calls"] = [_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(calls)]
+            message["tool_calls"] = [_call(call, f"{path}.tool_calls[{k}]") for k, call in enumerate(calls)]
         fields.neutral("annotations", [])
         fields.neutral("refusal", "")
     if role == "tool" and (call_id := fields.text("tool_call_id")) is not None:
@@ -240,20 +240,20 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     return message
 
 
-def _content(value: Any, where: str) -> str | None:
+def _content(value: Any, path: str) -> str | None:
     """Joins the text parts of the content of a message."""
     if value is None or isinstance(value, str):
         return value
-    where = f"{where}.content"
+    path = f"{path}.content"
     if not isinstance(value, list):
-        raise RefusedRequest(400, "invalid_type", f"{where} must be a text or a list of parts.", where)
+        raise RefusedRequest(400, "invalid_type", f"{path} must be a text or a list of parts.", path)
     texts = []
     for i, part in enumerate(value):
-        fields = Fields(part, f"{where}[{i}]")
+        fields = Fields(part, f"{path}[{i}]")
         kind, text = fields.text("type"), fields.take("text")
         if kind != "text" or not isinstance(text, str):
             raise RefusedRequest(
-                400, "unsupported_parameter", f"{where}[{i}] has type {kind!r}: the model reads only 'text'.", where
+                400, "unsupported_parameter", f"{path}[{i}] has type {kind!r}: the model reads only 'text'.", path
             )
         fields.take("cache_control")  # a label of other providers, which changes nothing
         fields.end()
@@ -261,13 +261,13 @@ def _content(value: Any, where: str) -> str | None:
     return "".join(texts)
 
 
-def _call(value: Any, where: str) -> dict[str, Any]:
+def _call(value: Any, path: str) -> dict[str, Any]:
     """Parses a tool call of an earlier turn; the result has its arguments as JSON text."""
-    fields = Fields(value, where)
+    fields = Fields(value, path)
     kind, id_ = fields.text("type"), fields.text("id")
     if kind not in (None, "function"):
         raise fields.refusal("type", kind, "cannot be honoured: only 'function' is served")
-    function = Fields(fields.take("function"), f"{where}.function")
+    function = Fields(fields.take("function"), f"{path}.function")
     name, arguments = function.text("name"), function.text("arguments")
     if not name:
         raise function.refusal("name", name, "must name a function")
@@ -277,13 +277,13 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     return {"id": id_ or "", "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
-def _tool(value: Any, where: str) -> dict[str, Any]:
+def _tool(value: Any, path: str) -> dict[str, Any]:
     """Parses a tool; the result has the form that chat templates take."""
-    fields = Fields(value, where)
+    fields = Fields(value, path)
     kind = fields.text("type")
     if kind != "function":
         raise fields.refusal("type", kind, "cannot be honoured: only 'function' is served")
-    function = Fields(fields.take("function"), f"{where}.function")
+    function = Fields(fields.take("function"), f"{path}.function")
     name, description, parameters = function.text("name"), function.text("description"), function.take("parameters")
     if not name or not _NAME.fullmatch(name):
         raise function.refusal("name", name, "must be a name of letters, digits and _ . : / -, 128 at most")

@@ -122,9 +122,9 @@ def _usage(prompt: int, sampled: int) -> dict[str, int]:
     return {"input_tokens": prompt, **cached, "output_tokens": sampled}
 
 
-def _add(messages: list[dict[str, Any]], value: Any, where: str) -> None:
+def _add(messages: list[dict[str, Any]], value: Any, path: str) -> None:
     """Translates a message: each of its tool results becomes a message of its own."""
-    fields = Fields(value, where)
+    fields = Fields(value, path)
     role, content = fields.take("role"), fields.take("content")
     fields.end()
     if role not in ("user", "assistant"):
@@ -136,38 +136,40 @@ def _add(messages: list[dict[str, Any]], value: Any, where: str) -> None:
     calls: list[dict[str, Any]] = []
     begin = len(messages)
     for i, block in enumerate(content):
-        own = Fields(block, f"{where}.content[{i}]")
-        own.take("cache_control")  # a label, which changes nothing
-        kind = own.text("type")
+        block_fields = Fields(block, f"{path}.content[{i}]")
+        block_fields.take("cache_control")  # a label, which changes nothing
+        kind = block_fields.text("type")
         if kind == "text":
-            own.take("citations")
-            texts.append(own.text("text") or "")
+            block_fields.take("citations")
+            texts.append(block_fields.text("text") or "")
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": own.text("name"), "arguments": json.dumps(own.take("input") or {})}
-            calls.append({"id": own.text("id"), "type": "function", "function": function})
+            function = {"name": block_fields.text("name"), "arguments": json.dumps(block_fields.take("input") or {})}
+            calls.append({"id": block_fields.text("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             if texts:
-                raise own.refusal("type", kind, "must come before the texts of its message")
-            own.flag("is_error")  # the result's text says so
-            result = _text(own.take("content"), f"{where}.content[{i}].content")
-            messages.append({"role": "tool", "tool_call_id": own.text("tool_use_id"), "content": result})
+                raise block_fields.refusal("type", kind, "must come before the texts of its message")
+            block_fields.flag("is_error")  # the result's text says so
+            result = _text(block_fields.take("content"), f"{path}.content[{i}].content")
+            messages.append({"role": "tool", "tool_call_id": block_fields.text("tool_use_id"), "content": result})
         else:
-            raise own.refusal("type", kind, "cannot be honoured: only 'text', 'tool_use' and 'tool_result' are served")
-        own.end()
+            raise block_fields.refusal(
+                "type", kind, "cannot be honoured: only 'text', 'tool_use' and 'tool_result' are served"
+            )
+        block_fields.end()
     if texts or calls or begin == len(messages):
         message: dict[str, Any] = {"role": role, "content": "".join(texts) or (None if calls else "")}
         messages.append(message | ({"tool_calls": calls} if calls else {}))
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Any, path: str) -> str:
     """Joins the texts of a system prompt or of a tool's result."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
-        raise RefusedRequest(400, "invalid_type", f"{where} must be a text or a list of blocks.", where)
+        raise RefusedRequest(400, "invalid_type", f"{path} must be a text or a list of blocks.", path)
     texts = []
     for i, block in enumerate(value):
-        fields = Fields(block, f"{where}[{i}]")
+        fields = Fields(block, f"{path}[{i}]")
         for label in ("cache_control", "citations"):  # labels, which change nothing
             fields.take(label)
         if (kind := fields.text("type")) != "text":
@@ -177,9 +179,9 @@ def _text(value: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _tool(value: Any, where: str) -> dict[str, Any]:
+def _tool(value: Any, path: str) -> dict[str, Any]:
     """Translates a tool."""
-    fields = Fields(value, where)
+    fields = Fields(value, path)
     if (kind := fields.text("type")) not in (None, "custom"):
         raise fields.refusal("type", kind, "cannot be honoured: only 'custom' is served")
     fields.take("cache_control")

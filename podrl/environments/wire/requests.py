@@ -119,7 +119,7 @@ class Answer:
             numbers += [array.array("i", choice.tokens), array.array("d", choice.logprobs)]
             counts = {"tokens": len(choice.tokens), "logprobs": len(choice.logprobs)}
             fields["choices"].append({**vars(choice), **counts})
-        return fields, b"".join(one.tobytes() for one in numbers)
+        return fields, b"".join(map(array.array.tobytes, numbers))
 
     @classmethod
     def from_frame(cls, fields: Mapping[str, Any], numbers: bytes) -> "Answer":

@@ -201,15 +201,15 @@ def _logprobs(request: ParsedRequest, choice: Choice) -> list[Any]:
     return (token_logprobs(request, choice) or {"content": []})["content"]
 
 
-def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+def _add(messages: list[dict[str, Any]], item: Any, path: str) -> None:
     """Translates an item to a message of chat completions, or adds it to the assistant's message before it."""
-    fields = Fields(item, where)
+    fields = Fields(item, path)
     kind = fields.text("type") or "message"
     for label in ("id", "status"):  # labels of items that come from earlier answers; they change nothing
         fields.take(label)
     if kind == "message":
         role, content = fields.take("role"), fields.take("content")
-        messages.append({"role": role, "content": _content(content, f"{where}.content")})
+        messages.append({"role": role, "content": _content(content, f"{path}.content")})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
@@ -217,21 +217,21 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         call = {"id": fields.text("call_id"), "type": "function", "function": function}
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = _content(fields.take("output"), f"{where}.output")
+        output = _content(fields.take("output"), f"{path}.output")
         messages.append({"role": "tool", "tool_call_id": fields.text("call_id"), "content": output})
     else:
-        why = f"{where} has type {kind!r}: only 'message', 'function_call' and 'function_call_output' are served."
-        raise RefusedRequest(400, "unsupported_parameter", why, where)
+        why = f"{path} has type {kind!r}: only 'message', 'function_call' and 'function_call_output' are served."
+        raise RefusedRequest(400, "unsupported_parameter", why, path)
     fields.end()
 
 
-def _content(value: Any, where: str) -> Any:
+def _content(value: Any, path: str) -> Any:
     """Translates the parts of a content."""
     if not isinstance(value, list):
         return value
     parts = []
     for i, part in enumerate(value):
-        fields = Fields(part, f"{where}[{i}]")
+        fields = Fields(part, f"{path}[{i}]")
         kind = fields.text("type")
         for label in ("annotations", "logprobs"):  # parts of an earlier answer, which change nothing
             fields.take(label)
@@ -242,9 +242,9 @@ def _content(value: Any, where: str) -> Any:
     return parts
 
 
-def _tool(value: Any, where: str) -> dict[str, Any]:
+def _tool(value: Any, path: str) -> dict[str, Any]:
     """Translates a tool."""
-    fields = Fields(value, where)
+    fields = Fields(value, path)
     if (kind := fields.text("type")) != "function":
         raise fields.refusal("type", kind, "cannot be honoured: only 'function' is served")
     function = {name: fields.take(name) for name in ("name", "description", "parameters", "strict")}
