@@ -70,7 +70,7 @@ class ReplicaHead:
         return Message()
 
     def _on_stops(self, message: Message) -> Message:
-        """Handles, on the channel's thread, that another host was asked to stop: a replica leaves as a whole or not."""
+        """Stops this host because another host of the replica was asked to stop; runs on the channel's thread."""
         self._stops()
         return Message()
 

@@ -65,7 +65,7 @@ class Program:
       runs: executions per training step.
       resident: bytes per chip of arrays that stay there while the program runs but are not its arguments.
       trips: trip counts of loops of traced length, see `podrl.plan.hlo.cost_of`.
-      by_hand: work that replaces the counts of the compiled text; None keeps these counts.
+      by_hand: counts of work to use instead of the counts from the compiled text; None uses the latter.
     """
 
     name: str

@@ -43,7 +43,7 @@ from podrl.job.config import TINY
 STEPS = 4
 DEADLINE_S = 300.0
 WALL_STALENESS = 2
-ANSWERS = ("dpo", "kto", "reward_model")  # these algorithms learn from given answers
+ANSWERS = ("dpo", "kto", "reward_model")  # these algorithms learn from the data's answers
 KILLER = pathlib.Path(__file__).resolve().parent / "killer"
 _JOB = (f"--config.trainer.max_steps={STEPS}", "--config.checkpoint.every=1", "--config.eval.problems=0")
 # A start costs less with fewer devices, and when it need not look for the longest prompt.

@@ -39,9 +39,10 @@ KILLS = {
     "hybrid, split": 1,
 }
 # The source files that each variant tests; without a change to them it is killed in nightly runs only. Variants without
-# such files are killed at chosen moments on every change: one process below, PPO in tests/e2e/test_algorithms.py, given
-# answers in tests/e2e/test_supervised_runs.py, a pod by the wall clock in tests/e2e/test_wall_clock.py. The one with a
-# teacher is killed in tests/e2e/test_pods.py when the comparison with the teacher changes.
+# such files are killed at chosen moments on every change: a single process below, PPO in tests/e2e/test_algorithms.py,
+# training on the data's answers in tests/e2e/test_supervised_runs.py, a pod with the wall clock in
+# tests/e2e/test_wall_clock.py. The variant with a teacher is killed in tests/e2e/test_pods.py when the comparison with
+# the teacher changes.
 ABOUT = {
     "single": (),
     "opd": (),

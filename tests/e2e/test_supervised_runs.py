@@ -54,7 +54,8 @@ def test_a_killed_run_ends_as_one_that_never_was(whole, tmp_path):
 def test_a_pod_that_is_killed_and_resumed_learns_as_one_process_does(whole, tmp_path):
     """Two trainer hosts train on the same answers; two rollout hosts get the weights for evaluations.
 
-    Other tests assert that a killed pod, and a killed process with given answers, end bitwise as undisturbed ones.
+    Other tests assert that a killed pod, and a killed process that trains on the data's answers, end bitwise as
+    undisturbed ones.
     """
     name, alone = whole
     with job(tmp_path / "run", *PODS[name], base=base(name)) as running:

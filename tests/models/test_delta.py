@@ -124,7 +124,7 @@ def model():
 
 
 def with_adapters(**settings):
-    """Reads the model with adapters in its linear attention that have an effect."""
+    """Reads the model with adapters in its linear attention, and gives them values that have an effect."""
     fresh = from_pretrained(QWEN3_5, lora=LoraConfig(rank=2, alpha=4.0, pattern="in_proj_.*|out_proj", **settings))
 
     def grow(path, x):
