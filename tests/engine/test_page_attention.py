@@ -190,7 +190,7 @@ def test_refused_where_it_cannot_be():
         vocab_size=512, num_layers=2, model_dim=256, ffn_dim=512, num_heads=8, num_kv_heads=4, head_dim=128
     )
     assert not chosen(None, model, mesh, 64, ReadShape(2, 4, 16, 16), jnp.dtype("float32"))
-    with pytest.raises(ValueError, match=r"page_kernel=True needs an NVIDIA GPU, .* here cpu, 4 key heads of 128"):
+    with pytest.raises(ValueError, match=r"page_kernel=True needs an NVIDIA GPU, .* has cpu, 4 key heads of size 128"):
         chosen(True, model, mesh, 64, ReadShape(2, 4, 16, 16), jnp.dtype("float32"))
     config = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8, kv_cache_size=16, lanes=2, page_kernel=True)
     worker = RolloutWorker(model, mesh, config, pad_id=0, eos_ids=(1,), decode=lambda ids: "", seed=0)
