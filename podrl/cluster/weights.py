@@ -68,7 +68,8 @@ class WeightSync:
         self._in_place: PyTree | None = None  # the moved leaves of the last policy that was made in place
 
     def _publisher_of(self, name: str, source: PyTree, target: PyTree, *, lasting: bool = False) -> WeightPublisher:
-        """Returns a publisher from a tree of arrays or shapes to the places of `target`, for this process."""
+        """Returns this process's part of a publisher that moves a tree of arrays or shapes to the shardings of
+        `target`."""
         if self._link is None:
             return Publisher(source, jax.tree.map(lambda leaf: leaf.sharding, target), target_dtype=self.dtype)
         if self._link.trains:

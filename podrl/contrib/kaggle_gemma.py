@@ -207,7 +207,9 @@ _CONVERSIONS: Mapping[str, _Conversion] = {
 def main(argv: list[str]) -> int:
     parser = Parser("podrl.contrib.kaggle_gemma", __doc__)
     parser.add_argument("--checkpoint", required=True, help="the directory with _METADATA, from Kaggle's archive")
-    parser.add_argument("--size", required=True, help=f"one of {', '.join(READ)}; -it or not is the same size")
+    parser.add_argument(
+        "--size", required=True, help=f"one of {', '.join(READ)}; checkpoints with and without -it have the same size"
+    )
     parser.add_argument("--out", required=True, help="the Hugging Face directory to write")
     parser.add_argument("--tokenizer", default="", help="tokenizer.model; by default the one beside the checkpoint")
     args = parser.parse_args(argv)

@@ -516,7 +516,7 @@ def _added_elsewhere(directory: epath.Path) -> dict[int, tuple[str, bool]]:
     entries = _read_json(directory / "added_tokens.json")
     if wrong := [name for name, i in entries.items() if isinstance(i, bool) or not isinstance(i, int)]:
         raise ValueError(
-            f"{directory / 'added_tokens.json'} gives {wrong[0]!r} the id {entries[wrong[0]]!r}, no number."
+            f"{directory / 'added_tokens.json'} gives {wrong[0]!r} the id {entries[wrong[0]]!r}, not a number."
         )
     return {i: (text, True) for text, i in entries.items()}
 

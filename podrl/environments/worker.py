@@ -355,7 +355,7 @@ def _result_fields(result: Any) -> dict[str, Any]:
         if value != value or abs(value) == float("inf"):
             raise ValueError(f"run returned {name}={value}, not a finite number")
     if result.text is not None and not isinstance(result.text, str):
-        raise TypeError(f"run returned text={short(result.text)}, no text")
+        raise TypeError(f"run returned text={short(result.text)}, not a text")
     return {"reward": reward, "metrics": metrics, "text": result.text}
 
 

@@ -200,7 +200,7 @@ def simulate(lengths_N: Int[np.ndarray, " N"], speeds: Speeds, *, load: Load, st
         if staleness == 0:
             trainer = clock + generating + speeds.update_s
             done = trainer
-        else:  # batch `window` trains beside the sampling of later batches; the first window draws batch 0 as well
+        else:  # batch `window` trains while later batches are sampled; the first window samples batch 0 as well
             trainer = clock + speeds.update_s
             done = max(trainer, clock + generating)
         clock = done + speeds.move_s

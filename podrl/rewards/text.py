@@ -287,7 +287,7 @@ class TextReward:
           value: content of the record's field.
 
         Raises:
-          ValueError: the field holds no text, no list of texts and no schema.
+          ValueError: the field holds neither a text nor a list of texts nor a schema.
         """
         if isinstance(value, dict | bool) and self._field == "schema":
             return [value]

@@ -54,8 +54,7 @@ def text(value: Any) -> str:
     exact = Decimal(value.literal if isinstance(value, LongFloat) else str(value))
     if not math.isfinite(value) or (exact and not float(exact)):
         raise ValueError(
-            f"{exact} must be a number that is finite and, unless it is 0, not smaller than every float: write it as "
-            "text"
+            f"{exact} must be a finite number that a float can hold, without rounding to 0: write it as text"
         )
     digits = format(exact, "f")
     digits = digits.rstrip("0").rstrip(".") if "." in digits else digits

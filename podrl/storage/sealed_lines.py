@@ -51,7 +51,7 @@ def decode(content: bytes, unsealed: Collection[Shape]) -> SealedLines:
         try:
             record = json.loads(line.decode())
             if not isinstance(record, dict):
-                raise ValueError(f"it holds {type(record).__name__}, no object")
+                raise ValueError(f"it holds {type(record).__name__}, not an object")
             if any(_has(record, shape) for shape in unsealed):
                 found.unsealed.append(number)
             elif is_sealed(record):

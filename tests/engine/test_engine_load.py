@@ -147,7 +147,8 @@ def test_pauses_extends_and_spills_together(tiny, tight, policy):
 
 
 def test_samples_that_come_one_by_one_share_the_pages_of_their_prompt(tight, policy):
-    """The tokens are those of samples that come together; after the last sample's end a prompt is prefilled again."""
+    """Samples that come one after the other draw the same tokens as samples that come together. Once the last sample of
+    a prompt has ended, the prompt is prefilled again."""
     rng = np.random.default_rng(8)
     prompt, keys_52, sampling = rng.integers(6, 300, 20).astype(np.int32), keys(rng, 5), Sampling(max_new=9)
     session = tight.session(policy)

@@ -306,7 +306,7 @@ def test_a_pause_keeps_what_counts():
     scheduler.give(0, 5)
     scheduler.resume(0, left=4)
     plan = scheduler.plan()
-    (feed,) = plan.feeds  # the page that was not full takes the given tokens after its own tokens
+    (feed,) = plan.feeds  # the page that was not full takes the appended tokens after its own tokens
     assert (feed.sample, feed.start, feed.offset) == (sample, 7, 1)
     assert feed.targets == [page.index for page in sample.store.pages[1:3]]
     assert [(start, count) for _, start, count in feed.prior] == [(0, 2), (2, 4)]

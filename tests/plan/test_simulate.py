@@ -92,9 +92,9 @@ def test_prefill_calls_are_counted_as_the_engine_makes_them():
 
 
 def test_every_window_computes_open_samples_anew():
-    # 16 samples of 100 tokens, a quantum of 0.7 x 100 / 2, so 40. One of the two batches in a window has drawn 16 x 40
-    # tokens: two calls besides the one for its prompts. The other batch's prompts are a call of their own if they come
-    # later.
+    # A batch has 16 samples of 100 tokens. The quantum is 40 (0.7 x 100 / 2, rounded up to dispatches). One of the two
+    # batches in a window has drawn 16 x 40 tokens, which take two calls besides the call for its prompts. The prompts
+    # of the other batch take a further call if they come later.
     plain, anew = (_step(SAME, staleness=2, lanes=32, update_s=0.0, call_s=t) for t in (0.0, 0.1))
     assert anew.prefill_calls == 1 + 2 and anew.step_s - plain.step_s == pytest.approx(0.1 * 3)
     begun = _step(SAME, staleness=2, lanes=32, update_s=0.0, begin_s=0.5)
