@@ -111,8 +111,8 @@ def replay(
         )
     recorded = _of_step(run, step)
     if recorded is None:
-        there = [record["step"] for record in read_metrics(run) if kind_of(record) == "step"]
-        known = f"metrics.jsonl has steps {there[0]} to {there[-1]}" if there else "metrics.jsonl has none"
+        steps = [record["step"] for record in read_metrics(run) if kind_of(record) == "step"]
+        known = f"metrics.jsonl has steps {steps[0]} to {steps[-1]}" if steps else "metrics.jsonl has none"
         raise ValueError(f"--step={step} was not recorded in {run}: {known}.")
     saved = [saved for saved in complete_steps(run / "checkpoints") if saved < step]
     start = max(saved, default=0) if begin is None else begin
@@ -179,14 +179,14 @@ def _prepare(run: pathlib.Path, target: pathlib.Path, step: int, config: Mapping
         shutil.copy(run / BATCHES, target / BATCHES)
 
 
-def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], there: Callable[[], bool]) -> None:
-    """Runs the training command until `there` returns True.
+def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], is_done: Callable[[], bool]) -> None:
+    """Runs the training command until `is_done` returns True.
 
     Args:
       scratch: directory of the configuration and the output.
       workdir: directory of the new run.
       flags: flags of podrl.launch.
-      there: function that checks whether the new run has got far enough.
+      is_done: function that returns True once the new run has made the step.
 
     Raises:
       ValueError: the command ended before.
@@ -195,13 +195,13 @@ def _launch(scratch: pathlib.Path, workdir: pathlib.Path, flags: Sequence[str], 
     with (scratch / "output.txt").open("a") as output:
         process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
         try:
-            while process.poll() is None and not there():
+            while process.poll() is None and not is_done():
                 time.sleep(0.2)
         finally:
             if process.poll() is None:
                 process.terminate()  # podrl.launch then saves its step and ends
                 process.wait()
-    if not there():
+    if not is_done():
         last = (scratch / "output.txt").read_text(errors="replace").strip().split("\n")[-1]
         raise ValueError(f"the replay ended with exit code {process.returncode} before its step: {last}")
 

@@ -194,7 +194,8 @@ def gmpo(
     sequences.
 
     Args:
-      advantage_BT: advantages; the paper has one per sequence, here the mean over the sequence counts.
+      advantage_BT: advantages. The paper has one advantage per sequence; the mean over the sequence is used as this
+        advantage.
       epsilon_low: distance of the lower bound of log r from 0, nats (0.4 in the paper).
       epsilon_high: distance of the upper bound of log r from 0, nats (0.4 in the paper).
       eps: number added to lengths; 1e-8 is verl's arithmetic.
