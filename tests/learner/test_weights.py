@@ -45,7 +45,7 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     whole = traced(tmp_path / "a", np.ones, np.zeros)
     (tmp_path / "b").mkdir()
     recorded(tmp_path / "b", [10])
-    with pytest.raises(ValueError, match="where a policy is updated"):
+    with pytest.raises(ValueError, match="in steps that update a policy"):
         compare(whole, trace.read_step(tmp_path / "b", 10))
     other = dataclasses.replace(whole, tokens={**whole.tokens, "tokens": whole.tokens["tokens"] + 1})
     with pytest.raises(ValueError, match="other samples"):

@@ -153,7 +153,9 @@ def test_a_process_at_the_address_of_a_dead_one_is_not_taken_for_it(process):
         other = Channel(f"rollout {process - 1}", secret="s", host="127.0.0.1", port=port)
         try:
             assert other.address == first.channel.address
-            with pytest.raises(ChannelError, match=r"\(host 1\) had before it.*start it again, with another port"):
+            with pytest.raises(
+                ChannelError, match=r"\(host 1\) used this address before.*start this process again, at another port"
+            ):
                 said = {**me, "process": process, "endpoint": other.number}
                 other.call(leader.channel.address, "join", Message(said), deadline_s=PATIENCE_S)
         finally:

@@ -87,7 +87,7 @@ def test_a_damaged_answer_is_said_and_asked_for_again(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         found = asyncio.run(files.read("7"))
     assert list(found) == [(2, 1, 0), (3, 0, 1)]
-    assert "Line 1 of" in caplog.text and "the call is made again" in caplog.text
+    assert "Line 1 of" in caplog.text and "makes the call again" in caplog.text
     asyncio.run(files.add("7", RECORDS[0]))
     files.close()
     assert list(asyncio.run(Files(tmp_path).read("7")).values()) == [*RECORDS[1:], RECORDS[0]]
